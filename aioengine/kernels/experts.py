@@ -1,0 +1,187 @@
+"""The gated MLPs of experts: x [T, D], and for each row K experts and their weights [T, K] -> the weighted sum [T, D].
+
+On a CPU the rows of an expert are multiplied together, by matmuls that give a row the same bits for any number of
+rows, and the results of a row are added up in the order in which its experts were chosen. So a row's bits do not depend
+on the other rows. On a GPU the same holds with ``batch_invariant``.
+
+T tokens, D model size, I inner size, E experts, K experts of a token, P = T * K pairs of a token and an expert.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+
+from aioengine.kernels import linear
+from aioengine.kernels.silu_and_mul import silu_and_mul
+from aioengine.kernels.triton import launcher
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from aioengine.kernels.linear import Matmul
+
+
+class Gate(NamedTuple):
+    """The function of gates and the values that they gate.
+
+    Attributes:
+        limit: 0: silu(gate) * up. Else (up + 1) * gate * sigmoid(alpha * gate), of a gate of at most ``limit`` and an
+            up between -``limit`` and ``limit``.
+        alpha: as above.
+    """
+
+    limit: float = 0.0
+    alpha: float = 1.0
+
+
+SILU = Gate()
+
+
+class ExpertWeights(NamedTuple):
+    """Attributes: gate_up [E, 2 I, D], gates first; down [E, D, I]; their biases [E, 2 I] and [E, D], if there are."""
+
+    gate_up: Tensor
+    down: Tensor
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    gate: Gate = SILU
+
+
+class Shared(NamedTuple):
+    """Results of experts that all tokens share.
+
+    Attributes:
+        values: [T, D].
+        gates: [T, 1], logits of a factor of each token; None: no factor.
+    """
+
+    values: Tensor
+    gates: Tensor | None = None
+
+
+class Experts(Protocol):
+    """Computes the experts; holds their weights."""
+
+    def __call__(self, x: Tensor, experts: Tensor, pair_weights: Tensor, shared: Shared | None = None) -> Tensor:
+        """x [T, D], experts [T, K] int32 and pair_weights [T, K] fp32 -> [T, D], with ``shared`` added."""
+        ...
+
+    def weights(self) -> ExpertWeights:
+        """The weights as they were given to ``prepare``; on a GPU the same tensors, else new ones."""
+        ...
+
+    def update(self, weights: ExpertWeights) -> None:
+        """Use other weights from now on. On a GPU they are copied, so that addresses in CUDA graphs stay valid."""
+        ...
+
+
+def activate(gate_up: Tensor, gate: Gate) -> Tensor:
+    """[T, 2 I], gates first -> [T, I]."""
+    if not gate.limit:
+        return silu_and_mul(gate_up)
+    gates, ups = gate_up.chunk(2, dim=-1)
+    gates, ups = gates.clamp(max=gate.limit), ups.clamp(-gate.limit, gate.limit)
+    return (ups + 1) * (gates * torch.sigmoid(gates * gate.alpha))
+
+
+def add_shared(total: Tensor, shared: Shared | None) -> Tensor:
+    """total [T, D] with the results of shared experts."""
+    if shared is None:
+        return total
+    return total + (shared.values if shared.gates is None else shared.gates.sigmoid() * shared.values)
+
+
+def reference(
+    x: Tensor, experts: Tensor, pair_weights: Tensor, weights: ExpertWeights, shared: Shared | None = None
+) -> Tensor:
+    """As ``Experts``, token by token: every expert's weight is copied for every token that uses it."""
+    numbers = experts.long()
+    gate_up = torch.einsum("td,tkid->tki", x, weights.gate_up[numbers])
+    if weights.gate_up_bias is not None:
+        gate_up = gate_up + weights.gate_up_bias[numbers]
+    parts = torch.einsum("tki,tkdi->tkd", activate(gate_up, weights.gate), weights.down[numbers])
+    if weights.down_bias is not None:
+        parts = parts + weights.down_bias[numbers]
+    return add_shared((parts * pair_weights.unsqueeze(-1)).sum(1).to(x.dtype), shared)
+
+
+def prepare(weights: ExpertWeights, *, batch_invariant: bool = False) -> Experts:
+    """The fastest way to compute these experts.
+
+    Args:
+        weights: on a CPU they may be copied and are then not needed any more.
+        batch_invariant: on a GPU, a row of the result must not depend on the number of rows.
+    """
+    if launcher.serves(weights.down):
+        return DeviceExperts(weights, batch_invariant=batch_invariant)
+    if weights.down.device.type != "cpu":
+        raise ValueError("mixtures of experts on a GPU are computed by Triton's kernels; pip install triton brings it")
+    return GroupedExperts(weights)
+
+
+class DeviceExperts:
+    """On a GPU, by kernels that need no word from the host about who goes where."""
+
+    def __init__(self, weights: ExpertWeights, *, batch_invariant: bool) -> None:
+        from aioengine.kernels.triton import experts
+
+        self._weights = weights
+        self._batch_invariant = batch_invariant
+        self._compute = experts.compute
+
+    def __call__(self, x: Tensor, experts: Tensor, pair_weights: Tensor, shared: Shared | None = None) -> Tensor:
+        """See ``Experts``."""
+        return self._compute(
+            x.contiguous(), experts, pair_weights, self._weights, shared, batch_invariant=self._batch_invariant
+        )
+
+    def weights(self) -> ExpertWeights:
+        return self._weights
+
+    def update(self, weights: ExpertWeights) -> None:
+        for own, new in zip(self._weights, weights, strict=True):
+            if isinstance(own, torch.Tensor) and isinstance(new, torch.Tensor) and own is not new:
+                own.copy_(new)
+
+
+class GroupedExperts:
+    """Expert by expert: the rows of each are multiplied together."""
+
+    def __init__(self, weights: ExpertWeights) -> None:
+        self.update(weights)
+
+    def update(self, weights: ExpertWeights) -> None:
+        gate_up_bias, down_bias = weights.gate_up_bias, weights.down_bias
+        gate_ups = [linear.pack(own, has_bias=gate_up_bias is not None) for own in weights.gate_up]
+        downs = [linear.pack(own, has_bias=down_bias is not None) for own in weights.down]
+        self._gate_up, self._down = _matmuls(gate_ups, gate_up_bias), _matmuls(downs, down_bias)
+        self._packed = gate_ups, downs, gate_up_bias, down_bias, weights.gate
+
+    def weights(self) -> ExpertWeights:
+        gate_ups, downs, gate_up_bias, down_bias, gate = self._packed
+        gate_up, down = (torch.stack([linear.unpack(own) for own in packed]) for packed in (gate_ups, downs))
+        return ExpertWeights(gate_up, down, gate_up_bias, down_bias, gate)
+
+    def __call__(self, x: Tensor, experts: Tensor, pair_weights: Tensor, shared: Shared | None = None) -> Tensor:
+        """See ``Experts``."""
+        num_tokens, top_k = experts.shape
+        numbers, order = experts.flatten().sort(stable=True)
+        hit, counts = numbers.unique_consecutive(return_counts=True)
+        parts = x.new_empty((num_tokens * top_k, x.shape[1]))
+        gate = self._packed[-1]
+        for expert, pairs in zip(hit.tolist(), order.split(counts.tolist()), strict=True):
+            inner = activate(self._gate_up[expert](x.index_select(0, pairs // top_k)), gate)
+            parts.index_copy_(0, pairs, self._down[expert](inner))
+        weighted = parts.view(num_tokens, top_k, -1) * pair_weights.to(x.dtype).unsqueeze(-1)
+        total = weighted[:, 0]
+        for index in range(1, top_k):
+            total = total + weighted[:, index]
+        return add_shared(total, shared)
+
+
+def _matmuls(packed: list[Tensor], bias: Tensor | None) -> list[Matmul]:
+    """Of each expert, for its weight [O, I] and bias [E, O]."""
+    biases = [None] * len(packed) if bias is None else list(bias)
+    return [linear.prepare(own, own_bias) for own, own_bias in zip(packed, biases, strict=True)]

@@ -1,0 +1,387 @@
+"""The gated MLPs of experts on a GPU: rows of a step, each through the K experts that were chosen for it.
+
+One or a few tokens are multiplied pair by pair: a program reads some lines of an expert's weight. More are multiplied
+in tiles of one expert's pairs: the weight is the left operand, so that its outputs are the rows of the tensor core
+instruction. The results of a token's experts are added up in the order in which they were chosen.
+
+T tokens, D model size, I inner size, E experts, K experts of a token, P = T * K pairs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from aioengine.kernels.triton.launcher import Launcher, has_dependent_launch, options
+from aioengine.kernels.triton.routing import align
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from aioengine.kernels.experts import ExpertWeights, Gate, Shared
+    from aioengine.kernels.triton.routing import Tiling
+
+
+class Tile(NamedTuple):
+    """Pairs, outputs, block of inputs, stages and warps of a program.
+
+    Attributes:
+        copies: whether the copy engine of Hopper and newer loads the weight.
+    """
+
+    rows: int
+    outputs: int
+    block: int
+    stages: int
+    warps: int
+    copies: bool = False
+
+
+@triton.jit
+def _activate(
+    gate: tl.tensor, up: tl.tensor, limit: tl.constexpr, alpha: tl.constexpr, narrow: tl.constexpr
+) -> tl.tensor:
+    """gate and up [...] fp32 -> [...], rounded as often as the matmul and the activation are apart."""
+    gate, up = gate.to(narrow).to(tl.float32), up.to(narrow).to(tl.float32)
+    if limit > 0:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        return ((up + 1.0) * (gate / (1.0 + tl.exp(-gate * alpha)))).to(narrow)
+    return (gate / (1.0 + tl.exp(-gate))).to(narrow) * up.to(narrow)
+
+
+@triton.jit
+def _loaded(pointers: tl.tensor, inside: tl.tensor, IS_WHOLE: tl.constexpr) -> tl.tensor:
+    """What is at the pointers [...]; 0 where it is not ``inside``, which is known to be everywhere if ``IS_WHOLE``."""
+    return tl.load(pointers) if IS_WHOLE else tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
+def _biased(total: tl.tensor, bias: tl.tensor, HAS_BIAS: tl.constexpr) -> tl.tensor:
+    """total [outputs, rows] plus what is at ``bias`` [outputs]."""
+    return total + tl.load(bias).to(tl.float32)[:, None] if HAS_BIAS else total
+
+
+@triton.jit(do_not_specialize=["num_outputs", "max_tiles"])
+def _tiled_kernel(
+    x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, order: tl.tensor, tiles: tl.tensor,
+    num_tiles: tl.tensor, pair_weights: tl.tensor, num_outputs: tl.tensor, max_tiles: tl.tensor,
+    SIZE: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr, COPIES: tl.constexpr, IS_GATED: tl.constexpr, HAS_BIAS: tl.constexpr, LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr, DEPENDENT: tl.constexpr,
+) -> None:  # fmt: skip
+    num_blocks = tl.cdiv(num_outputs, OUTPUTS)
+    tile = tl.program_id(0) // num_blocks
+    first_output = tl.program_id(0) % num_blocks * OUTPUTS
+    outputs = first_output + tl.arange(0, OUTPUTS)
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    if tile < tl.load(num_tiles):
+        first, end = tl.load(tiles + max_tiles + tile), tl.load(tiles + 2 * max_tiles + tile)
+        rows = first + tl.arange(0, ROWS)
+        is_row = rows < end
+        rows = tl.where(is_row, rows, first)  # beyond the end the first row is repeated, which costs no mask
+        pairs = tl.load(order + rows)
+        vectors = (pairs // TOP_K if IS_GATED else rows).to(tl.int64) * SIZE
+        line = tl.load(tiles + tile).to(tl.int64) * ((2 if IS_GATED else 1) * num_outputs)
+        lines = line + tl.where(outputs < num_outputs, outputs, 0)
+        copied_line = line.to(tl.int32) + first_output
+        columns = tl.arange(0, BLOCK)
+        x_pointers = x + vectors[None, :] + columns[:, None]
+        total, up = tl.zeros((OUTPUTS, ROWS), tl.float32), tl.zeros((OUTPUTS, ROWS), tl.float32)
+        IS_WHOLE: tl.constexpr = SIZE % BLOCK == 0
+        for start in tl.range(0, SIZE, BLOCK, num_stages=STAGES):
+            inside = start + columns < SIZE
+            block = _loaded(x_pointers + start, inside[:, None], IS_WHOLE)
+            if COPIES:
+                part = weight.load([copied_line, start])
+            else:
+                part = _loaded(weight + lines[:, None] * SIZE + (start + columns)[None, :], inside[None, :], IS_WHOLE)
+            total = tl.dot(part, block, total, input_precision="ieee")
+            if IS_GATED:
+                if COPIES:
+                    part = weight.load([copied_line + num_outputs, start])
+                else:
+                    up_lines = weight + (lines + num_outputs)[:, None] * SIZE
+                    part = _loaded(up_lines + (start + columns)[None, :], inside[None, :], IS_WHOLE)
+                up = tl.dot(part, block, up, input_precision="ieee")
+        total = _biased(total, bias + lines, HAS_BIAS)
+        if IS_GATED:
+            result = _activate(
+                total, _biased(up, bias + lines + num_outputs, HAS_BIAS), LIMIT, ALPHA, out.dtype.element_ty
+            )
+            targets = rows
+        else:
+            result = (total * tl.load(pair_weights + pairs)[None, :]).to(out.dtype.element_ty)
+            targets = pairs
+        is_inside = is_row[None, :] & (outputs < num_outputs)[:, None]
+        tl.store(out + targets.to(tl.int64)[None, :] * num_outputs + outputs[:, None], result, mask=is_inside)
+
+
+@triton.jit
+def _vector_gated_kernel(
+    x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, experts: tl.tensor, num_outputs: tl.tensor,
+    SIZE: tl.constexpr, TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, DEPENDENT: tl.constexpr,
+) -> None:  # fmt: skip
+    pair = tl.program_id(1)
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    is_output = (outputs < num_outputs)[:, None]
+    columns = tl.arange(0, BLOCK)[None, :]
+    vector = x + (pair // TOP_K).to(tl.int64) * SIZE
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    expert = tl.load(experts + pair).to(tl.int64)
+    pointers = weight + (expert * (2 * num_outputs) + outputs.to(tl.int64))[:, None] * SIZE + columns
+    up_pointers = pointers + num_outputs.to(tl.int64) * SIZE
+    gate, up = tl.zeros((OUTPUTS, BLOCK), tl.float32), tl.zeros((OUTPUTS, BLOCK), tl.float32)
+    for start in tl.range(0, SIZE, BLOCK, loop_unroll_factor=4):
+        inside = start + columns < SIZE
+        mask = is_output & inside
+        part = tl.load(pointers + start, mask=mask, other=0.0, eviction_policy="evict_first")
+        up_part = tl.load(up_pointers + start, mask=mask, other=0.0, eviction_policy="evict_first")
+        values = tl.load(vector + start + columns, mask=inside, other=0.0).to(tl.float32)
+        gate += part.to(tl.float32) * values
+        up += up_part.to(tl.float32) * values
+    gate_sum, up_sum = tl.sum(gate, 1), tl.sum(up, 1)
+    if HAS_BIAS:
+        own_bias = bias + expert * (2 * num_outputs) + outputs
+        gate_sum += tl.load(own_bias, mask=outputs < num_outputs, other=0.0).to(tl.float32)
+        up_sum += tl.load(own_bias + num_outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)
+    result = _activate(gate_sum, up_sum, LIMIT, ALPHA, out.dtype.element_ty)
+    tl.store(out + pair.to(tl.int64) * num_outputs + outputs, result, mask=outputs < num_outputs)
+
+
+@triton.jit
+def _add_shared(
+    total: tl.tensor, shared: tl.tensor, gates: tl.tensor, token: tl.tensor, places: tl.tensor, is_inside: tl.tensor,
+    HAS_GATE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """total [N] += what the shared experts made of the token, by its gate."""
+    more = tl.load(shared + places, mask=is_inside, other=0.0).to(tl.float32)
+    if HAS_GATE:
+        more = more / (1.0 + tl.exp(-tl.load(gates + token).to(tl.float32)))
+    return total + more
+
+
+@triton.jit
+def _vector_down_kernel(
+    x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, experts: tl.tensor, pair_weights: tl.tensor,
+    shared: tl.tensor, gates: tl.tensor, num_outputs: tl.tensor,
+    SIZE: tl.constexpr, TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_SHARED: tl.constexpr, HAS_GATE: tl.constexpr, DEPENDENT: tl.constexpr,
+) -> None:  # fmt: skip
+    token = tl.program_id(1)
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    is_output = outputs < num_outputs
+    columns = tl.arange(0, BLOCK)[None, :]
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    products, total = tl.zeros((OUTPUTS, BLOCK), tl.float32), tl.zeros((OUTPUTS,), tl.float32)
+    for index in tl.static_range(TOP_K):
+        pair = token * TOP_K + index
+        expert = tl.load(experts + pair).to(tl.int64)
+        pair_weight = tl.load(pair_weights + pair)
+        pointers = weight + (expert * num_outputs + outputs)[:, None] * SIZE + columns
+        vector = x + pair.to(tl.int64) * SIZE
+        for start in tl.static_range(0, SIZE, BLOCK):
+            inside = start + columns < SIZE
+            mask = is_output[:, None] & inside
+            part = tl.load(pointers + start, mask=mask, other=0.0, eviction_policy="evict_first")
+            values = tl.load(vector + start + columns, mask=inside, other=0.0).to(tl.float32) * pair_weight
+            products += part.to(tl.float32) * values
+        if HAS_BIAS:
+            own_bias = tl.load(bias + expert * num_outputs + outputs, mask=is_output, other=0.0)
+            total += own_bias.to(tl.float32) * pair_weight
+    total += tl.sum(products, 1)
+    places = token.to(tl.int64) * num_outputs + outputs
+    if HAS_SHARED:
+        total = _add_shared(total, shared, gates, token, places, is_output, HAS_GATE)
+    tl.store(out + places, total.to(out.dtype.element_ty), mask=is_output)
+
+
+@triton.jit
+def _sum_kernel(
+    parts: tl.tensor, out: tl.tensor, shared: tl.tensor, gates: tl.tensor, num_outputs: tl.tensor,
+    TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_GATE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+) -> None:  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    is_output = outputs < num_outputs
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    own = parts + token * TOP_K * num_outputs + outputs
+    total = tl.zeros((OUTPUTS,), tl.float32)
+    for index in tl.static_range(TOP_K):
+        total += tl.load(own + index * num_outputs, mask=is_output, other=0.0).to(tl.float32)
+    places = token * num_outputs + outputs
+    if HAS_SHARED:
+        total = _add_shared(total, shared, gates, token, places, is_output, HAS_GATE)
+    tl.store(out + places, total.to(out.dtype.element_ty), mask=is_output)
+
+
+_tiled = Launcher(_tiled_kernel)
+_vector_gated = Launcher(_vector_gated_kernel)
+_vector_down = Launcher(_vector_down_kernel)
+_sum = Launcher(_sum_kernel)
+
+MAX_VECTOR_TOKENS = 4
+"""Up to this number of tokens, each pair reads its expert on its own: few of them share one."""
+FP32 = Tile(16, 32, 32, 2, 4)
+"""The only tile in fp32, which runs without tensor cores."""
+INVARIANT = Tile(64, 64, 64, 4, 4)
+"""The only tile where the bits of a row must not depend on how many there are."""
+
+
+def tiles_for(num_pairs: int, num_experts: int, dtype: torch.dtype, *, batch_invariant: bool) -> tuple[Tile, Tile]:
+    """The tiles of both matmuls, with equal numbers of rows."""
+    if dtype == torch.float32:
+        return FP32, FP32
+    if batch_invariant:
+        return INVARIANT, INVARIANT
+    rows = num_pairs / num_experts
+    if rows <= 8:
+        return Tile(16, 64, 128, 3, 4), Tile(16, 64, 128, 4, 4)
+    if rows <= 20:
+        return Tile(32, 64, 128, 3, 4), Tile(32, 64, 128, 4, 4)
+    if rows <= 48:
+        return Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4)
+    return Tile(128, 128, 64, 3, 8), Tile(128, 128, 64, 4, 8)
+
+
+def compute(
+    x: Tensor,
+    experts: Tensor,
+    pair_weights: Tensor,
+    weights: ExpertWeights,
+    shared: Shared | None,
+    *,
+    batch_invariant: bool,
+) -> Tensor:
+    """As ``kernels.experts.Experts``: x [T, D] and experts and pair_weights [T, K] -> [T, D]; all are contiguous."""
+    num_experts, dtype = weights.down.shape[0], x.dtype
+    if x.shape[0] <= MAX_VECTOR_TOKENS and not batch_invariant:
+        inner = multiply_vectors(x, experts, weights)
+        return multiply_vectors_down(inner, experts, pair_weights, weights, shared)
+    tiles = tiles_for(experts.numel(), num_experts, dtype, batch_invariant=batch_invariant)
+    tiling = align(experts, num_experts=num_experts, rows=tiles[0].rows)
+    inner = multiply_tiles(
+        x, weights.gate_up, weights.gate_up_bias, tiling, tiles[0], top_k=experts.shape[1], gate=weights.gate
+    )
+    parts = multiply_tiles(
+        inner, weights.down, weights.down_bias, tiling, tiles[1], top_k=experts.shape[1], pair_weights=pair_weights
+    )
+    return add_up(parts, experts.shape, shared)
+
+
+def multiply_tiles(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tiling: Tiling,
+    tile: Tile,
+    *,
+    top_k: int,
+    gate: Gate | None = None,
+    pair_weights: Tensor | None = None,
+) -> Tensor:
+    """Matmuls of tiles.
+
+    With ``gate``: x [T, D], weight [E, 2 I, D], gates first -> activated [P, I], in the order of the tiling. With
+    ``pair_weights`` [T, K]: x [P, I] in the order of the tiling, weight [E, D, I] -> weighted [P, D], in that of pairs.
+    """
+    num_pairs = len(tiling.order)
+    size = weight.shape[2]
+    num_outputs = weight.shape[1] // (1 if gate is None else 2)
+    out = torch.empty((num_pairs, num_outputs), dtype=x.dtype, device=x.device)
+    max_tiles = tiling.tiles.shape[1]
+    limit, alpha = (0.0, 1.0) if gate is None else (gate.limit, gate.alpha)
+    lines: Tensor | TensorDescriptor = weight
+    if tile.copies:
+        lines = TensorDescriptor.from_tensor(weight.flatten(0, 1), [tile.outputs, tile.block])
+    arguments = (
+        *(x, lines, weight if bias is None else bias, out, tiling.order, tiling.tiles, tiling.num_tiles),
+        *(tiling.order if pair_weights is None else pair_weights, num_outputs, max_tiles),
+        *(size, top_k, tile.rows, tile.outputs, tile.block, tile.stages),
+        *(tile.copies, gate is not None, bias is not None, limit, alpha, has_dependent_launch()),
+    )
+    key = x.dtype, weight.shape, tile, top_k, gate, bias is None, x.data_ptr() % 16, weight.data_ptr() % 16
+    _tiled((max_tiles * -(-num_outputs // tile.outputs), 1, 1), key, arguments, options(tile.warps))
+    return out
+
+
+def add_up(parts: Tensor, shape: torch.Size, shared: Shared | None) -> Tensor:
+    """parts [P, D], of T tokens with K pairs each (``shape``) -> [T, D], with the results of shared experts."""
+    (num_tokens, top_k), num_outputs = shape, parts.shape[1]
+    out = parts.new_empty((num_tokens, num_outputs))
+    block = 1024 if num_tokens > 64 else 512
+    arguments = (parts, out, *_of_shared(shared, out), num_outputs, top_k, block, *_flags(shared))
+    key = parts.dtype, num_outputs, top_k, block, _key_of(shared)
+    _sum((num_tokens, -(-num_outputs // block), 1), key, arguments, options(4))
+    return out
+
+
+def multiply_vectors(
+    x: Tensor, experts: Tensor, weights: ExpertWeights, programs: tuple[int, int, int] = (4, 1024, 4)
+) -> Tensor:
+    """x [T, D] and experts [T, K] -> activated [P, I], in the order of pairs."""
+    outputs, block, num_warps = programs
+    weight, bias = weights.gate_up, weights.gate_up_bias
+    num_outputs, size, top_k = weight.shape[1] // 2, weight.shape[2], experts.shape[1]
+    out = x.new_empty((experts.numel(), num_outputs))
+    arguments = (
+        *(x, weight, weight if bias is None else bias, out, experts, num_outputs, size, top_k, outputs, block),
+        *(bias is not None, weights.gate.limit, weights.gate.alpha, has_dependent_launch()),
+    )
+    key = x.dtype, weight.shape, programs, top_k, weights.gate, bias is None, x.data_ptr() % 16, weight.data_ptr() % 16
+    _vector_gated((-(-num_outputs // outputs), experts.numel(), 1), key, arguments, options(num_warps))
+    return out
+
+
+def multiply_vectors_down(
+    x: Tensor,
+    experts: Tensor,
+    pair_weights: Tensor,
+    weights: ExpertWeights,
+    shared: Shared | None,
+    programs: tuple[int, int, int] = (4, 256, 4),
+) -> Tensor:
+    """x [P, I], experts and pair_weights [T, K] -> [T, D], with the results of shared experts."""
+    outputs, block, num_warps = programs
+    weight, bias = weights.down, weights.down_bias
+    (num_tokens, top_k), (_, num_outputs, size) = experts.shape, weight.shape
+    out = x.new_empty((num_tokens, num_outputs))
+    arguments = (
+        *(x, weight, weight if bias is None else bias, out, experts, pair_weights, *_of_shared(shared, out)),
+        *(num_outputs, size, top_k, outputs, block, bias is not None, *_flags(shared)),
+    )
+    key = x.dtype, weight.shape, programs, top_k, bias is None, _key_of(shared), weight.data_ptr() % 16
+    _vector_down((-(-num_outputs // outputs), num_tokens, 1), key, arguments, options(num_warps))
+    return out
+
+
+def _of_shared(shared: Shared | None, unused: Tensor) -> tuple[Tensor, Tensor]:
+    """The tensors of the shared experts; ``unused`` stands for those that there are not."""
+    if shared is None:
+        return unused, unused
+    return shared.values, unused if shared.gates is None else shared.gates
+
+
+def _flags(shared: Shared | None) -> tuple[bool, bool, bool]:
+    return shared is not None, shared is not None and shared.gates is not None, has_dependent_launch()
+
+
+def _key_of(shared: Shared | None) -> tuple[object, ...]:
+    if shared is None:
+        return ()
+    return shared.values.data_ptr() % 16, None if shared.gates is None else shared.gates.data_ptr() % 16

@@ -1,0 +1,174 @@
+"""Routing of tokens to experts on a GPU, without a word to the host: the experts of tokens, and tiles of their pairs.
+
+T tokens, E experts, K experts of a token, P = T * K pairs of a token and one of its experts. Pair p is of token
+p // K. A tile is up to ``rows`` pairs of one expert.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from aioengine.kernels.triton.launcher import Launcher, has_dependent_launch, next_power_of_2, options
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from aioengine.kernels.routing import Routing
+
+PAIRS_OF_A_BLOCK = 1024
+"""The most pairs that a program of ``_align_kernel`` reads at a time."""
+COLUMNS = 3
+"""Numbers of a tile: its expert, and the first and the end of its pairs in ``Tiling.order``."""
+
+
+@triton.jit
+def _route_kernel(
+    logits: tl.tensor, bias: tl.tensor, experts: tl.tensor, weights: tl.tensor,
+    NUM_GROUPS: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr, PLACES: tl.constexpr,
+    TOP_K: tl.constexpr, LANES: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_TOP: tl.constexpr, SCALE: tl.constexpr,
+    IS_SIGMOID: tl.constexpr, IS_NORMALIZED: tl.constexpr, HAS_BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
+) -> None:  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    groups, places = tl.arange(0, GROUPS)[:, None], tl.arange(0, PLACES)[None, :]
+    numbers = groups * SIZE + places
+    is_expert = (groups < NUM_GROUPS) & (places < SIZE)
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    scores = tl.load(logits + token * (NUM_GROUPS * SIZE) + numbers, mask=is_expert, other=float("-inf"))
+    scores = scores.to(tl.float32)
+    if IS_SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-scores))
+    else:
+        scores = tl.exp(scores - tl.max(scores))
+        scores = scores / tl.sum(scores)
+    chosen_by = scores
+    if HAS_BIAS:
+        chosen_by += tl.load(bias + numbers, mask=is_expert, other=0.0).to(tl.float32)
+    chosen_by = tl.where(is_expert, chosen_by, float("-inf"))
+    if NUM_GROUPS > 1:
+        rest, sums = chosen_by, tl.zeros((GROUPS,), tl.float32)
+        for _ in tl.static_range(GROUP_TOP):
+            best, place = tl.max(rest, 1, return_indices=True)
+            sums += best
+            rest = tl.where(places == place[:, None], float("-inf"), rest)
+        is_kept = tl.zeros((GROUPS,), tl.int32)
+        for _ in tl.static_range(TOP_GROUPS):
+            is_best = tl.arange(0, GROUPS) == tl.argmax(sums, 0)
+            is_kept = tl.where(is_best, 1, is_kept)
+            sums = tl.where(is_best, float("-inf"), sums)
+        chosen_by = tl.where(is_kept[:, None] > 0, chosen_by, float("-inf"))
+    chosen_by, scores = tl.reshape(chosen_by, (GROUPS * PLACES,)), tl.reshape(scores, (GROUPS * PLACES,))
+    lanes = tl.arange(0, LANES)
+    found, found_weights = tl.zeros((LANES,), tl.int32), tl.zeros((LANES,), tl.float32)
+    for index in tl.static_range(TOP_K):
+        weight, place = tl.max(chosen_by, 0, return_indices=True)  # of equal ones the first
+        is_best = tl.arange(0, GROUPS * PLACES) == place
+        if HAS_BIAS:
+            weight = tl.sum(tl.where(is_best, scores, 0.0))
+        chosen_by = tl.where(is_best, float("-inf"), chosen_by)
+        found = tl.where(lanes == index, place // PLACES * SIZE + place % PLACES, found)
+        found_weights = tl.where(lanes == index, weight, found_weights)
+    if IS_NORMALIZED:
+        found_weights = found_weights / (tl.sum(found_weights) + 1e-20)
+    tl.store(experts + token * TOP_K + lanes, found, mask=lanes < TOP_K)
+    tl.store(weights + token * TOP_K + lanes, found_weights * SCALE, mask=lanes < TOP_K)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "max_tiles"])
+def _align_kernel(
+    experts: tl.tensor, order: tl.tensor, tiles: tl.tensor, num_tiles: tl.tensor, num_pairs: tl.tensor,
+    max_tiles: tl.tensor, BINS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+) -> None:  # fmt: skip
+    expert = tl.program_id(0)
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    bins = tl.arange(0, BINS)
+    counts = tl.zeros((BINS,), tl.int32)
+    for start in range(0, num_pairs, BLOCK):
+        pairs = start + tl.arange(0, BLOCK)
+        inside = pairs < num_pairs
+        counts += tl.histogram(tl.load(experts + pairs, mask=inside, other=0), BINS, mask=inside)
+    needed = (counts + (ROWS - 1)) // ROWS
+    if expert == 0:
+        tl.store(num_tiles, tl.sum(needed))
+    count = tl.sum(tl.where(bins == expert, counts, 0))
+    if count > 0:
+        first = tl.sum(tl.where(bins < expert, counts, 0))
+        tile = tl.sum(tl.where(bins < expert, needed, 0))
+        for begin in range(0, count, ROWS):
+            tl.store(tiles + tile, expert)
+            tl.store(tiles + max_tiles + tile, first + begin)
+            tl.store(tiles + 2 * max_tiles + tile, first + tl.minimum(begin + ROWS, count))
+            tile += 1
+        for start in range(0, num_pairs, BLOCK):
+            pairs = start + tl.arange(0, BLOCK)
+            is_own = (tl.load(experts + pairs, mask=pairs < num_pairs, other=-1) == expert).to(tl.int32)
+            tl.store(order + first + tl.cumsum(is_own, 0) - 1, pairs, mask=is_own > 0)
+            first += tl.sum(is_own)
+
+
+_route = Launcher(_route_kernel)
+_align = Launcher(_align_kernel)
+
+
+def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+    """As ``kernels.routing.route``; logits [T, E] and bias [E] are contiguous."""
+    num_tokens, num_experts = logits.shape
+    shape = num_tokens, routing.top_k
+    experts = torch.empty(shape, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    size = num_experts // routing.num_groups
+    arguments = (
+        *(logits, logits if bias is None else bias, experts, weights),
+        *(routing.num_groups, size, next_power_of_2(routing.num_groups), next_power_of_2(size)),
+        *(routing.top_k, next_power_of_2(routing.top_k), routing.top_groups, routing.group_top, routing.scale),
+        *(routing.scoring == "sigmoid", routing.is_normalized, bias is not None, has_dependent_launch()),
+    )
+    alignments = logits.data_ptr() % 16, bias is not None and bias.data_ptr() % 16
+    key = logits.dtype, None if bias is None else bias.dtype, num_experts, routing, alignments
+    _route((num_tokens, 1, 1), key, arguments, options(1))
+    return experts, weights
+
+
+class Tiling(NamedTuple):
+    """Pairs in tiles. M: the most tiles that P pairs can have.
+
+    Attributes:
+        order: [P] int32, the pairs, expert by expert, those of an expert in ascending order.
+        tiles: [3, M] int32, of each tile its expert, and the first and the end of its pairs in ``order``.
+        num_tiles: [1] int32, the tiles that there are; the rest of ``tiles`` is undefined.
+        rows: the most pairs of a tile.
+    """
+
+    order: Tensor
+    tiles: Tensor
+    num_tiles: Tensor
+    rows: int
+
+
+def most_tiles(num_pairs: int, num_experts: int, rows: int) -> int:
+    """The most tiles of up to ``rows`` pairs that ``num_pairs`` can have: each expert but its last tile fills all."""
+    num_hit = min(num_pairs, num_experts)
+    return num_hit + (num_pairs - num_hit) // rows
+
+
+def align(experts: Tensor, *, num_experts: int, rows: int) -> Tiling:
+    """experts [T, K] int32 -> the pairs, in tiles of up to ``rows`` of one expert."""
+    num_pairs = experts.numel()
+    max_tiles = most_tiles(num_pairs, num_experts, rows)
+    order, tiles, num_tiles = (experts.new_empty(shape) for shape in (num_pairs, (COLUMNS, max_tiles), 1))
+    block = min(max(next_power_of_2(num_pairs), 16), PAIRS_OF_A_BLOCK)
+    arguments = (
+        *(experts, order, tiles, num_tiles, num_pairs, max_tiles),
+        *(next_power_of_2(num_experts), rows, block, has_dependent_launch()),
+    )
+    key = num_experts, rows, block, experts.data_ptr() % 16
+    _align((num_experts, 1, 1), key, arguments, options(4))
+    return Tiling(order, tiles, num_tiles, rows)

@@ -1,0 +1,183 @@
+"""The tensors of experts while they are loaded, in the forms in which checkpoints store them.
+
+D model size, I inner size, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from aioengine.families._experts import MXFP4_BLOCK
+from aioengine.kernels import mxfp4
+from aioengine.kernels.experts import ExpertWeights, Gate
+from aioengine.layers.placement import Target
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from aioengine.families._experts import ExpertsConfig
+    from aioengine.layers.placement import Placement
+
+
+class ExpertTensors(Protocol):
+    """Tensors to load into."""
+
+    def weights(self, prefix: str) -> dict[str, Target]:
+        """Name in the checkpoint -> where it goes."""
+        ...
+
+    def assemble(self) -> ExpertWeights:
+        """The loaded weights in the form that is computed with. The tensors that were loaded into are dropped."""
+        ...
+
+
+def empty(config: ExpertsConfig, hidden_size: int, placement: Placement) -> ExpertTensors:
+    """Tensors in the form of the checkpoint, uninitialized."""
+    if config.stored == "mxfp4":
+        return _Mxfp4Tensors(config, hidden_size, placement)
+    num_experts, inner = config.num_experts, config.inner_size
+    if config.stored == "interleaved":
+        return _InterleavedTensors(
+            config,
+            placement.empty(num_experts, hidden_size, 2 * inner),
+            placement.empty(num_experts, inner, hidden_size),
+            placement.empty(num_experts, 2 * inner),
+            placement.empty(num_experts, hidden_size),
+        )
+    weights = ExpertWeights(
+        placement.empty(num_experts, 2 * inner, hidden_size),
+        placement.empty(num_experts, hidden_size, inner),
+        gate=gate_of(config),
+    )
+    return reopened(config, weights)
+
+
+def reopened(config: ExpertsConfig, weights: ExpertWeights) -> ExpertTensors:
+    """Tensors with the values of ``weights``, of which they may be views; those of "mxfp4" are not quantized."""
+    match config.stored:
+        case "separate":
+            return _SeparateTensors(config, weights)
+        case "packed":
+            return _PackedTensors(config, weights)
+        case "interleaved" | "mxfp4":
+            assert weights.gate_up_bias is not None
+            assert weights.down_bias is not None
+            gate_up, gate_up_bias = _in_turn(weights.gate_up), _in_turn(weights.gate_up_bias)
+            down = weights.down.transpose(1, 2).contiguous()
+            return _InterleavedTensors(
+                config, gate_up.transpose(1, 2).contiguous(), down, gate_up_bias, weights.down_bias
+            )
+
+
+def _in_turn(gates_first: Tensor) -> Tensor:
+    """[E, 2 I, ...], gates first -> [E, 2 I, ...], gates and ups in turn."""
+    return gates_first.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+
+
+def _gates_first(in_turn: Tensor) -> Tensor:
+    """[E, 2 I, ...], gates and ups in turn -> [E, 2 I, ...], gates first."""
+    return in_turn.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+
+
+class _SeparateTensors:
+    """Views of the weights, for a matrix of each expert."""
+
+    def __init__(self, config: ExpertsConfig, weights: ExpertWeights) -> None:
+        self._config = config
+        self._weights = weights
+
+    def weights(self, prefix: str) -> dict[str, Target]:
+        gate_name, up_name, down_name = self._config.names
+        found: dict[str, Target] = {}
+        for expert, (gate_up, down) in enumerate(zip(self._weights.gate_up, self._weights.down, strict=True)):
+            gate, up = gate_up.chunk(2)
+            for name, tensor in ((gate_name, gate), (up_name, up), (down_name, down)):
+                found[f"{prefix}experts.{expert}.{name}.weight"] = Target(tensor)
+        return found
+
+    def assemble(self) -> ExpertWeights:
+        return self._weights
+
+
+class _PackedTensors:
+    """The weights themselves."""
+
+    def __init__(self, config: ExpertsConfig, weights: ExpertWeights) -> None:
+        self._config = config
+        self._weights = weights
+
+    def weights(self, prefix: str) -> dict[str, Target]:
+        gate_up, down = self._config.names
+        return {f"{prefix}{gate_up}": Target(self._weights.gate_up), f"{prefix}{down}": Target(self._weights.down)}
+
+    def assemble(self) -> ExpertWeights:
+        return self._weights
+
+
+class _InterleavedTensors:
+    """gate_up [E, D, 2 I] and its bias [E, 2 I], gates and ups in turn, down [E, I, D] and its bias [E, D]."""
+
+    def __init__(
+        self, config: ExpertsConfig, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor, down_bias: Tensor
+    ) -> None:
+        self._config = config
+        gate_up_name, down_name = config.names
+        self._tensors = {
+            gate_up_name: gate_up,
+            f"{gate_up_name}_bias": gate_up_bias,
+            down_name: down,
+            f"{down_name}_bias": down_bias,
+        }
+
+    def weights(self, prefix: str) -> dict[str, Target]:
+        return {f"{prefix}{name}": Target(tensor) for name, tensor in self._tensors.items()}
+
+    def assemble(self) -> ExpertWeights:
+        gate_up, down = self._config.names
+        found = self._tensors
+        gate_up_bias, down_bias = _gates_first(found[f"{gate_up}_bias"]), found[f"{down}_bias"]
+        gates = _gates_first(found.pop(gate_up).transpose(1, 2)).contiguous()
+        downs = found.pop(down).transpose(1, 2).contiguous()
+        return ExpertWeights(gates, downs, gate_up_bias.contiguous(), down_bias, gate_of(self._config))
+
+
+class _Mxfp4Tensors:
+    """Of each matrix its blocks and scales, in uint8; the outputs of gates and ups are in turn."""
+
+    def __init__(self, config: ExpertsConfig, hidden_size: int, placement: Placement) -> None:
+        self._config = config
+        self._dtype = placement.dtype
+        self._tensors: dict[str, Tensor] = {}
+        num_experts = config.num_experts
+        sizes = ((2 * config.inner_size, hidden_size), (hidden_size, config.inner_size))
+        for name, (rows, columns) in zip(config.names, sizes, strict=True):
+            scales = num_experts, rows, columns // MXFP4_BLOCK
+            for part, shape in (("blocks", (*scales, MXFP4_BLOCK // 2)), ("scales", scales)):
+                self._tensors[f"{name}_{part}"] = torch.empty(shape, dtype=torch.uint8, device=placement.device)
+            self._tensors[f"{name}_bias"] = placement.empty(num_experts, rows)
+
+    def weights(self, prefix: str) -> dict[str, Target]:
+        return {f"{prefix}{name}": Target(tensor) for name, tensor in self._tensors.items()}
+
+    def assemble(self) -> ExpertWeights:
+        gate_up_name, down_name = self._config.names
+        gate_up, down = self._dequantized(gate_up_name, is_gated=True), self._dequantized(down_name, is_gated=False)
+        gate_up_bias, down_bias = self._tensors[f"{gate_up_name}_bias"], self._tensors[f"{down_name}_bias"]
+        gate_up_bias = _gates_first(gate_up_bias).contiguous()
+        return ExpertWeights(gate_up, down, gate_up_bias, down_bias, gate_of(self._config))
+
+    def _dequantized(self, name: str, *, is_gated: bool) -> Tensor:
+        """[E, outputs, inputs], gates first; expert by expert, which bounds the temporary memory."""
+        blocks, scales = self._tensors.pop(f"{name}_blocks"), self._tensors.pop(f"{name}_scales")
+        shape = *scales.shape[:2], scales.shape[2] * MXFP4_BLOCK
+        whole = torch.empty(shape, dtype=self._dtype, device=blocks.device)
+        for own, own_blocks, own_scales in zip(whole, blocks, scales, strict=True):
+            numbers = mxfp4.dequantize(own_blocks, own_scales, self._dtype)
+            own.copy_(_gates_first(numbers.unsqueeze(0))[0] if is_gated else numbers)
+        return whole
+
+
+def gate_of(config: ExpertsConfig) -> Gate:
+    return Gate(config.limit, config.alpha)

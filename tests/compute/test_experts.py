@@ -1,0 +1,242 @@
+"""Experts: routing, matmuls by expert on a CPU, the kernels of a GPU in Triton's interpreter, forms of checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DeepseekV2Config, DeepseekV3Config, GptOssConfig, MixtralConfig, Qwen2MoeConfig
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
+
+from aioengine.families._experts import ExpertsConfig, tensors_of_experts
+from aioengine.kernels import experts, mxfp4, routing
+from aioengine.kernels.experts import ExpertWeights, Gate, Shared
+from aioengine.kernels.routing import Routing
+from aioengine.layers import expert_tensors
+from aioengine.layers.experts import SparseMLP
+from aioengine.layers.placement import Placement
+from aioengine.quantization.plain import PLAIN
+from tests.compute.interpreted import run_interpreted
+
+NUM_EXPERTS, SIZE, INNER = 6, 32, 24
+PLACEMENT = Placement(dtype=torch.float32, device=torch.device("cpu"), linear_format=PLAIN)
+DEEPSEEK: dict[str, Any] = {
+    "n_routed_experts": 12,
+    "hidden_size": SIZE,
+    "num_experts_per_tok": 4,
+    "routed_scaling_factor": 2.5,
+}
+OTHERS: dict[str, Any] = {"hidden_size": SIZE, "num_experts_per_tok": 3}
+ROUTERS = {
+    "mixtral": (MixtralTopKRouter(MixtralConfig(num_local_experts=12, **OTHERS)), Routing(3)),
+    "qwen2_moe": (
+        Qwen2MoeTopKRouter(Qwen2MoeConfig(num_experts=12, norm_topk_prob=False, **OTHERS)),
+        Routing(3, is_normalized=False),
+    ),
+    "qwen3_moe": (Qwen2MoeTopKRouter(Qwen2MoeConfig(num_experts=12, norm_topk_prob=True, **OTHERS)), Routing(3)),
+    "gpt_oss": (GptOssTopKRouter(GptOssConfig(num_local_experts=12, **OTHERS)), Routing(3)),
+    "deepseek_v2": (
+        DeepseekV2TopkRouter(DeepseekV2Config(topk_method="greedy", **DEEPSEEK)),
+        Routing(4, is_normalized=False, scale=2.5),
+    ),
+    "deepseek_v2 groups": (
+        DeepseekV2TopkRouter(DeepseekV2Config(topk_method="group_limited_greedy", n_group=4, topk_group=2, **DEEPSEEK)),
+        Routing(4, is_normalized=False, scale=2.5, num_groups=4, top_groups=2),
+    ),
+    "deepseek_v3": (
+        DeepseekV3TopkRouter(DeepseekV3Config(n_group=4, topk_group=2, norm_topk_prob=True, **DEEPSEEK)),
+        Routing(4, "sigmoid", scale=2.5, num_groups=4, top_groups=2, group_top=2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_experts_and_their_weights_are_those_of_transformers(name: str) -> None:
+    router, own = ROUTERS[name]
+    torch.manual_seed(0)
+    for tensor in router.state_dict().values():
+        tensor.copy_(torch.randn_like(tensor) * 0.3)
+    x = torch.randn(40, SIZE)
+    logits, expected_weights, expected = router(x)
+    weights_of = torch.zeros(40, 12).scatter_(1, expected, expected_weights.float())
+    bias = router.state_dict().get("e_score_correction_bias")
+    chosen, weights = routing.route(logits, bias, own)
+    torch.testing.assert_close(torch.zeros(40, 12).scatter_(1, chosen.long(), weights), weights_of)
+
+
+def test_of_equal_scores_the_first_experts_are_chosen() -> None:
+    logits = torch.zeros(2, 8)
+    logits[1, [2, 5]] = 1.0
+    assert routing.route(logits, None, Routing(3))[0].tolist() == [[0, 1, 2], [2, 5, 0]]
+
+
+def random_weights(gate: Gate, *, has_bias: bool, dtype: torch.dtype = torch.float32) -> ExpertWeights:
+    torch.manual_seed(0)
+    gate_up = torch.randn(NUM_EXPERTS, 2 * INNER, SIZE, dtype=dtype) * 0.3
+    down = torch.randn(NUM_EXPERTS, SIZE, INNER, dtype=dtype) * 0.3
+    biases = (torch.randn(NUM_EXPERTS, 2 * INNER), torch.randn(NUM_EXPERTS, SIZE)) if has_bias else (None, None)
+    return ExpertWeights(gate_up, down, *(None if bias is None else bias.to(dtype) for bias in biases), gate=gate)
+
+
+@pytest.mark.parametrize("shared", ["none", "shared", "gated"])
+@pytest.mark.parametrize(("gate", "has_bias"), [(experts.SILU, False), (Gate(0.7, 1.702), True)])
+def test_against_the_reference(gate: Gate, has_bias: bool, shared: str) -> None:
+    weights = random_weights(gate, has_bias=has_bias)
+    computed = experts.prepare(weights)
+    for num_tokens in (1, 2, 40):
+        x = torch.randn(num_tokens, SIZE)
+        chosen, pair_weights = routing.route(torch.randn(num_tokens, NUM_EXPERTS), None, Routing(3))
+        gates = torch.randn(num_tokens, 1) if shared == "gated" else None
+        more = None if shared == "none" else Shared(torch.randn(num_tokens, SIZE), gates)
+        expected = experts.reference(x, chosen, pair_weights, weights, more)
+        torch.testing.assert_close(computed(x, chosen, pair_weights, more), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_the_same_bits_with_any_other_rows(dtype: torch.dtype) -> None:
+    computed = experts.prepare(random_weights(experts.SILU, has_bias=False, dtype=dtype))
+    x, logits = torch.randn(150, SIZE, dtype=dtype), torch.randn(150, NUM_EXPERTS, dtype=dtype)
+    whole = computed(x, *routing.route(logits, None, Routing(3)))
+    for rows in (slice(0, 1), slice(7, 9), slice(20, 37), slice(3, 120)):
+        part = computed(x[rows], *routing.route(logits[rows], None, Routing(3)))
+        assert torch.equal(part, whole[rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mxfp4_is_read_as_transformers_reads_it(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    blocks = torch.randint(0, 256, (3, 8, 2, 16), dtype=torch.uint8)
+    scales = torch.randint(100, 150, (3, 8, 2), dtype=torch.uint8)
+    expected = convert_moe_packed_tensors(blocks, scales, dtype=dtype)
+    assert torch.equal(mxfp4.dequantize(blocks, scales, dtype).transpose(1, 2), expected)
+
+
+def config_of(stored: str) -> ExpertsConfig:
+    common: dict[str, Any] = {"num_experts": NUM_EXPERTS, "top_k": 3, "inner_size": 32, "stored": stored}
+    if stored == "separate":
+        return ExpertsConfig(**common, shared_size=16, shared_gate="shared_expert_gate", choice_bias=True)
+    names = "experts.gate_up_proj", "experts.down_proj"
+    limit = 0.0 if stored == "packed" else 7.0
+    return ExpertsConfig(**common, names=names, router_bias=True, limit=limit)
+
+
+@pytest.mark.parametrize("stored", ["separate", "packed", "interleaved", "mxfp4"])
+def test_layers_have_the_tensors_that_folders_are_checked_for(stored: str) -> None:
+    config = config_of(stored)
+    layer = SparseMLP(SIZE, config, PLACEMENT)
+    assert {name: target.shape for name, target in layer.weights("").items()} == tensors_of_experts(config, SIZE)
+
+
+@pytest.mark.parametrize("stored", ["separate", "packed", "interleaved"])
+def test_layers_can_be_loaded_again(stored: str) -> None:
+    torch.manual_seed(0)
+    layer = SparseMLP(SIZE, config_of(stored), PLACEMENT)
+    for target in layer.weights("").values():
+        target.tensor.copy_(torch.randn(target.shape) * 0.3)
+    loaded = {name: target.tensor.clone() for name, target in layer.weights("").items()}
+    layer.finish_loading()
+    x = torch.randn(9, SIZE)
+    expected = layer(x)
+    layer.open_for_loading()
+    again = layer.weights("")
+    assert {name: target.tensor.tolist() for name, target in again.items()} == {
+        name: tensor.tolist() for name, tensor in loaded.items()
+    }
+    changed = next(name for name in again if "down_proj" in name)
+    again[changed].tensor.mul_(2.0)
+    layer.finish_loading()
+    assert not torch.equal(layer(x), expected)
+    layer.open_for_loading()
+    layer.weights("")[changed].tensor.mul_(0.5)
+    layer.finish_loading()
+    assert torch.equal(layer(x), expected)
+
+
+def test_experts_with_gates_and_ups_in_turn_are_those_of_transformers() -> None:
+    torch.manual_seed(0)
+    theirs = GptOssExperts(
+        GptOssConfig(num_local_experts=NUM_EXPERTS, hidden_size=SIZE, intermediate_size=32, swiglu_limit=0.5)
+    )
+    config = ExpertsConfig(
+        num_experts=NUM_EXPERTS, top_k=3, inner_size=32, stored="interleaved", limit=0.5, alpha=1.702,
+        names=("gate_up_proj", "down_proj"),
+    )  # fmt: skip
+    tensors = expert_tensors.empty(config, SIZE, PLACEMENT)
+    for name, target in tensors.weights("").items():
+        value = torch.randn(target.shape) * 0.3
+        target.tensor.copy_(value)
+        theirs.state_dict()[name].copy_(value)
+    x = torch.randn(20, SIZE)
+    chosen, weights = routing.route(torch.randn(20, NUM_EXPERTS), None, Routing(3))
+    expected = theirs(x, chosen.long(), weights)
+    torch.testing.assert_close(experts.prepare(tensors.assemble())(x, chosen, weights), expected)
+
+
+PROGRAM = """
+import torch
+
+from aioengine.kernels.triton import launcher
+
+# no specialization is compiled here, and there is no device to be asked
+launcher.has_dependent_launch = lambda: False
+launcher.options = lambda num_warps: {}
+launcher.Launcher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
+
+from aioengine.kernels import experts, routing
+from aioengine.kernels.experts import ExpertWeights, Gate, Shared
+from aioengine.kernels.routing import Routing
+from aioengine.kernels.triton import experts as on_device
+from aioengine.kernels.triton import routing as routing_on_device
+
+torch.manual_seed(0)
+for num_experts, own, has_bias in (
+    (12, Routing(3), False),
+    (16, Routing(4, "sigmoid", True, 2.5, 4, 2, 2), True),
+    (20, Routing(4, "softmax", False, 16.0, 5, 2, 1), False),
+):
+    logits = torch.randn(5, num_experts)
+    logits[0, 3] = logits[0, 5] = 9.0
+    bias = torch.randn(num_experts) if has_bias else None
+    chosen, weights = routing_on_device.route(logits, bias, own)
+    expected, expected_weights = routing.reference(logits, bias, own)
+    assert torch.equal(chosen, expected)
+    torch.testing.assert_close(weights, expected_weights)
+
+for num_experts, num_tokens, top_k, rows in ((12, 30, 3, 4), (5, 1, 2, 16), (6, 700, 2, 16)):
+    chosen = torch.stack([torch.randperm(num_experts)[:top_k] for _ in range(num_tokens)]).int()
+    tiling = routing_on_device.align(chosen, num_experts=num_experts, rows=rows)
+    seen = []
+    for expert, first, end in tiling.tiles[:, : int(tiling.num_tiles)].T.tolist():
+        pairs = tiling.order[first:end]
+        assert 0 < end - first <= rows
+        assert (chosen.flatten()[pairs] == expert).all()
+        assert (pairs.diff() > 0).all()
+        seen += pairs.tolist()
+    assert sorted(seen) == list(range(num_tokens * top_k))
+
+num_experts, size, inner = 5, 80, 40
+for gate, has_bias in ((experts.SILU, False), (Gate(0.7, 1.702), True)):
+    weights = ExpertWeights(
+        torch.randn(num_experts, 2 * inner, size) * size**-0.5,
+        torch.randn(num_experts, size, inner) * inner**-0.5,
+        *((torch.randn(num_experts, 2 * inner), torch.randn(num_experts, size)) if has_bias else (None, None)),
+        gate,
+    )
+    for num_tokens, batch_invariant in ((1, False), (3, True), (on_device.MAX_VECTOR_TOKENS + 20, False)):
+        x = torch.randn(num_tokens, size)
+        chosen, pair_weights = routing.reference(torch.randn(num_tokens, num_experts), None, Routing(3))
+        shared = Shared(torch.randn(num_tokens, size), torch.randn(num_tokens, 1)) if has_bias else None
+        found = on_device.compute(x, chosen, pair_weights, weights, shared, batch_invariant=batch_invariant)
+        torch.testing.assert_close(found, experts.reference(x, chosen, pair_weights, weights, shared))
+"""
+
+
+@pytest.mark.slow
+def test_kernels_in_the_interpreter() -> None:
+    run_interpreted(PROGRAM)
