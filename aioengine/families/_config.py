@@ -19,6 +19,7 @@ from aioengine.families._block_config import (
     ShortConvConfig,
     TensorNames,
 )
+from aioengine.families._experts import ExpertsConfig
 
 ConfigType = TypeVar("ConfigType", bound=msgspec.Struct)
 
@@ -36,6 +37,11 @@ MAX_SIZES: Final = {
     "qk_nope_head_dim": 2**14,
     "qk_rope_head_dim": 2**14,
     "v_head_dim": 2**14,
+    "num_experts": 2**14,
+    "num_local_experts": 2**14,
+    "experts_per_token": 2**14,
+    "moe_intermediate_size": 2**24,
+    "shared_expert_intermediate_size": 2**24,
 }
 """Far beyond all models: a larger value is a mistake, which would cost hours and memory before it is noticed."""
 
@@ -191,6 +197,7 @@ class DecoderConfig(TransformerConfig, frozen=True, kw_only=True):
         head_bias: whether the output head has a bias.
         ignored: what the names of tensors begin with that are not used.
         buffers: ends of the names of tensors in checkpoints that are no weights.
+        experts: of the layers that have some in the place of an MLP; None: no layer has.
     """
 
     tied: bool
@@ -211,6 +218,11 @@ class DecoderConfig(TransformerConfig, frozen=True, kw_only=True):
     head_bias: bool = False
     ignored: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    experts: ExpertsConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.experts is not None and self.mlp.activation != "silu":
+            not_implemented("hidden_act", self.mlp.activation, "silu, in a model with experts")
 
     def keeps_state(self, layer: int) -> bool:
         """Whether this layer keeps a state, and no keys and values."""
@@ -224,6 +236,10 @@ class DecoderConfig(TransformerConfig, frozen=True, kw_only=True):
     def layers_like(self, layer: int) -> list[int]:
         """The layers that keep a state if this one does, else those that keep keys and values."""
         return [each for each in range(self.num_layers) if self.keeps_state(each) == self.keeps_state(layer)]
+
+    def experts_of(self, layer: int) -> ExpertsConfig | None:
+        """The experts of this layer; None: it has an MLP."""
+        return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         """The rotary embedding of this layer; None: it has none."""
@@ -380,6 +396,16 @@ def check_sizes(config: msgspec.Struct) -> None:
 def file_names(config: msgspec.Struct) -> dict[str, str]:
     """The name in config.json of each field."""
     return {field.name: field.encode_name for field in msgspec.structs.fields(config)}
+
+
+def check_experts(num_experts: int, top_k: int, sparse_step: int = 1) -> None:
+    """Raise ValueError unless ``top_k`` of ``num_experts`` can be chosen, in every ``sparse_step``-th layer."""
+    if num_experts < 1:
+        not_implemented("num_experts", num_experts, "at least 1")
+    if not 1 <= top_k <= num_experts:
+        not_implemented("num_experts_per_tok", top_k, f"1 to {num_experts}, the number of experts")
+    if sparse_step < 1:
+        not_implemented("decoder_sparse_step", sparse_step, "at least 1")
 
 
 def as_embedder(raw: Mapping[str, object]) -> dict[str, object]:

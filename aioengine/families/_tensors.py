@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from aioengine.families._block_config import NormConfig, ShortConvConfig
 from aioengine.families._config import DecoderConfig, Task
 from aioengine.families._encoders import EncoderConfig, LinearShape
+from aioengine.families._experts import tensors_of_experts
 from aioengine.families._vision import VisionConfig
 
 if TYPE_CHECKING:
@@ -146,7 +147,9 @@ def attention_shapes(config: DecoderConfig, layer: int) -> Shapes:
 
 
 def mlp_linears(config: DecoderConfig, layer: int) -> list[LinearShape]:
-    """The linear layers of the MLP of this layer that adapters may change."""
+    """The linear layers of the MLP of this layer that adapters may change; experts are none."""
+    if config.experts_of(layer) is not None:
+        return []
     chosen, prefix, bias = config.mlp, config.block.mlp, config.mlp.has_bias
     outer, inner = config.hidden_size, config.intermediate_size
     size = 2 * inner if chosen.is_gated and len(chosen.first) == 1 else inner
@@ -155,7 +158,10 @@ def mlp_linears(config: DecoderConfig, layer: int) -> list[LinearShape]:
 
 
 def mlp_shapes(config: DecoderConfig, layer: int) -> Shapes:
-    """The tensors of the MLP of this layer."""
+    """The tensors of the MLP of this layer, or of its experts."""
+    if (experts := config.experts_of(layer)) is not None:
+        shapes = tensors_of_experts(experts, config.hidden_size)
+        return {f"{config.block.mlp}{name}": shape for name, shape in shapes.items()}
     found: Shapes = {}
     for linear in mlp_linears(config, layer):
         found |= _linear(linear, is_transposed=config.is_transposed)

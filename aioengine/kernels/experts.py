@@ -9,63 +9,27 @@ T tokens, D model size, I inner size, E experts, K experts of a token, P = T * K
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from aioengine.kernels import linear
-from aioengine.kernels.silu_and_mul import silu_and_mul
+from aioengine.kernels import linear, silu_and_mul
+from aioengine.kernels.expert_types import ExpertWeights
+from aioengine.kernels.sigmoid import sigmoid
 from aioengine.kernels.triton import launcher
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from aioengine.kernels.expert_types import Chosen, Gate, Shared
     from aioengine.kernels.linear import Matmul
-
-
-class Gate(NamedTuple):
-    """The function of gates and the values that they gate.
-
-    Attributes:
-        limit: 0: silu(gate) * up. Else (up + 1) * gate * sigmoid(alpha * gate), of a gate of at most ``limit`` and an
-            up between -``limit`` and ``limit``.
-        alpha: as above.
-    """
-
-    limit: float = 0.0
-    alpha: float = 1.0
-
-
-SILU = Gate()
-
-
-class ExpertWeights(NamedTuple):
-    """Attributes: gate_up [E, 2 I, D], gates first; down [E, D, I]; their biases [E, 2 I] and [E, D], if there are."""
-
-    gate_up: Tensor
-    down: Tensor
-    gate_up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
-    gate: Gate = SILU
-
-
-class Shared(NamedTuple):
-    """Results of experts that all tokens share.
-
-    Attributes:
-        values: [T, D].
-        gates: [T, 1], logits of a factor of each token; None: no factor.
-    """
-
-    values: Tensor
-    gates: Tensor | None = None
 
 
 class Experts(Protocol):
     """Computes the experts; holds their weights."""
 
-    def __call__(self, x: Tensor, experts: Tensor, pair_weights: Tensor, shared: Shared | None = None) -> Tensor:
-        """x [T, D], experts [T, K] int32 and pair_weights [T, K] fp32 -> [T, D], with ``shared`` added."""
+    def __call__(self, x: Tensor, chosen: Chosen, shared: Shared | None = None) -> Tensor:
+        """x [T, D], and the experts of each row -> [T, D], with ``shared`` added."""
         ...
 
     def weights(self) -> ExpertWeights:
@@ -78,33 +42,31 @@ class Experts(Protocol):
 
 
 def activate(gate_up: Tensor, gate: Gate) -> Tensor:
-    """[T, 2 I], gates first -> [T, I]."""
+    """[..., 2 I], gates first -> [..., I]."""
     if not gate.limit:
-        return silu_and_mul(gate_up)
+        return silu_and_mul.reference(gate_up)
     gates, ups = gate_up.chunk(2, dim=-1)
     gates, ups = gates.clamp(max=gate.limit), ups.clamp(-gate.limit, gate.limit)
-    return (ups + 1) * (gates * torch.sigmoid(gates * gate.alpha))
+    return (ups + 1) * (gates * sigmoid(gates * gate.alpha))
 
 
 def add_shared(total: Tensor, shared: Shared | None) -> Tensor:
     """total [T, D] with the results of shared experts."""
     if shared is None:
         return total
-    return total + (shared.values if shared.gates is None else shared.gates.sigmoid() * shared.values)
+    return total + (shared.values if shared.gates is None else sigmoid(shared.gates) * shared.values)
 
 
-def reference(
-    x: Tensor, experts: Tensor, pair_weights: Tensor, weights: ExpertWeights, shared: Shared | None = None
-) -> Tensor:
-    """As ``Experts``, token by token: every expert's weight is copied for every token that uses it."""
-    numbers = experts.long()
+def reference(x: Tensor, chosen: Chosen, weights: ExpertWeights, shared: Shared | None = None) -> Tensor:
+    """As ``Experts``, x [T, D] -> [T, D], token by token: an expert's weight is copied for every token that uses it."""
+    numbers = chosen.experts.long()
     gate_up = torch.einsum("td,tkid->tki", x, weights.gate_up[numbers])
     if weights.gate_up_bias is not None:
         gate_up = gate_up + weights.gate_up_bias[numbers]
     parts = torch.einsum("tki,tkdi->tkd", activate(gate_up, weights.gate), weights.down[numbers])
     if weights.down_bias is not None:
         parts = parts + weights.down_bias[numbers]
-    return add_shared((parts * pair_weights.unsqueeze(-1)).sum(1).to(x.dtype), shared)
+    return add_shared((parts * chosen.weights.unsqueeze(-1)).sum(1).to(x.dtype), shared)
 
 
 def prepare(weights: ExpertWeights, *, batch_invariant: bool = False) -> Experts:
@@ -125,17 +87,15 @@ class DeviceExperts:
     """On a GPU, by kernels that need no word from the host about who goes where."""
 
     def __init__(self, weights: ExpertWeights, *, batch_invariant: bool) -> None:
-        from aioengine.kernels.triton import experts
+        from aioengine.kernels.triton.experts import compute
 
         self._weights = weights
         self._batch_invariant = batch_invariant
-        self._compute = experts.compute
+        self._compute = compute
 
-    def __call__(self, x: Tensor, experts: Tensor, pair_weights: Tensor, shared: Shared | None = None) -> Tensor:
-        """See ``Experts``."""
-        return self._compute(
-            x.contiguous(), experts, pair_weights, self._weights, shared, batch_invariant=self._batch_invariant
-        )
+    def __call__(self, x: Tensor, chosen: Chosen, shared: Shared | None = None) -> Tensor:
+        """x [T, D] -> [T, D]; see ``Experts``."""
+        return self._compute(x.contiguous(), chosen, self._weights, shared, batch_invariant=self._batch_invariant)
 
     def weights(self) -> ExpertWeights:
         return self._weights
@@ -164,17 +124,18 @@ class GroupedExperts:
         gate_up, down = (torch.stack([linear.unpack(own) for own in packed]) for packed in (gate_ups, downs))
         return ExpertWeights(gate_up, down, gate_up_bias, down_bias, gate)
 
-    def __call__(self, x: Tensor, experts: Tensor, pair_weights: Tensor, shared: Shared | None = None) -> Tensor:
-        """See ``Experts``."""
-        num_tokens, top_k = experts.shape
-        numbers, order = experts.flatten().sort(stable=True)
+    def __call__(self, x: Tensor, chosen: Chosen, shared: Shared | None = None) -> Tensor:
+        """x [T, D] -> [T, D]; see ``Experts``."""
+        num_tokens, top_k = chosen.experts.shape
+        numbers, order = chosen.experts.flatten().sort(stable=True)
         hit, counts = numbers.unique_consecutive(return_counts=True)
         parts = x.new_empty((num_tokens * top_k, x.shape[1]))
         gate = self._packed[-1]
         for expert, pairs in zip(hit.tolist(), order.split(counts.tolist()), strict=True):
-            inner = activate(self._gate_up[expert](x.index_select(0, pairs // top_k)), gate)
+            gate_up = self._gate_up[expert](x.index_select(0, pairs // top_k))
+            inner = activate(gate_up, gate) if gate.limit else silu_and_mul.silu_and_mul(gate_up)
             parts.index_copy_(0, pairs, self._down[expert](inner))
-        weighted = parts.view(num_tokens, top_k, -1) * pair_weights.to(x.dtype).unsqueeze(-1)
+        weighted = parts.view(num_tokens, top_k, -1) * chosen.weights.to(x.dtype).unsqueeze(-1)
         total = weighted[:, 0]
         for index in range(1, top_k):
             total = total + weighted[:, index]

@@ -11,7 +11,7 @@ import torch
 
 from aioengine.families._experts import MXFP4_BLOCK
 from aioengine.kernels import mxfp4
-from aioengine.kernels.experts import ExpertWeights, Gate
+from aioengine.kernels.expert_types import ExpertWeights, Gate
 from aioengine.layers.placement import Target
 
 if TYPE_CHECKING:
@@ -39,13 +39,12 @@ def empty(config: ExpertsConfig, hidden_size: int, placement: Placement) -> Expe
         return _Mxfp4Tensors(config, hidden_size, placement)
     num_experts, inner = config.num_experts, config.inner_size
     if config.stored == "interleaved":
-        return _InterleavedTensors(
-            config,
+        matrices = (
             placement.empty(num_experts, hidden_size, 2 * inner),
             placement.empty(num_experts, inner, hidden_size),
-            placement.empty(num_experts, 2 * inner),
-            placement.empty(num_experts, hidden_size),
         )
+        biases = placement.empty(num_experts, 2 * inner), placement.empty(num_experts, hidden_size)
+        return _InterleavedTensors(config, matrices, biases)
     weights = ExpertWeights(
         placement.empty(num_experts, 2 * inner, hidden_size),
         placement.empty(num_experts, hidden_size, inner),
@@ -65,10 +64,8 @@ def reopened(config: ExpertsConfig, weights: ExpertWeights) -> ExpertTensors:
             assert weights.gate_up_bias is not None
             assert weights.down_bias is not None
             gate_up, gate_up_bias = _in_turn(weights.gate_up), _in_turn(weights.gate_up_bias)
-            down = weights.down.transpose(1, 2).contiguous()
-            return _InterleavedTensors(
-                config, gate_up.transpose(1, 2).contiguous(), down, gate_up_bias, weights.down_bias
-            )
+            matrices = gate_up.transpose(1, 2).contiguous(), weights.down.transpose(1, 2).contiguous()
+            return _InterleavedTensors(config, matrices, (gate_up_bias, weights.down_bias))
 
 
 def _in_turn(gates_first: Tensor) -> Tensor:
@@ -119,17 +116,12 @@ class _PackedTensors:
 class _InterleavedTensors:
     """gate_up [E, D, 2 I] and its bias [E, 2 I], gates and ups in turn, down [E, I, D] and its bias [E, D]."""
 
-    def __init__(
-        self, config: ExpertsConfig, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor, down_bias: Tensor
-    ) -> None:
+    def __init__(self, config: ExpertsConfig, matrices: tuple[Tensor, Tensor], biases: tuple[Tensor, Tensor]) -> None:
+        """matrices: [E, D, 2 I] and [E, I, D]; biases: [E, 2 I] and [E, D]."""
         self._config = config
-        gate_up_name, down_name = config.names
-        self._tensors = {
-            gate_up_name: gate_up,
-            f"{gate_up_name}_bias": gate_up_bias,
-            down_name: down,
-            f"{down_name}_bias": down_bias,
-        }
+        self._tensors: dict[str, Tensor] = {}
+        for name, matrix, bias in zip(config.names, matrices, biases, strict=True):
+            self._tensors |= {name: matrix, f"{name}_bias": bias}
 
     def weights(self, prefix: str) -> dict[str, Target]:
         return {f"{prefix}{name}": Target(tensor) for name, tensor in self._tensors.items()}

@@ -7,18 +7,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from aioengine.families._block_config import MlpConfig
 from aioengine.families._experts import CHOICE_BIAS
 from aioengine.kernels import experts
-from aioengine.kernels.routing import Routing, route
+from aioengine.kernels.expert_types import Routing, Shared
+from aioengine.kernels.routing import route
 from aioengine.layers import expert_tensors
 from aioengine.layers.linear import Linear
-from aioengine.layers.mlp import GatedMLP
+from aioengine.layers.mlp import MLP
 from aioengine.layers.placement import Target
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.families._experts import ExpertsConfig
+    from aioengine.families._experts import ExpertsConfig, SharedConfig
+    from aioengine.kernels.expert_types import Chosen
     from aioengine.kernels.experts import Experts
     from aioengine.layers.adapters import Grouping
     from aioengine.layers.expert_tensors import ExpertTensors
@@ -26,24 +29,24 @@ if TYPE_CHECKING:
 
 
 class Router:
-    """[T, D] -> the experts [T, K] of each token, int32, and their weights [T, K], fp32."""
+    """[T, D] -> the K experts of each token and their weights."""
 
     def __init__(self, hidden_size: int, config: ExpertsConfig, placement: Placement) -> None:
-        self._name = config.router
-        self._is_wide = config.is_router_wide
+        router = config.router
+        self._name, self._is_wide = router.name, router.is_wide
         self._routing = Routing(
             top_k=config.top_k,
-            scoring=config.scoring,
-            is_normalized=config.is_normalized,
-            scale=config.scale,
-            num_groups=config.num_groups,
-            top_groups=config.top_groups,
-            group_top=config.group_top,
+            scoring=router.scoring,
+            is_normalized=router.is_normalized,
+            scale=router.scale,
+            num_groups=router.num_groups,
+            top_groups=router.top_groups,
+            group_top=router.group_top,
         )
-        own = replace(placement, dtype=torch.float32) if self._is_wide else placement
-        self._logits = Linear(hidden_size, {config.router: config.num_experts}, own, bias=config.router_bias)
+        own = replace(placement, dtype=torch.float32) if router.is_wide else placement
+        self._logits = Linear(hidden_size, {router.name: config.num_experts}, own, bias=router.has_bias)
         self._bias: Tensor | None = None
-        if config.choice_bias:
+        if router.has_choice_bias:
             self._bias = torch.empty(config.num_experts, dtype=torch.float32, device=placement.device)
 
     def weights(self, prefix: str) -> dict[str, Target]:
@@ -56,18 +59,18 @@ class Router:
     def open_for_loading(self) -> None:
         self._logits.open_for_loading()
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, D] -> [T, K] and [T, K]."""
+    def __call__(self, x: Tensor) -> Chosen:
+        """x [T, D] -> the experts of each token."""
         return route(self._logits(x.float() if self._is_wide else x), self._bias, self._routing)
 
 
 class SharedExpert:
     """The MLP that all tokens go through, with a factor of each token where it has a gate."""
 
-    def __init__(self, hidden_size: int, config: ExpertsConfig, placement: Placement) -> None:
-        self._name = config.shared
-        self._mlp = GatedMLP(hidden_size, config.shared_size, placement, bias=False)
-        self._gate = Linear(hidden_size, {config.shared_gate: 1}, placement) if config.shared_gate else None
+    def __init__(self, hidden_size: int, config: SharedConfig, placement: Placement) -> None:
+        self._name = config.name
+        self._mlp = MLP(hidden_size, config.inner_size, placement, config=MlpConfig())
+        self._gate = Linear(hidden_size, {config.gate: 1}, placement) if config.gate else None
 
     def weights(self, prefix: str) -> dict[str, Target]:
         found = self._mlp.weights(f"{prefix}{self._name}.")
@@ -83,9 +86,9 @@ class SharedExpert:
         if self._gate is not None:
             self._gate.open_for_loading()
 
-    def __call__(self, x: Tensor) -> experts.Shared:
+    def __call__(self, x: Tensor) -> Shared:
         """x [T, D] -> [T, D] and the logits of its factors."""
-        return experts.Shared(self._mlp(x), None if self._gate is None else self._gate(x))
+        return Shared(self._mlp(x), None if self._gate is None else self._gate(x))
 
 
 class SparseMLP:
@@ -98,7 +101,7 @@ class SparseMLP:
         self._config = config
         self._batch_invariant = placement.batch_invariant
         self._router = Router(hidden_size, config, placement)
-        self._shared = SharedExpert(hidden_size, config, placement) if config.shared_size else None
+        self._shared = None if config.shared is None else SharedExpert(hidden_size, config.shared, placement)
         self._tensors: ExpertTensors | None = expert_tensors.empty(config, hidden_size, placement)
         self._experts: Experts | None = None
 
@@ -133,5 +136,4 @@ class SparseMLP:
     def __call__(self, x: Tensor, rows: Grouping | None = None) -> Tensor:
         """[T, D] -> [T, D]. ``rows``: as in ``Linear``; not used."""
         assert self._experts is not None, "finish_loading was not called"
-        chosen, weights = self._router(x)
-        return self._experts(x, chosen, weights, None if self._shared is None else self._shared(x))
+        return self._experts(x, self._router(x), None if self._shared is None else self._shared(x))

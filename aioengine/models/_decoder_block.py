@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from aioengine.layers.attention import SelfAttention
 from aioengine.layers.delta_net import GatedDeltaNet
+from aioengine.layers.experts import SparseMLP
 from aioengine.layers.latent_attention import LatentAttention
 from aioengine.layers.mlp import MLP
 from aioengine.layers.norm import add_to_stream, make_norm
@@ -57,7 +58,9 @@ def make_attention(
 
 
 def make_mlp(config: DecoderConfig, layer: int, placement: Placement) -> FeedForward:
-    """The MLP of this layer. Another kind, such as a mixture of experts, is made here, as its config says."""
+    """The MLP of this layer, or its experts. Another kind is made here, as its config says."""
+    if (experts := config.experts_of(layer)) is not None:
+        return SparseMLP(config.hidden_size, experts, placement)
     return MLP(
         config.hidden_size,
         config.intermediate_size,

@@ -14,10 +14,9 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTo
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 
-from aioengine.families._experts import ExpertsConfig, tensors_of_experts
+from aioengine.families._experts import ExpertsConfig, RouterConfig, SharedConfig, tensors_of_experts
 from aioengine.kernels import experts, mxfp4, routing
-from aioengine.kernels.experts import ExpertWeights, Gate, Shared
-from aioengine.kernels.routing import Routing
+from aioengine.kernels.expert_types import SILU, ExpertWeights, Gate, Routing, Shared
 from aioengine.layers import expert_tensors
 from aioengine.layers.experts import SparseMLP
 from aioengine.layers.placement import Placement
@@ -73,7 +72,7 @@ def test_experts_and_their_weights_are_those_of_transformers(name: str) -> None:
 def test_of_equal_scores_the_first_experts_are_chosen() -> None:
     logits = torch.zeros(2, 8)
     logits[1, [2, 5]] = 1.0
-    assert routing.route(logits, None, Routing(3))[0].tolist() == [[0, 1, 2], [2, 5, 0]]
+    assert routing.route(logits, None, Routing(3)).experts.tolist() == [[0, 1, 2], [2, 5, 0]]
 
 
 def random_weights(gate: Gate, *, has_bias: bool, dtype: torch.dtype = torch.float32) -> ExpertWeights:
@@ -85,27 +84,31 @@ def random_weights(gate: Gate, *, has_bias: bool, dtype: torch.dtype = torch.flo
 
 
 @pytest.mark.parametrize("shared", ["none", "shared", "gated"])
-@pytest.mark.parametrize(("gate", "has_bias"), [(experts.SILU, False), (Gate(0.7, 1.702), True)])
+@pytest.mark.parametrize(("gate", "has_bias"), [(SILU, False), (Gate(0.7, 1.702), True)])
 def test_against_the_reference(gate: Gate, has_bias: bool, shared: str) -> None:
     weights = random_weights(gate, has_bias=has_bias)
     computed = experts.prepare(weights)
     for num_tokens in (1, 2, 40):
         x = torch.randn(num_tokens, SIZE)
-        chosen, pair_weights = routing.route(torch.randn(num_tokens, NUM_EXPERTS), None, Routing(3))
+        chosen = routing.route(torch.randn(num_tokens, NUM_EXPERTS), None, Routing(3))
         gates = torch.randn(num_tokens, 1) if shared == "gated" else None
         more = None if shared == "none" else Shared(torch.randn(num_tokens, SIZE), gates)
-        expected = experts.reference(x, chosen, pair_weights, weights, more)
-        torch.testing.assert_close(computed(x, chosen, pair_weights, more), expected)
+        expected = experts.reference(x, chosen, weights, more)
+        torch.testing.assert_close(computed(x, chosen, more), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_has_the_same_bits_with_any_other_rows(dtype: torch.dtype) -> None:
-    computed = experts.prepare(random_weights(experts.SILU, has_bias=False, dtype=dtype))
-    x, logits = torch.randn(150, SIZE, dtype=dtype), torch.randn(150, NUM_EXPERTS, dtype=dtype)
-    whole = computed(x, *routing.route(logits, None, Routing(3)))
-    for rows in (slice(0, 1), slice(7, 9), slice(20, 37), slice(3, 120)):
-        part = computed(x[rows], *routing.route(logits[rows], None, Routing(3)))
-        assert torch.equal(part, whole[rows])
+    own = Routing(3, "sigmoid")
+    x, logits = torch.randn(151, SIZE, dtype=dtype), torch.randn(151, NUM_EXPERTS, dtype=dtype)
+    values, gates = torch.randn(151, SIZE, dtype=dtype), torch.randn(151, 1, dtype=dtype)
+    for gate, has_bias in ((SILU, False), (Gate(0.7, 1.702), True)):
+        computed = experts.prepare(random_weights(gate, has_bias=has_bias, dtype=dtype))
+        whole = computed(x, routing.route(logits, None, own), Shared(values, gates))
+        for rows in (slice(0, 1), slice(7, 9), slice(20, 37), slice(3, 120)):
+            shared = Shared(values[rows], gates[rows])
+            part = computed(x[rows], routing.route(logits[rows], None, own), shared)
+            assert torch.equal(part, whole[rows])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -120,10 +123,11 @@ def test_mxfp4_is_read_as_transformers_reads_it(dtype: torch.dtype) -> None:
 def config_of(stored: str) -> ExpertsConfig:
     common: dict[str, Any] = {"num_experts": NUM_EXPERTS, "top_k": 3, "inner_size": 32, "stored": stored}
     if stored == "separate":
-        return ExpertsConfig(**common, shared_size=16, shared_gate="shared_expert_gate", choice_bias=True)
+        shared = SharedConfig(inner_size=16, gate="shared_expert_gate")
+        return ExpertsConfig(**common, shared=shared, router=RouterConfig(has_choice_bias=True))
     names = "experts.gate_up_proj", "experts.down_proj"
     limit = 0.0 if stored == "packed" else 7.0
-    return ExpertsConfig(**common, names=names, router_bias=True, limit=limit)
+    return ExpertsConfig(**common, names=names, router=RouterConfig(has_bias=True), limit=limit)
 
 
 @pytest.mark.parametrize("stored", ["separate", "packed", "interleaved", "mxfp4"])
@@ -173,9 +177,9 @@ def test_experts_with_gates_and_ups_in_turn_are_those_of_transformers() -> None:
         target.tensor.copy_(value)
         theirs.state_dict()[name].copy_(value)
     x = torch.randn(20, SIZE)
-    chosen, weights = routing.route(torch.randn(20, NUM_EXPERTS), None, Routing(3))
-    expected = theirs(x, chosen.long(), weights)
-    torch.testing.assert_close(experts.prepare(tensors.assemble())(x, chosen, weights), expected)
+    chosen = routing.route(torch.randn(20, NUM_EXPERTS), None, Routing(3))
+    expected = theirs(x, chosen.experts.long(), chosen.weights)
+    torch.testing.assert_close(experts.prepare(tensors.assemble())(x, chosen), expected)
 
 
 PROGRAM = """
@@ -189,8 +193,7 @@ launcher.options = lambda num_warps: {}
 launcher.Launcher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
 
 from aioengine.kernels import experts, routing
-from aioengine.kernels.experts import ExpertWeights, Gate, Shared
-from aioengine.kernels.routing import Routing
+from aioengine.kernels.expert_types import SILU, Chosen, ExpertWeights, Gate, Routing, Shared
 from aioengine.kernels.triton import experts as on_device
 from aioengine.kernels.triton import routing as routing_on_device
 
@@ -210,18 +213,19 @@ for num_experts, own, has_bias in (
 
 for num_experts, num_tokens, top_k, rows in ((12, 30, 3, 4), (5, 1, 2, 16), (6, 700, 2, 16)):
     chosen = torch.stack([torch.randperm(num_experts)[:top_k] for _ in range(num_tokens)]).int()
+    chosen = Chosen(chosen, torch.ones(chosen.shape))
     tiling = routing_on_device.align(chosen, num_experts=num_experts, rows=rows)
     seen = []
     for expert, first, end in tiling.tiles[:, : int(tiling.num_tiles)].T.tolist():
         pairs = tiling.order[first:end]
         assert 0 < end - first <= rows
-        assert (chosen.flatten()[pairs] == expert).all()
+        assert (chosen.experts.flatten()[pairs] == expert).all()
         assert (pairs.diff() > 0).all()
         seen += pairs.tolist()
     assert sorted(seen) == list(range(num_tokens * top_k))
 
 num_experts, size, inner = 5, 80, 40
-for gate, has_bias in ((experts.SILU, False), (Gate(0.7, 1.702), True)):
+for gate, has_bias in ((SILU, False), (Gate(0.7, 1.702), True)):
     weights = ExpertWeights(
         torch.randn(num_experts, 2 * inner, size) * size**-0.5,
         torch.randn(num_experts, size, inner) * inner**-0.5,
@@ -230,10 +234,10 @@ for gate, has_bias in ((experts.SILU, False), (Gate(0.7, 1.702), True)):
     )
     for num_tokens, batch_invariant in ((1, False), (3, True), (on_device.MAX_VECTOR_TOKENS + 20, False)):
         x = torch.randn(num_tokens, size)
-        chosen, pair_weights = routing.reference(torch.randn(num_tokens, num_experts), None, Routing(3))
+        chosen = routing.reference(torch.randn(num_tokens, num_experts), None, Routing(3))
         shared = Shared(torch.randn(num_tokens, size), torch.randn(num_tokens, 1)) if has_bias else None
-        found = on_device.compute(x, chosen, pair_weights, weights, shared, batch_invariant=batch_invariant)
-        torch.testing.assert_close(found, experts.reference(x, chosen, pair_weights, weights, shared))
+        found = on_device.compute(x, chosen, weights, shared, batch_invariant=batch_invariant)
+        torch.testing.assert_close(found, experts.reference(x, chosen, weights, shared))
 """
 
 

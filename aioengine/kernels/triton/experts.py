@@ -23,7 +23,7 @@ from aioengine.kernels.triton.routing import align
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.kernels.experts import ExpertWeights, Gate, Shared
+    from aioengine.kernels.expert_types import Chosen, ExpertWeights, Gate, Shared
     from aioengine.kernels.triton.routing import Tiling
 
 
@@ -260,69 +260,58 @@ def tiles_for(num_pairs: int, num_experts: int, dtype: torch.dtype, *, batch_inv
 
 
 def compute(
-    x: Tensor,
-    experts: Tensor,
-    pair_weights: Tensor,
-    weights: ExpertWeights,
-    shared: Shared | None,
-    *,
-    batch_invariant: bool,
+    x: Tensor, chosen: Chosen, weights: ExpertWeights, shared: Shared | None, *, batch_invariant: bool
 ) -> Tensor:
-    """As ``kernels.experts.Experts``: x [T, D] and experts and pair_weights [T, K] -> [T, D]; all are contiguous."""
-    num_experts, dtype = weights.down.shape[0], x.dtype
+    """As ``kernels.experts.Experts``: x [T, D], contiguous -> [T, D]."""
     if x.shape[0] <= MAX_VECTOR_TOKENS and not batch_invariant:
-        inner = multiply_vectors(x, experts, weights)
-        return multiply_vectors_down(inner, experts, pair_weights, weights, shared)
-    tiles = tiles_for(experts.numel(), num_experts, dtype, batch_invariant=batch_invariant)
-    tiling = align(experts, num_experts=num_experts, rows=tiles[0].rows)
-    inner = multiply_tiles(
-        x, weights.gate_up, weights.gate_up_bias, tiling, tiles[0], top_k=experts.shape[1], gate=weights.gate
+        return multiply_vectors_down(multiply_vectors(x, chosen, weights), chosen, weights, shared)
+    num_experts = weights.down.shape[0]
+    first, second = tiles_for(chosen.experts.numel(), num_experts, x.dtype, batch_invariant=batch_invariant)
+    tiling = align(chosen, num_experts=num_experts, rows=first.rows)
+    return add_up(
+        multiply_tiles_down(multiply_tiles(x, weights, tiling, first), weights, tiling, second), shared, tiling
     )
-    parts = multiply_tiles(
-        inner, weights.down, weights.down_bias, tiling, tiles[1], top_k=experts.shape[1], pair_weights=pair_weights
-    )
-    return add_up(parts, experts.shape, shared)
 
 
-def multiply_tiles(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    tiling: Tiling,
-    tile: Tile,
-    *,
-    top_k: int,
-    gate: Gate | None = None,
-    pair_weights: Tensor | None = None,
-) -> Tensor:
-    """Matmuls of tiles.
+def multiply_tiles(x: Tensor, weights: ExpertWeights, tiling: Tiling, tile: Tile) -> Tensor:
+    """x [T, D] -> activated [P, I], in the order of the tiling."""
+    return _multiply_tiles(x, (weights.gate_up, weights.gate_up_bias, weights.gate), tiling, tile)
 
-    With ``gate``: x [T, D], weight [E, 2 I, D], gates first -> activated [P, I], in the order of the tiling. With
-    ``pair_weights`` [T, K]: x [P, I] in the order of the tiling, weight [E, D, I] -> weighted [P, D], in that of pairs.
+
+def multiply_tiles_down(x: Tensor, weights: ExpertWeights, tiling: Tiling, tile: Tile) -> Tensor:
+    """x [P, I], in the order of the tiling -> [P, D], weighted, in the order of pairs."""
+    return _multiply_tiles(x, (weights.down, weights.down_bias, None), tiling, tile)
+
+
+def _multiply_tiles(x: Tensor, layer: tuple[Tensor, Tensor | None, Gate | None], tiling: Tiling, tile: Tile) -> Tensor:
+    """x [T, D] or [P, I] -> [P, I] or [P, D].
+
+    ``layer``: weight, bias, and the function of gates where it has some, else the result is weighted.
     """
-    num_pairs = len(tiling.order)
+    weight, bias, gate = layer
+    num_pairs, top_k = len(tiling.order), tiling.chosen.experts.shape[1]
     size = weight.shape[2]
     num_outputs = weight.shape[1] // (1 if gate is None else 2)
     out = torch.empty((num_pairs, num_outputs), dtype=x.dtype, device=x.device)
     max_tiles = tiling.tiles.shape[1]
-    limit, alpha = (0.0, 1.0) if gate is None else (gate.limit, gate.alpha)
     lines: Tensor | TensorDescriptor = weight
     if tile.copies:
         lines = TensorDescriptor.from_tensor(weight.flatten(0, 1), [tile.outputs, tile.block])
+    limit, alpha = gate or (0.0, 1.0)
     arguments = (
         *(x, lines, weight if bias is None else bias, out, tiling.order, tiling.tiles, tiling.num_tiles),
-        *(tiling.order if pair_weights is None else pair_weights, num_outputs, max_tiles),
-        *(size, top_k, tile.rows, tile.outputs, tile.block, tile.stages),
-        *(tile.copies, gate is not None, bias is not None, limit, alpha, has_dependent_launch()),
+        *(tiling.chosen.weights, num_outputs, max_tiles),
+        *(size, top_k, tile.rows, tile.outputs, tile.block, tile.stages, tile.copies),
+        *(gate is not None, bias is not None, limit, alpha, has_dependent_launch()),
     )
     key = x.dtype, weight.shape, tile, top_k, gate, bias is None, x.data_ptr() % 16, weight.data_ptr() % 16
     _tiled((max_tiles * -(-num_outputs // tile.outputs), 1, 1), key, arguments, options(tile.warps))
     return out
 
 
-def add_up(parts: Tensor, shape: torch.Size, shared: Shared | None) -> Tensor:
-    """parts [P, D], of T tokens with K pairs each (``shape``) -> [T, D], with the results of shared experts."""
-    (num_tokens, top_k), num_outputs = shape, parts.shape[1]
+def add_up(parts: Tensor, shared: Shared | None, tiling: Tiling) -> Tensor:
+    """parts [P, D] -> [T, D]: the sum of the pairs of each token, with the results of shared experts."""
+    (num_tokens, top_k), num_outputs = tiling.chosen.experts.shape, parts.shape[1]
     out = parts.new_empty((num_tokens, num_outputs))
     block = 1024 if num_tokens > 64 else 512
     arguments = (parts, out, *_of_shared(shared, out), num_outputs, top_k, block, *_flags(shared))
@@ -332,37 +321,37 @@ def add_up(parts: Tensor, shape: torch.Size, shared: Shared | None) -> Tensor:
 
 
 def multiply_vectors(
-    x: Tensor, experts: Tensor, weights: ExpertWeights, programs: tuple[int, int, int] = (4, 1024, 4)
+    x: Tensor, chosen: Chosen, weights: ExpertWeights, programs: tuple[int, int, int] = (4, 1024, 4)
 ) -> Tensor:
-    """x [T, D] and experts [T, K] -> activated [P, I], in the order of pairs."""
+    """x [T, D] -> activated [P, I], in the order of pairs. ``programs``: outputs, block of inputs and warps of each."""
     outputs, block, num_warps = programs
     weight, bias = weights.gate_up, weights.gate_up_bias
-    num_outputs, size, top_k = weight.shape[1] // 2, weight.shape[2], experts.shape[1]
-    out = x.new_empty((experts.numel(), num_outputs))
+    num_outputs, size, (num_tokens, top_k) = weight.shape[1] // 2, weight.shape[2], chosen.experts.shape
+    out = x.new_empty((num_tokens * top_k, num_outputs))
     arguments = (
-        *(x, weight, weight if bias is None else bias, out, experts, num_outputs, size, top_k, outputs, block),
-        *(bias is not None, weights.gate.limit, weights.gate.alpha, has_dependent_launch()),
+        *(x, weight, weight if bias is None else bias, out, chosen.experts, num_outputs, size, top_k, outputs, block),
+        *(bias is not None, *weights.gate, has_dependent_launch()),
     )
     key = x.dtype, weight.shape, programs, top_k, weights.gate, bias is None, x.data_ptr() % 16, weight.data_ptr() % 16
-    _vector_gated((-(-num_outputs // outputs), experts.numel(), 1), key, arguments, options(num_warps))
+    _vector_gated((-(-num_outputs // outputs), num_tokens * top_k, 1), key, arguments, options(num_warps))
     return out
 
 
 def multiply_vectors_down(
     x: Tensor,
-    experts: Tensor,
-    pair_weights: Tensor,
+    chosen: Chosen,
     weights: ExpertWeights,
     shared: Shared | None,
+    *,
     programs: tuple[int, int, int] = (4, 256, 4),
 ) -> Tensor:
-    """x [P, I], experts and pair_weights [T, K] -> [T, D], with the results of shared experts."""
+    """x [P, I] -> [T, D], with the results of shared experts. ``programs``: as in ``multiply_vectors``."""
     outputs, block, num_warps = programs
     weight, bias = weights.down, weights.down_bias
-    (num_tokens, top_k), (_, num_outputs, size) = experts.shape, weight.shape
+    (num_tokens, top_k), (_, num_outputs, size) = chosen.experts.shape, weight.shape
     out = x.new_empty((num_tokens, num_outputs))
     arguments = (
-        *(x, weight, weight if bias is None else bias, out, experts, pair_weights, *_of_shared(shared, out)),
+        *(x, weight, weight if bias is None else bias, out, *chosen, *_of_shared(shared, out)),
         *(num_outputs, size, top_k, outputs, block, bias is not None, *_flags(shared)),
     )
     key = x.dtype, weight.shape, programs, top_k, bias is None, _key_of(shared), weight.data_ptr() % 16
@@ -371,7 +360,7 @@ def multiply_vectors_down(
 
 
 def _of_shared(shared: Shared | None, unused: Tensor) -> tuple[Tensor, Tensor]:
-    """The tensors of the shared experts; ``unused`` stands for those that there are not."""
+    """The tensors of the shared experts, [T, D] and [T, 1]; ``unused`` stands for those that there are not."""
     if shared is None:
         return unused, unused
     return shared.values, unused if shared.gates is None else shared.gates

@@ -13,12 +13,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from aioengine.kernels.expert_types import Chosen
 from aioengine.kernels.triton.launcher import Launcher, has_dependent_launch, next_power_of_2, options
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.kernels.routing import Routing
+    from aioengine.kernels.expert_types import Routing
 
 PAIRS_OF_A_BLOCK = 1024
 """The most pairs that a program of ``_align_kernel`` reads at a time."""
@@ -118,7 +119,7 @@ _route = Launcher(_route_kernel)
 _align = Launcher(_align_kernel)
 
 
-def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> Chosen:
     """As ``kernels.routing.route``; logits [T, E] and bias [E] are contiguous."""
     num_tokens, num_experts = logits.shape
     shape = num_tokens, routing.top_k
@@ -134,7 +135,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
     alignments = logits.data_ptr() % 16, bias is not None and bias.data_ptr() % 16
     key = logits.dtype, None if bias is None else bias.dtype, num_experts, routing, alignments
     _route((num_tokens, 1, 1), key, arguments, options(1))
-    return experts, weights
+    return Chosen(experts, weights)
 
 
 class Tiling(NamedTuple):
@@ -145,12 +146,14 @@ class Tiling(NamedTuple):
         tiles: [3, M] int32, of each tile its expert, and the first and the end of its pairs in ``order``.
         num_tiles: [1] int32, the tiles that there are; the rest of ``tiles`` is undefined.
         rows: the most pairs of a tile.
+        chosen: the experts and weights of the pairs.
     """
 
     order: Tensor
     tiles: Tensor
     num_tiles: Tensor
     rows: int
+    chosen: Chosen
 
 
 def most_tiles(num_pairs: int, num_experts: int, rows: int) -> int:
@@ -159,8 +162,9 @@ def most_tiles(num_pairs: int, num_experts: int, rows: int) -> int:
     return num_hit + (num_pairs - num_hit) // rows
 
 
-def align(experts: Tensor, *, num_experts: int, rows: int) -> Tiling:
-    """experts [T, K] int32 -> the pairs, in tiles of up to ``rows`` of one expert."""
+def align(chosen: Chosen, *, num_experts: int, rows: int) -> Tiling:
+    """The pairs, in tiles of up to ``rows`` of one expert."""
+    experts = chosen.experts
     num_pairs = experts.numel()
     max_tiles = most_tiles(num_pairs, num_experts, rows)
     order, tiles, num_tiles = (experts.new_empty(shape) for shape in (num_pairs, (COLUMNS, max_tiles), 1))
@@ -171,4 +175,4 @@ def align(experts: Tensor, *, num_experts: int, rows: int) -> Tiling:
     )
     key = num_experts, rows, block, experts.data_ptr() % 16
     _align((num_experts, 1, 1), key, arguments, options(4))
-    return Tiling(order, tiles, num_tiles, rows)
+    return Tiling(order, tiles, num_tiles, rows, chosen)
