@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from aioengine.gguf_header import Header, Scalar, TensorInfo
 
-_ARCHITECTURES: Final = {
+ARCHITECTURES: Final = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -111,7 +111,7 @@ def config_of(header: Header, file: BinaryIO) -> dict[str, object]:
     _check_known(architecture, own)
     tensors = {info.name: info for info in header.tensors}
     config: dict[str, object] = {
-        "architectures": [_ARCHITECTURES[architecture]],
+        "architectures": [ARCHITECTURES[architecture]],
         "model_type": architecture,
         "dtype": _dtype(header),
         "tie_word_embeddings": "output.weight" not in tensors,
@@ -159,10 +159,10 @@ def _architecture(metadata: Mapping[str, Scalar | Array]) -> str:
     found, kind = metadata.get("general.architecture"), metadata.get("general.type", "model")
     if kind != "model":
         raise ValueError(f"general.type is {checks.shown(kind)}; what works: 'model'")
-    if not isinstance(found, str) or found not in _ARCHITECTURES:
+    if not isinstance(found, str) or found not in ARCHITECTURES:
         raise ValueError(
             f"general.architecture is {checks.shown(found)}, which is not read from GGUF files; what works: "
-            f"{', '.join(_ARCHITECTURES)}; give the folder of the original model (*.safetensors)"
+            f"{', '.join(ARCHITECTURES)}; give the folder of the original model (*.safetensors)"
         )
     num_parts = metadata.get("split.count", 0)
     if isinstance(num_parts, int) and num_parts > 1:

@@ -14,6 +14,7 @@ from aioengine.args import ARGUMENTS
 from aioengine.frontend.info import Health
 from aioengine.params import ALIASES, PARAMETERS
 from aioengine.testing.fake_engine import fake_engine
+from tests.kit import models_table
 from tests.kit.pages import GUIDES, README, blocks, broken_links, headings, links, pages, place, table
 from tests.kit.source import PACKAGE, ROOT
 
@@ -82,10 +83,6 @@ def test_errors_equal_the_tree() -> None:
     assert {name: names_in(cells[0]) for name, cells in table(guide("errors"), "error").items()} == expected
 
 
-def test_models_equal_the_plug_ins() -> None:
-    assert sorted(table(guide("models"), "`model_type`")) == sorted(plugins.names("families"))
-
-
 def test_every_counter_and_every_state_is_explained() -> None:
     with fake_engine() as engine:
         counters = engine.stats()
@@ -132,3 +129,18 @@ def test_the_page_of_the_tests_names_tests_for_every_module() -> None:
         and not parts & {place.as_posix(), f"{place.parent.as_posix()}/", f"{place.parts[0]}/"}
     ]
     assert without == []
+
+
+def test_the_table_of_models_has_all_families_and_what_they_do() -> None:
+    page = models_table.PAGE.read_text()
+    assert page == models_table.updated(page), "run python -m tests.kit.models_table, and see what it wrote"
+    assert len(models_table.rows(page)) == len(plugins.names("families"))
+
+
+def test_a_new_family_gets_a_row_of_its_own_words() -> None:
+    page = models_table.PAGE.read_text()
+    (row,) = [line for line in page.splitlines() if line.startswith("| `qwen2` |")]
+    rows = models_table.rows(models_table.updated(page.replace(row + "\n", "")))
+    assert list(rows)[-1] == "qwen2"
+    assert rows["qwen2"][1:6] == ["Qwen2", "text, vectors, scores", "text", "yes", "yes"]
+    assert rows["qwen2"][-1].startswith("biases on queries")
