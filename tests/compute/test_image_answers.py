@@ -56,6 +56,8 @@ def check(theirs: Any, folder: Path, images: list[Image.Image], answer: Any) -> 
     arrays = arrays_of(folder, images)
     if "image_grid_thw" in arrays:
         arrays["mm_token_type_ids"] = (ids == IMAGE).long()
+    if arrays.pop("num_crops", None) is not None:
+        arrays["token_type_ids"] = (ids == IMAGE).long()
     logits = theirs(input_ids=ids, use_cache=False, **arrays).logits[0]
     assert answer["output_ids"] == clear_tokens(logits, answer["output_ids"])
     assert answer["meta_info"]["image_tokens"] == answer["prompt_token_ids"].count(IMAGE)
