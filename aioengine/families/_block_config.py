@@ -27,12 +27,14 @@ class TensorNames(Struct, frozen=True, kw_only=True):
     """Names in the checkpoint of the parts of a decoder.
 
     Attributes:
-        positions: of learned positions, which are added to the embeddings; "": there are none.
+        positions: of learned positions, which are added to the embeddings; "": there are none. Rows before
+            ``first_position`` are not used.
         layers: of the list of its blocks.
     """
 
     embedding: str = "model.embed_tokens"
     positions: str = ""
+    first_position: int = 0
     layers: str = "model.layers"
     norm: str = "model.norm"
     head: str = "lm_head"
@@ -47,12 +49,13 @@ class NormConfig(Struct, frozen=True, kw_only=True):
 
     Attributes:
         kind: "rms", or "layer", which takes the mean away.
-        has_bias: of a "layer" norm.
+        has_weight: whether a "layer" norm has a weight. has_bias: whether it has a bias.
         is_wide: an "rms" norm is multiplied by its weight in fp32, and rounded once; else rounded before as well.
         offset: added to the weight of the checkpoint; such a norm is wide.
     """
 
     kind: Literal["rms", "layer"] = "rms"
+    has_weight: bool = True
     has_bias: bool = False
     is_wide: bool = False
     offset: float = 0.0
@@ -131,6 +134,7 @@ class AttentionConfig(Struct, frozen=True, kw_only=True):
             and all values.
         scale: multiplies the dot products of queries and keys; None: 1 / sqrt(head size).
         soft_cap: as in ``AttentionShape``.
+        clip: queries, keys and values are kept within -clip and clip; None: they stay.
         is_interleaved: the rotation pairs neighbours; else the first half of what is rotated with the second.
         latent: None: keys and values are kept. Otherwise ``qkv`` means nothing, and ``qkv_bias`` is of the layers that
             read the stream.
@@ -145,6 +149,7 @@ class AttentionConfig(Struct, frozen=True, kw_only=True):
     output_bias: bool = False
     scale: float | None = None
     soft_cap: float | None = None
+    clip: float | None = None
     is_interleaved: bool = False
     head_norm: HeadNorm | None = None
     latent: LatentConfig | None = None

@@ -28,7 +28,7 @@ def tensor_shapes(config: TransformerConfig) -> Shapes:
     found: Shapes = {f"{names.embedding}.weight": (config.vocab_size, size)}
     found |= _norm(names.norm, size, config.norm)
     if names.positions:
-        found[f"{names.positions}.weight"] = (config.max_position_embeddings, size)
+        found[f"{names.positions}.weight"] = (names.first_position + config.max_position_embeddings, size)
     for name, outputs in config.head.items():
         found |= _linear(LinearShape(name, outputs, size, config.head_bias and name == names.head))
     for layer in range(config.num_layers):
@@ -196,7 +196,7 @@ def _encoder(config: EncoderConfig) -> Shapes:
 
 def _norm(name: str, size: int | tuple[int, ...], norm: NormConfig) -> Shapes:
     shape = (size,) if isinstance(size, int) else size
-    found: Shapes = {f"{name}.weight": shape}
+    found: Shapes = {f"{name}.weight": shape} if norm.has_weight else {}
     return {**found, f"{name}.bias": shape} if norm.has_bias else found
 
 

@@ -66,8 +66,10 @@ def read(config: Mapping[str, object]) -> DecoderConfig:
         "sliding_attention": found.rope_of("sliding_attention", found.rope_local_base_freq or 1e4),
     }
     bias = found.attention_bias
+    decoder = found.decoder(ropes["sliding_attention"])  # max_position_embeddings has the scaling of the other already
+    ropes["full_attention"].check_head(decoder.head_size)
     return replace(
-        found.decoder(ropes["full_attention"]),
+        decoder,
         norm=NORM,
         block=BLOCK,
         attention=AttentionConfig(

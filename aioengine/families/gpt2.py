@@ -41,9 +41,14 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
 
 
 def read(config: Mapping[str, object]) -> DecoderConfig:
+    return gpt2_decoder(config, Config)
+
+
+def gpt2_decoder(config: Mapping[str, object], config_type: type[Config]) -> DecoderConfig:
+    """The decoder of config.json, read as ``config_type``."""
     size = config.get("n_embd", 768)
     inner = 4 * size if config.get("n_inner") is None and isinstance(size, int) else config.get("n_inner")
-    found = decode_config({**config, "n_inner": inner}, Config)
+    found = decode_config({**config, "n_inner": inner}, config_type)
     decoder = found.decoder(RopeConfig())
     return replace(
         decoder,

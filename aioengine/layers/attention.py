@@ -80,6 +80,7 @@ class SelfAttention:
         output = {config.output: hidden_size}
         stored = Stored(is_transposed=is_transposed)
         self._output = Linear(q_size, output, placement, bias=config.output_bias, stored=stored)
+        self._clip = config.clip
         self._head_norms: HeadNorms | None = None
         if config.head_norm is not None:
             self._head_norms = HeadNorms(config.head_norm, epsilon, shape, placement, pairs=pairs)
@@ -122,6 +123,8 @@ class SelfAttention:
         projected = self._qkv(x, rows)
         heads = projected[:, self._gates_size :] if self._gates_size else projected
         heads = heads.view(x.shape[0], -1, self._head_size)
+        if self._clip is not None:
+            heads.clamp_(-self._clip, self._clip)
         if self._head_norms is not None and self._norms is None:
             self._head_norms.apply(heads)
         target = attention.target(layer)

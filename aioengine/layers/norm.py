@@ -41,7 +41,7 @@ class Norm(Protocol):
 def make_norm(config: NormConfig, size: int, epsilon: float, placement: Placement) -> Norm:
     """The norm of ``size`` numbers that ``config`` describes."""
     if config.kind == "layer":
-        return LayerNorm(size, epsilon, placement, bias=config.has_bias)
+        return LayerNorm(size, epsilon, placement, bias=config.has_bias, has_weight=config.has_weight)
     return RMSNorm(size, epsilon, placement, is_wide=config.is_wide, offset=config.offset)
 
 
@@ -107,13 +107,14 @@ def add_to_stream(delta: Tensor, residual: Tensor, behind: Norm | None, before: 
 class LayerNorm:
     """[..., D] -> [..., D], with the mean taken away."""
 
-    def __init__(self, size: int, epsilon: float, placement: Placement, *, bias: bool) -> None:
-        self._weight = placement.empty(size)
+    def __init__(self, size: int, epsilon: float, placement: Placement, *, bias: bool, has_weight: bool = True) -> None:
+        self._has_weight = has_weight
+        self._weight = placement.empty(size).fill_(1.0)
         self._bias = placement.empty(size) if bias else None
         self._epsilon = epsilon
 
     def weights(self, name: str) -> dict[str, Target]:
-        found = {f"{name}.weight": Target(self._weight)}
+        found = {f"{name}.weight": Target(self._weight)} if self._has_weight else {}
         return found if self._bias is None else {**found, f"{name}.bias": Target(self._bias)}
 
     def finish_loading(self) -> None:

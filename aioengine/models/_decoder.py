@@ -73,7 +73,8 @@ class Decoder:
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=options.dtype).item()
         self._positions: Embedding | None = None
         if config.names.positions:
-            self._positions = Embedding(config.max_position_embeddings, config.hidden_size, placement)
+            num_positions = config.names.first_position + config.max_position_embeddings
+            self._positions = Embedding(num_positions, config.hidden_size, placement)
         ropes = list(dict.fromkeys(config.rope_of(layer) for layer in range(config.num_layers)))
         self._ropes = [_rotary_embedding(rope, config, options) for rope in ropes]
         self._blocks: list[Block] = []
@@ -137,7 +138,8 @@ class Decoder:
             x = self.embed(inputs.token_ids)
         x = _scaled(x, self._config.stream_scale)
         if self._positions is not None:
-            x.add_(self._positions(inputs.positions))
+            first = self._config.names.first_position
+            x.add_(self._positions(inputs.positions + first if first else inputs.positions))
         delta: Tensor | None = None
         for layer, block in enumerate(self._blocks):
             is_last = layer == len(self._blocks) - 1

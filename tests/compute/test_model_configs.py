@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
@@ -11,7 +13,7 @@ from aioengine.adapter_folder import linear_layers
 from aioengine.args import engine_config
 from aioengine.families._memory import kv_numbers, num_parameters, state_bytes
 from aioengine.families._tensors import is_ignored, tensor_shapes
-from aioengine.model_folder import supported_model_types
+from aioengine.model_folder import _context_length, supported_model_types
 from aioengine.models._base import StatefulModel
 from aioengine.models._decoder import Decoder
 from aioengine.runner.device_memory import kv_bytes_per_token
@@ -116,6 +118,35 @@ def test_files_on_the_hub_are_read_as_those_that_transformers_makes_of_them(name
     raw = HUB[name]
     read = plugins.load("families", raw["model_type"])
     assert read(raw) == read(AutoConfig.for_model(**raw).to_dict())
+
+
+def test_the_context_of_gemma3_has_its_scaling_already() -> None:
+    decoder = plugins.load("families", "gemma3_text")(HUB["gemma-3-12b-it, its text_config"])
+    assert [rope.rope_type for rope in decoder.layer_ropes] == ["default"] * 5 + ["linear"]
+    assert _context_length(decoder, Path()) == decoder.max_position_embeddings == 131_072
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "named"),
+    [
+        ("falcon", {"alibi": True}, "alibi"),
+        ("falcon", {"new_decoder_architecture": True, "parallel_attn": False}, "parallel_attn"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before"),
+        ("opt", {"word_embed_proj_dim": 12}, "word_embed_proj_dim 12.*hidden_size"),
+        ("phi3", {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "factor"),
+        ("phi3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers"),
+        ("granite", {"residual_multiplier": 0.0}, "residual_multiplier"),
+        ("glm4", {"rope_parameters": None, "partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+        ("stablelm", {"layer_norm_eps": 2.0}, "layer_norm_eps"),
+    ],
+)
+def test_values_of_other_decoders_are_refused_by_name(model_type: str, fields: dict[str, object], named: str) -> None:
+    raw = decoders.config_of(decoders.ONE_OF_EACH[model_type]).to_dict()
+    with pytest.raises(ValueError, match=named):
+        models.build({**raw, **fields}, options())
 
 
 def test_every_model_has_a_family() -> None:

@@ -24,16 +24,21 @@ SIZES: Fields = {
     "bos_token_id": None,
     "pad_token_id": None,
 }
+_GPT2 = {
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "num_key_value_heads": "",
+    "head_dim": "",
+    "max_position_embeddings": "n_positions",
+}
 _RENAMED = {
-    "gpt2": {
-        "hidden_size": "n_embd",
-        "intermediate_size": "n_inner",
-        "num_hidden_layers": "n_layer",
-        "num_attention_heads": "n_head",
-        "num_key_value_heads": "",
-        "head_dim": "",
-        "max_position_embeddings": "n_positions",
-    },
+    "gpt2": _GPT2,
+    "gpt_bigcode": _GPT2,
+    "gptj": _GPT2,
+    "opt": {"num_key_value_heads": "", "head_dim": "", "intermediate_size": "ffn_dim"},
+    "olmo": {"head_dim": ""},
     "gpt_neox": {"num_key_value_heads": "", "head_dim": ""},
     "phi": {"head_dim": ""},
     "starcoder2": {"head_dim": ""},
@@ -189,6 +194,13 @@ CASES: dict[str, tuple[str, Fields]] = {
     "ernie4_5": ("ernie4_5", {"head_dim": 8}),
     "ernie4_5 biases": ("ernie4_5", {"head_dim": 8, "use_bias": True, "tie_word_embeddings": False}),
     "ministral": ("ministral", {**WINDOWS, "head_dim": 8}),
+    "olmo": ("olmo", {}),
+    "olmo clip": ("olmo", {"clip_qkv": 0.7, "attention_bias": True, "tie_word_embeddings": True}),
+    "opt": ("opt", {}),
+    "opt no biases": ("opt", {"enable_bias": False, "layer_norm_elementwise_affine": False}),
+    "gpt_bigcode": ("gpt_bigcode", {}),
+    "gpt_bigcode all heads": ("gpt_bigcode", {"multi_query": False, "n_inner": None}),
+    "gptj": ("gptj", {"rotary_dim": 4}),
 }
 """Name -> model type, and the fields that differ from ``SIZES``."""
 

@@ -1,0 +1,46 @@
+"""GPT-J: attention and MLP side by side; a part of each head is rotated, neighbours in pairs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from msgspec.structs import replace
+
+from aioengine.families._block_config import AttentionConfig, BlockConfig
+from aioengine.families._config import FamilyConfig, RopeConfig, decode_config
+from aioengine.families.gpt2 import Config as GPT2
+from aioengine.families.gpt2 import gpt2_decoder
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from aioengine.families._config import DecoderConfig
+
+
+class Config(GPT2, frozen=True, kw_only=True):
+    tasks = FamilyConfig.tasks
+
+    tie_word_embeddings: bool = False
+    rotary_dim: Annotated[int, msgspec.Meta(ge=1)] | None = 64
+
+
+def read(config: Mapping[str, object]) -> DecoderConfig:
+    decoder = gpt2_decoder(config, Config)
+    size = decode_config({**config, "n_inner": decoder.intermediate_size}, Config).rotary_dim
+    rope = RopeConfig(partial_rotary_factor=1.0 if size is None else size / decoder.head_size)
+    rope.check_head(decoder.head_size)
+    return replace(
+        decoder,
+        names=replace(decoder.names, positions=""),
+        block=BlockConfig(attention="attn.", attention_norm="ln_1", mlp_norm="", is_parallel=True),
+        attention=AttentionConfig(output="out_proj", is_interleaved=True),
+        mlp=replace(decoder.mlp, first=("fc_in",), second="fc_out"),
+        is_transposed=False,
+        rope=rope,
+        layer_ropes=(),
+        head_bias=True,
+    )
+
+
+PLUGIN = read
