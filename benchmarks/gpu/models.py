@@ -1,4 +1,4 @@
-"""Two model folders without weights for the GPU workloads: the shapes of Qwen3-0.6B and of Llama-3.1-8B."""
+"""Model folders without weights for the GPU workloads: the shapes of Qwen3-0.6B, Llama-3.1-8B and DeepSeek-V2-Lite."""
 
 from __future__ import annotations
 
@@ -58,11 +58,55 @@ LARGE: dict[str, object] = {
     "eos_token_id": 128001,
     "bos_token_id": 128000,
 }
-MODELS = {"a": SMALL, "b": LARGE}
+LITE: dict[str, object] = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "dtype": "bfloat16",
+    "vocab_size": 102400,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+    },
+    "max_position_embeddings": 163_840,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "eos_token_id": 100001,
+    "bos_token_id": 100000,
+}
+MODELS = {"a": SMALL, "b": LARGE, "lite": LITE}
 
 
 def write_folder(folder: Path, name: str) -> Path:
-    """The folder of model "a" or "b", written unless it is there."""
+    """The folder of one of ``MODELS``, written unless it is there."""
     target = folder / name
     if (target / "tokenizer.json").exists():
         return target

@@ -4,6 +4,7 @@
 
 Prints, for each batch, milliseconds a step: wall, and of it what the host spends in schedule, launch, and collect
 (waiting for the device included) and apply. ``--kernels`` adds the device's time by kernel, from torch's profiler.
+``--prompts`` adds the time of prompts until all have their first token.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from aioengine.protocol.messages import Limits, Sampling, Submit, TextRules
 from aioengine.resolve import resolve
 from aioengine.runner.build import build
 from aioengine.scheduler.scheduler import Scheduler
-from benchmarks.gpu.models import write_folder
+from benchmarks.gpu.models import MODELS, write_folder
 
 if TYPE_CHECKING:
     from aioengine.runner.model_runner import ModelRunner
@@ -88,7 +89,8 @@ def finish(steps: Steps) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, required=True)
-    parser.add_argument("--model", choices=["a", "b"], default="a")
+    parser.add_argument("--model", choices=[*MODELS], default="a")
+    parser.add_argument("--prompts", type=int, nargs="*", default=[], help="lengths of prompts of which steps are full")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--cached", type=int, default=512)
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
@@ -111,6 +113,24 @@ def main() -> None:
         if options.kernels:
             kernels(steps)
         finish(steps)
+    for length in options.prompts:
+        scheduler = Scheduler(settings.scheduler, num_pages=num_pages, page_size=settings.memory.page_size)
+        count = max(settings.scheduler.chunk_tokens // length, 1)
+        print(f"{count} prompts of {length}: {prompts(Steps(runner, scheduler), length, count):.2f} ms", flush=True)
+
+
+def prompts(steps: Steps, length: int, count: int) -> float:
+    """Milliseconds from the first step of ``count`` prompts of ``length`` tokens until all have their first token."""
+    found: list[float] = []
+    for repeat in range(4):
+        for uid in range(count):
+            prompt = [(uid * 7919 + place * 31 + repeat * 1237) % 10_000 for place in range(length)]
+            sampling, limits = Sampling(uid, temperature=0.6), Limits(1)
+            steps.scheduler.requests.submit(Submit(repeat * count + uid, prompt, sampling, limits, TextRules()))
+        started = time.perf_counter()
+        finish(steps)
+        found.append((time.perf_counter() - started) * 1000)
+    return statistics.median(found[1:])
 
 
 def kernels(steps: Steps) -> None:

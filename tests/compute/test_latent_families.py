@@ -8,13 +8,16 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Glm4MoeLiteConfig,
     MiniCPM3Config,
     YoutuConfig,
 )
 
 from aioengine import models, plugins
 from aioengine.families import youtu
-from aioengine.families._tensors import tensor_shapes
+from aioengine.families._tensors import is_ignored, tensor_shapes
 from aioengine.runner import weights
 from aioengine.runner.device_memory import kv_bytes_per_token
 from tests.compute.stepping import Request, Stepper, options
@@ -63,12 +66,38 @@ LONG = {
         "long_factor": [1.0, 2.0, 4.0, 8.0],
     }
 }
+EXPERTS = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 16,
+    "num_experts_per_tok": 3,
+}
 CASES: dict[str, tuple[Callable[..., PreTrainedConfig], dict[str, object]]] = {
     "youtu": (YoutuConfig, {"q_lora_rank": 28}),
     "youtu yarn, halves": (YoutuConfig, {**YARN, "rope_interleave": False, "tie_word_embeddings": False}),
     "youtu biases": (YoutuConfig, {"q_lora_rank": 28, "attention_bias": True, "v_head_dim": 8}),
     "minicpm3": (MiniCPM3Config, {"q_lora_rank": 28, "v_head_dim": None, "dim_model_base": 16, **LONG}),
     "minicpm3 no factors": (MiniCPM3Config, {"scale_emb": 1, "scale_depth": None, "dim_model_base": None}),
+    "deepseek_v2": (DeepseekV2Config, {**EXPERTS, **YARN}),
+    "deepseek_v2 groups": (
+        DeepseekV2Config,
+        {
+            **EXPERTS,
+            "q_lora_rank": 28,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "deepseek_v3": (DeepseekV3Config, {**EXPERTS, **YARN, "q_lora_rank": 28, "n_group": 4, "topk_group": 2}),
+    "deepseek_v3 one group": (
+        DeepseekV3Config,
+        {**EXPERTS, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "rope_interleave": False},
+    ),
+    "glm4_moe_lite": (Glm4MoeLiteConfig, {**EXPERTS, "q_lora_rank": 28}),
+    "glm4_moe_lite some layers": (Glm4MoeLiteConfig, {**EXPERTS, "mlp_layer_types": ["sparse", "dense", "sparse"]}),
 }
 
 
@@ -146,12 +175,34 @@ REFUSED: dict[str, list[tuple[str, object]]] = {
         ("kv_lora_rank", 0),
         ("quantization_config", {"quant_method": "fp8"}),
     ],
+    "deepseek_v2": [
+        ("norm_topk_prob", True),
+        ("mlp_bias", True),
+        ("moe_layer_freq", 2),
+        ("topk_method", "noaux_tc"),
+        ("scoring_func", "sigmoid"),
+        ("rope_interleave", False),
+        ("num_experts_per_tok", 9),
+    ],
+    "deepseek_v3": [
+        ("n_group", 3),
+        ("topk_group", 5),
+        ("topk_group", 0),
+        ("topk_method", "greedy"),
+        ("scoring_func", "softmax"),
+        ("moe_intermediate_size", 0),
+        ("hidden_act", "gelu"),
+        ("quantization_config", {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+    ],
+    "glm4_moe_lite": [("mlp_layer_types", ["dense"]), ("first_k_dense_replace", 2)],
 }
-CONFIGS = {each.model_type: each for each in (YoutuConfig,)}
+CONFIGS = {each.model_type: each for each in (YoutuConfig, DeepseekV2Config, DeepseekV3Config, Glm4MoeLiteConfig)}
 
 
 def raw_config(model_type: str, **fields: object) -> dict[str, object]:
-    return {**CONFIGS[model_type](**SIZES).to_dict(), **fields}
+    groups = {"n_group": 4, "topk_group": 2} if model_type == "deepseek_v3" else {}
+    sizes = SIZES if model_type == "youtu" else {**SIZES, **EXPERTS, **groups}
+    return {**CONFIGS[model_type](**sizes).to_dict(), **fields}
 
 
 @pytest.mark.parametrize(
@@ -163,3 +214,21 @@ def test_value_that_is_not_implemented_is_refused_by_name(model_type: str, field
     read(raw_config(model_type))
     with pytest.raises(ValueError, match=field):
         read(raw_config(model_type, **{field: value}))
+
+
+def test_groups_of_one_expert_are_refused() -> None:
+    with pytest.raises(ValueError, match="n_group 8 is not implemented; what works: at most 4"):
+        plugins.load("families", "deepseek_v3")(raw_config("deepseek_v3", n_group=8, topk_group=3))
+
+
+def test_layers_for_further_tokens_are_ignored_and_others_are_not() -> None:
+    raw = raw_config("deepseek_v3", num_nextn_predict_layers=1)
+    for model_type in ("deepseek_v3", "kimi_k2"):
+        config = plugins.load("families", model_type)(raw)
+        assert is_ignored(config, "model.layers.3.eh_proj.weight")
+        assert is_ignored(config, "model.layers.3.mlp.experts.0.up_proj.weight")
+        assert not is_ignored(config, "model.layers.30.mlp.experts.0.up_proj.weight")
+        assert not is_ignored(config, "model.layers.2.eh_proj.weight")
+        assert models.build({**raw, "model_type": model_type}, options()).is_ignored("model.layers.3.norm.weight")
+    without = plugins.load("families", "deepseek_v3")({**raw, "num_nextn_predict_layers": 0})
+    assert not is_ignored(without, "model.layers.3.eh_proj.weight")

@@ -106,4 +106,52 @@ HUB: dict[str, dict[str, object]] = {
         **SIZES, **LATENT, "model_type": "youtu", "q_lora_rank": 1536, "max_position_embeddings": 131072,
         "rope_theta": 1600000, "rope_scaling": None, "rope_interleave": True, "tie_word_embeddings": True,
     },
+    "DeepSeek-V2-Lite": {
+        **SIZES, **LATENT, "model_type": "deepseek_v2", "first_k_dense_replace": 1, "moe_layer_freq": 1,
+        "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2,
+        "norm_topk_prob": False, "num_experts_per_tok": 6, "q_lora_rank": None, "max_position_embeddings": 163840,
+        "rope_theta": 10000, "routed_scaling_factor": 1.0, "scoring_func": "softmax", "topk_group": 1,
+        "topk_method": "greedy",
+        "rope_scaling": {
+            "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 4096, "type": "yarn",
+        },
+    },
+    "DeepSeek-V2": {
+        **SIZES, **LATENT, "model_type": "deepseek_v2", "first_k_dense_replace": 1, "moe_layer_freq": 1,
+        "moe_intermediate_size": 1536, "n_group": 8, "n_routed_experts": 160, "n_shared_experts": 2,
+        "norm_topk_prob": False, "num_experts_per_tok": 6, "q_lora_rank": 1536, "max_position_embeddings": 163840,
+        "rope_theta": 10000, "routed_scaling_factor": 16.0, "scoring_func": "softmax", "topk_group": 3,
+        "topk_method": "group_limited_greedy",
+        "rope_scaling": {
+            "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 4096, "type": "yarn",
+        },
+    },
+    "DeepSeek-V3, in bf16": {
+        **SIZES, **LATENT, "model_type": "deepseek_v3", "first_k_dense_replace": 3, "moe_layer_freq": 1,
+        "moe_intermediate_size": 2048, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1,
+        "norm_topk_prob": True, "num_experts_per_tok": 8, "num_nextn_predict_layers": 1, "q_lora_rank": 1536,
+        "max_position_embeddings": 163840, "rope_theta": 10000, "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid", "topk_group": 4, "topk_method": "noaux_tc",
+        "rope_scaling": {
+            "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096, "type": "yarn",
+        },
+    },
+    "Moonlight-16B-A3B": {
+        **SIZES, **LATENT, "model_type": "deepseek_v3", "first_k_dense_replace": 1, "moe_layer_freq": 1,
+        "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2,
+        "norm_topk_prob": True, "num_experts_per_tok": 6, "num_nextn_predict_layers": 0, "q_lora_rank": None,
+        "max_position_embeddings": 8192, "rope_theta": 50000.0, "routed_scaling_factor": 2.446,
+        "scoring_func": "sigmoid", "topk_group": 1, "topk_method": "noaux_tc",
+    },
+    "GLM-4.7-Flash": {
+        **SIZES, **LATENT, "hidden_size": 2000, "num_attention_heads": 20, "num_key_value_heads": 20,
+        "model_type": "glm4_moe_lite", "first_k_dense_replace": 1, "q_lora_rank": 768, "qk_nope_head_dim": 192,
+        "v_head_dim": 256, "moe_intermediate_size": 1536, "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 1,
+        "norm_topk_prob": True, "num_experts_per_tok": 4, "num_nextn_predict_layers": 1, "rope_scaling": None,
+        "max_position_embeddings": 202752, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000, "routed_scaling_factor": 1.8, "topk_group": 1, "topk_method": "noaux_tc",
+    },
 }  # fmt: skip

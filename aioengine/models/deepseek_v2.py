@@ -1,0 +1,23 @@
+"""DeepSeek-V2."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aioengine.families import deepseek_v2
+from aioengine.models._decoder import Decoder
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from aioengine.models._base import ModelOptions
+
+
+class DeepseekV2(Decoder):
+    """Latent attention and experts."""
+
+    def __init__(self, config: Mapping[str, object], options: ModelOptions) -> None:
+        super().__init__(deepseek_v2.read(config), options)
+
+
+PLUGIN = DeepseekV2
