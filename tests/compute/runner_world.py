@@ -9,6 +9,7 @@ import msgspec
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
@@ -38,6 +39,7 @@ FAMILIES: dict[str, type[PretrainedConfig]] = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
     "youtu": YoutuConfig,
+    "deepseek_v3": DeepseekV3Config,
 }
 LATENT_SIZES = {
     "num_key_value_heads": SIZES["num_attention_heads"],
@@ -47,7 +49,20 @@ LATENT_SIZES = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 20,
 }
-EXTRA_SIZES: dict[str, dict[str, object]] = {"qwen3": {"head_dim": 16}, "youtu": {**LATENT_SIZES}}
+EXPERT_SIZES = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 32,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+}
+EXTRA_SIZES: dict[str, dict[str, object]] = {
+    "qwen3": {"head_dim": 16},
+    "youtu": {**LATENT_SIZES},
+    "deepseek_v3": {**LATENT_SIZES, **EXPERT_SIZES},
+}
 
 
 def save_model(family: str, folder: Path, *, dtype: torch.dtype = torch.float32, **changes: object) -> torch.nn.Module:

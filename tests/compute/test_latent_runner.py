@@ -27,9 +27,12 @@ class Saved(NamedTuple):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    folder = tmp_path_factory.mktemp("youtu")
+    return save("youtu", tmp_path_factory.mktemp("youtu"))
+
+
+def save(family: str, folder: Path) -> Saved:
     with torch.inference_mode():
-        return Saved(folder, continued(save_model("youtu", folder), 12)[0])
+        return Saved(folder, continued(save_model(family, folder), 12)[0])
 
 
 @pytest.mark.parametrize(("page_size", "chunk_tokens", "depth"), [(4, 512, 0), (1, 32, 1), (3, 40, 1)])
@@ -38,6 +41,15 @@ def test_greedy_tokens_are_those_of_transformers(saved: Saved, page_size: int, c
     assert world.answers(PROMPTS) == saved.expected
     assert world.answers([*PROMPTS]) == saved.expected
     assert any(world.num_cached.values()), "no prefix was cached"
+
+
+def test_greedy_tokens_with_experts_are_those_of_transformers(tmp_path: Path) -> None:
+    folder, expected = save("deepseek_v3", tmp_path)
+    for changes in ({}, {"page_size": 3, "chunk_tokens": 40, "depth": 1}):
+        world = World(make_settings(folder, **changes))
+        assert world.answers(PROMPTS) == expected
+        assert world.answers([*PROMPTS]) == expected
+        assert any(world.num_cached.values()), "no prefix was cached"
 
 
 def test_preemption_changes_nothing(saved: Saved) -> None:

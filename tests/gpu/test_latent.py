@@ -137,10 +137,10 @@ def test_heads_and_their_matmuls_against_torch(num_heads: int, value_size: int, 
                 assert float((out[:, :-1].float() - wide).norm() / wide.norm()) < 1e-2
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Module]:
-    folder = tmp_path_factory.mktemp("youtu")
-    save_model("youtu", folder, dtype=torch.bfloat16, kv_lora_rank=64, qk_rope_head_dim=16)
+@pytest.fixture(scope="module", params=["youtu", "deepseek_v3"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Module]:
+    folder = tmp_path_factory.mktemp(request.param)
+    save_model(request.param, folder, dtype=torch.bfloat16, kv_lora_rank=64, qk_rope_head_dim=16)
     return folder, load(folder, torch.float32)
 
 
@@ -155,6 +155,7 @@ def test_greedy_in_fp32_equals_transformers(model: tuple[Path, torch.nn.Module],
     assert run(folder, greedy(), depth=1, graphs=graphs, backend=backend, dtype="float32") == expected
 
 
+@pytest.mark.parametrize("model", ["youtu"], indirect=True)  # with experts, rounding sends tokens to others
 def test_logits_in_bf16_are_as_near_as_those_of_transformers(model: tuple[Path, torch.nn.Module]) -> None:
     from aioengine.attention.triton import TritonAttention
 
