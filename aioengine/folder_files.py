@@ -87,10 +87,10 @@ def open_file(path: Path) -> BinaryIO | None:
 
 def is_file(path: Path) -> bool:
     """Whether there is a file that can be opened; False: there is nothing. Raises ValueError as ``open_file``."""
-    if is_gguf(path.parent):
+    if is_gguf(path.parent) and path.name in (CONFIG, TOKENIZER, TOKENIZER_CONFIG):
         header, opened = read_gguf(path.parent)
         opened.close()
-        return path.name in (CONFIG, TOKENIZER_CONFIG) or (path.name == TOKENIZER and has_tokenizer(header))
+        return path.name != TOKENIZER or has_tokenizer(header)
     file = open_file(path)
     if file is not None:
         file.close()
@@ -138,6 +138,8 @@ def read_gguf(path: Path) -> tuple[Header, BinaryIO]:
 
 def _in_gguf(path: Path) -> bytes | None:
     """The contents of a JSON file that a GGUF file, its parent, stands for; None: there is none of this name."""
+    if path.name not in (CONFIG, TOKENIZER, TOKENIZER_CONFIG):
+        return None
     header, file = read_gguf(path.parent)
     try:
         with file:
@@ -145,8 +147,7 @@ def _in_gguf(path: Path) -> bytes | None:
                 return msgspec.json.encode(config_of(header, file))
             if path.name == TOKENIZER_CONFIG:
                 return msgspec.json.encode(tokenizer_config_of(header))
-            has_it = path.name == TOKENIZER and has_tokenizer(header)
-            return msgspec.json.encode(tokenizer_of(header)) if has_it else None
+            return msgspec.json.encode(tokenizer_of(header)) if has_tokenizer(header) else None
     except (OSError, ValueError) as error:
         raise _unreadable(path.parent, error) from error
 

@@ -122,16 +122,30 @@ class _Reader:
             ValueError: the file has not as many, or the header is larger than any can be.
         """
         begin, end = self.place, self.place + num_bytes
-        if end > self._size:
-            raise ValueError(f"it is truncated: it has {self._size} bytes, and its header wants {num_bytes} at {begin}")
-        if end > _MAX_HEADER_BYTES:
-            raise ValueError(f"its header has more than {_MAX_HEADER_BYTES} bytes")
         if end > len(self._content):
-            self._content += self._file.read(max(end, _FIRST_READ, 2 * len(self._content)) - len(self._content))
-            if end > len(self._content):
-                raise ValueError("it was changed while it was read")
+            self._read_to(end)
         self.place = end
         return begin
+
+    def skip_texts(self, num_texts: int) -> None:
+        """Go past the next strings, of which a vocabulary has some 100,000."""
+        unpack, content, end = struct.Struct("<Q").unpack_from, self._content, self.place
+        for _ in range(num_texts):
+            if end + 8 > len(content):
+                content = self._read_to(end + 8)
+            end += 8 + unpack(content, end)[0]
+        self.skip(end - self.place)
+
+    def _read_to(self, end: int) -> bytes:
+        """All bytes so far, and those up to ``end`` at least."""
+        if end > self._size:
+            raise ValueError(f"it is truncated: it has {self._size} bytes, and its header goes on to {end}")
+        if end > _MAX_HEADER_BYTES:
+            raise ValueError(f"its header has more than {_MAX_HEADER_BYTES} bytes")
+        self._content += self._file.read(max(end, _FIRST_READ, 2 * len(self._content)) - len(self._content))
+        if end > len(self._content):
+            raise ValueError("it was changed while it was read")
+        return self._content
 
     def take(self, num_bytes: int) -> bytes:
         begin = self.skip(num_bytes)
@@ -171,8 +185,7 @@ class _Reader:
         if kind != _STRING:
             return Array(key, kind, num_items, self.take(num_items * struct.calcsize(_FORMS[kind])))
         begin = self.place
-        for _ in range(num_items):
-            self.skip(self.number("Q"))
+        self.skip_texts(num_items)
         return Array(key, kind, num_items, self._content[begin : self.place])
 
 
