@@ -51,7 +51,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sized
     from types import ModuleType
 
+    import numpy.typing as npt
+
     from aioengine.protocol.media import Job, JobEnd
+
+    Bytes = npt.NDArray[np.uint8]
 
 NUM_FETCHES = 16
 """Downloads at a time: they wait for the network, beside the images that are prepared."""
@@ -61,7 +65,7 @@ class Preprocess(Protocol):
     """An image processor of transformers."""
 
     def __call__(
-        self, images: Image.Image, *, input_data_format: str, return_tensors: str, **options: bool
+        self, images: Bytes, *, input_data_format: str, return_tensors: str, **options: bool
     ) -> Mapping[str, object]: ...
 
 
@@ -153,14 +157,17 @@ class MediaWorker:
                 _check(cancellation)
                 decoded = pictures.decode(image)
                 _check(cancellation)
-                arrays = self._arrays(decoded)
+                arrays = self._arrays(np.asarray(decoded))
         tensors = {name: array for name, array in arrays.items() if isinstance(array, np.ndarray)}
         save_file(tensors, job.path)
         os.unlink(job.source)
         return Prepared(job.id, _shape(arrays), sum(array.nbytes for array in tensors.values()))
 
-    def _arrays(self, image: Image.Image) -> dict[str, object]:
-        """What the image processor makes of a picture, by its names. Raises ValueError where it refuses the picture."""
+    def _arrays(self, image: Bytes) -> dict[str, object]:
+        """What the image processor makes of a picture [height, width, 3], by its names.
+
+        Raises ValueError where it refuses the picture.
+        """
         options = {"do_convert_rgb": False, **self._options}  # it is RGB
         found = dict(self._processor(image, input_data_format="channels_last", return_tensors="np", **options))
         mask = found.get("pixel_attention_mask")
