@@ -89,8 +89,14 @@ def test_sliding_windows_that_no_row_exceeds_are_none(
     assert models.build(config, options(max_positions=128)).attention_shape.windows == ()
 
 
-@pytest.mark.parametrize("architecture", ["ForCausalLM", "ForSequenceClassification", "Model"])
-@pytest.mark.parametrize("case", decoders.CASES)
+@pytest.mark.parametrize(
+    ("case", "architecture"),
+    [
+        *((case, "ForCausalLM") for case in decoders.CASES),
+        *((case, "ForSequenceClassification") for case in decoders.ONE_OF_EACH.values()),
+        *((case, "Model") for case in decoders.ONE_OF_EACH.values()),
+    ],
+)
 def test_the_tensors_that_folders_are_checked_for_are_those_that_models_load(case: str, architecture: str) -> None:
     config = decoders.config_of(case).to_dict()
     end = "LMHeadModel" if (config["model_type"], architecture) == ("gpt2", "ForCausalLM") else architecture
