@@ -229,7 +229,7 @@ def test_random_damage_is_a_clear_error_or_none(tmp_path: Path, tokenizer: dict[
     content = path.read_bytes()
     end = content.index(b"ffn_down") + 80
     draw = random.Random(0)
-    for number in range(300):
+    for number in range(150):
         damaged = bytearray(content)
         place = draw.randrange(end)
         if number % 3:
