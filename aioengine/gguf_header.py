@@ -26,8 +26,12 @@ BLOCKS: Final = {
     "F16": (1, 2),
     "BF16": (1, 2),
     "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
     "Q8_0": (32, 34),
     "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
     "Q6_K": (256, 210),
 }
 """Types of tensors that are read -> the numbers of a block, and its bytes."""

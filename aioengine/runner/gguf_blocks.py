@@ -40,17 +40,51 @@ def _q4_0(blocks: Tensor) -> Tensor:
     return _half(blocks, 0) * numbers
 
 
+def _q4_1(blocks: Tensor) -> Tensor:
+    """[N, 20] -> [N, 32]: multiples of a scale, and a minimum."""
+    return _half(blocks, 0) * _nibbles(blocks[:, None, 4:]).flatten(1) + _half(blocks, 2)
+
+
+def _fifth_bits(packed: Tensor) -> Tensor:
+    """packed [N, 4], a bit for each of 32 numbers -> [N, 32]: 16 or 0."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return ((packed[:, :, None] >> shifts) & 1).flatten(1) << 4
+
+
+def _q5_0(blocks: Tensor) -> Tensor:
+    """[N, 22] -> [N, 32]."""
+    numbers = (_nibbles(blocks[:, None, 6:]).flatten(1) | _fifth_bits(blocks[:, 2:6])).to(torch.int8) - 16
+    return _half(blocks, 0) * numbers
+
+
+def _q5_1(blocks: Tensor) -> Tensor:
+    """[N, 24] -> [N, 32]."""
+    numbers = _nibbles(blocks[:, None, 8:]).flatten(1) | _fifth_bits(blocks[:, 4:8])
+    return _half(blocks, 0) * numbers + _half(blocks, 2)
+
+
 def _q8_0(blocks: Tensor) -> Tensor:
     """[N, 34] -> [N, 32]."""
     return _half(blocks, 0) * blocks[:, 2:].view(torch.int8)
 
 
 def _q4_k(blocks: Tensor) -> Tensor:
-    """[N, 144] -> [N, 8, 32]: each of the 8 groups has a scale and a minimum, of 6 bits."""
+    """[N, 144] -> [N, 8, 32]."""
+    return _in_groups(blocks, _nibbles(blocks[:, 16:].view(-1, 4, 32)).view(-1, 8, 32))
+
+
+def _q5_k(blocks: Tensor) -> Tensor:
+    """[N, 176] -> [N, 8, 32]: the fifth bits of the numbers of a group are those of one place in 32 bytes."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)
+    upper = (blocks[:, None, 16:48] >> shifts[:, None]) & 1
+    return _in_groups(blocks, _nibbles(blocks[:, 48:].view(-1, 4, 32)).view(-1, 8, 32) | (upper << 4))
+
+
+def _in_groups(blocks: Tensor, numbers: Tensor) -> Tensor:
+    """numbers [N, 8, 32], to which each of the 8 groups of blocks [N, bytes] has a scale and a minimum, of 6 bits."""
     low, mid, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat([low & 63, (high & 15) | (low >> 6 << 4)], dim=1)
     minima = torch.cat([mid & 63, (high >> 4) | (mid >> 6 << 4)], dim=1)
-    numbers = _nibbles(blocks[:, 16:].view(-1, 4, 32)).view(-1, 8, 32)
     scale, minimum = _half(blocks, 0) * scales, _half(blocks, 2) * minima
     return scale[:, :, None] * numbers - minimum[:, :, None]
 
@@ -65,4 +99,13 @@ def _q6_k(blocks: Tensor) -> Tensor:
     return scale[:, :, None] * numbers.view(-1, 16, 16)
 
 
-_FORMS: Final[dict[str, Callable[[Tensor], Tensor]]] = {"Q4_0": _q4_0, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q6_K": _q6_k}
+_FORMS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}

@@ -206,7 +206,7 @@ def described(name: bytes, dimensions: list[int], kind: int, begin: int) -> byte
         (raw(described(b"t", [2**40, 2**40], 0, 0), num_tensors=1), "has shape"),
         (raw(described(b"t", [0], 0, 0), num_tensors=1), "has shape"),
         (raw(described(b"t", [33], 8, 0), num_tensors=1), "whose blocks have 32"),
-        (raw(described(b"t", [256], 13, 0), num_tensors=1), "is of type Q5_K, which is not read.*Q4_K"),
+        (raw(described(b"t", [256], 11, 0), num_tensors=1), "is of type Q3_K, which is not read.*Q4_K"),
         (raw(described(b"t", [256], 77, 0), num_tensors=1), "is of type number 77"),
         (raw(described(b"t", [8], 0, 2**50), num_tensors=1), "truncated"),
         (raw(described(b"t", [8], 0, 8), bytes(99), num_tensors=1), "begins at 8"),
