@@ -389,8 +389,9 @@ def check_sizes(config: msgspec.Struct) -> None:
     """Raise ValueError for a size beyond ``MAX_SIZES``."""
     given, names = msgspec.structs.asdict(config), file_names(config)
     for name, most in MAX_SIZES.items():
-        if given.get(name) is not None and not 1 <= given[name] <= most:
-            not_implemented(names[name], given[name], f"1 to {most}")
+        least = 0 if name == "num_experts" else 1  # 0: the model is dense; ``check_experts`` is for others
+        if given.get(name) is not None and not least <= given[name] <= most:
+            not_implemented(names[name], given[name], f"{least} to {most}")
 
 
 def file_names(config: msgspec.Struct) -> dict[str, str]:

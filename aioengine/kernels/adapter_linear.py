@@ -27,7 +27,9 @@ def add(matmul: Matmul, x: Tensor, weights: AdapterWeights, tiles: Tiles, *, is_
     if launcher.serves(x):
         from aioengine.kernels.triton import adapter_linear
 
-        return adapter_linear.add(matmul, x, weights, tiles, is_gated=is_gated)
+        is_one_part = len(weights.sizes) == 1  # gates and others are one layer of the checkpoint
+        y = adapter_linear.add(matmul, x, weights, tiles, is_gated=is_gated and not is_one_part)
+        return silu_and_mul.silu_and_mul(y) if is_gated and is_one_part else y
     return reference(matmul, x, weights, tiles, is_gated=is_gated)
 
 

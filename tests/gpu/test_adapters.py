@@ -68,7 +68,13 @@ def tiles_of(slots: np.ndarray, *, batch_invariant: bool = False) -> Tiles:
 @pytest.mark.parametrize("max_rank", [16, 64, 256])
 @pytest.mark.parametrize(
     ("size", "sizes", "is_gated"),
-    [(1024, (512, 256, 256), False), (4096, (1000,), False), (14_336, (512,), False), (600, (300, 300), True)],
+    [
+        (1024, (512, 256, 256), False),
+        (4096, (1000,), False),
+        (14_336, (512,), False),
+        (600, (300, 300), True),
+        (600, (600,), True),
+    ],
 )
 def test_what_adapters_add(
     size: int, sizes: tuple[int, ...], is_gated: bool, max_rank: int, dtype: torch.dtype
