@@ -49,6 +49,14 @@ class StoredWeights(Struct, frozen=True, kw_only=True):
     files: dict[str, str] = {}
 
 
+class Heads(Struct, frozen=True, kw_only=True):
+    """Of the attention of a model; ``head_dim``: numbers of a key."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
 class ModelFacts(Struct, frozen=True, kw_only=True):
     """The facts about a model that its JSON files give.
 
@@ -69,9 +77,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     vocab_size: int
     hidden_size: int
     num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    heads: Heads
     dtype: str
     eos_token_ids: tuple[int, ...] = ()
     tokenizer_path: str | None = None
@@ -244,9 +250,7 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
         vocab_size=decoder.vocab_size,
         hidden_size=decoder.hidden_size,
         num_layers=decoder.num_layers,
-        num_heads=decoder.num_heads,
-        num_kv_heads=decoder.num_kv_heads,
-        head_dim=decoder.head_size,
+        heads=Heads(num_heads=decoder.num_heads, num_kv_heads=decoder.num_kv_heads, head_dim=decoder.head_size),
         dtype=_dtype(config),
         weights=_stored_weights(folder, decoder, is_looked_at=not configs_only, load_format=wanted.load_format),
         eos_token_ids=tuple(token_id for token_id in eos if 0 <= token_id < decoder.vocab_size),

@@ -81,7 +81,7 @@ def test_a_file_or_its_folder_is_a_model(tmp_path: Path) -> None:
         assert (model.path, model.load_format, model.vocab_size, model.context_length) == (str(path), "gguf", 300, 256)
         assert blueprint.eos_token_ids == (263,)
     facts = find_facts(engine_config(str(path), {}).model)
-    assert (facts.model_type, facts.dtype, facts.num_layers, facts.head_dim) == ("llama", "bfloat16", 1, 8)
+    assert (facts.model_type, facts.dtype, facts.num_layers, facts.heads.head_dim) == ("llama", "bfloat16", 1, 8)
     assert len(checkpoint.read_headers(path, "model.")) == 11
     tokenizer = Tokenizer(path)
     assert tokenizer.eos_token_ids == (263,)

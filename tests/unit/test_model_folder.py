@@ -10,7 +10,7 @@ import pytest
 from aioengine import model_folder
 from aioengine.config import EngineConfig, ModelConfig
 from aioengine.frontend.startup import blueprint_of
-from aioengine.model_folder import ModelFacts, find_facts, locate
+from aioengine.model_folder import Heads, ModelFacts, find_facts, locate
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -44,7 +44,7 @@ def test_facts_of_a_model_folder(tmp_path: Path) -> None:
     facts = read_facts(folder(tmp_path))
     assert (facts.architecture, facts.model_type, facts.dtype) == ("LlamaForCausalLM", "llama", "bfloat16")
     assert (facts.context_length, facts.vocab_size, facts.num_layers) == (1024, 300, 2)
-    assert (facts.num_heads, facts.num_kv_heads, facts.head_dim, facts.hidden_size) == (4, 2, 16, 64)
+    assert (facts.heads, facts.hidden_size) == (Heads(num_heads=4, num_kv_heads=2, head_dim=16), 64)
     assert facts.eos_token_ids == (5,)
     assert (facts.tokenizer_path, facts.weights.missing) == (str(tmp_path), None)
 

@@ -12,7 +12,7 @@ from aioengine.adapter_folder import AdapterFolder, read_folder
 from aioengine.args import engine_config
 from aioengine.config import LoraSettings, Settings
 from aioengine.machine import DeviceFacts
-from aioengine.model_folder import ModelFacts, StoredWeights
+from aioengine.model_folder import Heads, ModelFacts, StoredWeights
 from aioengine.resolve import resolve
 from tests.kit.fake_adapters import write_adapter
 
@@ -24,9 +24,7 @@ MODEL = ModelFacts(
     vocab_size=300,
     hidden_size=64,
     num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
+    heads=Heads(num_heads=4, num_kv_heads=2, head_dim=16),
     dtype="bfloat16",
     tokenizer_path="/words",
 )
@@ -96,7 +94,7 @@ def test_sizes_given_and_their_effect_on_others() -> None:
 
 def test_defaults_on_a_gpu() -> None:
     machine = replace(MACHINE, num_gpus=1, has_triton=True)
-    model = replace(MODEL, head_dim=128)
+    model = replace(MODEL, heads=replace(MODEL.heads, head_dim=128))
     found = settings(model, machine)
     assert (found.runner.device, found.runner.attention_backend, found.scheduler.depth) == ("cuda", "flashinfer", 1)
     assert (found.scheduler.chunk_tokens, found.scheduler.max_running) == (8192, 1024)
@@ -136,7 +134,7 @@ def test_the_attention_backend_fits_the_model() -> None:
 
 def test_deterministic_inference_chooses_batch_invariance() -> None:
     machine = replace(MACHINE, num_gpus=1, has_triton=True)
-    model = replace(MODEL, head_dim=128)
+    model = replace(MODEL, heads=replace(MODEL.heads, head_dim=128))
     on = {"enable_deterministic_inference": True}
     assert settings(model, machine).runner.batch_invariant is False
     found = settings(model, machine, **on).runner
