@@ -172,6 +172,42 @@ class ShortConvConfig(Struct, frozen=True, kw_only=True):
     prefix: str = "conv."
 
 
+class MambaConfig(Struct, frozen=True, kw_only=True):
+    """Layers of Mamba 2 in the place of attention, with one group of heads for the norm.
+
+    Attributes:
+        layers: those that are one.
+        num_groups: of heads that share keys and queries (B and C in the paper), of ``key_size`` numbers each.
+        value_size: numbers of a head.
+        width: tokens of the convolution. has_conv_bias: of the convolution. has_bias: of the linear layers.
+        time_limits: of the time step.
+        epsilon: of the norm.
+        prefix: of the names of their tensors.
+    """
+
+    layers: frozenset[int]
+    num_heads: int
+    num_groups: int
+    value_size: int
+    key_size: int
+    width: int
+    has_conv_bias: bool
+    has_bias: bool
+    time_limits: tuple[float, float]
+    epsilon: float
+    prefix: str = "mamba."
+
+    @property
+    def num_channels(self) -> int:
+        """Of the convolution."""
+        return self.num_heads * self.value_size + 2 * self.num_groups * self.key_size
+
+    @property
+    def num_inputs(self) -> int:
+        """Outputs of the layer that reads the stream: gates, the channels, and a time step for each head."""
+        return self.num_heads * self.value_size + self.num_channels + self.num_heads
+
+
 class DeltaNetConfig(Struct, frozen=True, kw_only=True):
     """Gated delta nets in the place of attention.
 

@@ -14,6 +14,7 @@ from aioengine.families._block_config import (
     AttentionConfig,
     BlockConfig,
     DeltaNetConfig,
+    MambaConfig,
     MlpConfig,
     NormConfig,
     ShortConvConfig,
@@ -206,6 +207,7 @@ class DecoderConfig(TransformerConfig, frozen=True, kw_only=True):
     attention: AttentionConfig = AttentionConfig()
     delta_net: DeltaNetConfig | None = None
     short_conv: ShortConvConfig | None = None
+    mamba: MambaConfig | None = None
     mlp: MlpConfig = MlpConfig()
     norm: NormConfig = NormConfig()
     is_transposed: bool = False
@@ -229,9 +231,9 @@ class DecoderConfig(TransformerConfig, frozen=True, kw_only=True):
         return (net := self.stateful) is not None and layer in net.layers
 
     @property
-    def stateful(self) -> DeltaNetConfig | ShortConvConfig | None:
+    def stateful(self) -> DeltaNetConfig | ShortConvConfig | MambaConfig | None:
         """What layers have that keep a state; None: there are none."""
-        return self.delta_net or self.short_conv
+        return self.delta_net or self.short_conv or self.mamba
 
     def layers_like(self, layer: int) -> list[int]:
         """The layers that keep a state if this one does, else those that keep keys and values."""
@@ -389,7 +391,8 @@ def check_sizes(config: msgspec.Struct) -> None:
     """Raise ValueError for a size beyond ``MAX_SIZES``."""
     given, names = msgspec.structs.asdict(config), file_names(config)
     for name, most in MAX_SIZES.items():
-        least = 0 if name == "num_experts" else 1  # 0: the model is dense; ``check_experts`` is for others
+        # 0: the model is dense; ``check_experts`` is for others
+        least = 0 if name in ("num_experts", "num_local_experts") else 1
         if given.get(name) is not None and not least <= given[name] <= most:
             not_implemented(names[name], given[name], f"{least} to {most}")
 

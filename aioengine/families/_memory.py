@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
-from aioengine.families._block_config import ShortConvConfig
+from aioengine.families._block_config import MambaConfig, ShortConvConfig
 from aioengine.families._config import DecoderConfig
 from aioengine.families._tensors import tensor_shapes
 
@@ -38,7 +38,8 @@ def state_bytes(config: TransformerConfig, itemsize: int) -> int:
     if isinstance(net, ShortConvConfig):
         return len(net.layers) * config.hidden_size * (net.width - 1) * itemsize
     convolution = net.num_channels * (net.width - 1) * itemsize
-    return len(net.layers) * (convolution + net.num_value_heads * net.key_size * net.value_size * 4)
+    num_heads = net.num_heads if isinstance(net, MambaConfig) else net.num_value_heads
+    return len(net.layers) * (convolution + num_heads * net.key_size * net.value_size * 4)
 
 
 def step_numbers(config: TransformerConfig) -> int:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from aioengine.families._block_config import NormConfig, ShortConvConfig
+from aioengine.families._block_config import MambaConfig, NormConfig, ShortConvConfig
 from aioengine.families._config import DecoderConfig, Task
 from aioengine.families._encoders import EncoderConfig, LinearShape
 from aioengine.families._experts import tensors_of_experts
@@ -110,20 +110,29 @@ def _latent_shapes(config: DecoderConfig, latent: LatentConfig) -> Shapes:
     )
 
 
-def _stateful_linears(net: DeltaNetConfig | ShortConvConfig, size: int) -> list[LinearShape]:
+def _stateful_linears(net: DeltaNetConfig | ShortConvConfig | MambaConfig, size: int) -> list[LinearShape]:
     """``size``: of the stream."""
     if isinstance(net, ShortConvConfig):
         sizes = {"in_proj": 3 * size, "out_proj": size}
         return [LinearShape(f"{net.prefix}{name}", outputs, size, net.has_bias) for name, outputs in sizes.items()]
+    if isinstance(net, MambaConfig):
+        values = net.num_heads * net.value_size
+        first = LinearShape(f"{net.prefix}in_proj", net.num_inputs, size, net.has_bias)
+        return [first, LinearShape(f"{net.prefix}out_proj", size, values, net.has_bias)]
     inputs = [LinearShape(f"{net.prefix}{name}", outputs, size, False) for name, outputs in net.inputs.items()]
     return [*inputs, LinearShape(f"{net.prefix}out_proj", size, net.num_value_heads * net.value_size, False)]
 
 
-def _stateful_shapes(net: DeltaNetConfig | ShortConvConfig, size: int) -> Shapes:
+def _stateful_shapes(net: DeltaNetConfig | ShortConvConfig | MambaConfig, size: int) -> Shapes:
     """The other tensors; ``size``: of the stream."""
     if isinstance(net, ShortConvConfig):
         found: Shapes = {f"{net.prefix}conv.weight": (size, 1, net.width)}
         return {**found, f"{net.prefix}conv.bias": (size,)} if net.has_bias else found
+    if isinstance(net, MambaConfig):
+        found = {f"{net.prefix}{name}": (net.num_heads,) for name in ("A_log", "dt_bias", "D")}
+        found |= {f"{net.prefix}conv1d.weight": (net.num_channels, 1, net.width)}
+        found |= {f"{net.prefix}norm.weight": (net.num_heads * net.value_size,)}
+        return {**found, f"{net.prefix}conv1d.bias": (net.num_channels,)} if net.has_conv_bias else found
     found = {f"{net.prefix}{name}": (net.num_value_heads,) for name in ("A_log", "dt_bias")}
     found[f"{net.prefix}conv1d.weight"] = net.num_channels, 1, net.width
     return {**found, f"{net.prefix}norm.weight": (net.value_size,)}

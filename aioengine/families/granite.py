@@ -32,10 +32,15 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
 
 
 def read(config: Mapping[str, object]) -> DecoderConfig:
+    return described(decode_config(config, Config), config)
+
+
+def described(found: Config, config: Mapping[str, object]) -> DecoderConfig:
     """The residual stream of this decoder is that of Granite divided by ``residual_multiplier``, so that the outputs of
     attention and MLP are added as they are. The norms, which read the stream, undo it.
+
+    ``found``: the fields of ``config``.
     """
-    found = decode_config(config, Config)
     decoder, bias = found.decoder(found.rope(config)), found.attention_bias
     return replace(
         decoder,

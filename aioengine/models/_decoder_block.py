@@ -12,6 +12,7 @@ from aioengine.layers.attention import SelfAttention
 from aioengine.layers.delta_net import GatedDeltaNet
 from aioengine.layers.experts import SparseMLP
 from aioengine.layers.latent_attention import LatentAttention
+from aioengine.layers.mamba import Mamba
 from aioengine.layers.mlp import MLP
 from aioengine.layers.norm import add_to_stream, make_norm
 from aioengine.layers.short_conv import ShortConv
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 def make_attention(
     config: DecoderConfig, layer: int, shape: AttentionShape, placement: Placement
-) -> AttentionLayer | GatedDeltaNet | ShortConv:
+) -> AttentionLayer | GatedDeltaNet | ShortConv | Mamba:
     """The attention of this layer. Another kind is made here, as its config says."""
     if config.attention.latent is not None:
         return LatentAttention(
@@ -43,6 +44,8 @@ def make_attention(
     if config.keeps_state(layer):
         if config.short_conv is not None:
             return ShortConv(config.hidden_size, config.short_conv, placement)
+        if config.mamba is not None:
+            return Mamba(config.hidden_size, config.mamba, placement)
         assert config.delta_net is not None, "no layer keeps a state"
         return GatedDeltaNet(config.hidden_size, config.delta_net, config.epsilon, placement)
     rope = config.rope_of(layer)
@@ -174,7 +177,7 @@ class Block:
 
     def _attended(self, normed: Tensor, step: BlockStep, *, outputs: Tensor | None) -> Tensor:
         """normed [T, D] -> [T, D], or of ``outputs`` [S, D]."""
-        if isinstance(self._attention, GatedDeltaNet | ShortConv):
+        if isinstance(self._attention, GatedDeltaNet | ShortConv | Mamba):
             assert step.states is not None, "the model keeps states"
             return self._attention(normed, step.states, self._layer, outputs=outputs, adapters=step.adapters)
         tables = step.tables[self._rope]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from aioengine.families._block_config import ShortConvConfig
+from aioengine.families._block_config import MambaConfig, ShortConvConfig
 from aioengine.layers.delta_net import delta_net_state
+from aioengine.layers.mamba import mamba_state
 from aioengine.layers.states import StateShape, StateTensor
 from aioengine.models._base import InputSpec
 from aioengine.models._decoder import Decoder
@@ -23,15 +24,17 @@ if TYPE_CHECKING:
 
 
 class HybridDecoder(Decoder):
-    """A decoder with gated delta nets or short convolutions; see ``models._base.StatefulModel``."""
+    """A decoder with gated delta nets, short convolutions or layers of Mamba 2; see ``models._base.StatefulModel``."""
 
     def __init__(self, config: DecoderConfig, options: ModelOptions) -> None:
         super().__init__(config, options)
         net = config.stateful
         assert net is not None, "no layer keeps a state"
         self.input_spec = InputSpec(states=True)
-        if isinstance(net, ShortConvConfig):
-            tensors: tuple[StateTensor, ...] = (StateTensor((net.width - 1, config.hidden_size), options.dtype),)
+        if isinstance(net, MambaConfig):
+            tensors: tuple[StateTensor, ...] = mamba_state(net, options.dtype)
+        elif isinstance(net, ShortConvConfig):
+            tensors = (StateTensor((net.width - 1, config.hidden_size), options.dtype),)
         else:
             tensors = delta_net_state(net, options.dtype)
         self.state_shape = StateShape(len(net.layers), tensors)

@@ -122,8 +122,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         "kv_pool_bytes": kv_pool.num_bytes,
         "num_threads": torch.get_num_threads(),
     }
-    if states is not None:
-        facts |= states.facts
+    facts |= {} if states is None else states.facts
     if adapters is not None:
         facts["adapters_bytes"] = adapters.num_bytes
     if choice.warning:

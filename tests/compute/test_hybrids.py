@@ -11,6 +11,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    GraniteMoeHybridConfig,
     Lfm2Config,
     Qwen3_5Config,
     Qwen3_5TextConfig,
@@ -27,6 +28,7 @@ from aioengine.runner.device_memory import Demand, PoolBudget, fit_states
 from aioengine.scheduler.gates import Gate
 from tests.compute.runner_world import World
 from tests.compute.stepping import Request, Stepper
+from tests.compute.test_expert_families import pair as saved_pair
 from tests.compute.test_families import pair
 from tests.kit.grammar_walks import FOLDER, grammar_of
 from tests.kit.hybrid_models import save_hybrid
@@ -89,11 +91,55 @@ def make_lfm2(**changes: object) -> PreTrainedConfig:
     return make(**{**sizes, **own})
 
 
+def make_granite(**changes: object) -> PreTrainedConfig:
+    make: Callable[..., PreTrainedConfig] = GraniteMoeHybridConfig
+    own = {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        "num_local_experts": 0,
+        "shared_intermediate_size": 40,
+        "mamba_n_heads": 8,
+        "mamba_d_state": 16,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 2.0,
+        **changes,
+    }
+    sizes = {name: size for name, size in WITHOUT_EXPERTS.items() if "linear" not in name and name != "head_dim"}
+    return make(**{**sizes, **own})
+
+
 OTHERS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3_5_text": make_newer,
     "lfm2": make_lfm2,
+    "granitemoehybrid": make_granite,
+    "granitemoehybrid rotated": lambda: make_granite(
+        position_embedding_type="rope", mamba_proj_bias=True, mamba_conv_bias=False, time_step_limit=(0.1, 0.9)
+    ),
     "lfm2 biases": lambda: make_lfm2(conv_bias=True, block_auto_adjust_ff_dim=False, conv_L_cache=4),
 }
+
+
+WITH_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+
+
+EXPERTS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "qwen3_next": lambda: make_config(**WITH_EXPERTS, shared_expert_intermediate_size=16),
+    "qwen3_next some layers": lambda: make_config(
+        **WITH_EXPERTS, decoder_sparse_step=2, mlp_only_layers=[3], norm_topk_prob=False
+    ),
+}
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+def test_logits_of_models_with_experts_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    theirs, ours = saved_pair(EXPERTS[case](), tmp_path)
+    token_ids = torch.randint(0, 96, (NUM_TOKENS,))
+    expected = theirs(token_ids.unsqueeze(0)).logits[0]
+    whole = Stepper(ours).run(token_ids.tolist(), [NUM_TOKENS])
+    torch.testing.assert_close(whole, expected, atol=5e-4, rtol=1e-4)
+    assert torch.equal(whole.argmax(-1), expected.argmax(-1))
+    assert torch.equal(Stepper(ours).run(token_ids.tolist(), [7] * 10), whole)
 
 
 @pytest.mark.parametrize("case", [*CASES, *OTHERS])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from transformers.models.qwen3_next.modeling_qwen3_next import (
@@ -14,7 +16,9 @@ from aioengine.kernels.causal_conv import causal_conv
 from aioengine.kernels.delta_gates import DeltaGates
 from aioengine.kernels.gated_delta import gated_delta
 from aioengine.kernels.gated_rms_norm import gated_rms_norm
+from aioengine.kernels.space_weights import SpaceWeights
 from aioengine.kernels.state_rows import StateRows
+from aioengine.kernels.state_space import state_space
 from tests.compute.interpreted import run_interpreted
 
 NUM_TOKENS, NUM_HEADS, NUM_KEY_HEADS, KEY_SIZE, VALUE_SIZE, WIDTH = 70, 4, 2, 8, 12, 4
@@ -101,6 +105,37 @@ def test_the_gated_norm_is_that_of_transformers() -> None:
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
 
+class Space:
+    """As ``Layer``, of Mamba 2: 4 heads in 2 groups."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        torch.manual_seed(0)
+        self.x = torch.randn(NUM_TOKENS, NUM_CHANNELS + NUM_HEADS + 3).to(dtype)
+        log_rate, bias, skip = torch.randn(3, NUM_HEADS)
+        self.weights = SpaceWeights(log_rate=log_rate, bias=bias, skip=skip, limits=(0.01, math.inf))
+        self.matrices = torch.full((3, NUM_HEADS, KEY_SIZE, VALUE_SIZE), torch.nan)
+
+    def run(self, chunks: list[int], slot: int) -> list[torch.Tensor]:
+        """Outputs [T, H, V], and the state at the end."""
+        matrices, start = self.matrices.clone(), 0
+        parts: list[torch.Tensor] = []
+        for count in chunks:
+            rows = StateRows(torch.tensor([slot]), torch.tensor([start]), torch.tensor([count]))
+            channels, steps, _ = self.x[start : start + count].split([NUM_CHANNELS, NUM_HEADS, 3], dim=1)
+            parts.append(state_space(channels, steps, self.weights, matrices, rows=rows))
+            start += count
+        return [torch.cat(parts), matrices[slot]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_of_state_spaces_do_not_depend_on_chunks(dtype: torch.dtype) -> None:
+    space = Space(dtype)
+    whole = space.run([NUM_TOKENS], 1)
+    assert all(part.isfinite().all() for part in whole)
+    for chunks in CHUNKS:
+        assert all(map(torch.equal, space.run(chunks, 2), whole)), chunks
+
+
 PROGRAM = """
 import torch
 
@@ -108,13 +143,14 @@ from aioengine.kernels.triton import launcher
 
 launcher.Launcher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
 
-from aioengine.kernels import causal_conv, gated_delta, gated_rms_norm
+from aioengine.kernels import causal_conv, gated_delta, gated_rms_norm, state_space
 from aioengine.kernels.state_rows import StateRows
 from aioengine.kernels.triton import causal_conv as conv_kernels, gated_delta as delta_kernels
+from aioengine.kernels.triton import state_space as space_kernels
 from aioengine.kernels.delta_gates import DeltaGates
 from aioengine.layers.states import token_blocks
 from aioengine.runner.state_pool import StatePool
-from tests.compute.test_state_kernels import Layer
+from tests.compute.test_state_kernels import Layer, Space
 
 layer = Layer()
 inputs, matrices = torch.randn_like(layer.inputs), torch.randn_like(layer.matrices)
@@ -139,6 +175,19 @@ for counts, starts in (([1, 1, 1], [0, 4, 1]), ([2, 67, 1], [0, 3, 1]), ([64, 2,
         outputs = gated_delta.reference(channels, gates, ours, rows)
         found = delta_kernels.gated_delta(channels, gates, theirs, rows, in_blocks=in_blocks)
         torch.testing.assert_close(found, outputs, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+space = Space()
+for counts, starts in (([1, 1, 1], [0, 4, 1]), ([2, 67, 1], [0, 3, 1]), ([64, 2, 1], [5, 0, 0])):
+    channels, steps, _ = space.x[: sum(counts)].split([layer.weight.shape[0], 4, 3], dim=1)
+    blocks = None if max(counts) == 1 else torch.from_numpy(token_blocks(torch.tensor(counts).numpy()))
+    rows = StateRows(torch.tensor([2, 0, 1]), torch.tensor(starts), torch.tensor(counts).cumsum(0), blocks)
+    for in_blocks in (False, True):
+        ours, theirs = matrices.clone(), matrices.clone()
+        channels = channels.contiguous()
+        expected = state_space.reference(channels, steps, space.weights, ours, rows=rows)
+        found = space_kernels.state_space(channels, steps, space.weights, theirs, rows=rows, in_blocks=in_blocks)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
 
 pool = StatePool.__new__(StatePool)

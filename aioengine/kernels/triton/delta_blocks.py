@@ -53,7 +53,7 @@ def _load_unit(pointers: tl.tensor, inside: tl.tensor, EPSILON: tl.constexpr) ->
 
 
 @triton.jit
-def _decayed(products: tl.tensor, total: tl.tensor, is_chosen: tl.tensor) -> tl.tensor:
+def decayed(products: tl.tensor, total: tl.tensor, is_chosen: tl.tensor) -> tl.tensor:
     """products [tokens, tokens] times the decays between them, where chosen, else 0."""
     between = tl.exp(tl.where(is_chosen, total[:, None] - total[None, :], 0.0))
     return tl.where(is_chosen, products * between, 0.0)
@@ -108,7 +108,7 @@ def _solve_kernel(
     is_key = is_token[:, None] & (keys < KEYS)[None, :]
     k = _load_unit(at + first_key + head // GROUP * KEYS + keys[None, :], is_key, EPSILON)
     products = tl.dot(k, tl.trans(k), input_precision=PRECISION) * beta[:, None]
-    system = _decayed(products, total, order[:, None] > order[None, :])
+    system = decayed(products, total, order[:, None] > order[None, :])
     # the inverse of 1 + system, transposed, one row after the other
     inverse = tl.where(order[:, None] == order[None, :], 1.0, 0.0)
     for place in range(1, TOKENS):
@@ -179,7 +179,7 @@ def _rows_kernel(
         is_here = is_token[:, None] & is_value[None, :]
         u = tl.load(solved_values + heads * VALUES + values[None, :], mask=is_here, other=0.0).to(tl.float32)
         written = u - tl.dot(w, matrix, input_precision=PRECISION)
-        weights = _decayed(tl.dot(q, tl.trans(k), input_precision=PRECISION), total, is_past)
+        weights = decayed(tl.dot(q, tl.trans(k), input_precision=PRECISION), total, is_past)
         found = tl.dot(q * tl.exp(total)[:, None], matrix, input_precision=PRECISION)
         found += tl.dot(weights, written, input_precision=PRECISION)
         tl.store(out + heads * VALUES + values[None, :], found.to(out.dtype.element_ty), mask=is_here)

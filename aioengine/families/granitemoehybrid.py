@@ -1,0 +1,98 @@
+"""Granite 4 with layers of Mamba 2, without experts: Granite's factors, and attention in some layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from msgspec.structs import replace
+
+from aioengine.families import granite
+from aioengine.families._block_config import BlockConfig, MambaConfig, MlpConfig
+from aioengine.families._config import decode_config, not_implemented
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from aioengine.families._config import DecoderConfig
+
+_NO_LIMIT = float("inf")
+
+
+class Config(granite.Config, frozen=True, kw_only=True):
+    layer_types: list[Literal["attention", "full_attention", "mamba", "linear_attention"]] | None = None
+    num_local_experts: int = 8
+    shared_intermediate_size: int = 1024
+    position_embedding_type: Literal["rope", "nope"] | None = None
+    mamba_n_heads: int = 128
+    mamba_n_groups: Literal[1] = 1
+    mamba_d_state: int = 256
+    mamba_d_head: int | Literal["auto"] = "auto"
+    mamba_d_conv: int = 4
+    mamba_expand: int = 2
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+    time_step_limit: tuple[float | dict[str, str], float | dict[str, str]] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_local_experts:
+            not_implemented("num_local_experts", self.num_local_experts, "0")
+        inner = self.mamba_expand * self.hidden_size
+        if not 1 <= self.mamba_n_heads <= 2**14 or inner < 1 or inner % self.mamba_n_heads:
+            not_implemented("mamba_n_heads", self.mamba_n_heads, f"a divisor of {inner}")
+        if self.mamba_d_head not in ("auto", inner // self.mamba_n_heads):
+            not_implemented("mamba_d_head", self.mamba_d_head, f"{inner // self.mamba_n_heads}")
+        for name, size in (("mamba_d_state", self.mamba_d_state), ("mamba_d_head", inner // self.mamba_n_heads)):
+            if not 1 <= size <= 256:
+                not_implemented(name, size, "1 to 256")
+        if not 2 <= self.mamba_d_conv <= 64:
+            not_implemented("mamba_d_conv", self.mamba_d_conv, "2 to 64")
+        if not 1 <= self.shared_intermediate_size <= 2**24:
+            not_implemented("shared_intermediate_size", self.shared_intermediate_size, f"1 to {2**24}")
+        if not 0 < len(self.mamba_layers) < self.num_hidden_layers:
+            not_implemented("layer_types", self.layer_types, "some layers of each kind")
+
+    @property
+    def mamba_layers(self) -> frozenset[int]:
+        """The layers without attention."""
+        kinds = self.layer_types or ["mamba"] * self.num_hidden_layers
+        return frozenset(layer for layer, kind in enumerate(kinds) if kind in ("mamba", "linear_attention"))
+
+    @property
+    def time_limits(self) -> tuple[float, float]:
+        """Of the time step. transformers writes infinity as an object."""
+        least, most = self.time_step_limit or (0.0, _NO_LIMIT)
+        if isinstance(most, dict) and most == {"__float__": "Infinity"}:
+            most = _NO_LIMIT
+        if isinstance(least, dict) or isinstance(most, dict) or not 0 <= least < most:
+            not_implemented("time_step_limit", self.time_step_limit, "two numbers from 0 on, the smaller one first")
+        return least, most
+
+
+def read(config: Mapping[str, object]) -> DecoderConfig:
+    found = decode_config(config, Config)
+    inner = found.mamba_expand * found.hidden_size
+    decoder = granite.described(found, config)
+    return replace(
+        decoder,
+        intermediate_size=found.shared_intermediate_size,
+        block=BlockConfig(mlp="shared_mlp."),
+        mlp=MlpConfig(first=("input_linear",), second="output_linear"),
+        layer_ropes=() if found.position_embedding_type == "rope" else (None,) * found.num_hidden_layers,
+        mamba=MambaConfig(
+            layers=found.mamba_layers,
+            num_heads=found.mamba_n_heads,
+            num_groups=found.mamba_n_groups,
+            value_size=inner // found.mamba_n_heads,
+            key_size=found.mamba_d_state,
+            width=found.mamba_d_conv,
+            has_conv_bias=found.mamba_conv_bias,
+            has_bias=found.mamba_proj_bias,
+            time_limits=found.time_limits,
+            epsilon=found.rms_norm_eps,
+        ),
+        keeps_states=True,
+    )
+
+
+PLUGIN = read

@@ -1,0 +1,79 @@
+"""The selective state space of Mamba 2 (arXiv 2405.21060): attention whose past is one matrix a head, which fades.
+
+For each token, in fp32, with dt = softplus(step + bias), within limits:
+
+    S = exp(-exp(log_rate) dt) S + b (dt x)^T;   output = S^T c + skip x
+
+T packed tokens, H heads, G groups (H / G heads share b and c), K and V sizes of b and x, C = H V + 2 G K channels,
+N slots.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from aioengine.kernels.triton import launcher
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from aioengine.kernels.space_weights import SpaceWeights
+    from aioengine.kernels.state_rows import StateRows
+
+_LINEAR_FROM: Final = 20.0
+"""softplus(x) counts as x from here on."""
+
+
+def reference(channels: Tensor, steps: Tensor, weights: SpaceWeights, state: Tensor, *, rows: StateRows) -> Tensor:
+    """As ``state_space``: channels [T, C], steps [T, H], state [N, H, K, V] -> [T, H, V].
+
+    Token after token, as ``gated_delta.reference``, so that a token's bits depend neither on its chunk nor on others.
+    """
+    num_heads, key_size, value_size = state.shape[1:]
+    num_groups = (channels.shape[1] - num_heads * value_size) // (2 * key_size)
+    wide = channels.float()
+    x, keys = wide[:, : num_heads * value_size], wide[:, num_heads * value_size :]
+    x = x.unflatten(1, (num_heads, value_size))
+    b, c = (
+        part.unflatten(1, (num_groups, key_size)).repeat_interleave(num_heads // num_groups, dim=1).unsqueeze(-1)
+        for part in keys.chunk(2, dim=1)
+    )
+    times = steps.float() + weights.bias
+    # by exp and log1p, for torch's softplus rounds the last elements of a range differently
+    times = torch.where(times > _LINEAR_FROM, times, times.exp().log1p_()).clamp_(*weights.limits)
+    decays = (times * weights.log_rate.exp()).neg_().exp_()[:, :, None, None]
+    given = (x * times.unsqueeze(-1)).unsqueeze(2)
+    out = torch.zeros(x.shape, dtype=channels.dtype, device=channels.device)
+    skipped = x * weights.skip.unsqueeze(-1)
+    products = torch.empty_like(state[0])
+    for slot, start, first, end in rows.on_host():
+        matrix = state[slot]
+        if not start:
+            matrix.zero_()
+        for token in range(first, end):
+            matrix.mul_(decays[token]).addcmul_(b[token], given[token])
+            out[token] = torch.mul(matrix, c[token], out=products).sum(1).add_(skipped[token])
+    return out
+
+
+def state_space(
+    channels: Tensor, steps: Tensor, weights: SpaceWeights, state: Tensor, *, rows: StateRows, in_blocks: bool = False
+) -> Tensor:
+    """The outputs of each token's heads.
+
+    Args:
+        channels: [T, C], x of all heads, then b, then c of all groups.
+        steps: [T, H], whose rows may be parts of longer ones.
+        state: [N, H, K, V] fp32, changed in place.
+        in_blocks: as of ``gated_delta``.
+
+    Returns:
+        [T, H, V] in the dtype of ``channels``.
+    """
+    if launcher.serves(channels):
+        from aioengine.kernels.triton import state_space as kernels
+
+        return kernels.state_space(channels, steps, weights, state, rows=rows, in_blocks=in_blocks)
+    return reference(channels, steps, weights, state, rows=rows)

@@ -1,0 +1,180 @@
+"""The state space of Mamba 2 (arXiv 2405.21060): short rows token after token, long ones in blocks of tokens.
+
+T packed tokens, C channels, H heads, G groups, K and V sizes of a head, N slots, R rows.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Final
+
+import torch
+import triton
+import triton.language as tl
+
+from aioengine.kernels.triton import delta_blocks
+from aioengine.kernels.triton.causal_conv import keys_of
+from aioengine.kernels.triton.delta_blocks import LEAST, LEAST_TOKENS, TOKENS
+from aioengine.kernels.triton.launcher import Launcher, next_power_of_2
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from aioengine.kernels.space_weights import SpaceWeights
+    from aioengine.kernels.state_rows import StateRows
+
+_VALUES = 16, 32
+"""Columns of a head's matrix that a program has, without and with blocks."""
+_MOST_KEYS: Final = 128
+"""Blocks of larger b and c do not fit into the fast memory of a core."""
+
+
+@triton.jit
+def _times(
+    steps: tl.tensor, inside: tl.tensor, bias: tl.tensor, LEAST_TIME: tl.constexpr, MOST_TIME: tl.constexpr
+) -> tl.tensor:
+    """dt; 0 where not ``inside``."""
+    step = tl.load(steps, mask=inside, other=0.0).to(tl.float32) + bias
+    step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
+    return tl.where(inside, tl.minimum(tl.maximum(step, LEAST_TIME), MOST_TIME), 0.0)
+
+
+@triton.jit
+def _scan_kernel(
+    channels: tl.tensor,
+    steps: tl.tensor,
+    rates: tl.tensor,
+    biases: tl.tensor,
+    skips: tl.tensor,
+    state: tl.tensor,
+    slots: tl.tensor,
+    starts: tl.tensor,
+    ends: tl.tensor,
+    out: tl.tensor,
+    num_channels: tl.tensor,
+    step_stride: tl.tensor,
+    num_heads: tl.tensor,
+    GROUP: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    LEAST_TIME: tl.constexpr,
+    MOST_TIME: tl.constexpr,
+    MOST: tl.constexpr,
+) -> None:
+    head, row = tl.program_id(1), tl.program_id(2)
+    keys = tl.arange(0, BLOCK_K)
+    values = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    is_key, is_value = keys < KEYS, values < VALUES
+    begin, count = delta_blocks.span_of(ends, row)
+    if (count > MOST) | (count == 0):
+        return
+    slot = tl.load(slots + row).to(tl.int64)
+    has_past = keys < tl.where(tl.load(starts + row) > 0, KEYS, 0)
+    places = state + (slot * num_heads + head) * KEYS * VALUES + keys[:, None] * VALUES + values[None, :]
+    matrix = tl.load(places, mask=has_past[:, None] & is_value[None, :], other=0.0)
+    rate, bias, skip = -tl.exp(tl.load(rates + head)), tl.load(biases + head), tl.load(skips + head)
+    first_key = num_heads * VALUES + head // GROUP * KEYS
+    for token in range(begin, begin + count):
+        at = channels + token * num_channels
+        b = tl.load(at + first_key + keys, mask=is_key, other=0.0).to(tl.float32)
+        c = tl.load(at + first_key + num_heads // GROUP * KEYS + keys, mask=is_key, other=0.0).to(tl.float32)
+        x = tl.load(at + head * VALUES + values, mask=is_value, other=0.0).to(tl.float32)
+        time = _times(steps + token * step_stride + head, token >= begin, bias, LEAST_TIME, MOST_TIME)
+        matrix = matrix * tl.exp(rate * time) + b[:, None] * (time * x)[None, :]
+        found = tl.sum(matrix * c[:, None], 0) + skip * x
+        tl.store(out + (token * num_heads + head) * VALUES + values, found.to(out.dtype.element_ty), mask=is_value)
+    tl.store(places, matrix, mask=is_key[:, None] & is_value[None, :])
+
+
+@triton.jit
+def _blocks_kernel(
+    channels: tl.tensor,
+    steps: tl.tensor,
+    rates: tl.tensor,
+    biases: tl.tensor,
+    skips: tl.tensor,
+    state: tl.tensor,
+    slots: tl.tensor,
+    starts: tl.tensor,
+    ends: tl.tensor,
+    out: tl.tensor,
+    num_channels: tl.tensor,
+    step_stride: tl.tensor,
+    num_heads: tl.tensor,
+    GROUP: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    LEAST_TIME: tl.constexpr,
+    MOST_TIME: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    head, row = tl.program_id(1), tl.program_id(2)
+    begin, count = delta_blocks.span_of(ends, row)
+    if count < LEAST:
+        return
+    keys, order = tl.arange(0, BLOCK_K), tl.arange(0, TOKENS)
+    values = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    is_value = values < VALUES
+    slot = tl.load(slots + row).to(tl.int64)
+    has_past = keys < tl.where(tl.load(starts + row) > 0, KEYS, 0)
+    places = state + (slot * num_heads + head) * KEYS * VALUES + keys[:, None] * VALUES + values[None, :]
+    matrix = tl.load(places, mask=has_past[:, None] & is_value[None, :], other=0.0)
+    rate, bias, skip = -tl.exp(tl.load(rates + head)), tl.load(biases + head), tl.load(skips + head)
+    first_key = num_heads * VALUES + head // GROUP * KEYS
+    for first in range(0, count, TOKENS):
+        is_token = first + order < count
+        tokens = begin + first + order
+        time = _times(steps + tokens * step_stride + head, is_token, bias, LEAST_TIME, MOST_TIME)
+        total = tl.cumsum(rate * time, 0)
+        whole = tl.sum(rate * time, 0)
+        at = channels + tokens[:, None] * num_channels
+        is_key = is_token[:, None] & (keys < KEYS)[None, :]
+        b = tl.load(at + first_key + keys[None, :], mask=is_key, other=0.0).to(tl.float32)
+        c = at + first_key + num_heads // GROUP * KEYS + keys[None, :]
+        c = tl.load(c, mask=is_key, other=0.0).to(tl.float32)
+        is_here = is_token[:, None] & is_value[None, :]
+        x = tl.load(at + head * VALUES + values[None, :], mask=is_here, other=0.0).to(tl.float32)
+        products = tl.dot(c, tl.trans(b), input_precision=PRECISION)
+        products = delta_blocks.decayed(products, total, order[:, None] >= order[None, :])
+        written = x * time[:, None]
+        found = tl.dot(products, written, input_precision=PRECISION) + skip * x
+        found += tl.dot(c * tl.exp(total)[:, None], matrix, input_precision=PRECISION)
+        target = out + (tokens[:, None] * num_heads + head) * VALUES + values[None, :]
+        tl.store(target, found.to(out.dtype.element_ty), mask=is_here)
+        b *= tl.exp(whole - total)[:, None]
+        matrix = matrix * tl.exp(whole) + tl.dot(tl.trans(b), written, input_precision=PRECISION)
+    tl.store(places, matrix, mask=(keys < KEYS)[:, None] & is_value[None, :])
+
+
+_scan = Launcher(_scan_kernel)
+_blocks = Launcher(_blocks_kernel)
+
+
+def state_space(
+    channels: Tensor, steps: Tensor, weights: SpaceWeights, state: Tensor, *, rows: StateRows, in_blocks: bool
+) -> Tensor:
+    """See ``kernels.state_space``: channels [T, C], steps [T, H], state [N, H, K, V] -> [T, H, V]."""
+    num_heads, key_size, value_size = state.shape[1:]
+    num_tokens, num_channels = channels.shape
+    num_groups = (num_channels - num_heads * value_size) // (2 * key_size)
+    make = torch.empty if rows.blocks is None else torch.zeros  # there may be tokens of no row
+    out = make((num_tokens, num_heads, value_size), dtype=channels.dtype, device=channels.device)
+    has_blocks = in_blocks and rows.blocks is not None and key_size <= _MOST_KEYS
+    tensors = channels, steps, weights.log_rate, weights.bias, weights.skip, state, rows.slots, rows.starts, rows.ends
+    sizes = num_channels, steps.stride(0), num_heads, num_heads // num_groups, key_size, value_size
+    key = (channels.dtype, *sizes, *weights.limits, steps.data_ptr() % 16, has_blocks, *keys_of(rows))
+    block_k, block_v = max(next_power_of_2(key_size), 16), max(next_power_of_2(value_size), 16)
+    blocks = block_k, min(block_v, _VALUES[0])
+    most = LEAST_TOKENS - 1 if has_blocks else sys.maxsize
+    grid = (-(-value_size // blocks[1]), num_heads, len(rows.slots))
+    _scan(grid, key, (*tensors, out, *sizes, *blocks, *weights.limits, most), {"num_warps": 1})
+    if has_blocks:
+        precision = "ieee" if channels.dtype == torch.float32 else "tf32"
+        blocks = block_k, min(block_v, _VALUES[1])
+        grid = (-(-value_size // blocks[1]), num_heads, len(rows.slots))
+        _blocks(grid, key, (*tensors, out, *sizes, *blocks, *weights.limits, precision), {"num_warps": 4})
+    return out

@@ -1,0 +1,94 @@
+"""Mamba 2, in the place of attention. T tokens, D model size; heads, groups and sizes as in ``kernels.state_space``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from aioengine.kernels.causal_conv import causal_conv
+from aioengine.kernels.silu_and_mul import silu_and_mul
+from aioengine.kernels.space_weights import SpaceWeights
+from aioengine.kernels.state_space import state_space
+from aioengine.layers.linear import Linear
+from aioengine.layers.norm import RMSNorm
+from aioengine.layers.placement import Target
+from aioengine.layers.states import StateTensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from aioengine.families._block_config import MambaConfig
+    from aioengine.layers.adapters import AdapterRows
+    from aioengine.layers.placement import Placement
+    from aioengine.layers.states import StepStates
+
+
+def mamba_state(config: MambaConfig, dtype: torch.dtype) -> tuple[StateTensor, ...]:
+    """The last inputs of the convolution, and the matrix of each head. ``dtype``: of the activations."""
+    return (
+        StateTensor((config.width - 1, config.num_channels), dtype),
+        StateTensor((config.num_heads, config.key_size, config.value_size), torch.float32),
+    )
+
+
+class Mamba:
+    """[T, D] -> [T, D], or [S, D] for selected tokens."""
+
+    def __init__(self, hidden_size: int, config: MambaConfig, placement: Placement) -> None:
+        values = config.num_heads * config.value_size
+        self._input = Linear(hidden_size, {"in_proj": config.num_inputs}, placement, bias=config.has_bias)
+        self._output = Linear(values, {"out_proj": hidden_size}, placement, bias=config.has_bias)
+        self._filter = placement.empty(config.num_channels, config.width)
+        self._bias = placement.empty(config.num_channels) if config.has_conv_bias else None
+        rates, biases, skips = torch.empty(3, config.num_heads, dtype=torch.float32, device=placement.device)
+        self._weights = SpaceWeights(log_rate=rates, bias=biases, skip=skips, limits=config.time_limits)
+        self._norm = RMSNorm(values, config.epsilon, placement)
+        self._parts = values, config.num_channels, config.num_heads
+        self._in_blocks = not placement.batch_invariant
+
+    def weights(self, prefix: str) -> dict[str, Target]:
+        """Only while the layer is open for loading."""
+        found = {
+            **self._input.weights(prefix),
+            f"{prefix}conv1d.weight": Target(self._filter.unsqueeze(1)),
+            f"{prefix}A_log": Target(self._weights.log_rate),
+            f"{prefix}dt_bias": Target(self._weights.bias),
+            f"{prefix}D": Target(self._weights.skip),
+            **self._norm.weights(f"{prefix}norm"),
+            **self._output.weights(prefix),
+        }
+        return found if self._bias is None else {**found, f"{prefix}conv1d.bias": Target(self._bias)}
+
+    def finish_loading(self) -> None:
+        self._input.finish_loading()
+        self._output.finish_loading()
+
+    def open_for_loading(self) -> None:
+        self._input.open_for_loading()
+        self._output.open_for_loading()
+
+    def linears(self) -> list[Linear]:
+        return [self._input, self._output]
+
+    def __call__(
+        self,
+        x: Tensor,
+        states: StepStates,
+        layer: int,
+        *,
+        outputs: Tensor | None = None,
+        adapters: AdapterRows | None = None,
+    ) -> Tensor:
+        """x [T, D] -> [T, D], or [S, D] with ``outputs``; as ``GatedDeltaNet``."""
+        rows = None if adapters is None else adapters.tokens
+        gates, given, steps = self._input(x, rows).split(self._parts, dim=1)
+        inputs, matrices = states.layer(layer)
+        channels = causal_conv(given, self._filter, inputs, states.rows, bias=self._bias)
+        heads = state_space(
+            channels, steps, self._weights, matrices, rows=states.rows, in_blocks=self._in_blocks
+        ).flatten(1)
+        if outputs is not None:
+            heads, gates = heads.index_select(0, outputs), gates.index_select(0, outputs)
+            rows = None if adapters is None else adapters.outputs
+        return self._output(self._norm(silu_and_mul(torch.cat((gates, heads), dim=1))), rows)
