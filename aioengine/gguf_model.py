@@ -164,6 +164,9 @@ def _architecture(metadata: Mapping[str, Scalar | Array]) -> str:
             f"general.architecture is {checks.shown(found)}, which is not read from GGUF files; what works: "
             f"{', '.join(ARCHITECTURES)}; give the folder of the original model (*.safetensors)"
         )
+    if metadata.get("general.quantization_version", 2) != 2:
+        version = checks.shown(metadata["general.quantization_version"])
+        raise ValueError(f"general.quantization_version is {version}; what works: 2")
     num_parts = metadata.get("split.count", 0)
     if isinstance(num_parts, int) and num_parts > 1:
         raise ValueError(

@@ -41,6 +41,10 @@ _SPLITS: Final = {
     "tekken": _TEKKEN,
 }
 """``tokenizer.ggml.pre`` -> the pattern of the pieces that a text is split into; None: that of GPT-2."""
+_WHOLE_FIRST: Final = ("llama3", "llama-v3", "llama-bpe", "falcon3", "tekken")
+"""Those where a piece that is a token is one, whatever the merges make of it, and that begin with a BOS unless the file
+says otherwise: so do the tokenizers of Llama 3 and Mistral Nemo, and llama.cpp.
+"""
 
 _CONTROL, _USER_DEFINED = 3, 4
 _NAMED: Final = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
@@ -73,7 +77,7 @@ def tokenizer_of(header: Header) -> Json:
         "padding": None,
         "added_tokens": added,
         "normalizer": None,
-        "post_processor": _post_processor(metadata, tokens, adds_bos=not is_bytes),
+        "post_processor": _post_processor(metadata, tokens, adds_bos=not is_bytes or _is_whole_first(metadata)),
         **parts,
     }
 
@@ -124,8 +128,12 @@ def _of_bytes(metadata: Mapping[str, Scalar | Array], tokens: list[str]) -> Json
     return {
         "pre_tokenizer": before,
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": _bpe(vocab, _merges(metadata)),
+        "model": _bpe(vocab, _merges(metadata), ignore_merges=_is_whole_first(metadata)),
     }
+
+
+def _is_whole_first(metadata: Mapping[str, Scalar | Array]) -> bool:
+    return metadata.get("tokenizer.ggml.pre") in _WHOLE_FIRST
 
 
 def _of_words(metadata: Mapping[str, Scalar | Array], tokens: list[str]) -> Json:
@@ -155,7 +163,7 @@ def _of_words(metadata: Mapping[str, Scalar | Array], tokens: list[str]) -> Json
 
 
 def _bpe(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], **options: object) -> Json:
-    return {"type": "BPE", "dropout": None, "vocab": vocab, "merges": merges, "ignore_merges": False, **options}
+    return {"type": "BPE", "dropout": None, "vocab": vocab, "merges": merges, **options}
 
 
 def _merges(metadata: Mapping[str, Scalar | Array]) -> list[tuple[str, str]]:

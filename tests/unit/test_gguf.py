@@ -114,6 +114,20 @@ def test_a_tokenizer_of_bytes(tmp_path: Path, pre: str, adds_bos: bool) -> None:
     check_against_transformers(path, tokenizer)
 
 
+def test_pieces_that_are_tokens_of_llama_3_are_whole(tmp_path: Path) -> None:
+    words = byte_tokenizer([*MERGES, "x the"], ["<|end_of_text|>"], 300)
+    merges = words["tokenizer.ggml.merges"]
+    assert isinstance(merges, list)
+    words["tokenizer.ggml.merges"] = merges[:-1]  # nothing leads to "xthe"
+    for pre, num_tokens in (("llama-bpe", 1), ("qwen2", 2)):
+        path = write(tmp_path / "m.gguf", tokenizer={**words, "tokenizer.ggml.pre": pre})
+        assert len(Tokenizer(path).encode("xthe")) == num_tokens
+    path = write(
+        tmp_path / "m.gguf", tokenizer={**words, "tokenizer.ggml.pre": "tekken", "tokenizer.ggml.bos_token_id": 9}
+    )
+    assert Tokenizer(path).encode("the")[0] == 9
+
+
 @pytest.mark.parametrize("adds_bos", [None, False])
 def test_a_tokenizer_of_words(tmp_path: Path, adds_bos: bool | None) -> None:
     words = word_tokenizer(["▁the", "▁other", "▁thing", "th", "▁th", "▁o", "the", "ing", "er", "in", "▁a"])
@@ -145,6 +159,7 @@ def check_against_transformers(path: Path, ours: Tokenizer) -> None:
     [
         ({"general__architecture": "mamba"}, "general.architecture is 'mamba'.*llama, qwen2, qwen3"),
         ({"general__type": "adapter"}, "general.type is 'adapter'"),
+        ({"general__quantization_version": 1}, "general.quantization_version is 1; what works: 2"),
         ({"split__count": 3}, "one of 3 parts.*llama-gguf-split"),
         ({"llama__expert_count": 8}, "llama.expert_count' 8 is not implemented; what works: 0"),
         ({"llama__attention__sliding_window": 64}, "llama.attention.sliding_window' 64 is not implemented"),
