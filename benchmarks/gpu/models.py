@@ -1,4 +1,4 @@
-"""Model folders without weights for the GPU workloads: the shapes of Qwen3-0.6B, Llama-3.1-8B and DeepSeek-V2-Lite."""
+"""Model folders without weights for the GPU workloads: the shapes of Qwen3-0.6B, Llama-3.1-8B and others."""
 
 from __future__ import annotations
 
@@ -102,7 +102,42 @@ LITE: dict[str, object] = {
     "eos_token_id": 100001,
     "bos_token_id": 100000,
 }
-MODELS = {"a": SMALL, "b": LARGE, "lite": LITE}
+HALF_NEXT: dict[str, object] = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "dtype": "bfloat16",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 24,
+    "full_attention_interval": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000_000,
+    "max_position_embeddings": 262_144,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "eos_token_id": 151645,
+    "bos_token_id": 151643,
+}
+"""Half of the layers of Qwen3-Next-80B-A3B."""
+MODELS = {"a": SMALL, "b": LARGE, "lite": LITE, "next": HALF_NEXT}
 
 
 def write_folder(folder: Path, name: str) -> Path:

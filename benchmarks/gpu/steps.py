@@ -95,9 +95,11 @@ def main() -> None:
     parser.add_argument("--cached", type=int, default=512)
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--kernels", action="store_true", help="the device's time by kernel")
+    parser.add_argument("--running", type=int, help="max_running_requests")
     options = parser.parse_args()
     folder = write_folder(options.models, options.model)
-    config = engine_config(str(folder), {"load_format": "dummy", "disable_cuda_graph": options.eager})
+    arguments = {"load_format": "dummy", "disable_cuda_graph": options.eager, "max_running_requests": options.running}
+    config = engine_config(str(folder), arguments)
     settings = resolve(config, find_facts(config.model), device_facts())
     started = time.perf_counter()
     runner = build(settings, lambda _: None)
