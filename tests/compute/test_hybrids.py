@@ -18,13 +18,16 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from aioengine import plugins
 from aioengine.config import EngineConfig, ModelConfig
+from aioengine.families._memory import kv_numbers, num_parameters, state_bytes
 from aioengine.grammars import Grammars
 from aioengine.machine import DeviceFacts
 from aioengine.model_folder import find_facts
+from aioengine.models._base import StatefulModel
 from aioengine.protocol.messages import Sampling
 from aioengine.resolve import resolve
-from aioengine.runner.device_memory import Demand, PoolBudget, fit_states
+from aioengine.runner.device_memory import Demand, PoolBudget, fit_states, kv_bytes_per_token
 from aioengine.scheduler.gates import Gate
 from tests.compute.runner_world import World
 from tests.compute.stepping import Request, Stepper
@@ -155,6 +158,18 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(case: str) -> None:
     for page_size, chunks in ((16, [1] * 9), (4, [3] * 20), (1, [7] * 10)):
         logits = Stepper(ours, page_size=page_size).run(token_ids.tolist(), chunks)
         assert torch.equal(logits, whole), chunks
+
+
+@pytest.mark.parametrize("case", [*CASES, *OTHERS])
+def test_sizes_of_weights_pages_and_states_are_known_from_the_config(case: str) -> None:
+    config = make_config(**CASES[case]) if case in CASES else OTHERS[case]()
+    read = plugins.load("families", config.model_type)(config.to_dict() | {"architectures": ["AnyForCausalLM"]})
+    _, model = pair(config, max_positions=128)
+    model.open_for_loading()
+    assert num_parameters(read) == sum(target.tensor.numel() for target in model.weights().values())
+    assert kv_numbers(read) == kv_bytes_per_token(model.attention_shape, torch.int8)
+    assert isinstance(model, StatefulModel)
+    assert state_bytes(read, model.dtype.itemsize) == model.state_shape.num_bytes
 
 
 def test_bits_do_not_depend_on_the_other_rows() -> None:
