@@ -49,6 +49,14 @@ def test_wanted_files_are_fetched_once_and_found_again_without_the_hub(
     assert Path(locate("owner/name", download_dir="cache")) == folder
 
 
+def test_for_a_plan_config_files_alone_are_fetched(double: HubDouble, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        folder = Path(locate("owner/name", download_dir="cache", configs_only=True))
+        assert [file.name for file in folder.iterdir()] == ["config.json"]
+        assert double.fetched == ["config.json"]
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
 def test_a_file_that_cannot_be_fetched_is_an_error(double: HubDouble, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: object, filename: str, **__: object) -> None:
         raise OSError(f"no space left for {filename}")
