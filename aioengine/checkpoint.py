@@ -265,8 +265,8 @@ def missing_weights(folder: Path) -> str | None:
     foreign = sorted(path.name for path in folder.glob("*") if path.suffix in _FOREIGN_SUFFIXES)
     if not foreign:
         return (
-            f"{str(folder)!r} holds no weights (*.safetensors or *.gguf; other forms, such as .bin, are not fetched from "
-            "the hub: convert them with transformers); load_format='dummy' makes some up"
+            f"{str(folder)!r} holds no weights (*.safetensors or *.gguf; other forms, such as .bin, are not fetched "
+            "from the hub: convert them with transformers); load_format='dummy' makes some up"
         )
     return (
         f"{str(folder)!r} holds its weights as {foreign[0]}, which is not read: that may run code. Convert a "
