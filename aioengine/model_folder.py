@@ -281,9 +281,9 @@ def _stored_weights(folder: Path, decoder: TransformerConfig, *, is_looked_at: b
     return StoredWeights(missing=missing, files=files)
 
 
-def family_config(folder: Path, is_embedding: bool | None) -> TransformerConfig:
-    """The sizes of the model in a folder. Raises ValueError for a value that is missing or not implemented."""
-    return _read_config(folder, is_embedding)[1]
+def family_config(wanted: ModelConfig) -> TransformerConfig:
+    """The sizes of a model whose path is a folder. Raises ValueError for a value that is missing or not implemented."""
+    return _read_config(Path(wanted.path or DEMO_MODEL), wanted.is_embedding)[1]
 
 
 def supported_model_types() -> list[str]:

@@ -149,7 +149,7 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
     settings = resolve(config, facts, device, read_adapters(config))
     if device_memory is None:
         device_memory = machine.free_host_memory() if settings.runner.device == "cpu" else _gpu_memory(device)
-    family = model_folder.family_config(Path(facts.path), config.model.is_embedding)
+    family = model_folder.family_config(config.model)
     count = num_parameters(family) + _tower_parameters(family, Path(facts.path))
     itemsize = _DTYPE_BYTES[settings.model.dtype]
     weights_bytes, activations = count * itemsize, _activations(family, settings, itemsize)
