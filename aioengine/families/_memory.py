@@ -17,8 +17,17 @@ _STREAMS: Final = 3
 
 
 def num_parameters(config: TransformerConfig) -> int:
-    """Of the weights that are loaded, without those of a vision tower."""
-    return sum(math.prod(shape) for shape in tensor_shapes(config).values())
+    """Of the weights that are loaded, without those of a vision tower; experts in MXFP4 as they are computed with."""
+    shapes = tensor_shapes(config)
+    is_packed = isinstance(config, DecoderConfig) and config.experts is not None and config.experts.stored == "mxfp4"
+    if not is_packed:
+        return sum(map(math.prod, shapes.values()))
+    return sum(math.prod(shape) * _numbers_of_byte(name) for name, shape in shapes.items())
+
+
+def _numbers_of_byte(name: str) -> int:
+    """The parameters that an entry of a tensor with experts in MXFP4 stands for: two of 4 bits, none, or one."""
+    return 2 if name.endswith("_blocks") else 0 if name.endswith("_scales") else 1
 
 
 def kv_numbers(config: TransformerConfig) -> int:
@@ -46,4 +55,7 @@ def step_numbers(config: TransformerConfig) -> int:
     """Numbers that a step has at a time of each of its tokens, about; the logits are not among them."""
     heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_size  # of q, k, v and the output
     is_gated = not isinstance(config, DecoderConfig) or config.mlp.is_gated
-    return _STREAMS * config.hidden_size + max(heads, (2 + is_gated) * config.intermediate_size)
+    inner = (2 + is_gated) * config.intermediate_size
+    if isinstance(config, DecoderConfig) and (experts := config.experts) is not None:
+        inner = max(inner, experts.top_k * (3 * experts.inner_size + config.hidden_size))
+    return _STREAMS * config.hidden_size + max(heads, inner)
