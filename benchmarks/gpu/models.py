@@ -137,7 +137,33 @@ HALF_NEXT: dict[str, object] = {
     "bos_token_id": 151643,
 }
 """Half of the layers of Qwen3-Next-80B-A3B."""
-MODELS = {"a": SMALL, "b": LARGE, "lite": LITE, "next": HALF_NEXT}
+EXPERTS: dict[str, object] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "dtype": "bfloat16",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000,
+    "max_position_embeddings": 40_960,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "eos_token_id": 151645,
+    "bos_token_id": 151643,
+}
+MODELS = {"a": SMALL, "b": LARGE, "lite": LITE, "next": HALF_NEXT, "a3b": EXPERTS}
 
 
 def write_folder(folder: Path, name: str) -> Path:
