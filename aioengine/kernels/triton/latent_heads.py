@@ -110,13 +110,13 @@ def _heads_kernel(
         wide = latent.to(tl.float32)
         inverse = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 0) / VALUE_SIZE + least)
         normed = (wide * inverse).to(latent.dtype) * scale
-        inside = columns < HALF
-        offsets = tl.zeros((1, 1), tl.int64) + token * LATENT_STRIDE + VALUE_SIZE
-        low, high = _rotated(latents, cos, sin, offsets, inside, HALF, COLUMNS)
-        target += NUM_HEADS * KEY_SIZE
-        _store_key(target, normed, low, high, VALUE_SIZE, HALF)
+        # names of their own: Triton joins what both branches name
+        place = tl.zeros((1, 1), tl.int64) + token * LATENT_STRIDE + VALUE_SIZE
+        key_low, key_high = _rotated(latents, cos, sin, place, columns < HALF, HALF, COLUMNS)
+        _store_key(target + NUM_HEADS * KEY_SIZE, normed, key_low, key_high, VALUE_SIZE, HALF)
         if WRITES:
-            _store_key(keys + tl.load(slots + token).to(tl.int64) * KEY_SIZE, normed, low, high, VALUE_SIZE, HALF)
+            slot = keys + tl.load(slots + token).to(tl.int64) * KEY_SIZE
+            _store_key(slot, normed, key_low, key_high, VALUE_SIZE, HALF)
 
 
 _heads = Launcher(_heads_kernel)
