@@ -28,6 +28,7 @@ from aioengine import (
     SamplingParams,
     Stream,
     async_stream_and_merge,
+    plan,
     stream_and_merge,
 )
 
@@ -181,6 +182,14 @@ def arguments_of_the_constructor() -> None:
     Engine("model", "tokenizer")  # type: ignore  # mypy finds one error in it, or two
     wrong: EngineArguments = {"dtpye": "bfloat16"}  # type: ignore[typeddict-unknown-key]
     print(wrong)
+
+
+def plans() -> None:
+    found = plan("owner/name", device_memory="80GiB", dtype="bfloat16")
+    assert_type(found.weights_bytes, int)
+    assert_type(found.fits, bool)
+    plan("owner/name", device_memory=80.5)  # type: ignore[arg-type]
+    plan("owner/name", dtpye="bfloat16")  # type: ignore[call-arg]
 
 
 async def mistakes_in_calls(llm: Engine, engine: AsyncEngine) -> None:
