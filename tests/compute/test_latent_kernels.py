@@ -1,0 +1,56 @@
+"""The kernels of latent attention are compiled for a GPU, with the sizes of DeepSeek's models and of small ones."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+PROGRAM = """
+import torch
+
+from aioengine.kernels.rotate_and_write import KVTarget
+from aioengine.kernels.triton import attention, head_linear, launcher, latent_attention, latent_heads
+from tests.compute.compiled import compile_for_hopper
+
+launcher.Launcher.__call__ = compile_for_hopper
+latent_heads.has_dependent_launch = lambda: True
+latent_heads.options = lambda num_warps: {"num_warps": num_warps, "launch_pdl": True}
+
+ints = torch.zeros(3, dtype=torch.int32)
+rows = attention.Rows(ints, ints, ints, ints)
+for num_heads, value_size, more, dtypes in (
+    (16, 512, 64, (torch.bfloat16, torch.float32)),
+    (128, 512, 64, (torch.float16,)),
+    (20, 24, 12, (torch.bfloat16,)),
+):
+    for dtype in dtypes:
+        size = value_size + more
+        heads = torch.zeros(2, num_heads + 1, size, dtype=dtype)
+        q, out = heads[:, :-1], torch.zeros(2, num_heads, value_size, dtype=dtype)
+        keys = torch.zeros(3, 1, 16, size, dtype=dtype)
+        pool = keys, keys[..., :value_size]
+        latent_attention.attend(q, pool, rows, ints.view(-1, 1).expand(-1, 2), scale=0.1, out=out)
+        splits = attention.SplitPlan(4, 2)
+        latent_attention.attend_splits(q, pool, rows, splits, scale=0.1, out=out)
+        both = torch.zeros(2, num_heads * (64 + more) + size, dtype=dtype)
+        queries, latents = both.tensor_split((num_heads * (64 + more),), dim=1)
+        queries = queries.unflatten(1, (num_heads, -1))
+        norm = torch.zeros(value_size, dtype=dtype), torch.tensor(1e-6)
+        tables = torch.zeros(2, 1, more), torch.zeros(2, 1, more)
+        for target in (None, (ints[:2], keys)):
+            latent_heads.rotate(queries, latents, heads, norm=norm, tables=tables, target=target)
+        weight = torch.zeros(num_heads, 64, value_size, dtype=dtype)
+        head_linear.matmul(queries[..., :64], weight, q[..., :value_size])
+        head_linear.matmul(out, weight.transpose(1, 2), queries[..., :64])
+"""
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_hopper() -> None:
+    if find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
