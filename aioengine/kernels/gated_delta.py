@@ -73,8 +73,8 @@ def gated_delta(
     Args:
         channels: [T, C], q of all key heads, then k, then v of all value heads.
         state: [N, H, K, V] fp32, changed in place.
-        in_blocks: on a GPU, long rows may be computed in blocks of tokens, so that the bits of a token depend on the
-            chunks in which they come.
+        in_blocks: on a GPU, long rows may be computed in blocks of tokens, with products in tf32, so that the bits of a
+            token depend on the chunks in which they come.
 
     Returns:
         [T, H, V] in the dtype of ``channels``.

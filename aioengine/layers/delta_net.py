@@ -47,7 +47,7 @@ class GatedDeltaNet:
         self._filter = placement.empty(config.num_channels, config.width)
         self._norm = RMSNorm(config.value_size, epsilon, placement)
         self._log_rate, self._bias = torch.empty(2, num_heads, dtype=torch.float32, device=placement.device)
-        self._in_blocks = not placement.batch_invariant
+        self._in_blocks = not placement.batch_invariant and placement.dtype != torch.float32
         self._parts = config.num_channels, values, num_heads, num_heads
 
     def weights(self, prefix: str) -> dict[str, Target]:

@@ -45,7 +45,7 @@ class Mamba:
         self._weights = SpaceWeights(log_rate=rates, bias=biases, skip=skips, limits=config.time_limits)
         self._norm = RMSNorm(values, config.epsilon, placement)
         self._parts = values, config.num_channels, config.num_heads
-        self._in_blocks = not placement.batch_invariant
+        self._in_blocks = not placement.batch_invariant and placement.dtype != torch.float32
 
     def weights(self, prefix: str) -> dict[str, Target]:
         """Only while the layer is open for loading."""

@@ -175,7 +175,7 @@ def causal_conv(
         *(x, weight, state, rows.slots, rows.starts, rows.ends, rows.blocks, given, out),
         *(*sizes, width, BLOCK_TOKENS, channels, *last),
     )
-    _block((len(rows.blocks), -(-num_channels // channels), 1), key, arguments, {"num_warps": 4})
+    _block((len(rows.blocks), -(-num_channels // channels), 1), key, arguments, {"num_warps": 8})
     arguments = (x, state, rows.slots, rows.starts, rows.ends, *sizes, width, _CHANNELS)
     _state((len(rows.slots), num_parts, 1), key, arguments, {"num_warps": 2})
     return out

@@ -29,6 +29,7 @@ LEAST_TOKENS: Final = 32
 
 TOKENS = tl.constexpr(BLOCK_TOKENS)
 LEAST = tl.constexpr(LEAST_TOKENS)
+EPSILON = tl.constexpr(1e-6)
 
 _VALUES = 32
 """Columns of a head's matrix that a program has."""
@@ -47,7 +48,7 @@ def load_gates(
 
 
 @triton.jit
-def _load_unit(pointers: tl.tensor, inside: tl.tensor, EPSILON: tl.constexpr) -> tl.tensor:
+def _load_unit(pointers: tl.tensor, inside: tl.tensor) -> tl.tensor:
     x = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
     return x / tl.sqrt_rn(tl.sum(x * x, 1) + EPSILON)[:, None]
 
@@ -85,8 +86,6 @@ def _solve_kernel(
     VALUES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    EPSILON: tl.constexpr,
-    PRECISION: tl.constexpr,
 ) -> None:
     """w and u of the tokens of a block."""
     block, head = tl.program_id(0), tl.program_id(1)
@@ -95,19 +94,19 @@ def _solve_kernel(
     begin, count = span_of(ends, row)
     if (count < LEAST) | (first >= count):
         return
-    tokens = first + tl.arange(0, TOKENS)
-    is_token = tokens < count
-    places = begin + tokens
     keys, values, order = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V), tl.arange(0, TOKENS)
+    is_token = first + order < count
+    begin += first
+    gates = begin * gate_stride + head
     decays, beta = load_gates(
-        steps, scores, places * gate_stride + head, is_token, tl.load(rates + head), tl.load(biases + head)
+        steps + gates, scores + gates, order * gate_stride, is_token, tl.load(rates + head), tl.load(biases + head)
     )
     total = tl.cumsum(decays, 0)
     first_key = num_heads // GROUP * KEYS
-    at = channels + places[:, None] * num_channels
+    at = channels + begin * num_channels + order[:, None] * num_channels
     is_key = is_token[:, None] & (keys < KEYS)[None, :]
-    k = _load_unit(at + first_key + head // GROUP * KEYS + keys[None, :], is_key, EPSILON)
-    products = tl.dot(k, tl.trans(k), input_precision=PRECISION) * beta[:, None]
+    k = _load_unit(at + first_key + head // GROUP * KEYS + keys[None, :], is_key)
+    products = tl.dot(k, tl.trans(k), input_precision="tf32") * beta[:, None]
     system = decayed(products, total, order[:, None] > order[None, :])
     # the inverse of 1 + system, transposed, one row after the other
     inverse = tl.where(order[:, None] == order[None, :], 1.0, 0.0)
@@ -116,13 +115,14 @@ def _solve_kernel(
         change = tl.sum(factors[None, :] * inverse, 1)
         inverse = tl.where(order[None, :] == place, inverse - change[:, None], inverse)
     inverse = tl.trans(inverse)
-    w = tl.dot(inverse, k * (beta * tl.exp(total))[:, None], input_precision=PRECISION)
-    heads = places[:, None] * num_heads + head
-    tl.store(keys_out + heads * KEYS + keys[None, :], w.to(keys_out.dtype.element_ty), mask=is_key)
+    w = tl.dot(inverse, k * (beta * tl.exp(total))[:, None], input_precision="tf32")
+    heads, after = begin * num_heads + head, order[:, None] * num_heads
+    tl.store(keys_out + heads * KEYS + after * KEYS + keys[None, :], w.to(keys_out.dtype.element_ty), mask=is_key)
     is_value = is_token[:, None] & (values < VALUES)[None, :]
     v = tl.load(at + 2 * first_key + head * VALUES + values[None, :], mask=is_value, other=0.0).to(tl.float32)
-    u = tl.dot(inverse, v * beta[:, None], input_precision=PRECISION)
-    tl.store(values_out + heads * VALUES + values[None, :], u.to(values_out.dtype.element_ty), mask=is_value)
+    u = tl.dot(inverse, v * beta[:, None], input_precision="tf32")
+    values_out += heads * VALUES
+    tl.store(values_out + after * VALUES + values[None, :], u.to(values_out.dtype.element_ty), mask=is_value)
 
 
 # The outputs and the matrix of a row, one block after the other.
@@ -149,8 +149,6 @@ def _rows_kernel(
     VALUES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    EPSILON: tl.constexpr,
-    PRECISION: tl.constexpr,
 ) -> None:
     head, row = tl.program_id(1), tl.program_id(2)
     begin, count = span_of(ends, row)
@@ -164,28 +162,30 @@ def _rows_kernel(
     is_value = values < VALUES
     matrix = tl.load(places, mask=has_past[:, None] & is_value[None, :], other=0.0)
     rate, bias = tl.load(rates + head), tl.load(biases + head)
-    is_past = order[:, None] >= order[None, :]
     for first in range(0, count, TOKENS):
         is_token = first + order < count
-        tokens = begin + first + order
-        decays, _ = load_gates(steps, scores, tokens * gate_stride + head, is_token, rate, bias)
+        gates = (begin + first) * gate_stride + head
+        decays, _ = load_gates(steps + gates, scores + gates, order * gate_stride, is_token, rate, bias)
         total = tl.cumsum(decays, 0)
-        at = channels + tokens[:, None] * num_channels + head // GROUP * KEYS + keys[None, :]
+        at = channels + (begin + first) * num_channels + head // GROUP * KEYS
+        at += order[:, None] * num_channels + keys[None, :]
         is_key = is_token[:, None] & (keys < KEYS)[None, :]
-        q = _load_unit(at, is_key, EPSILON) * scale
-        k = _load_unit(at + num_heads // GROUP * KEYS, is_key, EPSILON)
-        heads = tokens[:, None] * num_heads + head
-        w = tl.load(solved_keys + heads * KEYS + keys[None, :], mask=is_key, other=0.0).to(tl.float32)
+        q = _load_unit(at, is_key) * scale
+        k = _load_unit(at + num_heads // GROUP * KEYS, is_key)
+        heads, after = (begin + first) * num_heads + head, order[:, None] * num_heads
+        w = solved_keys + heads * KEYS + (after * KEYS + keys[None, :])
+        w = tl.load(w, mask=is_key, other=0.0).to(tl.float32)
         is_here = is_token[:, None] & is_value[None, :]
-        u = tl.load(solved_values + heads * VALUES + values[None, :], mask=is_here, other=0.0).to(tl.float32)
-        written = u - tl.dot(w, matrix, input_precision=PRECISION)
-        weights = decayed(tl.dot(q, tl.trans(k), input_precision=PRECISION), total, is_past)
-        found = tl.dot(q * tl.exp(total)[:, None], matrix, input_precision=PRECISION)
-        found += tl.dot(weights, written, input_precision=PRECISION)
-        tl.store(out + heads * VALUES + values[None, :], found.to(out.dtype.element_ty), mask=is_here)
+        after = after * VALUES + values[None, :]
+        u = tl.load(solved_values + heads * VALUES + after, mask=is_here, other=0.0).to(tl.float32)
+        written = u - tl.dot(w, matrix, input_precision="tf32")
+        weights = decayed(tl.dot(q, tl.trans(k), input_precision="tf32"), total, order[:, None] >= order[None, :])
+        found = tl.dot(q * tl.exp(total)[:, None], matrix, input_precision="tf32")
+        found += tl.dot(weights, written, input_precision="tf32")
+        tl.store(out + heads * VALUES + after, found.to(out.dtype.element_ty), mask=is_here)
         whole = tl.sum(decays, 0)
         k *= tl.exp(whole - total)[:, None]
-        matrix = matrix * tl.exp(whole) + tl.dot(tl.trans(k), written, input_precision=PRECISION)
+        matrix = matrix * tl.exp(whole) + tl.dot(tl.trans(k), written, input_precision="tf32")
     tl.store(places, matrix, mask=(keys < KEYS)[:, None] & is_value[None, :])
 
 
@@ -208,17 +208,15 @@ def compute(
     solved_values = torch.empty_like(out)
     block_k, block_v = max(next_power_of_2(key_size), 16), max(next_power_of_2(value_size), 16)
     stride = gates.steps.stride(0)
-    precision = "ieee" if channels.dtype == torch.float32 else "tf32"
     given = channels, gates.steps, gates.scores, gates.log_rate, gates.bias
-    constants = 1e-6, precision
     arguments = (
         *(*given, rows.ends, rows.blocks, solved_keys, solved_values, num_channels, stride, num_heads),
-        *(group, key_size, value_size, block_k, block_v, *constants),
+        *(group, key_size, value_size, block_k, block_v),
     )
-    _solve((len(rows.blocks), num_heads, 1), key, arguments, {"num_warps": 4})
+    _solve((len(rows.blocks), num_heads, 1), key, arguments, {"num_warps": 8})
     block_v = min(block_v, _VALUES)
     arguments = (
         *(*given, state, rows.slots, rows.starts, rows.ends, solved_keys, solved_values, out),
-        *(num_channels, stride, num_heads, key_size**-0.5, group, key_size, value_size, block_k, block_v, *constants),
+        *(num_channels, stride, num_heads, key_size**-0.5, group, key_size, value_size, block_k, block_v),
     )
-    _rows((-(-value_size // block_v), num_heads, len(rows.slots)), key, arguments, {"num_warps": 4})
+    _rows((-(-value_size // block_v), num_heads, len(rows.slots)), key, arguments, {"num_warps": 8})

@@ -110,7 +110,6 @@ def _blocks_kernel(
     BLOCK_V: tl.constexpr,
     LEAST_TIME: tl.constexpr,
     MOST_TIME: tl.constexpr,
-    PRECISION: tl.constexpr,
 ) -> None:
     head, row = tl.program_id(1), tl.program_id(2)
     begin, count = delta_blocks.span_of(ends, row)
@@ -138,15 +137,15 @@ def _blocks_kernel(
         c = tl.load(c, mask=is_key, other=0.0).to(tl.float32)
         is_here = is_token[:, None] & is_value[None, :]
         x = tl.load(at + head * VALUES + values[None, :], mask=is_here, other=0.0).to(tl.float32)
-        products = tl.dot(c, tl.trans(b), input_precision=PRECISION)
+        products = tl.dot(c, tl.trans(b), input_precision="tf32")
         products = delta_blocks.decayed(products, total, order[:, None] >= order[None, :])
         written = x * time[:, None]
-        found = tl.dot(products, written, input_precision=PRECISION) + skip * x
-        found += tl.dot(c * tl.exp(total)[:, None], matrix, input_precision=PRECISION)
+        found = tl.dot(products, written, input_precision="tf32") + skip * x
+        found += tl.dot(c * tl.exp(total)[:, None], matrix, input_precision="tf32")
         target = out + (tokens[:, None] * num_heads + head) * VALUES + values[None, :]
         tl.store(target, found.to(out.dtype.element_ty), mask=is_here)
         b *= tl.exp(whole - total)[:, None]
-        matrix = matrix * tl.exp(whole) + tl.dot(tl.trans(b), written, input_precision=PRECISION)
+        matrix = matrix * tl.exp(whole) + tl.dot(tl.trans(b), written, input_precision="tf32")
     tl.store(places, matrix, mask=(keys < KEYS)[:, None] & is_value[None, :])
 
 
@@ -173,8 +172,7 @@ def state_space(
     grid = (-(-value_size // blocks[1]), num_heads, len(rows.slots))
     _scan(grid, key, (*tensors, out, *sizes, *blocks, *weights.limits, most), {"num_warps": 1})
     if has_blocks:
-        precision = "ieee" if channels.dtype == torch.float32 else "tf32"
         blocks = block_k, min(block_v, _VALUES[1])
         grid = (-(-value_size // blocks[1]), num_heads, len(rows.slots))
-        _blocks(grid, key, (*tensors, out, *sizes, *blocks, *weights.limits, precision), {"num_warps": 4})
+        _blocks(grid, key, (*tensors, out, *sizes, *blocks, *weights.limits), {"num_warps": 8})
     return out
