@@ -27,7 +27,7 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
 }
 START = [(7 * i) % 250 + 1 for i in range(60)]
 PROMPTS = [START[:9], START, [*START[:45], *range(100, 120)], [*range(30, 100)], [*START, *range(5, 50)]]
-NUM_NEW = 40
+NUM_NEW = 60
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -58,6 +58,6 @@ def test_answers_are_those_of_transformers(
 
 def test_answers_of_preempted_requests_are_the_same(windowed: tuple[Path, list[list[int]]]) -> None:
     folder, expected = windowed
-    world = World(make_settings(folder, page_size=4, num_pages=44, chunk_tokens=40))
+    world = World(make_settings(folder, page_size=4, num_pages=50, chunk_tokens=40))
     assert world.answers(PROMPTS, max_new_tokens=NUM_NEW) == expected
     assert world.num_preemptions

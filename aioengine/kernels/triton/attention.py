@@ -87,6 +87,15 @@ def first_split(first_seen: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def _pages_of(
+    row: tl.tensor, page_starts: tl.tensor, last_lengths: tl.tensor, PAGE_SIZE: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """The index of a row's first page, and its positions."""
+    first_page = tl.load(page_starts + row)
+    return first_page, (tl.load(page_starts + row + 1) - first_page - 1) * PAGE_SIZE + tl.load(last_lengths + row)
+
+
+@triton.jit
 def _attend_split(
     queries: tl.tensor,
     keys: tl.tensor,
@@ -190,8 +199,7 @@ def _attend_kernel(
     head = tl.program_id(1)
     first_token = tl.load(query_starts + row)
     count = tl.load(query_starts + row + 1) - first_token
-    first_page = tl.load(page_starts + row)
-    length = (tl.load(page_starts + row + 1) - first_page - 1) * PAGE_SIZE + tl.load(last_lengths + row)
+    first_page, length = _pages_of(row, page_starts, last_lengths, PAGE_SIZE)
     PAGE_STRIDE: tl.constexpr = NUM_KV_HEADS * PAGE_SIZE * HEAD_SIZE
     members = tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)[None, :]
@@ -208,10 +216,8 @@ def _attend_kernel(
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
     head_keys = keys + head * PAGE_SIZE * HEAD_SIZE
     head_values = values + head * PAGE_SIZE * HEAD_SIZE
-    index = tl.full((), 0, tl.int32)
     first_seen = tl.maximum(length - count + tile_start - WINDOW + 1, 0)
-    if WINDOW:
-        index = first_split(first_seen)
+    index = first_split(first_seen) if WINDOW else tl.full((), 0, tl.int32)
     while split_start(index) < stop:
         start, end = split_start(index), tl.minimum(split_start(index + 1), stop)
         split_highest, split_total, split_sums = _attend_split(
@@ -221,7 +227,7 @@ def _attend_kernel(
         highest, total, sums = merged(highest, total, sums, split_highest, split_total, split_sums)
         index += 1
     if SINKS:
-        highest, total, sums = with_sinks(highest, total, sums, sinks, heads, is_member)
+        highest, total, sums = with_sinks(highest, total, sums, sinks + heads, is_member)
     targets = (tokens * (NUM_KV_HEADS * GROUP) + heads)[:, None] * HEAD_SIZE + columns
     tl.store(out + targets, (sums / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
@@ -255,8 +261,7 @@ def _splits_kernel(
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    first_page = tl.load(page_starts + row)
-    length = (tl.load(page_starts + row + 1) - first_page - 1) * PAGE_SIZE + tl.load(last_lengths + row)
+    first_page, length = _pages_of(row, page_starts, last_lengths, PAGE_SIZE)
     PAGE_STRIDE: tl.constexpr = NUM_KV_HEADS * PAGE_SIZE * HEAD_SIZE
     members = tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)[None, :]
@@ -311,9 +316,7 @@ def _merge_kernel(
     highest = tl.full((HEADS,), MASKED, tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
     sums = tl.zeros((HEADS, COLUMNS), tl.float32)
-    index = tl.full((), 0, tl.int32)
-    if WINDOW:
-        index = first_split(tl.maximum(length - WINDOW, 0))
+    index = first_split(tl.maximum(length - WINDOW, 0)) if WINDOW else tl.full((), 0, tl.int32)
     while split_start(index) < length:
         sources = (row * max_splits + index) * NUM_HEADS + heads
         split_highest = tl.load(split_marks + 2 * sources, mask=is_head, other=0.0)
@@ -322,7 +325,7 @@ def _merge_kernel(
         highest, total, sums = merged(highest, total, sums, split_highest, split_total, split)
         index += 1
     if SINKS:
-        highest, total, sums = with_sinks(highest, total, sums, sinks, heads, is_head)
+        highest, total, sums = with_sinks(highest, total, sums, sinks + heads, is_head)
     targets = (row * NUM_HEADS + heads)[:, None] * HEAD_SIZE + columns
     tl.store(out + targets, (sums / total[:, None]).to(out.dtype.element_ty), mask=inside)
 

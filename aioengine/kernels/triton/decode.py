@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 LEAST_ROWS = 16
 """Rows of the smallest matmul on tensor cores; a kv head with fewer query heads is padded."""
+STAGES = tl.constexpr(3)
 LOWEST = tl.constexpr(-1.0e30)
 
 
@@ -60,7 +61,6 @@ def _attended(
     PAGE_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
     CAP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Highest score, sum of weights and weighted values of each query over positions begin to end."""
@@ -130,15 +130,14 @@ def _finish(
     other: tl.tensor,
     other_weights: tl.tensor,
     sinks: tl.tensor,
-    heads: tl.tensor,
     HEAD_SIZE: tl.constexpr,
     MERGES: tl.constexpr,
     SINKS: tl.constexpr,
 ) -> None:
-    """Store the result of attention, merged with ``other`` where there is one, and with the sinks of ``heads``."""
+    """Store the result of attention, merged with ``other`` where there is one, and with its ``sinks``."""
     targets = out_heads[:, None] * HEAD_SIZE + tl.arange(0, HEAD_SIZE)[None, :]
     if SINKS:
-        highest, total, sums = with_sinks(highest, total, sums, sinks, heads, is_member)
+        highest, total, sums = with_sinks(highest, total, sums, sinks, is_member)
     if MERGES:
         weight = tl.load(other_weights + out_heads, mask=is_member, other=LOWEST)
         higher = tl.maximum(highest, weight)
@@ -173,7 +172,6 @@ def _decode_kernel(
     PAGE_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
     MERGES: tl.constexpr,
     CAP: tl.constexpr,
     SINKS: tl.constexpr,
@@ -194,14 +192,11 @@ def _decode_kernel(
         queries = tl.load(q + row * TOKEN_STRIDE + heads[:, None] * HEAD_SIZE + columns, mask=inside, other=0.0)
         highest, total, attended = _attended(
             *(queries, keys + head * PAGE_SIZE * HEAD_SIZE, values + head * PAGE_SIZE * HEAD_SIZE, pages, begin, end),
-            *(scale, NUM_KV_HEADS * PAGE_SIZE * HEAD_SIZE, PAGE_SIZE, HEAD_SIZE, BLOCK, STAGES, CAP),
+            *(scale, NUM_KV_HEADS * PAGE_SIZE * HEAD_SIZE, PAGE_SIZE, HEAD_SIZE, BLOCK, CAP),
         )
-        out_heads = row * (NUM_KV_HEADS * GROUP) + heads
+        target = (row * (NUM_KV_HEADS * GROUP) + heads, is_member, other, other_weights, sinks + heads)
         if count == 1:
-            _finish(
-                *(out, highest, total, attended, out_heads, is_member, other, other_weights, sinks, heads),
-                *(HEAD_SIZE, MERGES, SINKS),
-            )
+            _finish(out, highest, total, attended, *target, HEAD_SIZE, MERGES, SINKS)
         else:
             split_heads = tl.program_id(1) * (NUM_KV_HEADS * GROUP) + heads
             tl.store(sums + split_heads[:, None] * HEAD_SIZE + columns, attended, mask=inside)
@@ -212,11 +207,7 @@ def _decode_kernel(
             if tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == count - 1:
                 split_heads = first_split * (NUM_KV_HEADS * GROUP) + heads
                 merged = _merge(sums, marks, split_heads, count, is_member, NUM_KV_HEADS * GROUP, HEAD_SIZE)
-                highest, total, attended = merged
-                _finish(
-                    *(out, highest, total, attended, out_heads, is_member, other, other_weights, sinks, heads),
-                    *(HEAD_SIZE, MERGES, SINKS),
-                )
+                _finish(out, *merged, *target, HEAD_SIZE, MERGES, SINKS)
                 tl.store(done, 0)
 
 
@@ -246,7 +237,7 @@ def decode(
     marks = torch.empty(max_splits, num_heads, 2, dtype=torch.float32, device=q.device)
     padded = max(next_power_of_2(group), LEAST_ROWS)
     block = 128 if head_size <= 128 else 64
-    sizes = q.stride(0), num_kv_heads, group, padded, page_size, head_size, block, 3
+    sizes = q.stride(0), num_kv_heads, group, padded, page_size, head_size, block
     sizes = (*sizes, other is not None, rules.cap, rules.sinks is not None, has_dependent_launch())
     rest = *(other or (out, marks)), out if rules.sinks is None else rules.sinks
     tensors = (q, *pool, rows.page_starts, rows.page_ids, rows.splits, rows.num_done, sums, marks, out, *rest)

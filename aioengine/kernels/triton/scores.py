@@ -52,12 +52,12 @@ def capped(products: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def with_sinks(
-    highest: tl.tensor, total: tl.tensor, sums: tl.tensor, sinks: tl.tensor, heads: tl.tensor, is_head: tl.tensor
+    highest: tl.tensor, total: tl.tensor, sums: tl.tensor, sinks: tl.tensor, is_head: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Highest score [G], sum of weights [G] and weighted values [G, E] of query rows, with the sink of the head of each
-    in its sum. The multiplications and additions are named one by one, as in ``attention.merged``.
+    """Highest score [G], sum of weights [G] and weighted values [G, E] of query rows, with the sink of each, of
+    pointers [G], in its sum. The multiplications and additions are named one by one, as in ``attention.merged``.
     """
-    sink = tl.load(sinks + heads, mask=is_head, other=0.0).to(tl.float32) * LOG2_E
+    sink = tl.load(sinks, mask=is_head, other=0.0).to(tl.float32) * LOG2_E
     higher = tl.maximum(highest, sink)
     shrink = tl.exp2(highest - higher)
     return higher, tl.fma(total, shrink, tl.exp2(sink - higher)), sums * shrink[:, None]
