@@ -92,11 +92,12 @@ def check_folder(
     prefix: str,
     renamed: Renamed = (),
     is_ignored: Callable[[str], bool] = lambda _: False,
+    types: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Check that the folder has the tensors of a model, and no others but those that may be ignored.
 
     ``make_shapes``: returns the tensors by name. It is not called if the model has more layers than the folder has
-    tensors: a wrong config.json may name millions.
+    tensors: a wrong config.json may name millions. ``types``: as in ``check_entries``.
 
     Raises:
         ValueError: a file is missing or damaged, or the tensors are not those of the model.
@@ -109,7 +110,7 @@ def check_folder(
         )
     shapes = make_shapes()
     entries = [entry for entry in found if entry.name in shapes or not is_ignored(entry.name)]
-    check_entries(entries, shapes, folder)
+    check_entries(entries, shapes, folder, types=types)
 
 
 def check_entries(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from functools import partial
 from pathlib import Path
@@ -13,12 +14,12 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from msgspec import Struct
 
-from aioengine import checkpoint, checks, folder_files, plugins
+from aioengine import checkpoint, checks, folder_files, logs, plugins
 from aioengine.adapter_folder import linear_layers
 from aioengine.config import PoolingSettings
 from aioengine.embedder_files import is_embedder, read_pooling
 from aioengine.families._config import MAX_SIZES, DecoderConfig, Task, as_embedder, not_implemented
-from aioengine.families._tensors import is_ignored, tensor_shapes
+from aioengine.families._tensors import exact_types, is_ignored, tensor_shapes
 from aioengine.families._vision import VisionConfig
 from aioengine.hub import download
 
@@ -34,6 +35,9 @@ DEMO_MODEL: Final = Path(__file__).parent / "demo"
 
 _DTYPES: Final = ("bfloat16", "float16", "float32")
 _WIDER: Final = ("float64", "double", "float", "auto")
+_logger = logging.getLogger(__name__)
+_READ_QUANTIZED: Final = {("gpt_oss", "mxfp4")}
+"""Model types, and methods of quantization that are read."""
 _MAX_HUB_ID: Final = 200
 
 
@@ -270,6 +274,11 @@ def _stored_weights(folder: Path, decoder: TransformerConfig, *, is_looked_at: b
     is_loaded = is_looked_at and load_format != "dummy" and not missing
     files = checkpoint.file_states(checkpoint.model_files(folder, with_weights=is_loaded))
     if is_loaded:
+        if types := exact_types(decoder):
+            text = (
+                "%d tensors in %s are of 4 bits (MXFP4); they are converted to the model's dtype when they are loaded"
+            )
+            logs.log(_logger, logging.INFO, text, len(types) // 2, folder)
         checkpoint.check_folder(
             folder,
             partial(tensor_shapes, decoder),
@@ -277,6 +286,7 @@ def _stored_weights(folder: Path, decoder: TransformerConfig, *, is_looked_at: b
             prefix=decoder.prefix,
             renamed=decoder.renamed,
             is_ignored=partial(is_ignored, decoder),
+            types=types,
         )
     return StoredWeights(missing=missing, files=files)
 
@@ -331,6 +341,8 @@ def _check_supported(config: _Config) -> None:
         )
     if config.quantization_config is not None:
         method = config.quantization_config.quant_method
+        if (config.model_type, method) in _READ_QUANTIZED:
+            return
         raise ValueError(f"quantized weights ({method:.80}), which are not read; give the original model")
 
 

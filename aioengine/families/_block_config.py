@@ -138,6 +138,7 @@ class AttentionConfig(Struct, frozen=True, kw_only=True):
         is_interleaved: the rotation pairs neighbours; else the first half of what is rotated with the second.
         latent: None: keys and values are kept. Otherwise ``qkv`` means nothing, and ``qkv_bias`` is of the layers that
             read the stream.
+        has_sinks: whether each head has a learned sink, see ``AttentionShape``.
         has_output_gate: the layer of queries has behind each head a gate of as many numbers, whose sigmoid multiplies
             what the head has attended to.
     """
@@ -153,6 +154,7 @@ class AttentionConfig(Struct, frozen=True, kw_only=True):
     is_interleaved: bool = False
     head_norm: HeadNorm | None = None
     latent: LatentConfig | None = None
+    has_sinks: bool = False
     has_output_gate: bool = False
 
 

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from aioengine.families._block_config import MambaConfig, NormConfig, ShortConvConfig
 from aioengine.families._config import DecoderConfig, Task
 from aioengine.families._encoders import EncoderConfig, LinearShape
-from aioengine.families._experts import tensors_of_experts
+from aioengine.families._experts import quantized_tensors, tensors_of_experts
 from aioengine.families._vision import VisionConfig
 
 if TYPE_CHECKING:
@@ -48,6 +48,19 @@ def adaptable_layers(config: DecoderConfig) -> dict[str, tuple[int, int]]:
         for layer in range(config.num_layers)
         for linear in (*attention_linears(config, layer), *mlp_linears(config, layer))
     }
+
+
+def exact_types(config: TransformerConfig) -> dict[str, str]:
+    """Name -> type, as safetensors names it, of the tensors that no other type can be converted to."""
+    if not isinstance(config, DecoderConfig):
+        return {}
+    found: dict[str, str] = {}
+    for layer in range(config.num_layers):
+        if (experts := config.experts_of(layer)) is not None:
+            prefix = f"{config.names.block(layer)}{config.block.mlp}"
+            quantized = quantized_tensors(experts, config.hidden_size)
+            found |= {f"{prefix}{name}": kind for name, (_, kind) in quantized.items()}
+    return found
 
 
 def is_ignored(config: TransformerConfig, name: str) -> bool:
@@ -147,6 +160,8 @@ def attention_shapes(config: DecoderConfig, layer: int) -> Shapes:
         found |= _latent_shapes(config, latent)
     if config.stateful is not None and config.keeps_state(layer):
         return found | _stateful_shapes(config.stateful, config.hidden_size)
+    if config.attention.has_sinks:
+        found |= {f"{config.block.attention}sinks": (config.num_heads,)}
     if (head_norm := config.attention.head_norm) is not None:
         for name, num_heads in zip(head_norm.names, (config.num_heads, config.num_kv_heads), strict=True):
             size = head_norm.shape(num_heads, config.head_size)

@@ -16,7 +16,7 @@ from aioengine.families._tensors import block_shapes, is_ignored
 from aioengine.layers.embedding import Embedding
 from aioengine.layers.linear import Linear
 from aioengine.layers.norm import add_to_stream, make_norm
-from aioengine.layers.placement import Placement
+from aioengine.layers.placement import Placement, Target
 from aioengine.layers.rope import RotaryEmbedding
 from aioengine.models._base import InputSpec
 from aioengine.models._decoder_block import Block, BlockStep
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from aioengine.kernels.linear import Matmul
     from aioengine.layers.adapters import AdapterRows
     from aioengine.layers.norm import Norm
-    from aioengine.layers.placement import Target
     from aioengine.layers.states import StepStates
     from aioengine.models._base import ModelInputs, ModelOptions
 
@@ -60,6 +59,9 @@ class Decoder:
             is_causal=config.is_causal,
             windows=reached_windows(config.windows, options.max_positions),
             soft_cap=config.attention.soft_cap,
+            sinks=tuple(
+                placement.empty(config.num_heads) for _ in range(config.num_layers * config.attention.has_sinks)
+            ),
             value_size=None if config.attention.latent is None else config.attention.latent.rank,
         )
         self.task = config.task
@@ -99,6 +101,8 @@ class Decoder:
             found |= self._positions.weights(names.positions)
         for layer, block in enumerate(self._blocks):
             found |= block.weights(names.block(layer))
+        for layer, sinks in enumerate(self.attention_shape.sinks):
+            found[f"{names.block(layer)}{self._config.block.attention}sinks"] = Target(sinks)
         return found if self._head is None else found | self._head.weights("")
 
     def linears(self) -> list[tuple[str, Linear]]:

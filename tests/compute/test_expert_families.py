@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
+    GptOssConfig,
     GraniteMoeConfig,
     MixtralConfig,
     OlmoeConfig,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
 )
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from aioengine import models
+from aioengine.args import engine_config
+from aioengine.model_folder import find_facts
 from aioengine.runner import weights
 from tests.compute.stepping import Request, Stepper, options
 
@@ -28,7 +34,7 @@ if TYPE_CHECKING:
     from aioengine.models._base import Model
 
 NUM_TOKENS = 50
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 48,
     "intermediate_size": 40,
@@ -39,6 +45,13 @@ SIZES = {
     "num_experts_per_tok": 3,
 }
 QWEN = {"num_experts": 8, "moe_intermediate_size": 24}
+GPT_OSS: dict[str, Any] = {
+    "num_local_experts": 6,
+    "head_dim": 8,
+    "sliding_window": 11,
+    "swiglu_limit": 0.5,
+    "hidden_size": 64,
+}
 CASES: dict[str, tuple[Callable[..., PreTrainedConfig], dict[str, object]]] = {
     "mixtral": (MixtralConfig, {"num_local_experts": 5}),
     "mixtral window": (MixtralConfig, {"num_local_experts": 5, "sliding_window": 13, "router_jitter_noise": 0.1}),
@@ -63,6 +76,11 @@ CASES: dict[str, tuple[Callable[..., PreTrainedConfig], dict[str, object]]] = {
     ),
     "olmoe": (OlmoeConfig, {"num_experts": 6}),
     "olmoe normalized": (OlmoeConfig, {"num_experts": 6, "norm_topk_prob": True, "attention_bias": True}),
+    "gpt_oss": (GptOssConfig, GPT_OSS),
+    "gpt_oss other windows": (
+        GptOssConfig,
+        {**GPT_OSS, "layer_types": ["full_attention", "sliding_attention", "full_attention"], "attention_bias": False},
+    ),
     "granitemoe": (
         GraniteMoeConfig,
         {
@@ -104,3 +122,43 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(case: str, tmp_path:
     together.step([(request, count) for request, count in zip(requests, (30, 2, 9), strict=True)])
     together.step([(requests[1], 48), (requests[0], 20)])
     assert torch.equal(torch.stack(requests[0].logits), whole)
+
+
+def test_experts_in_mxfp4_are_those_that_transformers_makes_of_them(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {**SIZES, **GPT_OSS, "intermediate_size": 32, "initializer_range": 0.2}
+    torch.manual_seed(1)
+    theirs = AutoModelForCausalLM.from_config(GptOssConfig(**sizes), dtype=torch.float32, attn_implementation="eager")
+    stored = {name: tensor.clone() for name, tensor in theirs.state_dict().items()}
+    for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
+        num_experts, columns, rows = stored.pop(name).shape
+        blocks = torch.randint(0, 256, (num_experts, rows, columns // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(122, 126, (num_experts, rows, columns // 32), dtype=torch.uint8)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        theirs.state_dict()[name].copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+    theirs.config.save_pretrained(tmp_path)
+    save_file(stored, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert find_facts(engine_config(str(tmp_path), {}).model).model_type == "gpt_oss"
+    ours = models.build(config, options())
+    weights.load(ours, tmp_path, load_format="auto", seed=0, report=lambda *_: None)
+    token_ids = torch.randint(0, SIZES["vocab_size"], (NUM_TOKENS,))
+    expected = theirs(token_ids.unsqueeze(0)).logits[0]
+    torch.testing.assert_close(Stepper(ours).run(token_ids.tolist(), [NUM_TOKENS]), expected, atol=5e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("quantization_config", {"quant_method": "fp8"}),
+        ("swiglu_limit", 0.0),
+        ("num_experts_per_tok", 7),
+        ("intermediate_size", 40),
+    ],
+)
+def test_values_of_gpt_oss_that_are_not_implemented_are_refused_by_name(field: str, value: object) -> None:
+    config = GptOssConfig(**{**SIZES, **GPT_OSS, "intermediate_size": 32}).to_dict()
+    config |= {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}, field: value}
+    with pytest.raises(ValueError, match=field):
+        models.build(config, options())
