@@ -1,0 +1,99 @@
+"""Experts on a GPU: the kernels against torch, the same bits in any batch, greedy tokens of whole models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
+
+from aioengine.kernels import experts, routing
+from aioengine.kernels.expert_types import SILU, Chosen, ExpertWeights, Gate, Routing, Shared
+from aioengine.protocol.messages import Sampling
+from tests.compute.runner_world import World
+from tests.kit.settings import small_settings
+
+NUM_EXPERTS, SIZE, INNER = 12, 256, 192
+PROMPTS = [[(7 * i + 3 * j) % 90 + 1 for j in range(3 + 6 * i)] for i in range(5)]
+
+
+def make_weights(gate: Gate, *, has_bias: bool, dtype: torch.dtype) -> ExpertWeights:
+    torch.manual_seed(0)
+    gate_up = torch.randn(NUM_EXPERTS, 2 * INNER, SIZE) * SIZE**-0.5
+    down = torch.randn(NUM_EXPERTS, SIZE, INNER) * INNER**-0.5
+    biases = (torch.randn(NUM_EXPERTS, 2 * INNER), torch.randn(NUM_EXPERTS, SIZE)) if has_bias else (None, None)
+    tensors = [None if each is None else each.to(dtype) for each in (gate_up, down, *biases)]
+    assert tensors[0] is not None
+    assert tensors[1] is not None
+    return ExpertWeights(tensors[0], tensors[1], tensors[2], tensors[3], gate)
+
+
+def on_gpu(weights: ExpertWeights) -> ExpertWeights:
+    return ExpertWeights(*(each.cuda() if isinstance(each, torch.Tensor) else each for each in weights))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("gate", "has_bias"), [(SILU, False), (Gate(0.7, 1.702), True)])
+def test_kernels_compute_what_torch_computes(gate: Gate, has_bias: bool, dtype: torch.dtype) -> None:
+    weights = make_weights(gate, has_bias=has_bias, dtype=dtype)
+    computed = experts.prepare(on_gpu(weights))
+    tolerance = 2e-4 if dtype == torch.float32 else 5e-2
+    for num_tokens in (1, 3, 20, 200, 700):
+        x, logits = torch.randn(num_tokens, SIZE, dtype=dtype), torch.randn(num_tokens, NUM_EXPERTS)
+        gates = torch.randn(num_tokens, 1, dtype=dtype)
+        shared = Shared(torch.randn(num_tokens, SIZE, dtype=dtype), gates)
+        chosen = routing.route(logits, None, Routing(3))
+        there = routing.route(logits.cuda(), None, Routing(3))
+        assert torch.equal(there.experts.cpu(), chosen.experts)
+        expected = experts.prepare(weights)(x, chosen, shared)
+        found = computed(x.cuda(), there, Shared(shared.values.cuda(), gates.cuda()))
+        torch.testing.assert_close(found.cpu(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_the_same_bits_with_any_other_rows(dtype: torch.dtype) -> None:
+    computed = experts.prepare(on_gpu(make_weights(SILU, has_bias=False, dtype=dtype)), batch_invariant=True)
+    x = torch.randn(600, SIZE, dtype=dtype, device="cuda")
+    chosen = routing.route(torch.randn(600, NUM_EXPERTS, device="cuda"), None, Routing(3))
+    whole = computed(x, chosen)
+    for rows in (slice(0, 1), slice(7, 9), slice(20, 60), slice(3, 500)):
+        assert torch.equal(computed(x[rows], Chosen(chosen.experts[rows], chosen.weights[rows])), whole[rows])
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("graphs", [0, 4])
+def test_greedy_tokens_are_those_of_transformers(family: str, graphs: int, tmp_path: Path) -> None:
+    """In fp32, prompts in chunks: each token has the highest logit, but for rounding."""
+    sizes: dict[str, Any] = {
+        "vocab_size": 96, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": 64, "num_experts_per_tok": 3,
+        "initializer_range": 0.2, "eos_token_id": None, "bos_token_id": None, "pad_token_id": None,
+    }  # fmt: skip
+    torch.manual_seed(1)
+    config = (
+        Qwen3MoeConfig(**sizes, num_experts=8, moe_intermediate_size=64)
+        if family == "qwen3_moe"
+        else GptOssConfig(**sizes, num_local_experts=8, sliding_window=16)
+    )
+    theirs = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    theirs.save_pretrained(tmp_path)
+    settings = small_settings(
+        path=str(tmp_path), dtype="float32", load_format="auto", context_length=64, vocab_size=96, max_running=8,
+        chunk_tokens=16, depth=1, device="cuda", attention_backend="triton", fallback_backend="torch",
+        cuda_graph_max_rows=graphs,
+    )  # fmt: skip
+    world = World(settings)
+    uids = [world.submit(prompt, Sampling(0, temperature=0.0), max_new_tokens=8) for prompt in PROMPTS]
+    for _ in range(200):
+        if not world.core.has_work:
+            break
+        world.step()
+    world.runner.close()
+    for prompt, uid in zip(PROMPTS, uids, strict=True):
+        output = world.outputs[uid]
+        assert len(output) == 8
+        logits = theirs(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+        given = logits.gather(1, torch.tensor(output).unsqueeze(1))[:, 0]
+        assert (logits.amax(1) - given).max() < 1e-2
