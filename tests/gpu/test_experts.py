@@ -31,7 +31,10 @@ def make_weights(gate: Gate, *, has_bias: bool, dtype: torch.dtype) -> ExpertWei
 
 
 def on_gpu(weights: ExpertWeights) -> ExpertWeights:
-    return ExpertWeights(*(each.cuda() if isinstance(each, torch.Tensor) else each for each in weights))
+    gate_up_bias, down_bias = (
+        None if bias is None else bias.cuda() for bias in (weights.gate_up_bias, weights.down_bias)
+    )
+    return ExpertWeights(weights.gate_up.cuda(), weights.down.cuda(), gate_up_bias, down_bias, weights.gate)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
