@@ -133,7 +133,7 @@ def _attend_split(
         there = inside[:, None] & (columns < HEAD_SIZE)
         block_keys = tl.load(keys + offsets, mask=there, other=0.0)
         scores = tl.dot(queries, tl.trans(block_keys), input_precision="ieee") * scale
-        if CAP:
+        if CAP > 0.0:
             scores = capped(scores, CAP)
         is_seen = positions[None, :] <= last[:, None]
         if WINDOW:

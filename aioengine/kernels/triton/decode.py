@@ -74,7 +74,7 @@ def _attended(
         page = tl.load(pages + positions // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
         offsets = (page * PAGE_STRIDE + positions % PAGE_SIZE * HEAD_SIZE)[:, None] + columns
         scores = tl.dot(queries, tl.trans(tl.load(keys + offsets))) * scale
-        if CAP:
+        if CAP > 0.0:
             scores = capped(scores, CAP)
         scores = tl.where(inside[None, :], scores, LOWEST)
         higher = tl.maximum(highest, tl.max(scores, 1))

@@ -1,0 +1,45 @@
+"""The attention kernels are compiled for a GPU, with windows, soft caps and sinks and without them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+PROGRAM = """
+import torch
+
+from aioengine.kernels.triton import attention, decode, launcher, merge
+from aioengine.kernels.triton.scores import ScoreRules
+from tests.compute.compiled import compile_for_hopper
+
+launcher.Launcher.__call__ = compile_for_hopper
+decode.has_dependent_launch = lambda: True
+
+ints = torch.zeros(48, dtype=torch.int32)
+rows = attention.Rows(ints, ints, ints, ints)
+step = decode.DecodeRows(ints, ints, torch.zeros(5, 16, dtype=torch.int32), ints)
+weights = torch.zeros(2, 8)
+for rules in (ScoreRules(), ScoreRules(300), ScoreRules(None, 50.0), ScoreRules(128, 30.0, torch.zeros(8))):
+    for head_size, dtype in ((64, torch.bfloat16), (256, torch.float16), (80, torch.float32)):
+        q, out = torch.zeros(2, 16, head_size, dtype=dtype)[:, :8], torch.zeros(2, 8, head_size, dtype=dtype)
+        pool = torch.zeros(2, 3, 4, 16, head_size, dtype=dtype).unbind(0)
+        attention.attend(q, pool, rows, ints[:4].view(2, 2), scale=0.1, out=out, rules=rules)
+        attention.attend_splits(q, pool, rows, attention.SplitPlan(4, 2), scale=0.1, out=out, rules=rules)
+        if head_size != 80:  # FlashInfer, whose decode rows these are, has none of it
+            for other in (None, (out, weights)):
+                decode.decode(q, pool, step, scale=0.1, out=out, other=other, rules=rules)
+        if rules.sinks is not None:
+            merge.add_sinks(out, weights, rules.sinks)
+        merge.merge(out, weights, out, weights)
+"""
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_hopper() -> None:
+    if find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
