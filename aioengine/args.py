@@ -234,8 +234,16 @@ ARGUMENTS: Final[dict[str, Argument]] = {
     ),
     "dtype": Argument("model.dtype", _dtype, "auto, bfloat16, float16 or float32"),
     "context_length": Argument("model.context_length", whole_from(1), "tokens of prompt and output", "the model's"),
+    "model_impl": Argument(
+        "model.implementation",
+        _words("auto", "aioengine", "transformers"),
+        "whose code computes the model: auto (ours, or transformers' for a model_type that we have no code for), "
+        "aioengine or transformers",
+    ),
     "trust_remote_code": Argument(
-        "model.trust_remote_code", checks.switch, "no effect: no code of a model folder is run"
+        "model.trust_remote_code",
+        checks.switch,
+        "run code of the model's folder, where transformers' code computes it",
     ),
     "skip_tokenizer_init": Argument("model.tokenizer", _negated, "token ids in, token ids out, no text"),
     "chat_template": Argument(
@@ -426,7 +434,6 @@ _OFF_BY_FEATURE: Final[dict[str, dict[str, tuple[object, ...]]]] = {
     "default sampling parameters of the engine": {"preferred_sampling_params": ({},)},
     "changes to the model's config.json": {"json_model_override_args": ("{}", {})},
     "slow tokenizers": {"tokenizer_mode": ("auto",)},
-    "other implementations of a model": {"model_impl": ("auto",)},
     "separate prefill and decode engines": {
         "disaggregation_mode": ("null",),
         "encoder_only": (False,),

@@ -6,7 +6,13 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from msgspec import Struct
+
+OWN: Final = "aioengine"
+TRANSFORMERS: Final = "transformers"
+"""Whose code computes a model."""
 
 # ---------------------------------------------------------------- the user's configuration
 
@@ -15,7 +21,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     """Which model, and how to read it. ``path``: a folder or a hub id; None is the demo model of the package.
 
     ``chat_template``: text or a path; None: the model's own. ``is_embedding``: whether a model that generates gives
-    vectors alone; None: where its folder is one of sentence-transformers.
+    vectors alone; None: where its folder is one of sentence-transformers. ``implementation``: "auto", "aioengine" or
+    "transformers".
     """
 
     path: str | None = None
@@ -29,6 +36,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     tokenizer: bool = True
     chat_template: str | None = None
     is_embedding: bool | None = None
+    implementation: str = "auto"
 
 
 class DeviceConfig(Struct, frozen=True, kw_only=True):
@@ -183,7 +191,8 @@ class PoolingSettings(Struct, frozen=True, kw_only=True):
 class ModelSettings(Struct, frozen=True, kw_only=True):
     """The model folder and how to read it. ``dtype``: "bfloat16", "float16" or "float32". ``task``: "generate", "embed"
     or "classify". ``hidden_size``: of its hidden states; 0: it has none. ``files``: path -> state of config.json and of
-    the weights; the runner loads no others.
+    the weights; the runner loads no others. ``implementation``: whose code computes it, "aioengine" or "transformers",
+    which may then run code of the folder with ``trust_remote_code``.
     """
 
     path: str
@@ -192,6 +201,7 @@ class ModelSettings(Struct, frozen=True, kw_only=True):
     context_length: int
     vocab_size: int
     trust_remote_code: bool = False
+    implementation: str = OWN
     hidden_size: int = 0
     task: str = "generate"
     pooling: PoolingSettings = PoolingSettings()

@@ -16,9 +16,10 @@ from msgspec import Struct
 
 from aioengine import checkpoint, checks, folder_files, logs, plugins
 from aioengine.adapter_folder import linear_layers
-from aioengine.config import PoolingSettings
+from aioengine.config import OWN, TRANSFORMERS, PoolingSettings
 from aioengine.embedder_files import is_embedder, read_pooling
 from aioengine.families._config import MAX_SIZES, DecoderConfig, Task, as_embedder, not_implemented
+from aioengine.families._foreign import read_foreign
 from aioengine.families._tensors import exact_types, is_ignored, tensor_shapes
 from aioengine.families._vision import VisionConfig
 from aioengine.hub import download
@@ -72,6 +73,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
         keeps_states: as in ``TransformerConfig``. whole_image_tokens: as in ``VisionConfig``.
         task: "generate", "embed" or "classify". is_causal: a token attends to no later position.
         linear_layers: those that an adapter may change: name in the checkpoint -> (outputs, inputs).
+        implementation: whose code computes it: "aioengine" or "transformers".
     """
 
     path: str
@@ -92,6 +94,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     whole_image_tokens: int = 0
     pooling: PoolingSettings = PoolingSettings()
     linear_layers: dict[str, tuple[int, int]] = {}
+    implementation: str = OWN
 
 
 # ---------------------------------------------------------------- finding the folder
@@ -242,8 +245,14 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
                 wanted.tokenizer_path, download_dir=wanted.download_dir, progress=progress, argument="tokenizer_path"
             )
         )
-    config, decoder, pooling = _read_config(folder, wanted.is_embedding)
+    config, decoder, pooling, implementation = _read_config(folder, wanted)
     generation = folder_files.read_json(folder / "generation_config.json", _GenerationConfig) or _GenerationConfig()
+    is_looked_at = not configs_only
+    if implementation == OWN:
+        weights = _stored_weights(folder, decoder, is_looked_at=is_looked_at, load_format=wanted.load_format)
+        layers = linear_layers(decoder) if isinstance(decoder, DecoderConfig) else {}
+    else:
+        weights, layers = _foreign_weights(folder, is_looked_at=is_looked_at), {}
     text = config.text_config or _TextConfig()
     eos = dict.fromkeys((*_ids(generation.eos_token_id), *_ids(config.eos_token_id), *_ids(text.eos_token_id)))
     return ModelFacts(
@@ -256,7 +265,7 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
         num_layers=decoder.num_layers,
         heads=Heads(num_heads=decoder.num_heads, num_kv_heads=decoder.num_kv_heads, head_dim=decoder.head_size),
         dtype=_dtype(config),
-        weights=_stored_weights(folder, decoder, is_looked_at=not configs_only, load_format=wanted.load_format),
+        weights=weights,
         eos_token_ids=tuple(token_id for token_id in eos if 0 <= token_id < decoder.vocab_size),
         tokenizer_path=str(tokenizer) if folder_files.is_file(tokenizer / folder_files.TOKENIZER) else None,
         task=decoder.task.value,
@@ -264,7 +273,8 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
         keeps_states=decoder.keeps_states,
         whole_image_tokens=decoder.whole_image_tokens if isinstance(decoder, VisionConfig) else 0,
         pooling=pooling,
-        linear_layers=linear_layers(decoder) if isinstance(decoder, DecoderConfig) else {},
+        linear_layers=layers,
+        implementation=implementation,
     )
 
 
@@ -291,9 +301,26 @@ def _stored_weights(folder: Path, decoder: TransformerConfig, *, is_looked_at: b
     return StoredWeights(missing=missing, files=files)
 
 
+def _foreign_weights(folder: Path, *, is_looked_at: bool) -> StoredWeights:
+    """The files of the weights of a model that transformers computes. The names of its tensors are known to
+    transformers alone, and checked when they are loaded.
+
+    Raises ValueError for a GGUF file, and for files that are missing or damaged.
+    """
+    if folder_files.is_gguf(folder):
+        raise ValueError(f"{str(folder)!r} is a GGUF file, which model_impl='transformers' does not read")
+    missing = checkpoint.missing_weights(folder) if is_looked_at else None
+    is_read = is_looked_at and not missing
+    if is_read:
+        checkpoint.read_headers(folder, "")
+    return StoredWeights(
+        missing=missing, files=checkpoint.file_states(checkpoint.model_files(folder, with_weights=is_read))
+    )
+
+
 def family_config(wanted: ModelConfig) -> TransformerConfig:
     """The sizes of a model whose path is a folder. Raises ValueError for a value that is missing or not implemented."""
-    return _read_config(Path(wanted.path or DEMO_MODEL), wanted.is_embedding)[1]
+    return _read_config(Path(wanted.path or DEMO_MODEL), wanted)[1]
 
 
 def supported_model_types() -> list[str]:
@@ -301,25 +328,27 @@ def supported_model_types() -> list[str]:
     return plugins.names("families")
 
 
-def _read_config(folder: Path, is_embedding: bool | None) -> tuple[_Config, TransformerConfig, PoolingSettings]:
-    """The facts of config.json, and how the model pools. ``is_embedding``: as asked for.
+def _read_config(folder: Path, wanted: ModelConfig) -> tuple[_Config, TransformerConfig, PoolingSettings, str]:
+    """The facts of config.json, how the model pools, and whose code computes it.
 
     Raises ValueError for a value that is missing or not implemented; it is named.
     """
-    file = folder / "config.json"
+    file, is_embedding = folder / "config.json", wanted.is_embedding
     raw = folder_files.read_json(file, dict[str, object])
     if raw is None:
         raise ValueError(f"{str(folder)!r} is no model folder: {_what_instead(folder)}")
     try:
         config = msgspec.convert(raw, _Config)
-        _check_supported(config)
-        read: ReadConfig = plugins.load("families", plugins.file_name(config.model_type or ""))
+        implementation = _implementation(config, wanted.implementation)
+        read: ReadConfig = read_foreign
+        if implementation == OWN:
+            read = plugins.load("families", plugins.file_name(config.model_type or ""))
         found = read(raw)
         if found.task is Task.GENERATE and (is_embedder(folder) if is_embedding is None else is_embedding):
             found = read(as_embedder(raw))
         if is_embedding is False and found.task is not Task.GENERATE:
             raise ValueError(f"is_embedding=False, but its architecture ({config.architectures}) does not generate")
-        return config, found, read_pooling(folder, found, raw)
+        return config, found, read_pooling(folder, found, raw), implementation
     except ValueError as error:
         raise ValueError(f"{str(file)!r}: {error}") from error
 
@@ -331,19 +360,26 @@ def _what_instead(folder: Path) -> str:
     return f"config.json is missing{f'; did you mean {inner[0]!r}?' if inner else ''}"
 
 
-def _check_supported(config: _Config) -> None:
+def _implementation(config: _Config, wanted: str) -> str:
+    """Whose code computes the model. ``wanted``: "auto", or one of the two.
+
+    Raises ValueError for a model that cannot be computed.
+    """
     known = supported_model_types()
-    if plugins.file_name(config.model_type or "") not in known or not config.architectures:
-        architecture = (config.architectures or ["no architecture"])[0]
+    is_known = plugins.file_name(config.model_type or "") in known
+    architecture = (config.architectures or ["no architecture"])[0]
+    if not config.model_type or not config.architectures or (wanted == OWN and not is_known):
+        more = "" if wanted != OWN else "; with model_impl='auto', transformers' own code may compute others"
         raise ValueError(
             f"a model of type {checks.shown(config.model_type)} ({architecture:.80}), which is not supported; "
-            f"what works are models of the types {', '.join(known)}"
+            f"what works are models of the types {', '.join(known)}{more}"
         )
+    implementation = (OWN if is_known else TRANSFORMERS) if wanted == "auto" else wanted
     if config.quantization_config is not None:
         method = config.quantization_config.quant_method
-        if (config.model_type, method) in _READ_QUANTIZED:
-            return
-        raise ValueError(f"quantized weights ({method:.80}), which are not read; give the original model")
+        if implementation == TRANSFORMERS or (config.model_type, method) not in _READ_QUANTIZED:
+            raise ValueError(f"quantized weights ({method:.80}), which are not read; give the original model")
+    return implementation
 
 
 def _context_length(decoder: TransformerConfig, folder: Path) -> int:

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from aioengine import checkpoint, checks, machine, model_folder
 from aioengine.args import engine_config
+from aioengine.config import OWN
 from aioengine.families._memory import kv_numbers, num_parameters, state_bytes, step_numbers
 from aioengine.families._vision import VisionConfig
 from aioengine.frontend.startup import read_adapters
@@ -142,6 +143,11 @@ def plan(
 def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
     """As ``plan``. May block for as long as fetching the config files takes."""
     facts = model_folder.find_facts(replace(config.model, tokenizer_path=None), configs_only=True)
+    if facts.implementation != OWN:
+        raise ValueError(
+            f"transformers' own code would compute this model, of type {facts.model_type!r}: what it takes is found "
+            "out when an engine starts; there are plans for models of our own code alone"
+        )
     device = machine.device_facts()
     if device_memory is not None and config.device.name != "cpu":
         device = replace(device, num_gpus=1, has_triton=True)

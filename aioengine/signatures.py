@@ -74,6 +74,7 @@ class ModelArguments(OtherNames, total=False):
     load_format: str | None
     dtype: str | Dtype | None
     context_length: int | None
+    model_impl: str | None
     trust_remote_code: bool | None
     skip_tokenizer_init: bool | None
     chat_template: str | PurePath | None

@@ -50,7 +50,7 @@ class Health(TypedDict):
 
 
 class ModelInfo(TypedDict):
-    """The model that is served."""
+    """The model that is served. ``implementation``: whose code computes it, "aioengine" or "transformers"."""
 
     model_path: str
     tokenizer_path: str | None
@@ -60,6 +60,7 @@ class ModelInfo(TypedDict):
     dtype: str
     context_length: int
     vocab_size: int
+    implementation: str
 
 
 class TokenizerNamespace:
@@ -145,6 +146,7 @@ def model_info(settings: Settings) -> ModelInfo:
         "dtype": settings.model.dtype,
         "context_length": settings.model.context_length,
         "vocab_size": settings.model.vocab_size,
+        "implementation": settings.model.implementation,
     }
 
 

@@ -17,6 +17,7 @@ from aioengine import folder_files, models, plugins
 from aioengine.attention import _mixed, _whole_images, fused
 from aioengine.attention._base import BackendUnavailableError
 from aioengine.checkpoint import check_unchanged
+from aioengine.config import TRANSFORMERS
 from aioengine.families._config import Task, as_embedder
 from aioengine.kernels import token_logprobs
 from aioengine.kernels.triton.launcher import compiled_in_threads, is_installed
@@ -239,9 +240,7 @@ def load_model(
     advice = "End what else has memory of the GPU, or take a smaller model or a larger GPU"
     if dtype == torch.float32:
         advice += "; dtype='bfloat16' takes half"
-    outline = _model(settings, dtype, torch.device("meta"))
-    need = sum(target.tensor.nbytes for target in outline.weights().values())
-    with memory.take("the weights", advice=advice, need=need), torch.no_grad():
+    with memory.take("the weights", advice=advice, need=_weights_bytes(settings, dtype)), torch.no_grad():
         model = _model(settings, dtype, memory.device)
         if memory.device.type == "cuda" and is_installed() and model.task is Task.GENERATE:
             _compile_sampling(model, vocab_size, memory.device, logprobs_mode=settings.runner.logprobs_mode)
@@ -272,14 +271,39 @@ def _compile_sampling(model: Model, vocab_size: int, device: torch.device, *, lo
 
 
 def _model(settings: Settings, dtype: torch.dtype, device: torch.device) -> Model:
-    options = ModelOptions(
+    options = _options(settings, dtype, device)
+    if settings.model.implementation == TRANSFORMERS:
+        return _foreign(settings).load(options)
+    config = _config(Path(settings.model.path))
+    return models.build(as_embedder(config) if settings.model.task == Task.EMBED else config, options)
+
+
+def _weights_bytes(settings: Settings, dtype: torch.dtype) -> int:
+    """Bytes that the parameters will take."""
+    meta = torch.device("meta")
+    if settings.model.implementation == TRANSFORMERS:
+        return _foreign(settings).num_bytes(_options(settings, dtype, meta))
+    return sum(target.tensor.nbytes for target in _model(settings, dtype, meta).weights().values())
+
+
+def _options(settings: Settings, dtype: torch.dtype, device: torch.device) -> ModelOptions:
+    return ModelOptions(
         dtype=dtype,
         device=device,
         max_positions=settings.model.context_length,
         batch_invariant=settings.runner.batch_invariant,
     )
-    config = _config(Path(settings.model.path))
-    return models.build(as_embedder(config) if settings.model.task == Task.EMBED else config, options)
+
+
+def _foreign(settings: Settings) -> models.ForeignModel:
+    """The model of transformers; its package takes a second to import, which other models need not wait for."""
+    model = settings.model
+    return models.foreign(
+        Path(model.path),
+        Task(model.task),
+        trust_remote_code=model.trust_remote_code,
+        has_weights=model.load_format != "dummy",
+    )
 
 
 def _config(folder: Path) -> dict[str, object]:

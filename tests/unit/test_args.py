@@ -16,7 +16,7 @@ from aioengine.args import ALIASES, ARGUMENTS, engine_config
 from aioengine.config import EngineConfig
 
 DOCUMENTED = """
-    model_path tokenizer_path device dtype context_length trust_remote_code load_format random_seed
+    model_path tokenizer_path device dtype context_length trust_remote_code model_impl load_format random_seed
     max_running_requests max_queued_requests max_queued_tokens max_total_tokens mem_fraction_static page_size
     chunked_prefill_size schedule_policy disable_radix_cache disable_overlap_schedule disable_cuda_graph
     tenant_weights max_queued_bytes slow_reader slow_reader_timeout
@@ -77,6 +77,7 @@ def test_each_argument_changes_one_field() -> None:
         "device": "cpu",
         "dtype": "float32",
         "load_format": "dummy",
+        "model_impl": "transformers",
         "attention_backend": "torch",
         "schedule_policy": "priority",
         "tenant_weights": "gold=3,free=0.5",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,6 +50,19 @@ def test_facts_of_a_model_folder(tmp_path: Path) -> None:
     assert (facts.tokenizer_path, facts.weights.missing) == (str(tmp_path), None)
 
 
+def test_facts_of_a_model_that_transformers_computes(tmp_path: Path) -> None:
+    """The sizes have the names that its config.json gives them."""
+    config = {"model_type": "gpt9", "architectures": ["GPT9ForCausalLM"], "vocab_size": 90, "n_embd": 48, "n_layer": 3}
+    given: dict[str, Any] = {**dict.fromkeys(CONFIG), **config, "n_head": 6, "n_positions": 70}
+    facts = read_facts(folder(tmp_path, {"model.safetensors": None}, **given))
+    assert (facts.implementation, facts.context_length, facts.vocab_size) == ("transformers", 70, 90)
+    assert (facts.hidden_size, facts.num_layers, facts.heads.num_heads, facts.heads.head_dim) == (48, 3, 6, 8)
+    with pytest.raises(ValueError, match="type 'gpt9'.*not supported.*llama, .*qwen3.*model_impl='auto'"):
+        find_facts(ModelConfig(path=str(tmp_path), load_format="dummy", implementation="aioengine"))
+    with pytest.raises(ValueError, match=r"'gpt9', as model_impl='transformers' reads it: .*missing .*hidden_size"):
+        read_facts(folder(tmp_path, {"model.safetensors": None}, **{**given, "n_embd": None}))
+
+
 @pytest.mark.parametrize(
     ("rope", "expected"),
     [
@@ -88,7 +102,7 @@ def test_both_spellings_of_the_dtype_are_read(tmp_path: Path, key: str, word: st
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt9"}, "type 'gpt9'.*not supported.*llama, .*qwen3"),
+        ({"model_type": None}, "type None.*not supported.*llama, .*qwen3"),
         ({"architectures": None}, "no architecture"),
         ({"quantization_config": {"quant_method": "awq"}}, r"quantized weights \(awq\)"),
         ({"vocab_size": None}, "vocab_size"),

@@ -1,0 +1,114 @@
+"""What config.json says of a model that transformers' own code computes: the sizes, under the names that there are.
+
+transformers itself reads all else, in the scheduler process. No torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from aioengine.families._config import (
+    FamilyConfig,
+    RopeConfig,
+    Task,
+    TransformerConfig,
+    check_sizes,
+    num_labels,
+    task_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_NAMES: Final = {
+    "vocab_size": ("vocab_size", "padded_vocab_size", "n_vocab"),
+    "hidden_size": ("hidden_size", "n_embd", "d_model", "dim", "n_embed"),
+    "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_transformer_layers"),
+    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "num_key_value_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
+    "head_dim": ("head_dim",),
+    "max_position_embeddings": (
+        "max_position_embeddings",
+        "n_positions",
+        "n_ctx",
+        "max_seq_len",
+        "max_sequence_length",
+        "max_context_length",
+        "seq_length",
+    ),
+}
+"""The name of a size in most files -> all names of it, the usual one first."""
+
+
+class _Sizes(msgspec.Struct, frozen=True, kw_only=True):
+    """Raises ValueError for a value that cannot be."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int = 1
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int = 2048
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+
+
+class _Labels(msgspec.Struct):
+    id2label: dict[int | str, object] | None = None
+    architectures: list[str] | None = None
+
+
+def read_foreign(raw: Mapping[str, object]) -> TransformerConfig:
+    """The facts that the engine itself needs.
+
+    Raises:
+        ValueError: one of them is missing or cannot be, or the model is for another task.
+    """
+    given: dict[str, object] = {}
+    for usual, names in _NAMES.items():
+        value = next((raw[name] for name in names if isinstance(raw.get(name), int)), None)
+        if value is not None:
+            given[usual] = value
+    try:
+        sizes = msgspec.convert(given, _Sizes)
+        labels = msgspec.convert(raw, _Labels)
+    except msgspec.ValidationError as error:
+        message = f"config.json of model_type {raw.get('model_type')!r}, as model_impl='transformers' reads it: {error}"
+        raise ValueError(message) from error
+    task = task_of(labels.architectures, FamilyConfig.tasks)
+    heads = sizes.num_attention_heads
+    return TransformerConfig(
+        task=task,
+        num_labels=num_labels(labels.id2label) if task is Task.CLASSIFY else 0,
+        vocab_size=sizes.vocab_size,
+        hidden_size=sizes.hidden_size,
+        intermediate_size=4 * sizes.hidden_size,
+        num_layers=sizes.num_hidden_layers,
+        num_heads=heads,
+        num_kv_heads=sizes.num_key_value_heads or heads,
+        head_size=sizes.head_dim or sizes.hidden_size // heads,
+        epsilon=1e-6,
+        max_position_embeddings=sizes.max_position_embeddings,
+        prefix="",
+        rope=_rope(raw),
+    )
+
+
+def _rope(raw: Mapping[str, object]) -> RopeConfig:
+    """The scaling, as far as it says for how many positions the model was made."""
+    given = raw.get("rope_scaling") or raw.get("rope_parameters")
+    if not isinstance(given, dict):
+        return RopeConfig()
+    kind, factor = given.get("rope_type", given.get("type")), given.get("factor")
+    original = given.get("original_max_position_embeddings")
+    if kind not in ("linear", "yarn") or not isinstance(factor, int | float):
+        return RopeConfig()
+    return RopeConfig(
+        rope_type=kind,
+        factor=float(factor),
+        original_max_position_embeddings=original if isinstance(original, int) else None,
+    )

@@ -1,0 +1,37 @@
+"""q [T, H, E], k and v [T, K, E], rotated elsewhere, to where attention reads them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from aioengine.kernels.rotate_and_write import KVTarget
+from aioengine.kernels.rotate_heads import as_parts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from aioengine.kernels.rotate_heads import Heads
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, *, target: KVTarget) -> Heads:
+    """q [T, H, E], k and v [T, K, E] -> the same, which are in the target too."""
+    slots, page_size = target.slots.long(), target.keys.shape[2]
+    target.keys[slots // page_size, :, slots % page_size] = k
+    target.values[slots // page_size, :, slots % page_size] = v
+    if target.heads is None:
+        return q.contiguous(), k.contiguous(), v.contiguous()
+    torch.cat((q, k, v), dim=1, out=target.heads)
+    return as_parts(target.heads, q.shape[1])
+
+
+def write_heads(q: Tensor, k: Tensor, v: Tensor, *, target: KVTarget | Callable[[Tensor, Tensor], None]) -> Heads:
+    """q [T, H, E], k and v [T, K, E] of any strides -> the same, which are in the target too."""
+    if isinstance(target, KVTarget):
+        return reference(q, k, v, target=target)
+    k, v = k.contiguous(), v.contiguous()
+    target(k, v)
+    return q.contiguous(), k, v

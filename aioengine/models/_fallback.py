@@ -1,0 +1,377 @@
+"""Models that transformers' own code computes, for architectures that have no file here.
+
+Its modules run on the packed tokens of a step, as one text of T tokens whose positions are given, and attend to our
+paged cache. T packed tokens, S tokens that give an output, D model size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import re
+from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
+from transformers.initialization import no_init_weights
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from aioengine import checkpoint, folder_files
+from aioengine.families._config import Task
+from aioengine.layers.placement import Target
+from aioengine.models import _fallback_attention as layers
+from aioengine.models._base import InputSpec
+from aioengine.models._fallback_attention import PAGED, TRYING, PackedStep, StopError, refuse
+from aioengine.models._fallback_weights import by_stored_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+    from transformers import PreTrainedConfig
+    from transformers.utils.generic import ModelOutput
+
+    from aioengine.attention._base import StepAttention
+    from aioengine.models._base import ModelInputs, ModelOptions
+
+logger = logging.getLogger(__name__)
+
+_NUM_TRIED: Final = 3
+"""Tokens of the run that finds out how layers attend."""
+
+_IMPLEMENTATION: Final = "_attn_implementation"
+"""The attribute of a config of transformers with the name of the function for attention."""
+
+_NO_INTERFACE: Final = "its attention does not go through transformers' attention interface"
+_ROPE_TYPE: Final = "rope_type"
+
+_CLASSES = {
+    Task.GENERATE: AutoModelForCausalLM,
+    Task.EMBED: AutoModel,
+    Task.CLASSIFY: AutoModelForSequenceClassification,
+}
+
+
+class TransformersModel:
+    """See ``models._base.Model``."""
+
+    def __init__(self, model: PreTrainedModel, task: Task, options: ModelOptions, folder: Path | None = None) -> None:
+        """model: of ``build_module``. folder: of its checkpoint; None: its tensors have the names of transformers."""
+        self._model = model
+        self._folder = folder
+        self.task = task
+        self.input_spec = InputSpec()
+        self.dtype = options.dtype
+        self.prefix = ""
+        self.renamed: tuple[tuple[str, str], ...] = ()
+        config = model.config
+        self.hidden_size: int = config.hidden_size
+        self.vocab_size: int = config.vocab_size
+        self._body = model if task is Task.EMBED else _body_of(model)
+        self._embedding: nn.Module = model.get_input_embeddings()
+        self._device = options.device
+        self._step = PackedStep(config.model_type, options.max_positions)
+        _check_model(model, self._body)
+        _fix_rope(self._body, self._step)
+        layers.share_step(model, self._step)
+        output_type = self._try()
+        setattr(config, _IMPLEMENTATION, PAGED)
+        self.attention_shape = layers.use_layers(self._step, config.num_hidden_layers)
+        self._scores = getattr(model, "score", None)
+        if task is Task.CLASSIFY and not isinstance(self._scores, nn.Linear):
+            refuse(config.model_type, "its classifier is more than one linear layer, score")
+        self._given = _GivenStates(output_type)
+        self._head = _with_body(model, self._body, self._given)
+        if task is Task.GENERATE:
+            self.vocab_size = self._try_head()
+
+    @torch.inference_mode()
+    def _try(self) -> type[ModelOutput]:
+        """Find out how the layers attend; returns the type of the body's output."""
+        ids = torch.arange(_NUM_TRIED, device=self._device)
+        tables = _PositionTables()
+        try:
+            with tables:
+                output = self._body(input_ids=ids.flip(0)[None], position_ids=ids[None], use_cache=False)
+            tables.check(self._step)
+            return type(output)
+        except ValueError:
+            raise
+        except Exception as error:
+            self._fail(error)
+
+    @torch.inference_mode()
+    def _try_head(self) -> int:
+        """The number of logits of a token."""
+        try:
+            return self.compute_logits(torch.zeros(1, self.hidden_size, dtype=self.dtype, device=self._device)).shape[1]
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> NoReturn:
+        kind = self._step.model_type
+        message = f"model_type {kind!r} cannot run with transformers' code here: it fails with packed tokens"
+        raise ValueError(f"{message}: {_described(error)}") from error
+
+    def weights(self) -> dict[str, Target]:
+        stored = None
+        if self._folder is not None:
+            stored = [entry.name for entry in checkpoint.read_headers(self._folder, "")]
+        found = by_stored_name(self._model, self._tensors(), stored)
+        return {name: Target(tensor) for name, tensor in found.items()}
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """The model's own name -> each tensor [...] to load."""
+        found = {name: parameter.data for name, parameter in self._model.named_parameters()}
+        kept = self._model.state_dict().keys()
+        return found | {name: buffer for name, buffer in self._model.named_buffers() if name in kept}
+
+    def is_ignored(self, name: str) -> bool:
+        model = self._model
+        tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+        patterns = model._keys_to_ignore_on_load_unexpected or ()
+        is_head = self.task is not Task.GENERATE and name.startswith("lm_head.")
+        return is_head or name in tied or name.endswith(".inv_freq") or any(re.search(each, name) for each in patterns)
+
+    def finish_loading(self) -> None:
+        pass
+
+    def open_for_loading(self) -> None:
+        pass
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[T] ids -> [T, D]."""
+        return self._embedding(token_ids)
+
+    def forward(self, inputs: ModelInputs, attention: StepAttention) -> Tensor:
+        """[T, D], or [S, D] of ``inputs.outputs``; see ``Model.forward``."""
+        step = self._step
+        step.attention, step.adapters = attention, inputs.adapters
+        try:
+            hidden = self._run(inputs.token_ids, inputs.embeddings, inputs.positions)
+        finally:
+            step.attention = step.adapters = None
+        return hidden if inputs.outputs is None else hidden.index_select(0, inputs.outputs)
+
+    def _run(self, token_ids: Tensor | None, embeddings: Tensor | None, positions: Tensor) -> Tensor:
+        """token_ids [T], or embeddings [T, D], and positions [T] -> [T, D]."""
+        given = {
+            "input_ids": None if token_ids is None else token_ids[None],
+            "inputs_embeds": None if embeddings is None else embeddings[None],
+        }
+        return self._body(**given, position_ids=positions[None], use_cache=False).last_hidden_state[0]
+
+    def forward_block(self, num_tokens: int, attention: StepAttention) -> None:
+        ids = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
+        step = self._step
+        step.attention, step.last_layer = attention, 0
+        try:
+            self._run(ids, None, ids)
+        except StopError:
+            pass
+        finally:
+            step.attention = step.last_layer = None
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[S, D] -> [S, V]; of a classifier, its scores; without a head, what is given."""
+        if self.task is Task.EMBED:
+            return hidden
+        if self.task is Task.CLASSIFY:
+            assert self._scores is not None, "checked when the model was made"
+            return self._scores(hidden)
+        self._given.hidden = hidden[None]
+        logits = self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        self._given.hidden = None
+        return logits.to(self.dtype)
+
+
+def _body_of(model: PreTrainedModel) -> nn.Module:
+    """The part below the head, which may be a part of the base model."""
+    body = model.base_model
+    if body is model:
+        refuse(model.config.model_type, "it has no part below its head")
+    decoder = getattr(body, "decoder", None)
+    return decoder if isinstance(decoder, PreTrainedModel) else body
+
+
+def _with_body(model: nn.Module, body: nn.Module, other: nn.Module) -> nn.Module:
+    """The model with another body; all else is shared."""
+    if model is body:
+        return other
+    changed = copy.copy(model)
+    changed._modules = {
+        name: _with_body(part, body, other)
+        if part is not None and any(each is body for each in part.modules())
+        else part
+        for name, part in model._modules.items()
+    }
+    return changed
+
+
+class _GivenStates(nn.Module):
+    """Stands for the body of a model whose head alone is computed."""
+
+    def __init__(self, output_type: type[ModelOutput]) -> None:
+        super().__init__()
+        self._output_type = output_type
+        self.hidden: Tensor | None = None
+
+    def forward(self, *_: object, **__: object) -> ModelOutput:
+        """Hidden states [1, S, D]."""
+        return self._output_type(last_hidden_state=self.hidden)
+
+
+def _check_model(model: PreTrainedModel, body: nn.Module) -> None:
+    """Raises ValueError for a model that has more than attention through the interface."""
+    config = model.config
+    kind = config.model_type
+    if config.is_encoder_decoder:
+        refuse(kind, "it has an encoder and a decoder")
+    if model._is_stateful:
+        refuse(kind, "its layers keep states beside keys and values")
+    if not model._supports_attention_backend:
+        refuse(kind, _NO_INTERFACE)
+    if "position_ids" not in inspect.signature(body.forward).parameters:
+        refuse(kind, "its code takes no position_ids")
+    if any(isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) for module in body.modules()):
+        refuse(kind, "it has convolutions")
+
+
+def _fix_rope(body: nn.Module, step: PackedStep) -> None:
+    """Rotary embeddings whose frequencies depend on the longest text of a step keep those of a short one.
+
+    Raises ValueError where a request may be longer.
+    """
+    for module in body.modules():
+        rope = getattr(module, _ROPE_TYPE, None)
+        if rope is None:
+            continue
+        kinds: dict[str | None, str] = rope if isinstance(rope, dict) else {None: rope}
+        for layer_type, kind in kinds.items():
+            if kind != "longrope" and "dynamic" not in kind:
+                continue
+            config = cast("PreTrainedConfig", module.config)
+            parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+            longest = config.max_position_embeddings
+            if kind == "longrope":
+                longest = parameters.get("original_max_position_embeddings", longest)
+            if step.max_positions > longest:
+                refuse(
+                    step.model_type,
+                    f"with rope_type {kind!r} all tokens of a step would be rotated as the longest text of it is; "
+                    f"context_length={longest} works",
+                )
+        setattr(module, _ROPE_TYPE, dict.fromkeys(rope, "default") if isinstance(rope, dict) else "default")
+
+
+class _PositionTables(TorchFunctionMode):
+    """Finds the tables of learned positions, while a few tokens at the first positions are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._found: list[tuple[int, int]] = []
+
+    def __torch_function__(self, func: object, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.embedding:
+            indices = args[0].flatten().tolist()
+            if len(indices) == _NUM_TRIED and indices == [indices[0] + place for place in range(_NUM_TRIED)]:
+                self._found.append((indices[0], args[1].shape[0]))
+        return cast("Callable[..., Any]", func)(*args, **(kwargs or {}))
+
+    def check(self, step: PackedStep) -> None:
+        """Raises ValueError if a request may have more positions than a table."""
+        for first, size in self._found:
+            if first + step.max_positions > size:
+                longest = size - first
+                refuse(step.model_type, f"it has a table of {longest} positions; context_length={longest} works")
+
+
+class TransformersFolder:
+    """See ``models.foreign``."""
+
+    def __init__(self, folder: Path, task: Task, *, trust_remote_code: bool, has_weights: bool) -> None:
+        self._task = task
+        self._folder = folder
+        self._trusts = trust_remote_code
+        self._has_weights = has_weights
+        _check_code(folder, trusts=trust_remote_code)
+        try:
+            self._config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        except Exception as error:
+            message = f"transformers does not read {folder / 'config.json'}: {_described(error)}"
+            raise ValueError(message) from error
+
+    def num_bytes(self, options: ModelOptions) -> int:
+        return sum(parameter.nbytes for parameter in self._build(options).parameters())
+
+    def load(self, options: ModelOptions) -> TransformersModel:
+        logger.info("transformers' own code computes this model, of model_type %r", self._config.model_type)
+        folder = self._folder if self._has_weights else None
+        return TransformersModel(self._build(options), self._task, options, folder)
+
+    def _build(self, options: ModelOptions) -> PreTrainedModel:
+        return build_module(self._config, self._task, options, trust_remote_code=self._trusts)
+
+
+def _check_code(folder: Path, *, trusts: bool) -> None:
+    """Raises ValueError where only code of the folder could compute the model, and it may not be run."""
+    raw = folder_files.read_json(folder / "config.json", dict[str, object]) or {}
+    if raw.get("auto_map") and not trusts and raw.get("model_type") not in CONFIG_MAPPING:
+        message = (
+            f"the model in {folder} (model_type {raw.get('model_type')!r}) is computed by code of its own, which "
+            "transformers does not have; trust_remote_code=True runs it, with all rights of this program"
+        )
+        raise ValueError(message)
+
+
+def build_module(
+    config: PreTrainedConfig, task: Task, options: ModelOptions, *, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The modules of transformers, with memory for their weights and nothing in it.
+
+    Raises:
+        ValueError: transformers has no such model, or refuses its config.
+    """
+    layers.register()
+    config.use_cache = config.output_attentions = config.output_hidden_states = False
+    config.return_dict = True
+    if hasattr(config, "output_router_logits"):
+        config.output_router_logits = False
+    try:
+        with no_init_weights(), options.device:
+            model = _CLASSES[task].from_config(
+                config, dtype=options.dtype, attn_implementation=TRYING, trust_remote_code=trust_remote_code
+            )
+            model.tie_weights()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        if isinstance(error, KeyError) and error.args == (TRYING,):  # it has a list of its own
+            refuse(config.model_type, _NO_INTERFACE)
+        message = f"transformers does not build a model_type {config.model_type!r}: {_described(error)}"
+        raise ValueError(message) from error
+    _keep_in_fp32(model, options.dtype)
+    return model.requires_grad_(False).eval()
+
+
+def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Give the tensors [...] that transformers does not convert to ``dtype`` their fp32."""
+    patterns = [name.replace("*", ".*") for name in model._get_dtype_plan(dtype)]
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if any(re.search(pattern, name) for pattern in patterns):
+            tensor.data = tensor.data.float()
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

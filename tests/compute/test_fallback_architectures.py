@@ -1,0 +1,115 @@
+"""All decoders of transformers, small and random: its numbers, or refused by name. ``RUN`` is the list of the guide."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from aioengine.families._config import Task
+from aioengine.models._fallback import TransformersModel, build_module
+from tests.compute.stepping import Stepper, options
+from tests.kit.source import ROOT
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+GUIDE = ROOT / "examples" / "guides" / "models.md"
+RUN = re.findall(r"`([^`]+)`", re.findall(r"^Compared with transformers: (.*)$", GUIDE.read_text(), re.MULTILINE)[0])
+SMALL = {
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 96),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), 48),
+    **dict.fromkeys(("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim"), 80),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers"), 3),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads"), 6),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 64),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "head_dim"), 8),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace", "bos_token_id"), 1),
+    **dict.fromkeys(("num_key_value_heads", "num_experts_per_tok", "eos_token_id"), 2),
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "sliding_window": 8,
+    "rotary_dim": 4,
+    "pad_token_id": 0,
+}
+MAX_NUMBERS = 30_000_000
+OPTIONAL = ("sliding_window", "q_lora_rank", "rotary_dim", "n_inner")
+"""Sizes that are not set where the config leaves them out: that has a meaning of its own."""
+
+
+def tiny(model_type: str) -> PreTrainedConfig:
+    kind = CONFIG_MAPPING[model_type]
+    fields: dict[str, Any] = kind().to_dict()
+    changed: dict[str, Any] = {
+        name: size
+        for name, size in SMALL.items()
+        if name in fields
+        and not isinstance(fields[name], list | dict)
+        and (fields[name] is not None or name not in OPTIONAL)
+    }
+    if "kv_lora_rank" in fields:
+        changed["num_key_value_heads"] = 6
+    if isinstance(fields.get("layer_types"), list):
+        changed["layer_types"] = (list(dict.fromkeys(fields["layer_types"])) * 3)[:3]
+    config: PreTrainedConfig = kind(**changed)
+    return config
+
+
+def reference_of(model_type: str) -> tuple[PreTrainedConfig, Any, torch.Tensor, torch.Tensor]:
+    """Config and model of transformers, ids [40] and their logits [40, V].
+
+    Raises whatever transformers raises for a config of these sizes.
+    """
+    config = tiny(model_type)
+    with torch.device("meta"):
+        outline = AutoModelForCausalLM.from_config(config)
+    if sum(parameter.numel() for parameter in outline.parameters()) > MAX_NUMBERS:
+        message = f"too large with these sizes: {model_type}"
+        raise ValueError(message)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for name, parameter in model.named_parameters():
+        is_norm = "norm" in name
+        torch.nn.init.normal_(parameter, mean=1.0 if is_norm else 0.0, std=0.1 if parameter.ndim > 1 else 0.3)
+    ids = torch.randint(3, config.get_text_config().vocab_size, (40,))
+    return config, model, ids, model(ids[None], use_cache=False).logits[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("model_type", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+@torch.inference_mode()
+def test_its_numbers_are_those_of_transformers_or_it_is_refused(model_type: str) -> None:
+    try:
+        config, reference, ids, expected = reference_of(model_type)
+    except Exception as error:
+        assert model_type not in RUN
+        pytest.skip(f"no tiny model of it: {type(error).__name__}: {error}")
+    try:
+        module = build_module(type(config).from_dict(config.to_dict()), Task.GENERATE, options(max_positions=64))
+        model = TransformersModel(module, Task.GENERATE, options(max_positions=64))
+    except ValueError as error:
+        message = str(error)
+    else:
+        check(model_type, model, reference, ids, expected)
+        return
+    assert model_type not in RUN
+    assert message.startswith(f"model_type {model_type!r} cannot run with transformers' code here: ")
+
+
+def check(model_type: str, model: TransformersModel, reference: Any, ids: torch.Tensor, expected: torch.Tensor) -> None:
+    """ids [40]; the logits of ``reference``, [40, V], are those of the model."""
+    assert model_type in RUN
+    tensors = revert_weight_conversion(reference, reference.state_dict())
+    for name, target in model.weights().items():
+        target.tensor.copy_(tensors[name])
+    model.finish_loading()
+    found = Stepper(model, page_size=4).run(ids.tolist(), [5, 7, 1, 20])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

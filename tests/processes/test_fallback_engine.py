@@ -1,0 +1,46 @@
+"""An engine whose model is computed by transformers' own code."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, NemotronConfig
+
+import aioengine
+from aioengine import Engine, EngineStartupError
+from tests.kit.tiny_sizes import SIZES
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_a_model_type_without_a_file_of_ours_runs_by_itself(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(NemotronConfig(**SIZES)).eval()
+    model.save_pretrained(tmp_path)
+    prompt = list(range(3, 20))
+    with torch.inference_mode():
+        found = model.generate(torch.tensor([prompt]), max_new_tokens=10, do_sample=False)  # type: ignore[operator]
+    greedy = {"max_new_tokens": 10, "temperature": 0}
+    with Engine(tmp_path, skip_tokenizer_init=True, device="cpu", max_restarts=0) as engine:
+        assert engine.get_model_info()["implementation"] == "transformers"
+        out = engine.generate(input_ids=prompt, sampling_params=greedy, return_logprob=True)
+        assert out["output_ids"] == found[0, len(prompt) :].tolist()
+        chunks = list(engine.generate(input_ids=prompt, sampling_params=greedy, stream=True))
+        assert [token for chunk in chunks for token in chunk["output_ids"]] == out["output_ids"]
+        assert chunks[-1]["meta_info"]["cached_tokens"] == 16
+    with pytest.raises(ValueError, match="there are plans for models of our own code alone"):
+        aioengine.plan(tmp_path, skip_tokenizer_init=True)
+    with pytest.raises(ValueError, match="enable_lora is for models of our own code"):
+        Engine(tmp_path, skip_tokenizer_init=True, enable_lora=True, max_lora_rank=8, lora_target_modules="all")
+
+
+def test_what_cannot_run_is_one_error_of_the_start(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "mamba", "architectures": ["MambaForCausalLM"], "vocab_size": 90, "hidden_size": 32, '
+        '"num_hidden_layers": 2}'
+    )
+    with pytest.raises(EngineStartupError, match="'mamba' cannot run.*keep states beside keys and values"):
+        Engine(tmp_path, skip_tokenizer_init=True, device="cpu", load_format="dummy", max_restarts=0)
