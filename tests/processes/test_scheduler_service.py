@@ -297,9 +297,9 @@ async def test_grammars_of_requests_stay_though_there_are_larger_ones(monkeypatc
     for number in range(9):
         grammars.compile(Grammar("regex", f"{number}")).result(10)
     assert grammars.compile(Grammar("regex", "mine")).done()
-    assert grammars.compiled.count("mine") == 1
+    assert grammars.begun.count("mine") == 1
     loop.give(1.0, Abort([1]))
     for number in range(9, 18):
         grammars.compile(Grammar("regex", f"{number}")).result(10)
     grammars.compile(Grammar("regex", "mine")).result(10)
-    assert grammars.compiled.count("mine") == 2
+    assert grammars.begun.count("mine") == 2
