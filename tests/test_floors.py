@@ -212,7 +212,7 @@ def test_a_circle_is_found(with_typing: bool, found: set[str]) -> None:
         ("transport/zmq.py", "from aioengine.tokenizer import Tokenizer", "floor 2t"),
         ("runner/sampling/sampler.py", "import zmq", "zmq"),
         ("runner/sampling/sampler.py", "from aioengine.scheduler.request import Request", "Plan, Row"),
-        ("models/llama.py", "from aioengine.runner.rows import Rows", "above"),
+        ("models/gemma3.py", "from aioengine.runner.rows import Rows", "above"),
         ("engine.py", "import torch", "torch"),
         ("engine.py", "from aioengine.runner.rows import Rows", "floor 2"),
         ("stream.py", "from aioengine.engine import AsyncEngine", "above"),

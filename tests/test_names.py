@@ -110,7 +110,7 @@ def test_names_are_the_terms_of_the_field() -> None:
 def test_no_two_files_have_the_same_name() -> None:
     places = [of.place.removesuffix(".py") for of in modules() if not of.place.startswith("kernels/")]
     stems = Counter(place.rpartition("/")[2] for place in places)
-    model_types = {place.removeprefix("models/") for place in places if place.startswith("models/")}
+    model_types = {place.removeprefix("families/") for place in places if place.startswith("families/")}
     assert {stem for stem, count in stems.items() if count > 1} <= SAME_NAME | model_types
 
 

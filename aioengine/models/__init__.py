@@ -1,4 +1,8 @@
-"""Models, one file for each ``model_type`` of config.json; a file's ``PLUGIN`` is the model's class."""
+"""Models by the ``model_type`` of config.json.
+
+The family of a model type in ``families`` reads config.json. From what it returns follows the class: ``Decoder``,
+``HybridDecoder`` or ``Encoder``. A model with more of its own has a file here, which is named after its model type.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,22 @@ import importlib
 from typing import TYPE_CHECKING, Protocol, cast
 
 from aioengine import plugins
+from aioengine.families._encoders import EncoderConfig
+from aioengine.models._decoder import Decoder
+from aioengine.models._encoder import Encoder
+from aioengine.models._hybrid import HybridDecoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from aioengine.families._config import Task
+    from aioengine.families._config import DecoderConfig, Task
     from aioengine.models._base import Model, ModelClass, ModelOptions
 
 
 def names() -> list[str]:
-    """The model types that there is a file for."""
-    return plugins.names("models")
+    """The implemented model types, as names of files."""
+    return sorted({*plugins.names("families"), *plugins.names("models")})
 
 
 def build(config: Mapping[str, object], options: ModelOptions) -> Model:
@@ -27,11 +35,16 @@ def build(config: Mapping[str, object], options: ModelOptions) -> Model:
         ValueError: the model type or a value of its config is not implemented; the message names it.
     """
     model_type = config.get("model_type")
-    if not isinstance(model_type, str) or plugins.file_name(model_type) not in names():
+    if not isinstance(model_type, str) or (name := plugins.file_name(model_type)) not in names():
         message = f"model_type {model_type!r} in config.json is not implemented; what works: {', '.join(names())}"
         raise ValueError(message)
-    model_class: ModelClass = plugins.load("models", plugins.file_name(model_type))
-    return model_class(config, options)
+    if name in plugins.names("models"):
+        model_class: ModelClass = plugins.load("models", name)
+        return model_class(config, options)
+    found: DecoderConfig | EncoderConfig = plugins.load("families", name)(config)
+    if isinstance(found, EncoderConfig):
+        return Encoder(found, options)
+    return Decoder(found, options) if found.stateful is None else HybridDecoder(found, options)
 
 
 class ForeignModel(Protocol):

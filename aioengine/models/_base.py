@@ -195,7 +195,7 @@ class AdaptableModel(Protocol):
 
 
 class ModelClass(Protocol):
-    """``PLUGIN`` of a module in ``aioengine.models``."""
+    """``PLUGIN`` of a model with a file of its own in ``aioengine.models``."""
 
     def __call__(self, config: Mapping[str, object], options: ModelOptions) -> Model:
         """Raises ValueError, naming the field, for a config value that the code does not implement."""

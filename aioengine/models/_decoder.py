@@ -40,7 +40,7 @@ def reached_windows(windows: tuple[int | None, ...], longest: int) -> tuple[int 
 
 
 class Decoder:
-    """See ``models._base.Model``; families subclass it only to read their config."""
+    """See ``models._base.Model``."""
 
     def __init__(self, config: DecoderConfig, options: ModelOptions) -> None:
         self._config = config

@@ -148,7 +148,7 @@ class _Head:
 
 
 class Encoder:
-    """See ``models._base.Model``; families subclass it only to read their config."""
+    """See ``models._base.Model``."""
 
     def __init__(self, config: EncoderConfig, options: ModelOptions) -> None:
         self._config = config

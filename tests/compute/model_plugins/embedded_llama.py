@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from aioengine.families import llama
 from aioengine.models._base import InputSpec
-from aioengine.models.llama import Llama
+from aioengine.models._decoder import Decoder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,9 +17,9 @@ if TYPE_CHECKING:
     from aioengine.models._base import ModelInputs, ModelOptions
 
 
-class EmbeddedLlama(Llama):
+class EmbeddedLlama(Decoder):
     def __init__(self, config: Mapping[str, object], options: ModelOptions) -> None:
-        super().__init__(config, options)
+        super().__init__(llama.read(config), options)
         self.input_spec = InputSpec(embeddings=True)
 
     def forward(self, inputs: ModelInputs, attention: StepAttention) -> Tensor:

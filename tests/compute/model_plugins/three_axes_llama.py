@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from aioengine.families import llama
 from aioengine.models._base import InputSpec
-from aioengine.models.llama import Llama
+from aioengine.models._decoder import Decoder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,11 +18,11 @@ if TYPE_CHECKING:
     from aioengine.models._base import ModelInputs, ModelOptions
 
 
-class ThreeAxesLlama(Llama):
+class ThreeAxesLlama(Decoder):
     """``rows``: of the last step."""
 
     def __init__(self, config: Mapping[str, object], options: ModelOptions) -> None:
-        super().__init__(config, options)
+        super().__init__(llama.read(config), options)
         self.input_spec = InputSpec(position_axes=3, rows=True)
         self.rows: list[int] = []
 
