@@ -25,6 +25,17 @@ def num_parameters(config: TransformerConfig) -> int:
     return sum(math.prod(shape) * _numbers_of_byte(name) for name, shape in shapes.items())
 
 
+def active_parameters(config: TransformerConfig) -> int:
+    """As ``num_parameters``, but of the experts those alone that a token goes through."""
+    count = num_parameters(config)
+    if not isinstance(config, DecoderConfig):
+        return count
+    for experts in map(config.experts_of, range(config.num_layers)):
+        if experts is not None:
+            count -= (experts.num_experts - experts.top_k) * 3 * experts.inner_size * config.hidden_size
+    return count
+
+
 def _numbers_of_byte(name: str) -> int:
     """The parameters that an entry of a tensor with experts in MXFP4 stands for: two of 4 bits, none, or one."""
     return 2 if name.endswith("_blocks") else 0 if name.endswith("_scales") else 1

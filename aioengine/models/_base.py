@@ -90,6 +90,8 @@ class Model(Protocol):
     input_spec: InputSpec
     attention_shape: AttentionShape
     dtype: torch.dtype
+    num_active: int
+    """Parameters that a token goes through, embeddings included: of experts, those that are chosen for it."""
     vocab_size: int
     hidden_size: int
     prefix: str

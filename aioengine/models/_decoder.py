@@ -12,6 +12,7 @@ import torch
 
 from aioengine.attention._base import AttentionShape
 from aioengine.families._config import Task
+from aioengine.families._memory import active_parameters
 from aioengine.families._tensors import block_shapes, is_ignored
 from aioengine.layers.embedding import Embedding
 from aioengine.layers.linear import Linear
@@ -67,6 +68,7 @@ class Decoder:
         self.task = config.task
         self.input_spec = InputSpec()
         self.dtype = options.dtype
+        self.num_active = active_parameters(config)
         self.vocab_size = config.vocab_size
         self.hidden_size = config.hidden_size
         self.prefix = config.prefix

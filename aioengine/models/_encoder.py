@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from aioengine.attention._base import AttentionShape
+from aioengine.families._memory import active_parameters
 from aioengine.families._tensors import is_ignored
 from aioengine.kernels.gelu import gelu
 from aioengine.kernels.rotate_heads import as_parts, rotate_heads
@@ -169,6 +170,7 @@ class Encoder:
         )
         self.task = config.task
         self.dtype = options.dtype
+        self.num_active = active_parameters(config)
         self.vocab_size = config.vocab_size
         self.hidden_size = config.hidden_size
         self.prefix = config.prefix

@@ -73,6 +73,7 @@ class TransformersModel:
         self.task = task
         self.input_spec = InputSpec()
         self.dtype = options.dtype
+        self.num_active = sum(parameter.numel() for parameter in model.parameters())
         self.prefix = ""
         self.renamed: tuple[tuple[str, str], ...] = ()
         config = model.config

@@ -87,7 +87,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
     )
     shape = model.attention_shape
     adapters = _take_adapters(model, settings, memory, dtype)
-    num_captured = longest_graph(settings, weights_bytes, dtype)
+    num_captured = longest_graph(settings, model.num_active)
     budget = _pool_budget(model, settings, memory, adapters, num_captured=num_captured)
     demand = _demand(settings, shape, kv_dtype)
     settings, budget = _with_states(model, settings, demand, budget)

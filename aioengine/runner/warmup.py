@@ -57,12 +57,12 @@ _MIXED = (
 )
 
 
-def longest_graph(settings: Settings, weights_bytes: int, dtype: torch.dtype) -> int:
-    """Tokens of the largest step with prompts that gets CUDA graphs; 0: none does."""
+def longest_graph(settings: Settings, num_active: int) -> int:
+    """Tokens of the largest step with prompts that gets CUDA graphs; 0: none does. ``num_active``: as of ``Model``."""
     if not settings.runner.cuda_graph_max_rows:
         return 0
     is_whole = settings.runner.attention_backend == PACKED
-    return longest_piece(weights_bytes // dtype.itemsize, settings.scheduler.max_step_tokens, is_whole=is_whole)
+    return longest_piece(num_active, settings.scheduler.max_step_tokens, is_whole=is_whole)
 
 
 def token_counts(largest: int, longest_graph: int) -> range:
@@ -94,7 +94,7 @@ def warm_up_device(
         _capture(runner, parts, settings, report)
     times.end("graphs")
     limits = settings.scheduler
-    longest = longest_graph(settings, _weights_bytes(runner), parts.model.dtype) if runner.prompt_graphs else 0
+    longest = longest_graph(settings, parts.model.num_active) if runner.prompt_graphs else 0
     load_kernels(parts.model, token_counts(limits.max_step_tokens, longest))
     pages = parts.kv_pool.num_pages
     samples = parts.model.task is Task.GENERATE
@@ -126,7 +126,7 @@ def _capture(runner: ModelRunner, parts: DeviceParts, settings: Settings, report
             runner.capture_graphs(max_rows, lambda done, total: report(Progress("capturing CUDA graphs", done, total)))
         graphs = _prompt_graphs(parts)
         if graphs is not None:
-            longest = longest_graph(settings, _weights_bytes(runner), parts.model.dtype)
+            longest = longest_graph(settings, parts.model.num_active)
             graphs.capture(
                 longest, lambda done, total: report(Progress("capturing CUDA graphs of prompts", done, total))
             )
@@ -152,12 +152,6 @@ def _prompt_graphs(parts: DeviceParts) -> PieceGraphs | EncoderGraphs | None:
             gives_all=parts.pooling == MEAN,
         )
     return None
-
-
-def _weights_bytes(runner: ModelRunner) -> int:
-    weights_bytes = runner.facts["weights_bytes"]
-    assert isinstance(weights_bytes, int)
-    return weights_bytes
 
 
 class WarmupLimits(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from transformers import AutoConfig, LlamaConfig, MistralConfig, Qwen2Config, Qw
 from aioengine import models, plugins
 from aioengine.adapter_folder import linear_layers
 from aioengine.args import engine_config
-from aioengine.families._memory import kv_numbers, num_parameters, state_bytes
+from aioengine.families._memory import active_parameters, kv_numbers, num_parameters, state_bytes
 from aioengine.families._tensors import is_ignored, tensor_shapes
 from aioengine.model_folder import _context_length, supported_model_types
 from aioengine.models._base import StatefulModel
@@ -22,6 +24,7 @@ from tests.kit import decoders
 from tests.kit.hub_configs import HUB
 
 CONFIGS = {config.model_type: config for config in (LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config)}
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
 SIZES = {
     "vocab_size": 32,
     "hidden_size": 16,
@@ -121,6 +124,16 @@ def test_the_tensors_that_folders_are_checked_for_are_those_that_models_load(cas
     assert kv_numbers(decoder) == kv_bytes_per_token(model.attention_shape, torch.int8)
     states = model.state_shape.num_bytes if isinstance(model, StatefulModel) else 0
     assert state_bytes(decoder, model.dtype.itemsize) == states
+
+
+@pytest.mark.parametrize("name", ["gemma-2-2b-it", "DeepSeek-V2-Lite"])
+def test_of_experts_those_are_active_that_a_token_goes_through(name: str) -> None:
+    config = plugins.load("families", HUB[name]["model_type"])(HUB[name])
+    numbers = {name: math.prod(shape) for name, shape in tensor_shapes(config).items()}
+    top_k = HUB[name].get("num_experts_per_tok", 0)
+    idle = [count for name, count in numbers.items() if (found := EXPERT.search(name)) and int(found[1]) >= top_k]
+    assert bool(idle) == (name == "DeepSeek-V2-Lite")
+    assert active_parameters(config) == sum(numbers.values()) - sum(idle)
 
 
 @pytest.mark.parametrize("name", HUB)

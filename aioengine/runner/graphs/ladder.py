@@ -43,8 +43,8 @@ def piece_ladder(max_tokens: int) -> list[int]:
     return [*(size for size in sizes if size < max_tokens), max_tokens] if max_tokens else []
 
 
-def longest_piece(num_weights: int, chunk_tokens: int, *, is_whole: bool = False) -> int:
-    """Tokens of the largest step with prompts that is faster with graphs, for a model of ``num_weights`` parameters.
-    ``is_whole``: attention is captured too.
+def longest_piece(num_active: int, chunk_tokens: int, *, is_whole: bool = False) -> int:
+    """Tokens of the largest step with prompts that is faster with graphs, where a token goes through ``num_active``
+    parameters. ``is_whole``: attention is captured too.
     """
-    return min(chunk_tokens, int(_WORK / num_weights), MAX_WHOLE_TOKENS if is_whole else MAX_SEEN_TOKENS)
+    return min(chunk_tokens, int(_WORK / num_active), MAX_WHOLE_TOKENS if is_whole else MAX_SEEN_TOKENS)
