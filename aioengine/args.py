@@ -16,13 +16,13 @@ from msgspec import Struct, to_builtins
 from msgspec.structs import fields, replace
 
 from aioengine import checks
-from aioengine.adapter_folder import MAX_RANK
-from aioengine.chat_template import MAX_TEMPLATE_BYTES
 from aioengine.checks import number_from, whole_from, whole_or_minus_one
 from aioengine.config import EngineConfig, GivenAdapter
 from aioengine.foreign_names import our_way
 from aioengine.logs import warn_caller
+from aioengine.model_files.adapter_folder import MAX_RANK
 from aioengine.resolve import CPU_LIMITS, CPU_MEMORY_FRACTION, GPU_GRAPH_ROWS, GPU_LIMITS, GPU_MEMORY_FRACTION
+from aioengine.tokenization.chat_template import MAX_TEMPLATE_BYTES
 
 
 class Argument(Struct, frozen=True):

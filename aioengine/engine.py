@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from aioengine.frontend.score import ScoreOptions
     from aioengine.frontend.startup import Blueprint
     from aioengine.signatures import EngineArguments
-    from aioengine.tokenizer import Tokenizer
+    from aioengine.tokenization.tokenizer import Tokenizer
 
 
 class EngineFace(ABC):

@@ -441,7 +441,7 @@ class Grammars:
     def _make_vocabulary(self, eos_token_ids: Sequence[int]) -> _Vocabulary:
         from llguidance import LLTokenizer
 
-        from aioengine.tokenizer import Tokenizer
+        from aioengine.tokenization.tokenizer import Tokenizer
 
         if self._tokenizer_path is None:
             raise GrammarError("this engine has no tokenizer, which structured output needs")

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from aioengine import checkpoint, checks, machine, model_folder
+from aioengine import checks, machine
 from aioengine.args import engine_config
 from aioengine.config import OWN
 from aioengine.families._memory import kv_numbers, num_parameters, state_bytes, step_numbers
 from aioengine.families._vision import VisionConfig
 from aioengine.frontend.startup import read_adapters
+from aioengine.model_files import checkpoint, model_folder
 from aioengine.resolve import resolve
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from aioengine import checks
-from aioengine.adapter_folder import FUSED
 from aioengine.config import (
     TRANSFORMERS,
     EngineConfig,
@@ -21,13 +20,14 @@ from aioengine.config import (
     Settings,
     TextSettings,
 )
+from aioengine.model_files.adapter_folder import FUSED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from aioengine.adapter_folder import AdapterFolder
     from aioengine.machine import DeviceFacts
-    from aioengine.model_folder import ModelFacts
+    from aioengine.model_files.adapter_folder import AdapterFolder
+    from aioengine.model_files.model_folder import ModelFacts
 
 RUNNER_FACTORY: Final = "aioengine.runner.build:build"
 PACKED: Final = "packed"

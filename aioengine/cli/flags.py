@@ -9,11 +9,11 @@ import sys
 from typing import TYPE_CHECKING, Final, NoReturn, cast
 
 from aioengine.args import ARGUMENTS, engine_config
-from aioengine.chat_template import is_text
 from aioengine.cli.benchmark import Workload
 from aioengine.frontend.info import __version__
 from aioengine.params import ALIASES, PARAMETERS, SamplingParams
 from aioengine.planning import read_size
+from aioengine.tokenization.chat_template import is_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
 
-from aioengine import machine, model_folder
+from aioengine import machine
 from aioengine.args import engine_config
 from aioengine.frontend.info import __version__
 from aioengine.frontend.startup import read_adapters
+from aioengine.model_files import model_folder
 from aioengine.resolve import resolve
 
 if TYPE_CHECKING:

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from aioengine.frontend.outputs import CallOutput, Cursor
     from aioengine.frontend.requests import CallRequest
     from aioengine.protocol.messages import ToFrontend
-    from aioengine.tokenizer import Tokenizer  # noqa: TC004  # fields of a Struct that is never decoded
+    from aioengine.tokenization.tokenizer import Tokenizer  # noqa: TC004  # fields of a Struct that is never decoded
 
 STOP_TIMEOUT_S: Final = 5.0
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from aioengine.errors import EngineError
     from aioengine.frontend.image_prompts import PromptImages
     from aioengine.supervision.processes import ProcessState
-    from aioengine.tokenizer import Tokenizer
+    from aioengine.tokenization.tokenizer import Tokenizer
 
 __version__: Final = "0.1.0"
 

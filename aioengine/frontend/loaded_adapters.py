@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple, cast
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
-from aioengine import adapter_folder, checks
+from aioengine import checks
 from aioengine.config import GivenAdapter, LoraSettings
 from aioengine.errors import EngineStartupError, RequestError, describe
 from aioengine.frontend.row_options import PerPrompt, per_prompt
+from aioengine.model_files import adapter_folder
 from aioengine.protocol.messages import LOAD_ADAPTER, UNLOAD_ADAPTER, Adapter, Reply
 from aioengine.supervision.ledger import CRASH_STAGE
 from aioengine.supervision.tasks import WorkerThread, post

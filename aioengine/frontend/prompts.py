@@ -15,8 +15,8 @@ from msgspec import Struct, ValidationError, convert
 from msgspec.structs import replace
 
 from aioengine import checks
-from aioengine.chat_template import MAX_TEMPLATE_BYTES, VARIABLES, template_variables
 from aioengine.frontend.image_sources import ImageSource, part_source
+from aioengine.tokenization.chat_template import MAX_TEMPLATE_BYTES, VARIABLES, template_variables
 
 Messages = Sequence[Mapping[str, object]]
 """A conversation: dicts with ``role`` and ``content``, as chat templates read them."""

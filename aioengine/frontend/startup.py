@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from aioengine import machine, model_folder
-from aioengine.adapter_folder import read_folder
-from aioengine.chat_template import check_files, checked_template
+from aioengine import machine
 from aioengine.config import DeliveryConfig, QueueConfig, Settings
 from aioengine.errors import EngineDeadError, EngineError, EngineStartupError
 from aioengine.file_descriptors import FOR_AN_ENGINE, hold_standard_descriptors, require_descriptors
@@ -28,21 +26,24 @@ from aioengine.frontend.loaded_adapters import AdapterRules  # a field of a Stru
 from aioengine.frontend.progress import is_wanted
 from aioengine.logs import log, show_logs, warn_caller
 from aioengine.media._base import ImageModel, find_image_model
+from aioengine.model_files import model_folder
+from aioengine.model_files.adapter_folder import read_folder
 from aioengine.protocol.messages import Progress
 from aioengine.resolve import resolve
 from aioengine.supervision.processes import Events, Processes
 from aioengine.supervision.supervisor import Supervisor
 from aioengine.supervision.tasks import WorkerThread, require_real_threads
+from aioengine.tokenization.chat_template import check_files, checked_template
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from aioengine.adapter_folder import AdapterFolder
     from aioengine.config import EngineConfig
     from aioengine.frontend.image_intake import ImageIntake
-    from aioengine.model_folder import ModelFacts
+    from aioengine.model_files.adapter_folder import AdapterFolder
+    from aioengine.model_files.model_folder import ModelFacts
     from aioengine.protocol.messages import ToFrontend
-    from aioengine.tokenizer import Tokenizer  # noqa: TC004  # fields of a Struct that is never decoded
+    from aioengine.tokenization.tokenizer import Tokenizer  # noqa: TC004  # fields of a Struct that is never decoded
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +173,7 @@ def _chat_template(config: EngineConfig) -> str | None:
 
 def _load_tokenizer(path: str, chat_template: str | None) -> Tokenizer:
     """Read it, and import what reads it: on the thread that has time, while the processes start."""
-    from aioengine.tokenizer import Tokenizer
+    from aioengine.tokenization.tokenizer import Tokenizer
 
     return Tokenizer(path, chat_template=chat_template)
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, Protocol, TypeVar
 import msgspec
 from msgspec import Struct
 
-from aioengine import checks, folder_files, plugins
+from aioengine import checks, plugins
 from aioengine.config import MediaConfig
+from aioengine.model_files import folder_files
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

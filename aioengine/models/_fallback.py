@@ -26,9 +26,9 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from aioengine import checkpoint, folder_files
 from aioengine.families._config import Task
 from aioengine.layers.placement import Target
+from aioengine.model_files import checkpoint, folder_files
 from aioengine.models import _fallback_attention as layers
 from aioengine.models._base import InputSpec
 from aioengine.models._fallback_attention import PAGED, TRYING, PackedStep, StopError, refuse

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoConfig, AutoModel
 from transformers.initialization import no_init_weights
 
-from aioengine.checkpoint import new_name
 from aioengine.layers.placement import Target
+from aioengine.model_files.checkpoint import new_name
 from aioengine.models._base import InputSpec
 from aioengine.models._decoder import Decoder
 from aioengine.models._image_pixels import looked_up, resized

@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast, runtime_checkable
 
-from aioengine import adapter_folder
 from aioengine.errors import describe
+from aioengine.model_files import adapter_folder
 from aioengine.protocol.messages import UNLOAD_ADAPTER, Adapter, FinishCode, Reply
 from aioengine.scheduler.requests import key_of
 

@@ -13,7 +13,7 @@ from aioengine.protocol.messages import FinishCode
 from aioengine.text.detokenizer import Decode, TextPipeline, make_detokenizer
 from aioengine.text.stop import StopMatcher
 from aioengine.text.token_table import TokenizerFile, TokenTable, read_token_table
-from aioengine.tokenizer import Tokenizer
+from aioengine.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,14 +13,16 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from aioengine import folder_files, models, plugins
+from aioengine import models, plugins
 from aioengine.attention import _mixed, _whole_images, fused
 from aioengine.attention._base import BackendUnavailableError
-from aioengine.checkpoint import check_unchanged
 from aioengine.config import TRANSFORMERS
 from aioengine.families._config import Task, as_embedder
 from aioengine.kernels import token_logprobs
 from aioengine.kernels.triton.launcher import compiled_in_threads, is_installed
+from aioengine.model_files import folder_files
+from aioengine.model_files.checkpoint import check_unchanged
+from aioengine.model_files.vocabulary import sampled_vocab_size
 from aioengine.models._base import AdaptableModel, ModelOptions, StatefulModel
 from aioengine.protocol.messages import Progress
 from aioengine.runner import weights
@@ -40,7 +42,6 @@ from aioengine.runner.model_runner import DeviceParts, ModelRunner
 from aioengine.runner.state_pool import StatePool
 from aioengine.runner.timing import StartTimes
 from aioengine.runner.warmup import longest_graph, warm_up_device
-from aioengine.vocabulary import sampled_vocab_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from aioengine.gguf_header import BLOCKS
+from aioengine.model_files.gguf_header import BLOCKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

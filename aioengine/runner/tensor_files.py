@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from aioengine import checkpoint, folder_files
+from aioengine.model_files import checkpoint, folder_files
 
 if TYPE_CHECKING:
     from typing import BinaryIO
 
     from torch import Tensor
 
-    from aioengine.checkpoint import Entry
+    from aioengine.model_files.checkpoint import Entry
 
 _DTYPES: Final = {
     "F64": torch.float64,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from aioengine import folder_files
+from aioengine.model_files import folder_files
 from aioengine.runner.gguf_blocks import dequantized
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from aioengine.checkpoint import Entry
     from aioengine.layers.placement import Target
+    from aioengine.model_files.checkpoint import Entry
 
     Report = Callable[[int, int], None]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aioengine.checkpoint import check_entries, check_unchanged, file_states, read_headers
+from aioengine.model_files.checkpoint import check_entries, check_unchanged, file_states, read_headers
 from aioengine.runner.weight_reading import read_all
 
 if TYPE_CHECKING:

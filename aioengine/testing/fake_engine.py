@@ -47,7 +47,7 @@ from aioengine.testing.byte_tokenizer import EOS_TOKEN_ID, VOCAB_SIZE, write_tok
 from aioengine.testing.fake_runner import HIDDEN_SIZE, PRINTABLE
 from aioengine.testing.faults import Faults
 from aioengine.testing.scripted_runner import ANSWERS_OPTION
-from aioengine.tokenizer import Tokenizer
+from aioengine.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from aioengine.supervision.processes import Events, Processes

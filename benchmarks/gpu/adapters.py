@@ -29,11 +29,11 @@ from msgspec.structs import replace
 from safetensors.torch import save_file
 
 from aioengine import AsyncEngine
-from aioengine.adapter_folder import CONFIG, TENSORS
 from aioengine.args import engine_config
 from aioengine.config import LoraSettings
 from aioengine.machine import device_facts
-from aioengine.model_folder import find_facts
+from aioengine.model_files.adapter_folder import CONFIG, TENSORS
+from aioengine.model_files.model_folder import find_facts
 from aioengine.protocol.messages import Adapter
 from aioengine.resolve import resolve
 from aioengine.runner.build import build

@@ -26,9 +26,9 @@ import torch
 from safetensors import safe_open
 
 from aioengine import models
-from aioengine.checkpoint import read_headers
 from aioengine.families import llama
 from aioengine.families._tensors import tensor_shapes
+from aioengine.model_files.checkpoint import read_headers
 from aioengine.models._base import ModelOptions
 from aioengine.runner import weight_reading, weights
 from benchmarks.gpu.models import LARGE

@@ -17,7 +17,7 @@ import psutil
 
 from aioengine.engine import AsyncEngine
 from aioengine.errors import EngineDeadError, EngineStartupError
-from aioengine.tokenizer import Tokenizer
+from aioengine.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from asyncio import Handle

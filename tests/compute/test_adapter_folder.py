@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from aioengine.adapter_folder import CONFIG, linear_layers, read_folder
 from aioengine.families import llama
+from aioengine.model_files.adapter_folder import CONFIG, linear_layers, read_folder
 from tests.kit.adapters import PROJECTIONS, TENSORS, change_tensors, save_adapter
 from tests.kit.tiny_sizes import SIZES
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from aioengine.adapter_folder import AdapterPart
+    from aioengine.model_files.adapter_folder import AdapterPart
 
 Q0 = "model.layers.0.self_attn.q_proj"
 STEM = "base_model.model."

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from aioengine.model_folder import DEMO_MODEL
+from aioengine.model_files.model_folder import DEMO_MODEL
 
 MAX_FOLDER_BYTES = 12_000_000
 MAX_NEW_TOKENS = 200

@@ -13,7 +13,7 @@ from aioengine.config import ModelConfig
 from aioengine.families import phi3
 from aioengine.families._config import RopeConfig, as_embedder
 from aioengine.layers.rope import RotaryEmbedding
-from aioengine.model_folder import find_facts
+from aioengine.model_files.model_folder import find_facts
 from aioengine.runner import weights
 from tests.compute.stepping import Stepper, options
 from tests.kit.decoders import CASES, ONE_OF_EACH, config_of, random_model

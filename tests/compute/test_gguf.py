@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from aioengine import folder_files, models
-from aioengine.gguf_header import BLOCKS
+from aioengine import models
+from aioengine.model_files import folder_files
+from aioengine.model_files.gguf_header import BLOCKS
 from aioengine.runner import weight_reading, weights
 from aioengine.runner.gguf_blocks import dequantized
 from tests.compute.runner_world import FAMILIES, World, make_settings

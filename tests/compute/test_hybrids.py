@@ -23,7 +23,7 @@ from aioengine.config import EngineConfig, ModelConfig
 from aioengine.families._memory import kv_numbers, num_parameters, state_bytes
 from aioengine.grammars import Grammars
 from aioengine.machine import DeviceFacts
-from aioengine.model_folder import find_facts
+from aioengine.model_files.model_folder import find_facts
 from aioengine.models._base import StatefulModel
 from aioengine.protocol.messages import Sampling
 from aioengine.resolve import resolve

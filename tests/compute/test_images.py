@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from aioengine import models
-from aioengine.checkpoint import new_name
 from aioengine.config import Settings
 from aioengine.grammars import Grammars
+from aioengine.model_files.checkpoint import new_name
 from aioengine.models._base import ModelOptions
 from aioengine.models._image_decoder import ImageDecoder
 from aioengine.models._image_pixels import looked_up

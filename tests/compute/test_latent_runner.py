@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from aioengine.adapter_folder import read_folder
+from aioengine.model_files.adapter_folder import read_folder
 from aioengine.runner.build import build
 from tests.compute.runner_world import World, make_settings, save_model
 from tests.compute.test_adapters import PROMPTS, adapter, continued, generate, opened, with_adapters

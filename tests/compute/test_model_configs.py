@@ -11,11 +11,11 @@ import torch
 from transformers import AutoConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from aioengine import models, plugins
-from aioengine.adapter_folder import linear_layers
 from aioengine.args import engine_config
 from aioengine.families._memory import active_parameters, kv_numbers, num_parameters, state_bytes
 from aioengine.families._tensors import is_ignored, tensor_shapes
-from aioengine.model_folder import _context_length, supported_model_types
+from aioengine.model_files.adapter_folder import linear_layers
+from aioengine.model_files.model_folder import _context_length, supported_model_types
 from aioengine.models._base import StatefulModel
 from aioengine.models._decoder import Decoder
 from aioengine.runner.device_memory import kv_bytes_per_token

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from aioengine import models
 from aioengine.config import ModelConfig
 from aioengine.layers.placement import Slice, Target
-from aioengine.model_folder import find_facts
+from aioengine.model_files.model_folder import find_facts
 from aioengine.runner import weight_reading, weights
 from tests.compute.runner_world import World, make_settings, save_model
 from tests.compute.stepping import options

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 from msgspec.structs import asdict, replace
 
-from aioengine import adapter_folder
+from aioengine.model_files import adapter_folder
 from aioengine.processes import adapter_loading
 from aioengine.processes.adapter_loading import Adapters, Copies
 from aioengine.protocol.messages import LOAD_ADAPTER, UNLOAD_ADAPTER, Adapter, Control, FinishCode, Limits, Reply

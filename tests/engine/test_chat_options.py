@@ -14,7 +14,7 @@ from aioengine.engine import AsyncEngine
 from aioengine.frontend.prompts import MAX_CHARACTERS_AT_CALL
 from aioengine.frontend.startup import blueprint_of
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
-from aioengine.tokenizer import Tokenizer
+from aioengine.tokenization.tokenizer import Tokenizer
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 TEMPLATE = """{% for message in messages %}<{{ message.role }}>{{ message.content }}

@@ -77,7 +77,7 @@ class TestStart:
         def download(name: str, **_: object) -> str:
             raise ValueError(f"there is no model {name!r}")
 
-        monkeypatch.setattr("aioengine.model_folder.download", download)
+        monkeypatch.setattr("aioengine.model_files.model_folder.download", download)
         assert repr(AsyncEngine()) == "<AsyncEngine demo model starting>"
         assert repr(AsyncEngine("Qwen/Qwen3-0.6B")) == "<AsyncEngine 'Qwen/Qwen3-0.6B' starting>"
         engine = AsyncEngine.from_config(engine_config("owner/missing", {}))

@@ -17,7 +17,7 @@ import pytest
 from aioengine import AsyncEngine, Engine
 from aioengine.families import mistral
 from aioengine.families._tensors import tensor_shapes
-from aioengine.model_folder import DEMO_MODEL
+from aioengine.model_files.model_folder import DEMO_MODEL
 from tests.kit.source import ROOT
 
 CONFIG = {
@@ -396,7 +396,7 @@ def test_arguments_that_do_not_go_together_are_errors_of_the_constructor() -> No
 
 
 def test_models_of_the_hub_are_looked_at_when_the_engine_starts(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    monkeypatch.setattr("aioengine.model_folder.download", lambda *_, **__: str(folder))
+    monkeypatch.setattr("aioengine.model_files.model_folder.download", lambda *_, **__: str(folder))
     monkeypatch.setattr("aioengine.supervision.supervisor.Supervisor.start", pytest.fail)
     BREAKS["truncated"][0](folder)
     engine = AsyncEngine("owner/model", device="cpu")

@@ -13,7 +13,7 @@ from aioengine.protocol.messages import ToScheduler
 from aioengine.testing import fake_engine
 from aioengine.testing.byte_tokenizer import write_tokenizer
 from aioengine.testing.fake_engine import fake_async_engine
-from aioengine.tokenizer import Tokenizer
+from aioengine.tokenization.tokenizer import Tokenizer
 from tests.engine.engine_double import World
 
 PANICS = "ab"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from aioengine.adapter_folder import read_folder
+from aioengine.model_files.adapter_folder import read_folder
 from examples.train_demo_adapter.__main__ import STYLES, train
 from tests.kit.source import ROOT
 

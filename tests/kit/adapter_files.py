@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import save_file
 
-from aioengine.adapter_folder import CONFIG, TENSORS, linear_layers
 from aioengine.families import llama
+from aioengine.model_files.adapter_folder import CONFIG, TENSORS, linear_layers
 
 if TYPE_CHECKING:
     from pathlib import Path

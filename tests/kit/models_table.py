@@ -10,10 +10,11 @@ from __future__ import annotations
 import ast
 import importlib
 
-from aioengine import gguf_model, plugins
+from aioengine import plugins
 from aioengine.families._config import FamilyConfig, Task
 from aioengine.families._encoders import EncoderFamily
 from aioengine.families._vision import TASKS, VisionFamily
+from aioengine.model_files import gguf_model
 from tests.kit.source import ROOT
 
 PAGE = ROOT / "examples" / "guides" / "models.md"

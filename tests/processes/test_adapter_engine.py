@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from aioengine import AsyncEngine, Engine
 from aioengine.errors import EngineStartupError, RequestError
-from aioengine.model_folder import DEMO_MODEL
+from aioengine.model_files.model_folder import DEMO_MODEL
 from tests.kit.adapters import change_tensors, merged, save_adapter
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def greedy(model: PreTrainedModel, ids: list[int]) -> list[int]:
 
 @pytest.fixture(scope="module")
 def engine_ids() -> list[list[int]]:
-    from aioengine.tokenizer import Tokenizer
+    from aioengine.tokenization.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(DEMO_MODEL)
     return [tokenizer.encode(prompt) for prompt in PROMPTS]

@@ -27,7 +27,7 @@ from aioengine.protocol.messages import (
 from aioengine.testing.fake_engine import tokenizer_folder
 from aioengine.text.stop_regex import RegexSearch
 from aioengine.text.token_table import TokenTable
-from aioengine.tokenizer import Tokenizer
+from aioengine.tokenization.tokenizer import Tokenizer
 from tests.processes.engine_kit import fake_settings
 
 DEMO = Path(open_text.__file__).parents[1] / "demo"

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from aioengine import Engine
-from aioengine.model_folder import DEMO_MODEL
+from aioengine.model_files.model_folder import DEMO_MODEL
 from tests.kit.gguf_files import write_model
 
 pytestmark = pytest.mark.process

@@ -33,7 +33,7 @@ from aioengine.processes.media_process import MediaWorker, PixelGate
 from aioengine.protocol.media import Cancelled, FetchJob, PrepareJob, Waits, encode_line
 from aioengine.protocol.messages import Submit
 from aioengine.testing.fake_engine import FakeSetup
-from aioengine.tokenizer import Tokenizer
+from aioengine.tokenization.tokenizer import Tokenizer
 from aioengine.transport.addresses import PrivateDirectory
 from tests.kit.image_models import FAMILIES, NUM_BYTES, SPECIAL, token_id, write_image_folder
 from tests.kit.source import ROOT

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from aioengine.errors import EngineStartupError
-from aioengine.model_folder import DEMO_MODEL
+from aioengine.model_files.model_folder import DEMO_MODEL
 from aioengine.protocol.orders import decode_orders, encode_orders
 from aioengine.testing.fake_engine import fake_async_engine
 from aioengine.testing.faults import Faults

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from aioengine import AsyncEngine, Engine, ScoreResult
-from aioengine.model_folder import DEMO_MODEL
+from aioengine.model_files.model_folder import DEMO_MODEL
 from tests.kit.embedders import Reference, write_cross_encoder
 
 QUERY, ITEMS = "The capital of ", ["France is", "Norway is", "Egypt is"]

@@ -11,9 +11,10 @@ import pytest
 from msgspec.structs import replace
 
 import aioengine
-from aioengine import Plan, machine, model_folder, planning
+from aioengine import Plan, machine, planning
 from aioengine.cli import main
-from aioengine.model_folder import DEMO_MODEL
+from aioengine.model_files import model_folder
+from aioengine.model_files.model_folder import DEMO_MODEL
 from tests.kit.source import ROOT
 
 GIB = 1 << 30

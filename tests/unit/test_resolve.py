@@ -8,11 +8,11 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from aioengine.adapter_folder import AdapterFolder, read_folder
 from aioengine.args import engine_config
 from aioengine.config import LoraSettings, Settings
 from aioengine.machine import DeviceFacts
-from aioengine.model_folder import Heads, ModelFacts, StoredWeights
+from aioengine.model_files.adapter_folder import AdapterFolder, read_folder
+from aioengine.model_files.model_folder import Heads, ModelFacts, StoredWeights
 from aioengine.resolve import resolve
 from tests.kit.fake_adapters import write_adapter
 

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aioengine import folder_files
-from aioengine.adapter_folder import read_folder
 from aioengine.layers.adapters import LayerMatrices
+from aioengine.model_files import folder_files
+from aioengine.model_files.adapter_folder import read_folder
 from aioengine.runner.tensor_files import read_tensor
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.checkpoint import Entry
     from aioengine.config import LoraSettings
+    from aioengine.model_files.checkpoint import Entry
     from aioengine.protocol.messages import Adapter
     from aioengine.runner.lora.layout import Layer, Layout
 

@@ -21,7 +21,7 @@ from aioengine.frontend.encoder import (
     longest_token,
 )
 from aioengine.frontend.prompts import EncodeRules, TextPrompt
-from aioengine.tokenizer import Tokenizer
+from aioengine.tokenization.tokenizer import Tokenizer
 
 DEMO = Path(aioengine.__file__).parent / "demo"
 

@@ -14,7 +14,7 @@ from PIL import Image
 from aioengine import plugins
 from aioengine.media._base import ImageModel, ImageShape, read_image_model
 from aioengine.media._placing import check_count, image_ids, placed
-from aioengine.tokenizer import Tokenizer
+from aioengine.tokenization.tokenizer import Tokenizer
 from tests.kit.image_models import FAMILIES, Family, token_id, write_image_folder
 
 SIZES = [(90, 50), (20, 20), (64, 97)]

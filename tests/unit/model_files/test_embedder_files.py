@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from aioengine.config import PoolingSettings
-from aioengine.embedder_files import is_embedder, read_pooling
 from aioengine.families import bert, qwen3
+from aioengine.model_files.embedder_files import is_embedder, read_pooling
 
 if TYPE_CHECKING:
     from pathlib import Path

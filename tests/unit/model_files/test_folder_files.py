@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from aioengine import folder_files
 from aioengine.args import engine_config
-from aioengine.chat_template import MAX_TEMPLATE_BYTES, checked_template
-from aioengine.model_folder import locate
+from aioengine.model_files import folder_files
+from aioengine.model_files.model_folder import locate
+from aioengine.tokenization.chat_template import MAX_TEMPLATE_BYTES, checked_template
 
 
 def make_socket(path: Path) -> None:

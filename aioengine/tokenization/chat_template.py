@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 import msgspec
 
-from aioengine import checks, folder_files
+from aioengine import checks
+from aioengine.model_files import folder_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from aioengine.template_language import Template
+    from aioengine.tokenization.template_language import Template
 
 Json: TypeAlias = dict[str, object]
 Message: TypeAlias = Mapping[str, object]
@@ -196,7 +197,7 @@ def checked_template(source: str) -> str:
 
 def compiled(source: str) -> Template:
     """The compiled template. Raises ValueError if it is not valid."""
-    from aioengine.template_language import Template
+    from aioengine.tokenization.template_language import Template
 
     return Template(source)
 

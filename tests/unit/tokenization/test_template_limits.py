@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from aioengine import checks, template_limits
-from aioengine.chat_template import MAX_VALUES, ChatTemplates
+from aioengine import checks
 from aioengine.frontend.encoder import Encoded, Encoder, Job
 from aioengine.frontend.prompts import ChatPrompt, TemplateOptions, TextPrompt
-from aioengine.template_language import MAX_MESSAGE, Template
-from aioengine.template_limits import MAX_BUILT, MAX_SECONDS, MAX_SIZE
+from aioengine.tokenization import template_limits
+from aioengine.tokenization.chat_template import MAX_VALUES, ChatTemplates
+from aioengine.tokenization.template_language import MAX_MESSAGE, Template
+from aioengine.tokenization.template_limits import MAX_BUILT, MAX_SECONDS, MAX_SIZE
 
 MESSAGES = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
 GENEROUS_S = 20 * MAX_SECONDS

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from aioengine import checkpoint, folder_files, gguf_header
 from aioengine.args import engine_config
 from aioengine.frontend.startup import blueprint_of
-from aioengine.model_folder import find_facts, locate
-from aioengine.tokenizer import Tokenizer
+from aioengine.model_files import checkpoint, folder_files, gguf_header
+from aioengine.model_files.model_folder import find_facts, locate
+from aioengine.tokenization.tokenizer import Tokenizer
 from tests.kit.gguf_files import Stored, byte_tokenizer, model_metadata, stored, word_tokenizer, write_gguf
 
 SIZES: dict[str, object] = {

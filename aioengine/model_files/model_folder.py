@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from msgspec import Struct
 
-from aioengine import checkpoint, checks, folder_files, logs, plugins
-from aioengine.adapter_folder import linear_layers
+from aioengine import checks, logs, plugins
 from aioengine.config import OWN, TRANSFORMERS, PoolingSettings
-from aioengine.embedder_files import is_embedder, read_pooling
 from aioengine.families._config import MAX_SIZES, DecoderConfig, Task, as_embedder, not_implemented
 from aioengine.families._foreign import read_foreign
 from aioengine.families._tensors import exact_types, is_ignored, tensor_shapes
 from aioengine.families._vision import VisionConfig
-from aioengine.hub import download
+from aioengine.model_files import checkpoint, folder_files
+from aioengine.model_files.adapter_folder import linear_layers
+from aioengine.model_files.embedder_files import is_embedder, read_pooling
+from aioengine.model_files.hub import download
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     ReadConfig = Callable[[Mapping[str, object]], TransformerConfig]
 
-DEMO_MODEL: Final = Path(__file__).parent / "demo"
+DEMO_MODEL: Final = Path(__file__).parents[1] / "demo"
 
 _DTYPES: Final = ("bfloat16", "float16", "float32")
 _WIDER: Final = ("float64", "double", "float", "auto")

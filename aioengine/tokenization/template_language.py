@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from aioengine import checks
-from aioengine import template_limits as limits
+from aioengine.tokenization import template_limits as limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import huggingface_hub
 import pytest
 
-from aioengine import hub
-from aioengine.model_folder import locate
+from aioengine.model_files import hub
+from aioengine.model_files.model_folder import locate
 from tests.kit.hub_double import COMMIT, HubDouble
 
 if TYPE_CHECKING:

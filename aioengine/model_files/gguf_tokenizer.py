@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from aioengine import checks
-from aioengine.gguf_header import Array
+from aioengine.model_files.gguf_header import Array
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from aioengine.gguf_header import Header, Scalar
+    from aioengine.model_files.gguf_header import Header, Scalar
 
     Json = dict[str, object]
 

@@ -13,9 +13,10 @@ import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from aioengine import checks, folder_files
-from aioengine.gguf_header import BLOCKS
-from aioengine.gguf_model import tensors_of
+from aioengine import checks
+from aioengine.model_files import folder_files
+from aioengine.model_files.gguf_header import BLOCKS
+from aioengine.model_files.gguf_model import tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from aioengine import folder_files
+from aioengine.model_files import folder_files
 
 if TYPE_CHECKING:
     from aioengine.config import Settings

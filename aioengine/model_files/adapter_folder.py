@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import msgspec
 from msgspec import Struct
 
-from aioengine import checkpoint, folder_files
-from aioengine.checkpoint import Entry
 from aioengine.checks import shown
 from aioengine.families import _tensors
+from aioengine.model_files import checkpoint, folder_files
+from aioengine.model_files.checkpoint import Entry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
     from aioengine.families._config import DecoderConfig
-    from aioengine.folder_files import Json
+    from aioengine.model_files.folder_files import Json
     from aioengine.patterns import Pattern
 
     Layers = Mapping[str, tuple[int, int]]

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from aioengine import model_folder
 from aioengine.config import EngineConfig, ModelConfig
 from aioengine.frontend.startup import blueprint_of
-from aioengine.model_folder import Heads, ModelFacts, find_facts, locate
+from aioengine.model_files import model_folder
+from aioengine.model_files.model_folder import Heads, ModelFacts, find_facts, locate
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

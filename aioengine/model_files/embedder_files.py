@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec import Struct, convert, field
 
-from aioengine import checks, folder_files
+from aioengine import checks
 from aioengine.config import PoolingSettings
 from aioengine.families._config import Task, not_implemented
 from aioengine.families._encoders import EncoderConfig
+from aioengine.model_files import folder_files
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

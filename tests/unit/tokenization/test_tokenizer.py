@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from aioengine.chat_template import MAX_COMPILED, ChatText
 from aioengine.text.token_table import TokenTable, read_token_table
-from aioengine.tokenizer import Tokenizer
+from aioengine.tokenization.chat_template import MAX_COMPILED, ChatText
+from aioengine.tokenization.tokenizer import Tokenizer
 from tests.unit.text.sample_tokenizers import ALL_SAMPLES, LLAMA, TEXTS, Sample, byte_fallback
 
 if TYPE_CHECKING:
@@ -374,7 +374,7 @@ def test_files_that_cannot_be_read_are_named(llama: Sample, tmp_path: Path) -> N
 
 def test_neither_torch_nor_transformers_is_imported() -> None:
     heavy = "{'torch', 'transformers', 'numpy', 'asyncio'}"
-    code = f"import sys, aioengine.tokenizer; print(sorted({heavy} & set(sys.modules)))"
+    code = f"import sys, aioengine.tokenization.tokenizer; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

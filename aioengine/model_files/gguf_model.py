@@ -12,13 +12,13 @@ import struct
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from aioengine import checks
-from aioengine.gguf_header import Array
+from aioengine.model_files.gguf_header import Array
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from typing import BinaryIO
 
-    from aioengine.gguf_header import Header, Scalar, TensorInfo
+    from aioengine.model_files.gguf_header import Header, Scalar, TensorInfo
 
 ARCHITECTURES: Final = {
     "llama": "LlamaForCausalLM",

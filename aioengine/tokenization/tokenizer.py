@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, cast
 from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as FastTokenizer
 
-from aioengine import checks, folder_files
-from aioengine.chat_template import (
+from aioengine import checks
+from aioengine.model_files import folder_files
+from aioengine.protocol.messages import PairIds
+from aioengine.tokenization.chat_template import (
     DEFAULT,
     ChatTemplates,
     ChatText,
@@ -24,8 +26,7 @@ from aioengine.chat_template import (
     read_chat_templates,
     template_variables,
 )
-from aioengine.protocol.messages import PairIds
-from aioengine.tokenizer_limits import check_tokenizer
+from aioengine.tokenization.tokenizer_limits import check_tokenizer
 
 if TYPE_CHECKING:
     import os

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
 
 import msgspec
 
-from aioengine.gguf_header import Header, read_header
-from aioengine.gguf_model import config_of
-from aioengine.gguf_tokenizer import has_tokenizer, tokenizer_config_of, tokenizer_of
+from aioengine.model_files.gguf_header import Header, read_header
+from aioengine.model_files.gguf_model import config_of
+from aioengine.model_files.gguf_tokenizer import has_tokenizer, tokenizer_config_of, tokenizer_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 
 import aioengine
 from aioengine import Engine
-from aioengine.tokenizer import Tokenizer as OwnTokenizer
-from aioengine.vocabulary import num_token_ids
+from aioengine.model_files.vocabulary import num_token_ids
+from aioengine.tokenization.tokenizer import Tokenizer as OwnTokenizer
 from tests.compute.runner_world import save_model
 
 DEMO = Path(aioengine.__file__).parent / "demo"

@@ -1,0 +1,1 @@
+"""Text and chats to token ids: the tokenizer of a model folder, and its chat templates."""
