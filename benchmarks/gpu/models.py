@@ -163,7 +163,65 @@ EXPERTS: dict[str, object] = {
     "eos_token_id": 151645,
     "bos_token_id": 151643,
 }
-MODELS = {"a": SMALL, "b": LARGE, "lite": LITE, "next": HALF_NEXT, "a3b": EXPERTS}
+OSS: dict[str, object] = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "dtype": "bfloat16",
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "swiglu_limit": 7.0,
+    "attention_bias": True,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131_072,
+    "tie_word_embeddings": False,
+    "eos_token_id": 200002,
+    "bos_token_id": 199998,
+}
+"""gpt-oss-20b with experts in bf16."""
+WINDOWED: dict[str, object] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "dtype": "bfloat16",
+    "vocab_size": 262208,
+    "hidden_size": 3840,
+    "intermediate_size": 15360,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+    "sliding_window": 1024,
+    "sliding_window_pattern": 6,
+    "query_pre_attn_scalar": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000,
+    "rope_local_base_freq": 10_000,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "max_position_embeddings": 131_072,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "eos_token_id": 106,
+    "bos_token_id": 2,
+}
+"""The text model of gemma-3-12b."""
+MODELS = {
+    "a": SMALL,
+    "b": LARGE,
+    "a3b": EXPERTS,
+    "oss": OSS,
+    "gemma": WINDOWED,
+    "lite": LITE,
+    "next": HALF_NEXT,
+}
 
 
 def write_folder(folder: Path, name: str) -> Path:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from aioengine import AsyncEngine
-from benchmarks.gpu import step_profile, workloads
+from aioengine import AsyncEngine, plugins
+from aioengine.families._config import DecoderConfig
+from benchmarks.gpu import limits, models, step_profile, workloads
 
 
 def test_overlapping_kernels_count_once() -> None:
@@ -37,3 +38,42 @@ def test_the_table_has_a_column_for_each_engine() -> None:
     assert lines[0].split() == ["aioengine", "vllm"]
     assert lines[1].split() == ["W1", "a", "offline", "tok/s", "2.500", "-"]
     assert len(lines) == 2
+
+
+PEAKS = 1e12, 1e15
+
+
+def config_of(name: str, **fields: object) -> DecoderConfig:
+    config = {**models.MODELS[name], **fields}
+    found = plugins.load("families", str(config["model_type"]))(config)
+    assert isinstance(found, DecoderConfig)
+    return found
+
+
+def test_a_decode_step_reads_the_weights_and_the_positions_once() -> None:
+    config = config_of("b")
+    weights, kv = 8_030_261_248 - 128_256 * 4096, 2 * 32 * 8 * 128
+    found = limits.limits(config, limits.Step(4, 1, 100, 0.0), PEAKS)
+    assert found.reading == pytest.approx(2 * (weights + 4 * 101 * kv) / 1e12)
+    assert found.computing == pytest.approx(2 * 4 * (weights + 101 * 2 * 32 * 32 * 128) / 1e15, rel=1e-3)
+    assert found.seconds == found.reading
+
+
+def test_of_experts_those_are_read_that_are_hit() -> None:
+    config = config_of("a3b")
+    few, all_of_them = (limits.limits(config, limits.Step(1, 1, 0, hits), PEAKS) for hits in (8.0, 128.0))
+    assert few.computing == all_of_them.computing
+    assert all_of_them.reading - few.reading == pytest.approx(2 * 48 * 120 * 3 * 2048 * 768 / 1e12)
+    assert limits.expected_hits(config, 1) == pytest.approx(8)
+    assert 127.9 < limits.expected_hits(config, 256) < 128
+
+
+@pytest.mark.parametrize(("num_new", "num_before"), [(1, 3), (1, 90), (40, 0), (7, 8), (9, 30)])
+def test_tokens_attend_to_a_window(num_new: int, num_before: int) -> None:
+    window = 10
+    shorter = limits.limits(config_of("b"), limits.Step(1, num_new, num_before, 0.0), PEAKS)
+    config = config_of("b", model_type="mistral", sliding_window=window, rope_scaling=None)
+    found = limits.limits(config, limits.Step(1, num_new, num_before, 0.0), PEAKS)
+    hidden = sum(max(position + 1 - window, 0) for position in range(num_before, num_before + num_new))
+    assert shorter.computing - found.computing == pytest.approx(2 * 32 * hidden * 2 * 32 * 128 / 1e15, abs=1e-15)
+    assert shorter.reading - found.reading == pytest.approx(2 * max(num_before - window, 0) * 2 * 32 * 8 * 128 / 1e12)

@@ -1,0 +1,252 @@
+"""Shapes of mixtures of experts, of latent attention, of windows and of hybrids, beside the limits of the device.
+
+    python -m benchmarks.gpu.families --models /tmp/bench-models [--shapes a3b oss] [--layers 8 16] [--kernels]
+
+Prints for each shape a decode step of each number of rows, and a prompt until its first token: milliseconds a step, of
+these the host's, the limit (``limits``; of experts those count that tokens of such a step really went through), by what
+to read and by what to compute, and the share that the limit has. The weights are random and made on the device.
+
+``--layers`` takes shapes of fewer layers, which starts faster. With two numbers, times are those of all layers: what
+the second has more than the first, as often as it takes. They must be multiples of 4 (6 for gemma).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from aioengine import plugins
+from aioengine.args import engine_config
+from aioengine.layers import experts as expert_layers
+from aioengine.machine import device_facts
+from aioengine.model_folder import find_facts
+from aioengine.protocol.messages import Limits, Sampling, Submit, TextRules
+from aioengine.resolve import resolve
+from aioengine.runner.build import build
+from aioengine.scheduler.scheduler import Scheduler
+from benchmarks.gpu import limits
+from benchmarks.gpu.models import MODELS
+from benchmarks.gpu.steps import Steps, finish, prompts, run
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from aioengine.config import Settings
+    from aioengine.families._config import DecoderConfig
+    from aioengine.kernels.expert_types import Chosen
+    from aioengine.runner.model_runner import ModelRunner
+
+SHAPES = "a3b", "oss", "gemma", "lite", "next"
+NUM_STEPS = 60
+MORE_TOKENS = 300
+"""Tokens of the prompt that joins rows whose experts are counted: more than graphs of decode steps have rows."""
+NUM_KERNELS = 8
+NAME_LENGTH = 44
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Rows of a decode step behind ``num_before`` positions, or a prompt of ``num_new`` tokens."""
+
+    num_rows: int
+    num_new: int
+    num_before: int
+
+    def __str__(self) -> str:
+        return f"{self.num_rows:4} rows" if self.num_before else f"{self.num_new} tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Milliseconds of a step, and of the host's part of it (0: not known); experts hit in a layer."""
+
+    total: float
+    host: float
+    num_hit: float
+
+    def deeper(self, other: Measured, factor: float) -> Measured:
+        """What would come of ``factor`` times as many more layers as ``other`` has more."""
+        total, host = (a + (b - a) * factor for a, b in ((self.total, other.total), (self.host, other.host)))
+        return Measured(total, host, other.num_hit)
+
+
+class Shape:
+    """One of ``MODELS`` with some of its layers, in a runner."""
+
+    def __init__(self, config: dict[str, object], folder: Path, options: argparse.Namespace) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        most = max(*options.rows, 1)
+        arguments = {
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "attention_backend": options.attention,
+            "chunked_prefill_size": max(options.prompt, most),
+            "max_running_requests": most + 1,
+            "cuda_graph_max_bs": most,
+            "disable_radix_cache": True,
+        }
+        wanted = engine_config(str(folder), arguments)
+        self._settings: Settings = resolve(wanted, find_facts(wanted.model), device_facts())
+        self._num_cached: int = options.cached
+        started = time.perf_counter()
+        self.runner: ModelRunner = build(self._settings, lambda _: None)
+        self.built_s = time.perf_counter() - started
+
+    def steps(self) -> Steps:
+        num_pages = int(self.runner.facts["num_pages"])
+        page_size = self._settings.memory.page_size
+        return Steps(self.runner, Scheduler(self._settings.scheduler, num_pages=num_pages, page_size=page_size))
+
+    def decode(self, num_rows: int, *, prints_kernels: bool) -> Measured:
+        """A step of ``num_rows`` rows."""
+        steps = self.steps()
+        run(steps, num_rows, num_cached=self._num_cached, num_steps=NUM_STEPS, first_uid=0)
+        median = {name: statistics.median(values) for name, values in steps.parts.items()}
+        if prints_kernels:
+            print(kernels(steps, 5), flush=True)
+        hits = self._hits_of_rows(steps, num_rows)
+        finish(steps)
+        return Measured(median["wall"], median["wall"] - median["collect"], hits)
+
+    def prompt(self, num_tokens: int) -> Measured:
+        """A prompt until its first token."""
+        total = prompts(self.steps(), num_tokens, 1)
+        with self._without_graphs(), routed() as seen:
+            prompts(self.steps(), num_tokens, 1)
+        hits = [count(chosen) for chosen in seen if len(chosen.experts) == num_tokens]
+        return Measured(total, 0.0, statistics.fmean(hits) if hits else 0.0)
+
+    def _hits_of_rows(self, steps: Steps, num_rows: int) -> float:
+        """Experts that the rows go through: those of a step with another prompt, which runs without a graph."""
+        uid = 1 << 20
+        limit = Limits(1)
+        steps.scheduler.requests.submit(Submit(uid, [7] * MORE_TOKENS, Sampling(uid), limit, TextRules()))
+        with self._without_graphs(), routed() as seen:
+            for _ in range(3):
+                steps.step()
+        hits = [count(chosen, num_rows) for chosen in seen if len(chosen.experts) > num_rows]
+        return statistics.fmean(hits) if hits else 0.0
+
+    @contextmanager
+    def _without_graphs(self) -> Iterator[None]:
+        """Steps with prompts are launched kernel by kernel."""
+        graphs, self.runner.prompt_graphs = self.runner.prompt_graphs, None
+        try:
+            yield
+        finally:
+            self.runner.prompt_graphs = graphs
+
+    def close(self) -> None:
+        self.runner.close()
+        del self.runner
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def routed() -> Iterator[list[Chosen]]:
+    """The experts that were chosen inside, in each layer of each step."""
+    seen: list[Chosen] = []
+    route = expert_layers.route
+
+    def noted(*arguments: object) -> Chosen:
+        seen.append(route(*arguments))  # type: ignore[arg-type]
+        return seen[-1]
+
+    expert_layers.route = noted  # type: ignore[assignment]
+    try:
+        yield seen
+    finally:
+        expert_layers.route = route
+
+
+def count(chosen: Chosen, num_tokens: int | None = None) -> int:
+    """Experts that the first tokens go through."""
+    return len(chosen.experts[:num_tokens].unique())
+
+
+def kernels(steps: Steps, num_steps: int) -> str:
+    """Microseconds a step of the kernels that take longest, and how often they run; they may overlap."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(num_steps):
+            steps.step()
+        torch.cuda.synchronize()
+    found = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
+    return "\n".join(
+        f"      {event.self_device_time_total / num_steps:8.0f} us {event.count / num_steps:6.1f} x "
+        f"{event.key.removeprefix('void ')[:NAME_LENGTH]}"
+        for event in found[:NUM_KERNELS]
+    )
+
+
+def measured(name: str, num_layers: int, cases: list[Case], options: argparse.Namespace) -> list[Measured]:
+    """Of each of ``cases``."""
+    shape = Shape({**MODELS[name], "num_hidden_layers": num_layers}, options.models / f"{name}-{num_layers}", options)
+    facts = shape.runner.facts
+    backend, gigabytes = facts["attention_backend"], int(facts["weights_bytes"]) / 1e9
+    print(f"  {num_layers} layers, {gigabytes:.1f} GB, built in {shape.built_s:.1f} s, {backend}", flush=True)
+    found = [
+        shape.decode(case.num_rows, prints_kernels=options.kernels) if case.num_before else shape.prompt(case.num_new)
+        for case in cases
+    ]
+    shape.close()
+    return found
+
+
+def line(case: Case, found: Measured, config: DecoderConfig) -> str:
+    """A row of the table."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    step = limits.Step(case.num_rows, case.num_new, case.num_before, found.num_hit)
+    limit = limits.limits(config, step, limits.peaks_of(name))
+    reading, computing = limit.reading * 1000, limit.computing * 1000
+    experts = "" if config.experts is None else f", {found.num_hit:.1f} of {config.experts.num_experts} experts"
+    host = f" (host {found.host:.2f})" if found.host else ""
+    share = limit.seconds * 1000 / found.total
+    return f"  {case}: {found.total:8.3f} ms{host}, limit {reading:.3f} / {computing:.3f}, share {share:.3f}{experts}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=Path, required=True, help="a folder for config files")
+    parser.add_argument("--shapes", choices=SHAPES, nargs="+", default=SHAPES)
+    parser.add_argument("--layers", type=int, nargs="+", help="one or two numbers; all layers else")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 256])
+    parser.add_argument("--cached", type=int, default=1024, help="positions before a decode step")
+    parser.add_argument("--prompt", type=int, default=4096)
+    parser.add_argument("--kernels", action="store_true", help="the device's time by kernel in decode steps")
+    parser.add_argument("--attention", default="auto", help="attention_backend")
+    options = parser.parse_args()
+    cases = [*(Case(num_rows, 1, options.cached) for num_rows in options.rows), Case(1, options.prompt, 0)]
+    for name in options.shapes:
+        started = time.perf_counter()
+        print(name, flush=True)
+        all_layers = MODELS[name]["num_hidden_layers"]
+        assert isinstance(all_layers, int)
+        layers = options.layers or [all_layers]
+        found = measured(name, layers[0], cases, options)
+        num_layers = layers[0]
+        if len(layers) > 1:
+            factor = (all_layers - layers[0]) / (layers[1] - layers[0])
+            more = measured(name, layers[1], cases, options)
+            found = [few.deeper(many, factor) for few, many in zip(found, more, strict=True)]
+            num_layers = all_layers
+        model_type = str(MODELS[name]["model_type"])
+        config = plugins.load("families", model_type)({**MODELS[name], "num_hidden_layers": num_layers})
+        for case, each in zip(cases, found, strict=True):
+            print(line(case, each, config), flush=True)
+        print(f"  {time.perf_counter() - started:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
