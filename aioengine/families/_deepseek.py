@@ -1,6 +1,4 @@
-"""DeepSeek-V2, DeepSeek-V3 and families like them: latent attention, and experts in all layers but the first ones. No
-torch.
-"""
+"""DeepSeek-V2, DeepSeek-V3 and the like: latent attention, and experts in all layers but the first ones. No torch."""
 
 from __future__ import annotations
 
@@ -61,7 +59,7 @@ class DeepseekFamily(LatentFamily, frozen=True, kw_only=True):
         return frozenset(range(min(self.first_k_dense_replace, self.num_hidden_layers)))
 
     def expert_decoder(self, config: Mapping[str, object], router: RouterConfig) -> DecoderConfig:
-        """The decoder of ``config``, which this was read from, with this router."""
+        """The decoder of ``config``, whose fields these are, with this router."""
         shared: SharedConfig | None = None
         if self.num_shared_experts:
             shared = SharedConfig(

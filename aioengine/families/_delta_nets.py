@@ -63,7 +63,7 @@ class DeltaNetFamily(FamilyConfig, frozen=True, kw_only=True):
         return frozenset(layer for layer, kind in enumerate(self.layer_types) if kind == "linear_attention")
 
     def hybrid(self, raw: Mapping[str, object], *, is_grouped: bool) -> DecoderConfig:
-        """The decoder that ``raw`` describes, whose fields these are. ``is_grouped``: as in ``DeltaNetConfig``."""
+        """The decoder of config.json, whose fields these are. ``is_grouped``: as in ``DeltaNetConfig``."""
         bias, norm = self.attention_bias, NormConfig(offset=1.0)
         return replace(
             self.decoder(self.rope(raw)),

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
 Shapes = dict[str, tuple[int, ...]]
+"""Names of tensors and their shapes."""
 
 MXFP4_BLOCK = 32
 """Numbers with one scale, in 16 bytes."""

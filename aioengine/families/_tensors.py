@@ -9,14 +9,12 @@ from msgspec.structs import replace
 from aioengine.families._block_config import MambaConfig, NormConfig, ShortConvConfig
 from aioengine.families._config import DecoderConfig, Task
 from aioengine.families._encoders import EncoderConfig, LinearShape
-from aioengine.families._experts import quantized_tensors, tensors_of_experts
+from aioengine.families._experts import Shapes, quantized_tensors, tensors_of_experts
 from aioengine.families._vision import VisionConfig
 
 if TYPE_CHECKING:
     from aioengine.families._block_config import DeltaNetConfig, LatentConfig
     from aioengine.families._config import TransformerConfig
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 def tensor_shapes(config: TransformerConfig) -> Shapes:

@@ -1,6 +1,4 @@
-"""DeepSeek-V3, DeepSeek-R1, Moonlight: experts chosen by scores with a bias, of the groups whose two best ones have the
-most.
-"""
+"""DeepSeek-V3, DeepSeek-R1, Moonlight: experts by score and bias, of the groups whose best two have the highest sum."""
 
 from __future__ import annotations
 
@@ -42,11 +40,11 @@ class Config(DeepseekFamily, frozen=True, kw_only=True):
 
 
 def read(config: Mapping[str, object]) -> DecoderConfig:
-    return decoder(decode_config(config, Config), config)
+    return deepseek_v3_decoder(decode_config(config, Config), config)
 
 
-def decoder(found: Config, config: Mapping[str, object]) -> DecoderConfig:
-    """The decoder of ``config``, which ``found`` was read from."""
+def deepseek_v3_decoder(found: Config, config: Mapping[str, object]) -> DecoderConfig:
+    """The decoder of ``config``, whose fields ``found`` has."""
     num_groups, top_groups = found.groups
     router = RouterConfig(
         has_choice_bias=True,

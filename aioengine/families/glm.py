@@ -26,7 +26,11 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
 
 
 def read(config: Mapping[str, object]) -> DecoderConfig:
-    found = decode_config(config, Config)
+    return glm_decoder(decode_config(config, Config), config)
+
+
+def glm_decoder(found: Config, config: Mapping[str, object]) -> DecoderConfig:
+    """The decoder of ``config``, whose fields ``found`` has."""
     decoder = found.decoder(found.rope(config))
     return replace(
         decoder,

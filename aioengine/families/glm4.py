@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from aioengine.families._block_config import AttentionConfig, BlockConfig
-from aioengine.families._config import FamilyConfig, decode_config
+from aioengine.families._block_config import BlockConfig
+from aioengine.families._config import decode_config
+from aioengine.families.glm import Config, glm_decoder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,25 +16,9 @@ if TYPE_CHECKING:
     from aioengine.families._config import DecoderConfig
 
 
-class Config(FamilyConfig, frozen=True, kw_only=True):
-    default_partial: ClassVar[float | None] = 0.5
-
-    num_key_value_heads: int | None = 2
-    head_dim: int | None = 128
-    rms_norm_eps: float = 1.5625e-7
-    max_position_embeddings: int = 131_072
-    attention_bias: bool = True
-
-
 def read(config: Mapping[str, object]) -> DecoderConfig:
-    found = decode_config(config, Config)
-    decoder = found.decoder(found.rope(config))
-    return replace(
-        decoder,
-        block=BlockConfig(attention_output_norm="post_self_attn_layernorm", mlp_output_norm="post_mlp_layernorm"),
-        attention=AttentionConfig(qkv_bias=found.attention_bias, is_interleaved=True),
-        mlp=replace(decoder.mlp, first=("gate_up_proj",)),
-    )
+    norms = BlockConfig(attention_output_norm="post_self_attn_layernorm", mlp_output_norm="post_mlp_layernorm")
+    return replace(glm_decoder(decode_config(config, Config), config), block=norms)
 
 
 PLUGIN = read

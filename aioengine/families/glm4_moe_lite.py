@@ -45,7 +45,7 @@ class Config(deepseek_v3.Config, frozen=True, kw_only=True):
 
 
 def read(config: Mapping[str, object]) -> DecoderConfig:
-    return deepseek_v3.decoder(decode_config(config, Config), config)
+    return deepseek_v3.deepseek_v3_decoder(decode_config(config, Config), config)
 
 
 PLUGIN = read

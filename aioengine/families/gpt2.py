@@ -41,14 +41,16 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
 
 
 def read(config: Mapping[str, object]) -> DecoderConfig:
-    return gpt2_decoder(config, Config)
+    return gpt2_decoder(decode_config(with_inner_size(config), Config))
 
 
-def gpt2_decoder(config: Mapping[str, object], config_type: type[Config]) -> DecoderConfig:
-    """The decoder of config.json, read as ``config_type``."""
-    size = config.get("n_embd", 768)
-    inner = 4 * size if config.get("n_inner") is None and isinstance(size, int) else config.get("n_inner")
-    found = decode_config({**config, "n_inner": inner}, config_type)
+def with_inner_size(config: Mapping[str, object]) -> dict[str, object]:
+    """config.json with the inner size of its MLP, which most files leave out: four times that of the model."""
+    size, inner = config.get("n_embd", 768), config.get("n_inner")
+    return {**config, "n_inner": 4 * size if inner is None and isinstance(size, int) else inner}
+
+
+def gpt2_decoder(found: Config) -> DecoderConfig:
     decoder = found.decoder(RopeConfig())
     return replace(
         decoder,

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
-from aioengine.families._config import FamilyConfig
-from aioengine.families.gpt2 import Config as GPT2
-from aioengine.families.gpt2 import gpt2_decoder
+from aioengine.families import gpt2
+from aioengine.families._config import FamilyConfig, decode_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from aioengine.families._config import DecoderConfig
 
 
-class Config(GPT2, frozen=True, kw_only=True):
+class Config(gpt2.Config, frozen=True, kw_only=True):
     tasks = FamilyConfig.tasks
 
     hidden_act: str = msgspec.field(default="gelu_pytorch_tanh", name="activation_function")
@@ -29,7 +28,7 @@ class Config(GPT2, frozen=True, kw_only=True):
 
 
 def read(config: Mapping[str, object]) -> DecoderConfig:
-    decoder = gpt2_decoder(config, Config)
+    decoder = gpt2.gpt2_decoder(decode_config(gpt2.with_inner_size(config), Config))
     attention = replace(decoder.attention, is_grouped=decoder.num_kv_heads > 1)
     return replace(decoder, attention=attention, is_transposed=False)
 

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from msgspec.structs import replace
 
+from aioengine.families import gpt2
 from aioengine.families._block_config import AttentionConfig, BlockConfig
 from aioengine.families._config import FamilyConfig, RopeConfig, decode_config
-from aioengine.families.gpt2 import Config as GPT2
-from aioengine.families.gpt2 import gpt2_decoder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from aioengine.families._config import DecoderConfig
 
 
-class Config(GPT2, frozen=True, kw_only=True):
+class Config(gpt2.Config, frozen=True, kw_only=True):
     tasks = FamilyConfig.tasks
 
     tie_word_embeddings: bool = False
@@ -26,8 +25,8 @@ class Config(GPT2, frozen=True, kw_only=True):
 
 
 def read(config: Mapping[str, object]) -> DecoderConfig:
-    decoder = gpt2_decoder(config, Config)
-    size = decode_config({**config, "n_inner": decoder.intermediate_size}, Config).rotary_dim
+    found = decode_config(gpt2.with_inner_size(config), Config)
+    decoder, size = gpt2.gpt2_decoder(found), found.rotary_dim
     rope = RopeConfig(partial_rotary_factor=1.0 if size is None else size / decoder.head_size)
     rope.check_head(decoder.head_size)
     return replace(

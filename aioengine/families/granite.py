@@ -26,20 +26,20 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.logits_scaling:
-            not_implemented("logits_scaling", self.logits_scaling, "another number than 0")
+            not_implemented("logits_scaling", self.logits_scaling, "a number other than 0")
         if self.residual_multiplier <= 0:
             not_implemented("residual_multiplier", self.residual_multiplier, "more than 0")
 
 
 def read(config: Mapping[str, object]) -> DecoderConfig:
-    return described(decode_config(config, Config), config)
+    return granite_decoder(decode_config(config, Config), config)
 
 
-def described(found: Config, config: Mapping[str, object]) -> DecoderConfig:
-    """The residual stream of this decoder is that of Granite divided by ``residual_multiplier``, so that the outputs of
-    attention and MLP are added as they are. The norms, which read the stream, undo it.
+def granite_decoder(found: Config, config: Mapping[str, object]) -> DecoderConfig:
+    """The decoder of ``config``, whose fields ``found`` has.
 
-    ``found``: the fields of ``config``.
+    Its residual stream is that of Granite divided by ``residual_multiplier``, so that the outputs of attention and MLP
+    are added as they are. The norms, which read the stream, undo it.
     """
     decoder, bias = found.decoder(found.rope(config)), found.attention_bias
     return replace(

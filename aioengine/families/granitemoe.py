@@ -1,4 +1,4 @@
-"""GraniteMoE: a Llama with factors of its embeddings, scores, residual stream and logits, and experts in all layers."""
+"""GraniteMoE: a Granite with experts in all layers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from msgspec import field
 from msgspec.structs import replace
 
-from aioengine.families._block_config import AttentionConfig, BlockConfig
-from aioengine.families._config import FamilyConfig, check_experts, decode_config, not_implemented
+from aioengine.families import granite
+from aioengine.families._block_config import BlockConfig
+from aioengine.families._config import check_experts, decode_config
 from aioengine.families._experts import ExpertsConfig, RouterConfig
 
 if TYPE_CHECKING:
@@ -17,26 +18,16 @@ if TYPE_CHECKING:
     from aioengine.families._config import DecoderConfig
 
 
-class Config(FamilyConfig, frozen=True, kw_only=True):
-    attention_bias: bool = False
-    embedding_multiplier: float = 1.0
-    logits_scaling: float = 1.0
-    residual_multiplier: float = 1.0
-    attention_multiplier: float = 1.0
+class Config(granite.Config, frozen=True, kw_only=True):
     num_local_experts: int = 8
     experts_per_token: int = field(default=2, name="num_experts_per_tok")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_experts(self.num_local_experts, self.experts_per_token)
-        if not self.logits_scaling:
-            not_implemented("logits_scaling", self.logits_scaling, "a number other than 0")
-        if self.residual_multiplier <= 0:
-            not_implemented("residual_multiplier", self.residual_multiplier, "more than 0")
 
 
 def read(config: Mapping[str, object]) -> DecoderConfig:
-    """The residual stream is divided by ``residual_multiplier``, as in ``families/granite.py``."""
     found = decode_config(config, Config)
     experts = ExpertsConfig(
         num_experts=found.num_local_experts,
@@ -46,17 +37,7 @@ def read(config: Mapping[str, object]) -> DecoderConfig:
         stored="packed",
         names=("input_linear.weight", "output_linear.weight"),
     )
-    bias = found.attention_bias
-    decoder = found.decoder(found.rope(config))
-    return replace(
-        decoder,
-        epsilon=decoder.epsilon / found.residual_multiplier**2,
-        experts=experts,
-        attention=AttentionConfig(qkv_bias=bias, output_bias=bias, scale=found.attention_multiplier),
-        block=BlockConfig(mlp="block_sparse_moe."),
-        stream_scale=found.embedding_multiplier / found.residual_multiplier,
-        logits_scale=1.0 / found.logits_scaling,
-    )
+    return replace(granite.granite_decoder(found, config), experts=experts, block=BlockConfig(mlp="block_sparse_moe."))
 
 
 PLUGIN = read

@@ -72,7 +72,7 @@ class Config(granite.Config, frozen=True, kw_only=True):
 def read(config: Mapping[str, object]) -> DecoderConfig:
     found = decode_config(config, Config)
     inner = found.mamba_expand * found.hidden_size
-    decoder = granite.described(found, config)
+    decoder = granite.granite_decoder(found, config)
     return replace(
         decoder,
         intermediate_size=found.shared_intermediate_size,

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from msgspec import field
 from msgspec.structs import replace
 
+from aioengine.families import qwen2
 from aioengine.families._block_config import AttentionConfig
-from aioengine.families._config import FamilyConfig, check_experts, decode_config
+from aioengine.families._config import check_experts, decode_config
 from aioengine.families._experts import ExpertsConfig, RouterConfig, SharedConfig, dense_layers
 
 if TYPE_CHECKING:
@@ -17,12 +18,8 @@ if TYPE_CHECKING:
     from aioengine.families._config import DecoderConfig
 
 
-class Config(FamilyConfig, frozen=True, kw_only=True):
+class Config(qwen2.Config, frozen=True, kw_only=True):
     num_key_value_heads: int | None = 16
-    max_position_embeddings: int = 32_768
-    use_sliding_window: bool = False
-    sliding_window: int | None = 4096
-    max_window_layers: int = 28
     qkv_bias: bool = True
     decoder_sparse_step: int = 1
     mlp_only_layers: list[int] | None = None
@@ -35,10 +32,6 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_experts(self.num_experts, self.experts_per_token, self.decoder_sparse_step)
-
-    @property
-    def window(self) -> int | None:
-        return self.sliding_window if self.use_sliding_window else None
 
     @property
     def windows(self) -> tuple[int | None, ...]:

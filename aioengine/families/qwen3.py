@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from aioengine.families import qwen2
 from aioengine.families._block_config import AttentionConfig, HeadNorm
-from aioengine.families._config import FamilyConfig, decode_config, read_rope
+from aioengine.families._config import decode_config, read_rope
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,25 +16,9 @@ if TYPE_CHECKING:
     from aioengine.families._config import DecoderConfig
 
 
-class Config(FamilyConfig, frozen=True, kw_only=True):
-    num_key_value_heads: int | None = 32
+class Config(qwen2.Config, frozen=True, kw_only=True):
     head_dim: int | None = 128
-    max_position_embeddings: int = 32_768
     attention_bias: bool = False
-    use_sliding_window: bool = False
-    sliding_window: int | None = 4096
-    max_window_layers: int = 28
-
-    @property
-    def window(self) -> int | None:
-        return self.sliding_window if self.use_sliding_window else None
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        if self.window is None or self.layer_types is not None:
-            return super().windows
-        full = min(max(self.max_window_layers, 0), self.num_hidden_layers)
-        return (None,) * full + (self.window,) * (self.num_hidden_layers - full)
 
 
 def read(config: Mapping[str, object]) -> DecoderConfig:
