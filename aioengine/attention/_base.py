@@ -223,13 +223,19 @@ class FixedDecode(StepAttention, Protocol):
 
 @runtime_checkable
 class CapturableAttention(AttentionBackend, Protocol):
-    """A backend whose decode steps can be captured in a CUDA graph."""
+    """A backend for steps in CUDA graphs: decode steps as a whole, steps with prompts without their attention."""
 
     def warm_up(self) -> None:
         """Compile what is not compiled yet."""
         ...
 
-    def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> FixedDecode: ...
+    def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> FixedDecode:
+        """Decode steps of ``num_rows`` rows."""
+        ...
+
+    def attend_into(self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, out: Tensor) -> None:
+        """``attend``, to ``out`` [T, H, E]: between the CUDA graphs of all other operations, over their memory."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,15 +278,6 @@ class CascadeAttention(CapturableAttention, Protocol):
     def sharable(self) -> Sharable: ...
 
     def fixed_cascade(self, num_rows: int, buffers: DecodeBuffers) -> FixedCascade: ...
-
-
-@runtime_checkable
-class PiecewiseAttention(AttentionBackend, Protocol):
-    """A backend that attends between CUDA graphs of all other operations, over memory that these read and write."""
-
-    def attend_into(self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, out: Tensor) -> None:
-        """``attend``, to ``out`` [T, H, E]."""
-        ...
 
 
 @runtime_checkable

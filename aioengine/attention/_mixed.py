@@ -6,7 +6,7 @@ T packed tokens, H query heads, K kv heads, E head size, L layers of a part, N p
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from aioengine.attention._base import (
     AttentionBackend,
@@ -26,15 +26,6 @@ if TYPE_CHECKING:
     from aioengine.kernels.rotate_and_write import KVTarget
 
     Ints = npt.NDArray[np.int32]
-
-
-@runtime_checkable
-class _GPUAttention(CapturableAttention, Protocol):
-    """What backends on a GPU implement: ``PiecewiseAttention`` too."""
-
-    def attend_into(self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, out: Tensor) -> None:
-        """q [T, H, E], k and v [T, K, E] -> out [T, H, E]."""
-        ...
 
 
 Part = TypeVar("Part", bound=StepAttention)
@@ -75,8 +66,8 @@ class MixedAttention(_Layers[AttentionBackend]):
             part.prepare(batch)
 
 
-class MixedGPUAttention(_Layers[_GPUAttention]):
-    """Implements ``CapturableAttention`` and ``PiecewiseAttention``."""
+class MixedGPUAttention(_Layers[CapturableAttention]):
+    """Implements ``CapturableAttention``."""
 
     def prepare(self, batch: ForwardBatch) -> None:
         for part in self.parts:
@@ -118,5 +109,5 @@ def build(
     parts = [plugin(shape.part(layers), kv_pool) for layers, kv_pool in zip(groups, kv_pools, strict=True)]
     if len(parts) == 1:
         return parts[0]
-    on_gpu = [part for part in parts if isinstance(part, _GPUAttention)]
+    on_gpu = [part for part in parts if isinstance(part, CapturableAttention)]
     return MixedGPUAttention(on_gpu, groups) if len(on_gpu) == len(parts) else MixedAttention(parts, groups)

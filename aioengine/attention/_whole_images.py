@@ -11,7 +11,7 @@ C positions that tokens of an image see.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import torch
 from torch.nn import functional
@@ -34,15 +34,6 @@ if TYPE_CHECKING:
     from aioengine.kernels.rotate_and_write import KVTarget
 
 BLOCK = 8
-
-
-@runtime_checkable
-class _GPUAttention(CapturableAttention, Protocol):
-    """What backends on a GPU implement: ``PiecewiseAttention`` too."""
-
-    def attend_into(self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, out: Tensor) -> None:
-        """q [T, H, E], k and v [T, K, E] -> out [T, H, E]."""
-        ...
 
 
 class _Seen(NamedTuple):
@@ -98,9 +89,9 @@ class WholeImages(Generic[Inner]):
             )  # [K, C, E]
             is_fused = self._is_on_gpu and self._shape.soft_cap is None
             see = self._see_at_once if is_fused else self._see_in_blocks
-            see(image, q, layer, _Seen(first, window, keys, values), out=out)
+            see(image, q, _Seen(first, window, keys, values), out=out)
 
-    def _see_at_once(self, image: WholeImage, q: Tensor, layer: int, seen: _Seen, *, out: Tensor) -> None:
+    def _see_at_once(self, image: WholeImage, q: Tensor, seen: _Seen, *, out: Tensor) -> None:
         """q [T, H, E] -> out [T, H, E], by torch's fused kernels."""
         tokens = slice(image.first, image.first + image.stop - image.start)
         mask: Tensor | None = None
@@ -115,7 +106,7 @@ class WholeImages(Generic[Inner]):
         )
         out[tokens] = found[0].transpose(0, 1)
 
-    def _see_in_blocks(self, image: WholeImage, q: Tensor, layer: int, seen: _Seen, *, out: Tensor) -> None:
+    def _see_in_blocks(self, image: WholeImage, q: Tensor, seen: _Seen, *, out: Tensor) -> None:
         """q [T, H, E] -> out [T, H, E], with the same bits whatever else is computed."""
         keys, values = seen.keys.float(), seen.values.float()
         for start in range(image.start // BLOCK * BLOCK, image.stop, BLOCK):
@@ -143,8 +134,8 @@ class WholeImages(Generic[Inner]):
         return attended.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-class WholeImagesOnGPU(WholeImages[_GPUAttention]):
-    """Implements ``CapturableAttention`` and ``PiecewiseAttention``: steps that decode have no image."""
+class WholeImagesOnGPU(WholeImages[CapturableAttention]):
+    """Implements ``CapturableAttention``: steps that decode have no image."""
 
     def attend_into(self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, out: Tensor) -> None:
         """q [T, H, E], k and v [T, K, E] -> out [T, H, E]."""
@@ -167,6 +158,6 @@ def build(inner: AttentionBackend, shape: AttentionShape, kv_pools: Sequence[Ten
         for layer, each in zip(layers, kv_pool, strict=True)
     }
     kv_layers = [by_layer[layer] for layer in sorted(by_layer)]
-    if isinstance(inner, _GPUAttention):
+    if isinstance(inner, CapturableAttention):
         return WholeImagesOnGPU(inner, shape, kv_layers)
     return WholeImages(inner, shape, kv_layers)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class FlashInferAttention:
-    """Implements ``CapturableAttention`` and ``PiecewiseAttention``. ``kv_pool``: [L, 2, N, K, S, E] in 16 bits."""
+    """Implements ``CapturableAttention``. ``kv_pool``: [L, 2, N, K, S, E] in 16 bits."""
 
     def __init__(self, shape: AttentionShape, kv_pool: Tensor) -> None:
         """kv_pool: [L, 2, N, K, S, E]."""

@@ -128,7 +128,7 @@ def _attended(shared: _Shared, step: _Step, q: Tensor, layer: int) -> Tensor:
 
 
 class TritonAttention:
-    """Implements ``CapturableAttention`` and ``PiecewiseAttention``. ``kv_pool``: of ``kv_pool_shape``."""
+    """Implements ``CapturableAttention``. ``kv_pool``: of ``kv_pool_shape``."""
 
     def __init__(self, shape: AttentionShape, kv_pool: Tensor) -> None:
         """kv_pool: [L, 1 or 2, N, K, S, E]."""

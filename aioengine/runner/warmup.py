@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from aioengine.attention._base import CapturableAttention, PiecewiseAttention, WholeAttention
+from aioengine.attention._base import CapturableAttention, WholeAttention
 from aioengine.families._config import Task
 from aioengine.protocol.messages import Progress, Sampling
 from aioengine.resolve import PACKED
@@ -136,7 +136,7 @@ def _capture(runner: ModelRunner, parts: DeviceParts, settings: Settings, report
 def _prompt_graphs(parts: DeviceParts) -> PieceGraphs | EncoderGraphs | None:
     """Graphs of steps with prompts, without any captured; None: attention supports none."""
     attention, max_rows = parts.attention, parts.max_rows
-    if isinstance(attention, PiecewiseAttention):
+    if isinstance(attention, CapturableAttention):
         tiles = None if parts.adapters is None else parts.adapters.tiles
         return PieceGraphs(
             *(parts.model, attention, parts.kv_pool.layers),

@@ -28,7 +28,7 @@ from aioengine import plugins
 from aioengine.args import engine_config
 from aioengine.layers import experts as expert_layers
 from aioengine.machine import device_facts
-from aioengine.model_folder import find_facts
+from aioengine.model_files.model_folder import find_facts
 from aioengine.protocol.messages import Limits, Sampling, Submit, TextRules
 from aioengine.resolve import resolve
 from aioengine.runner.build import build

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionShape, ForwardBatch, PiecewiseAttention
+    from aioengine.attention._base import AttentionShape, CapturableAttention, ForwardBatch
     from aioengine.kernels.rotate_heads import Heads
     from aioengine.models._base import Model, ModelInputs
     from aioengine.runner.lora.grouping import TileRows
@@ -116,7 +116,7 @@ class PieceGraphs:
     def __init__(
         self,
         model: Model,
-        attention: PiecewiseAttention,
+        attention: CapturableAttention,
         kv_layers: Sequence[Tensor],
         *,
         max_rows: int,
