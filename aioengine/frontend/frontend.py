@@ -109,10 +109,10 @@ class Frontend:
         self.adapters = LoadedAdapters(parts.adapters, self.controls, lock)
         self.sessions = Sessions(
             lock=lock,
-            loop=self.loop,
             limits=self.limits,
             bos_token_id=None if parts.tokenizer is None else parts.tokenizer.bos_token_id,
             task=settings.model.task,
+            images=parts.images,
             abort=parts.processes.send,
             unpin=lambda numbers: self.controls.send("close_sessions", {"sessions": list(map(str, numbers))}),
         )

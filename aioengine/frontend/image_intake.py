@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 import msgspec
 
-from aioengine.errors import RequestError, describe
+from aioengine.errors import EngineOverloadedError, RequestError, describe
 from aioengine.frontend.image_sources import read_source
 from aioengine.media._base import ImageShape
 from aioengine.protocol.media import (
@@ -38,7 +38,7 @@ from aioengine.supervision.tasks import WorkerThread, post
 from aioengine.transport.addresses import MEDIA_SUFFIX, PrivateDirectory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from concurrent.futures import Future
 
     from aioengine.frontend.image_sources import ImageSource
@@ -51,6 +51,9 @@ MAX_KEPT_BYTES: Final = 1 << 28
 
 MAX_USED_BYTES: Final = 1 << 31
 """Of files that requests use: beyond it, images of further prompts wait."""
+
+MAX_SESSION_BYTES: Final = 1 << 31
+"""Of files that open sessions keep."""
 
 SHARED_MEMORY: Final = "/dev/shm"
 MIN_SHARED_BYTES: Final = 1 << 33
@@ -66,7 +69,8 @@ class ImageFile(msgspec.Struct):
 
     Attributes:
         content: sha256 of its bytes and of how they are prepared. shape: None until it is prepared.
-        num_users: prompts that need it. waiters: what waits until it is prepared.
+        num_users: prompts that need it. num_sessions: open sessions that have it in a turn.
+        waiters: what waits until it is prepared.
     """
 
     content: bytes
@@ -74,6 +78,7 @@ class ImageFile(msgspec.Struct):
     shape: ImageShape | None = None
     num_bytes: int = 0
     num_users: int = 0
+    num_sessions: int = 0
     waiters: list[_Unit] = []
 
 
@@ -169,6 +174,7 @@ class ImageIntake:
         self._num_workers = min(MAX_WORKERS, num_workers)
         self._loop = asyncio.get_running_loop()
         # A name that is cached by its bytes alone would be found again after an update of transformers.
+        self._num_session_bytes = 0
         self._salt = hashlib.sha256(
             msgspec.json.encode([model.processor, model.settings, dict(model.family.options)], order="deterministic")
         ).digest()
@@ -217,6 +223,32 @@ class ImageIntake:
                 self.process.cancel(number)
         self._evict()
         self._go_on()
+
+    def keep(self, contents: Iterable[bytes]) -> None:
+        """A session has these prepared images in a turn, and did not have them before. Each ends with ``let_go``.
+
+        Raises:
+            EngineOverloadedError: the files of all sessions would be too large; none of these is kept.
+        """
+        files = [self.files[content] for content in contents]
+        added = sum(file.num_bytes for file in files if not file.num_sessions)
+        if added and self._num_session_bytes + added > MAX_SESSION_BYTES:
+            raise EngineOverloadedError(
+                f"the images of open sessions take {self._num_session_bytes} bytes, and {MAX_SESSION_BYTES} are kept "
+                "at most; close some of them, or open them with a timeout"
+            )
+        self._num_session_bytes += added
+        for file in files:
+            file.num_sessions += 1
+
+    def let_go(self, contents: Iterable[bytes]) -> None:
+        """A session needs these images no more."""
+        for content in contents:
+            file = self.files[content]
+            file.num_sessions -= 1
+            if not file.num_sessions:
+                self._num_session_bytes -= file.num_bytes
+        self._evict()
 
     def close(self) -> None:
         """End the media process and remove all files, at once. From any thread; harmless when repeated."""
@@ -370,8 +402,9 @@ class ImageIntake:
         return os.path.join(self._place(), f"{kind}{next(self._numbers)}{MEDIA_SUFFIX}")
 
     def _evict(self) -> None:
-        """Remove files that no prompt needs, beyond those that are kept for the next ones."""
-        kept = [file for file in self.files.values() if file.shape is not None and not file.num_users]
+        """Remove files that no prompt and no session needs, beyond those that are kept for the next ones."""
+        unused = (file for file in self.files.values() if not file.num_users and not file.num_sessions)
+        kept = [file for file in unused if file.shape is not None]
         num_bytes = sum(file.num_bytes for file in kept)
         for file in kept:
             if num_bytes <= MAX_KEPT_BYTES:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Final
 from aioengine.errors import EngineError, EngineStartupError
 from aioengine.frontend.image_intake import ImageIntake, ImagesOfPrompt
 from aioengine.frontend.image_sources import ImageSource, check_number
-from aioengine.frontend.prompts import ChatIds, ChatPrompt, EmbedsIds
+from aioengine.frontend.prompts import ChatIds, ChatPrompt, EmbedsIds, MediaIds
 from aioengine.machine import num_threads
 from aioengine.media._placing import check_count, image_ids, placed
 from aioengine.protocol.messages import Media
 from aioengine.supervision.tasks import start_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from aioengine.frontend.calls import Call
     from aioengine.frontend.encoder import Encoded, Encoder
@@ -30,22 +30,6 @@ MAX_AHEAD: Final = 16
 """Prompts of a batch whose images are prepared while those of the first are waited for."""
 
 MAX_KNOWN_TEXTS: Final = 4096
-
-
-class MediaIds(list[int]):
-    """The ids of a prompt with its images in place.
-
-    Attributes:
-        media: its images.
-    """
-
-    def __init__(self, ids: Sequence[int], media: list[Media]) -> None:
-        super().__init__(ids)
-        self.media = media
-
-    @property
-    def num_image_tokens(self) -> int:
-        return sum(image.num_features for image in self.media)
 
 
 def check_images(request: CallRequest, place: int, images: PromptImages | None) -> None:
@@ -64,8 +48,6 @@ def check_images(request: CallRequest, place: int, images: PromptImages | None) 
         raise ValueError(f"{what}, and this model takes text alone")
     if not _has_pillow():
         raise EngineError("images need Pillow, which is not installed: pip install 'aioengine[images]'")
-    if request.sessions is not None and request.sessions.of(place) is not None:
-        raise ValueError("images cannot be given with session_params; give the whole prompt, whose start is cached")
     images.sources(request, place, own)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import Final, Protocol, Self, cast, runtime_checkable
+from typing import TYPE_CHECKING, Final, Protocol, Self, cast, runtime_checkable
 from uuid import uuid4
 
 from msgspec import Struct, ValidationError, convert
@@ -17,6 +17,9 @@ from msgspec.structs import replace
 from aioengine import checks
 from aioengine.frontend.image_sources import ImageSource, part_source
 from aioengine.tokenization.chat_template import MAX_TEMPLATE_BYTES, VARIABLES, template_variables
+
+if TYPE_CHECKING:
+    from aioengine.protocol.messages import Media
 
 Messages = Sequence[Mapping[str, object]]
 """A conversation: dicts with ``role`` and ``content``, as chat templates read them."""
@@ -148,6 +151,22 @@ class EmbedsIds(list[int]):
         self.width = width
         self.embeds = embeds
         self.salt = uuid4().hex
+
+
+class MediaIds(list[int]):
+    """The ids of a prompt with its images in place.
+
+    Attributes:
+        media: its images.
+    """
+
+    def __init__(self, ids: Sequence[int], media: list[Media]) -> None:
+        super().__init__(ids)
+        self.media = media
+
+    @property
+    def num_image_tokens(self) -> int:
+        return sum(image.num_features for image in self.media)
 
 
 class TemplateOptions(Struct, frozen=True):

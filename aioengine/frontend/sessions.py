@@ -8,35 +8,40 @@ goes on with new ones; its answer stands behind it. The first turns are children
 
 To the scheduler a turn is a plain request with the ids of its whole history and the number of its session. The pages
 of answered requests stay pinned until the control "close_sessions". The pages of a lost process are computed again from
-these ids: no session is lost with it. The pins of a session end when it is closed and has no open turn.
+these ids: no session is lost with it. The pins of a session end when it is closed and has no open turn. Until then it
+keeps the files of its images, too.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import time
 from array import array
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final, cast
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from aioengine import checks
 from aioengine.errors import EngineOverloadedError
 from aioengine.frontend.callers import refuse_interrupting
+from aioengine.frontend.prompts import MediaIds
 from aioengine.logs import log
 from aioengine.protocol.messages import Abort, FinishCode
 from aioengine.supervision.tasks import post
 
 if TYPE_CHECKING:
-    import asyncio
     import threading
     from collections.abc import Callable
 
+    from aioengine.frontend.image_intake import ImageIntake
     from aioengine.frontend.outputs import CallOutput, RowStream
     from aioengine.frontend.overload import QueueLimits
     from aioengine.frontend.replay import KeptRow
+    from aioengine.protocol.messages import Media
 
 logger = logging.getLogger(__name__)
 
@@ -111,13 +116,14 @@ class Turn:
         source, num_kept: its prompt begins with the first ``num_kept`` ids of ``source``: its parent, or the ancestor
             to which the last of them belongs.
         num_prompt: ids of its whole prompt. ids: those behind the first ``num_kept``.
-        row: gives its output while it runs; then ``ids`` has it.
+        media: the images of its whole prompt.
+        row: gives its output while it runs; then ``ids`` has it. has_ended: its call is over.
         num_counted: tokens that it counts for in the limit. is_dropped: no turn can go on from it any more.
     """
 
     __slots__ = (
-        "children", "ids", "is_dropped", "num_counted", "num_kept", "num_prompt", "parent", "rid", "row", "session",
-        "source",
+        "children", "has_ended", "ids", "is_dropped", "media", "num_counted", "num_kept", "num_prompt", "parent", "rid",
+        "row", "session", "source",
     )  # fmt: skip
 
     def __init__(self, session: Session, rid: str = "", parent: Turn | None = None) -> None:
@@ -127,8 +133,9 @@ class Turn:
         self.num_kept = 0
         self.num_prompt = 0
         self.ids = array("I")
+        self.media: list[Media] = []
         self.num_counted = 0
-        self.is_dropped = False
+        self.is_dropped = self.has_ended = False
         self.children: dict[Turn, None] = {}
         self.row: KeptRow | None = None
 
@@ -162,6 +169,16 @@ class Turn:
             joined += part
         return joined.tolist()
 
+    def media_in(self, num_ids: int) -> list[Media]:
+        """The images in its first ``num_ids`` ids. Raises ValueError where these divide one."""
+        media = [image for image in self.media if image.start < num_ids]
+        if media and (end := media[-1].start + media[-1].num_tokens) > num_ids:
+            raise ValueError(
+                f"session_params has offset={num_ids}, inside of the image at tokens {media[-1].start} to {end}; give "
+                "one before or behind it"
+            )
+        return media
+
     @property
     def num_ids(self) -> int:
         return self.num_kept + len(self._own_ids())
@@ -178,11 +195,12 @@ class Session:
         turns: by the id of their requests, those to go on from.
         current: the turn that began last, until it has ended. last: the one that had its answer last.
         num_open: turns that run. num_tokens: counted of all its turns. is_used: it had a turn.
+        images: by content, how often its turns have each.
     """
 
     __slots__ = (
-        "current", "id", "is_closed", "is_streaming", "is_used", "last", "num_open", "num_tokens", "number", "root",
-        "timeout_s", "turns", "used_at",
+        "current", "id", "images", "is_closed", "is_streaming", "is_used", "last", "num_open", "num_tokens", "number",
+        "root", "timeout_s", "turns", "used_at",
     )  # fmt: skip
 
     def __init__(self, name: str, number: int, *, is_streaming: bool, timeout_s: float | None) -> None:
@@ -194,6 +212,7 @@ class Session:
         self.root = self.last = Turn(self)
         self.current: Turn | None = None
         self.turns: dict[str, Turn] = {}
+        self.images = Counter[bytes]()
         self.num_open = 0
         self.num_tokens = 0
         self.is_used = False
@@ -244,22 +263,23 @@ class Sessions:
         self,
         *,
         lock: threading.RLock,
-        loop: asyncio.AbstractEventLoop,
         limits: QueueLimits,
         bos_token_id: int | None,
         task: str,
+        images: ImageIntake | None,
         abort: Callable[[list[Abort]], None],
         unpin: Callable[[list[int]], None],
     ) -> None:
-        """``task``: of the model; one that does not generate has no sessions.
+        """``task``: of the model; one that does not generate has no sessions. ``images``: has their files.
 
         ``unpin`` ends the pins of the sessions with these numbers. It and ``abort`` are called on the loop.
         """
         self._lock = lock
-        self._loop = loop
+        self._loop = asyncio.get_running_loop()
         self._limits = limits
         self._bos = [] if bos_token_id is None else [bos_token_id]
         self._task = task
+        self._images = images
         self._abort = abort
         self._unpin = unpin
         self._by_id: dict[str, Session] = {}
@@ -267,7 +287,7 @@ class Sessions:
         self._num_opened = 0
         self._num_tokens = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._unpinned: list[int] = []  # of which the scheduler is told in the next turn of the loop
+        self._unpinned: list[Session] = []  # of which the scheduler is told in the next turn of the loop
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -347,7 +367,7 @@ class Sessions:
 
         Raises:
             ValueError: there is no such session, or it does not allow this turn; or from ``check`` of its length.
-            EngineOverloadedError: the sessions have too many tokens.
+            EngineOverloadedError: the sessions have too many tokens, or their images too many bytes.
         """
         session = self._by_id.get(params.id)
         if session is None:
@@ -356,8 +376,12 @@ class Sessions:
         num_kept = parent.num_prompt if params.drop_previous_output else parent.num_ids
         if params.offset:
             num_kept = min(num_kept, params.offset)
-        if num_kept and ids[:1] == self._bos:
-            ids = ids[1:]
+        num_cut = 1 if num_kept and ids[:1] == self._bos else 0
+        media = parent.media_in(num_kept)
+        if isinstance(ids, MediaIds):
+            shift = num_kept - num_cut
+            media += [structs.replace(image, start=image.start + shift) for image in ids.media]
+        ids = ids[num_cut:]
         if not num_kept and not ids:
             raise ValueError(f"the prompt has no tokens, and no history in session {session.id!r}; give at least one")
         check(num_kept + len(ids))
@@ -366,16 +390,20 @@ class Sessions:
                 f"the open sessions have {self._num_tokens} tokens, and {MAX_SESSION_TOKENS} are kept at most; close "
                 "some of them, or open them with a timeout"
             )
+        if media:
+            self._keep_images(session, media)
         if params.replace:
             self._replace(parent)
         turn = Turn(session, rid, parent)
+        turn.media = media
         turn.num_kept, turn.num_prompt = num_kept, num_kept + len(ids)
         while turn.source is not None and num_kept <= turn.source.num_kept:  # else long chains of offsets take long
             turn.source = turn.source.source
         turn.ids.extend(ids)
         self._add(turn, parent)
         self._running.setdefault(output, {})[position] = turn
-        return parent.history(num_kept) + ids
+        whole = parent.history(num_kept) + ids
+        return MediaIds(whole, media) if media else whole
 
     def attach(self, row: RowStream) -> int:
         """The turn of this row has it from now on. Returns the number of its session, 0 for a row without one."""
@@ -389,6 +417,30 @@ class Sessions:
         """The call is over, and its turns with it."""
         for turn in self._running.pop(output, {}).values():
             self._end_turn(turn)
+
+    def _keep_images(self, session: Session, media: list[Media]) -> None:
+        """Keep the images of a new turn. Raises ValueError or EngineOverloadedError where there are too many."""
+        assert self._images is not None
+        most = self._images.model.limits.max_images_per_prompt
+        if len(media) > most:
+            raise ValueError(
+                f"the prompt has {len(media)} images with those of its session, and max_images_per_prompt={most} are "
+                "allowed"
+            )
+        contents = [image.content for image in media]
+        self._images.keep(set(contents) - session.images.keys())
+        session.images.update(contents)
+
+    def _let_images_go(self, turn: Turn) -> None:
+        """No turn can go on from this one, which has ended."""
+        images, media = turn.session.images, turn.media
+        turn.media = []
+        images.subtract(image.content for image in media)
+        if self._images is not None and media:
+            gone = {image.content for image in media if not images[image.content]}
+            for content in gone:
+                del images[content]
+            self._images.let_go(gone)
 
     def _add(self, turn: Turn, parent: Turn) -> None:
         session = turn.session
@@ -407,6 +459,7 @@ class Sessions:
         if row is not None:
             turn.ids.extend(row.kept_ids)
             turn.row = None
+        turn.has_ended = True
         session.num_open -= 1
         session.used_at = time.monotonic()
         is_last, session.current = session.current is turn, None if session.current is turn else session.current
@@ -417,6 +470,8 @@ class Sessions:
         elif not turn.is_dropped:
             self._count(turn, len(turn.ids) + TOKENS_PER_TURN - turn.num_counted)
             session.last = turn if is_last else session.last
+        if turn.is_dropped:
+            self._let_images_go(turn)
 
     def _replace(self, parent: Turn) -> None:
         """Abort a turn that runs, and forget those that went on from it. Their pages are unpinned with all others."""
@@ -441,6 +496,8 @@ class Sessions:
             del turn.session.turns[turn.rid]
         if turn.parent is not None:
             del turn.parent.children[turn]
+        if turn.has_ended:
+            self._let_images_go(turn)
 
     def _count(self, turn: Turn, num_tokens: int) -> None:
         turn.num_counted += num_tokens
@@ -463,14 +520,18 @@ class Sessions:
     def _unpin_later(self, session: Session) -> None:
         """End the pins of a closed session, unless a turn of it still runs; many sessions in one message."""
         if not session.num_open:
-            self._unpinned.append(session.number)
+            self._unpinned.append(session)
             if len(self._unpinned) == 1:
                 post(self._loop, self._unpin_now)
 
     def _unpin_now(self) -> None:
         with self._lock:
             unpinned, self._unpinned = self._unpinned, []
-        self._unpin(unpinned)
+        self._unpin([session.number for session in unpinned])
+        if self._images is not None:
+            for session in unpinned:
+                self._images.let_go(session.images)
+                session.images.clear()
 
     def _watch(self) -> None:
         """Look for idle sessions now and then, while any session has a timeout. On the loop."""

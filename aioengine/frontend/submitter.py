@@ -17,10 +17,10 @@ from aioengine.config import PoolingSettings
 from aioengine.errors import EngineOverloadedError, RequestError, RequestTooLargeError, describe
 from aioengine.frontend.arrays import ArrayImport
 from aioengine.frontend.encoder import Encoder, Job, checked
-from aioengine.frontend.image_prompts import MediaIds, check_images, check_no_images
+from aioengine.frontend.image_prompts import check_images, check_no_images
 from aioengine.frontend.outputs import Wants
 from aioengine.frontend.pooling import completed, fitting
-from aioengine.frontend.prompts import ChatIds, ChatPrompt, EmbedsIds, IdsPrompt, PooledPrompt, TextPrompt
+from aioengine.frontend.prompts import ChatIds, ChatPrompt, EmbedsIds, IdsPrompt, MediaIds, PooledPrompt, TextPrompt
 from aioengine.frontend.row_options import check_lengths
 from aioengine.frontend.unstarted_rows import end_row, refuse_row
 from aioengine.protocol.messages import ALL_STATES, SEED_MASK, FinishCode, Limits, PairIds, RequestKind, Submit
@@ -395,12 +395,12 @@ class Submitter:
         call.num_started += 1
         prompt, sample = divmod(position, request.num_samples)
         params = request.params_of(prompt)
+        if isinstance(encoded, list) and (self.checks.images is not None or isinstance(encoded, ChatIds)):
+            encoded = self._with_images_in_place(encoded)
         if request.given.pooled is not None:
             encoded = fitting(encoded, request.given.pooled, self._rules.context_length, self.checks.check_ids)
         elif request.sessions is not None:
             encoded = self._with_history(call, position, encoded)
-        if isinstance(encoded, list) and (self.checks.images is not None or isinstance(encoded, ChatIds)):
-            encoded = self._with_images_in_place(encoded)
         ids = encoded if isinstance(encoded, list) else []
         facts = RowFacts(
             rid=call.row_rid(position),

@@ -146,3 +146,32 @@ async def test_an_engine_answers_questions_about_pictures(tmp_path: Path) -> Non
             text += chunk["text"]
         assert text == whole["text"]
         assert engine.stats()["num_restarts"] == 1
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_vl", pytest.param("smolvlm", marks=pytest.mark.slow)])
+async def test_sessions_answer_about_the_pictures_of_earlier_turns(model_type: str, tmp_path: Path) -> None:
+    """Also after the scheduler was killed, which knew their pages."""
+    theirs, one, two = made(tmp_path, model_type), drawing(5), drawing(6, (30, 80))
+    mark = FAMILIES[model_type].prompt
+
+    async with AsyncEngine(tmp_path, device="cpu", context_length=256) as engine:
+        sid = await engine.open_session()
+
+        async def turn(text: str, before: Any, image: object = None) -> Any:
+            rid = None if before is None else before["meta_info"]["id"]
+            params = {"id": sid, "rid": rid}
+            return await engine.async_generate(
+                text, SHORT, image_data=image, session_params=params, return_prompt_token_ids=True
+            )
+
+        first = await turn(f"see {mark}.", None, png(one))
+        second = await turn(" and?", first)
+        check(theirs, tmp_path, [one], second)
+        third = await turn(f" or {mark}", second, two)
+        check(theirs, tmp_path, [one, two], third)
+        assert third["meta_info"]["cached_tokens"] >= 16
+        scheduler = next(each for each in engine.health()["processes"] if each["role"] == "scheduler")
+        os.kill(scheduler["pid"], signal.SIGKILL)
+        for before, images in ((third, [one, two]), (second, [one])):
+            check(theirs, tmp_path, images, await turn(" so?", before))
+        assert engine.stats()["num_restarts"] == 1

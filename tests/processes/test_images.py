@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import io
 import math
 import os
 import signal
@@ -24,7 +23,6 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from aioengine import AsyncEngine, EngineError, RequestError
-from aioengine.config import MediaConfig, TextSettings
 from aioengine.frontend import image_prompts
 from aioengine.frontend.image_intake import ImageIntake
 from aioengine.frontend.startup import Blueprint
@@ -35,46 +33,10 @@ from aioengine.protocol.messages import Submit
 from aioengine.testing.fake_engine import FakeSetup
 from aioengine.tokenization.tokenizer import Tokenizer
 from aioengine.transport.addresses import PrivateDirectory
-from tests.kit.image_models import FAMILIES, NUM_BYTES, SPECIAL, token_id, write_image_folder
+from tests.kit.image_engine import FEATURES, LIMITS, LLAVA, blueprint, intake, media_folder, picture, png
+from tests.kit.image_models import FAMILIES, token_id, write_image_folder
 from tests.kit.source import ROOT
 from tests.kit.waiting import until
-
-LLAVA = FAMILIES["llava"]
-FEATURES = 16
-"""Of an image of 28 x 28 pixels in patches of 7 x 7."""
-
-LIMITS = MediaConfig(max_images_per_prompt=3, max_image_pixels=1_000_000, timeout_s=5.0)
-
-
-def picture(seed: int, width: int = 60, height: int = 40) -> Image.Image:
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
-
-
-def png(image: Image.Image) -> bytes:
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()
-
-
-def blueprint(folder: Path, limits: MediaConfig = LIMITS, **setup: Any) -> Blueprint:
-    base = FakeSetup(**{"processes": False, **setup})
-    settings = base.settings()
-    replace = msgspec.structs.replace
-    images = find_image_model(folder)
-    assert images is not None
-    options = {**settings.runner.options, "vocab_size": NUM_BYTES + len(SPECIAL)}
-    settings = replace(
-        settings,
-        model=replace(settings.model, path=str(folder), vocab_size=NUM_BYTES + len(SPECIAL)),
-        runner=replace(settings.runner, options=options),
-        text=TextSettings(tokenizer_path=str(folder)),
-    )
-    return replace(
-        base.blueprint(),
-        settings=settings,
-        load_tokenizer=lambda: Tokenizer(folder),
-        images=images._replace(limits=limits),
-    )
 
 
 @pytest.fixture(scope="module")
@@ -104,14 +66,6 @@ def submitted(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> list[Subm
 
     monkeypatch.setattr(lifecycle.submitter, "_submit", record)
     return found
-
-
-def intake(engine: AsyncEngine) -> Any:
-    return engine._run.frontend.images.intake
-
-
-def media_folder(engine: AsyncEngine) -> Path:
-    return Path(intake(engine)._folder.path)
 
 
 SHORT = {"max_new_tokens": 4, "temperature": 0}
@@ -241,8 +195,6 @@ async def test_wrong_types_are_refused_at_the_call(engine: AsyncEngine) -> None:
         engine.async_generate("<image>", image_data=5)
     with pytest.raises(ValueError, match="image_data has 1 entries for 2 prompts"):
         engine.async_generate(["a", "b"], image_data=[b"x"])
-    with pytest.raises(ValueError, match="session_params"):
-        engine.async_generate("<image>", image_data=b"x", session_params={"id": "s"})
     with pytest.raises(ValueError, match="image_data is for prompts that have token ids"):
         engine.async_generate(input_embeds=[[0.5]], image_data=b"x")
     for part, words in (
