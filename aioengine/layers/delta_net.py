@@ -13,6 +13,7 @@ from aioengine.kernels.gated_rms_norm import gated_rms_norm
 from aioengine.layers.linear import Linear, Stored
 from aioengine.layers.norm import RMSNorm
 from aioengine.layers.placement import Target
+from aioengine.layers.state_layer import StateLayer
 from aioengine.layers.states import StateTensor
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def delta_net_state(config: DeltaNetConfig, dtype: torch.dtype) -> tuple[StateTe
     )
 
 
-class GatedDeltaNet:
+class GatedDeltaNet(StateLayer):
     """[T, D] -> [T, D], or [S, D] for selected tokens.
 
     One matmul gives q, k, v of all heads, the gates of their outputs, and the scores and steps of ``DeltaGates``.
@@ -61,17 +62,6 @@ class GatedDeltaNet:
             **self._output.weights(prefix),
         }
 
-    def finish_loading(self) -> None:
-        self._input.finish_loading()
-        self._output.finish_loading()
-
-    def open_for_loading(self) -> None:
-        self._input.open_for_loading()
-        self._output.open_for_loading()
-
-    def linears(self) -> list[Linear]:
-        return [self._input, self._output]
-
     def __call__(
         self,
         x: Tensor,
@@ -81,12 +71,7 @@ class GatedDeltaNet:
         outputs: Tensor | None = None,
         adapters: AdapterRows | None = None,
     ) -> Tensor:
-        """x [T, D] -> [T, D], or [S, D] with ``outputs``.
-
-        ``layer``: the index of this layer among those with states. ``outputs``: [S] int64 indices of the tokens whose
-        results are needed, None for all; the states are those behind all tokens. ``adapters``: None where no row has
-        one.
-        """
+        """x [T, D] -> [T, D], or [S, D] with ``outputs``; as ``StateLayer``."""
         rows = None if adapters is None else adapters.tokens
         projected = self._input(x, rows)
         inputs, matrices = states.layer(layer)

@@ -13,6 +13,7 @@ from aioengine.kernels.state_space import state_space
 from aioengine.layers.linear import Linear
 from aioengine.layers.norm import RMSNorm
 from aioengine.layers.placement import Target
+from aioengine.layers.state_layer import StateLayer
 from aioengine.layers.states import StateTensor
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def mamba_state(config: MambaConfig, dtype: torch.dtype) -> tuple[StateTensor, .
     )
 
 
-class Mamba:
+class Mamba(StateLayer):
     """[T, D] -> [T, D], or [S, D] for selected tokens."""
 
     def __init__(self, hidden_size: int, config: MambaConfig, placement: Placement) -> None:
@@ -60,17 +61,6 @@ class Mamba:
         }
         return found if self._bias is None else {**found, f"{prefix}conv1d.bias": Target(self._bias)}
 
-    def finish_loading(self) -> None:
-        self._input.finish_loading()
-        self._output.finish_loading()
-
-    def open_for_loading(self) -> None:
-        self._input.open_for_loading()
-        self._output.open_for_loading()
-
-    def linears(self) -> list[Linear]:
-        return [self._input, self._output]
-
     def __call__(
         self,
         x: Tensor,
@@ -80,7 +70,7 @@ class Mamba:
         outputs: Tensor | None = None,
         adapters: AdapterRows | None = None,
     ) -> Tensor:
-        """x [T, D] -> [T, D], or [S, D] with ``outputs``; as ``GatedDeltaNet``."""
+        """x [T, D] -> [T, D], or [S, D] with ``outputs``; as ``StateLayer``."""
         rows = None if adapters is None else adapters.tokens
         gates, given, steps = self._input(x, rows).split(self._parts, dim=1)
         inputs, matrices = states.layer(layer)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from aioengine.kernels.causal_conv import causal_conv
 from aioengine.layers.linear import Linear
 from aioengine.layers.placement import Target
+from aioengine.layers.state_layer import StateLayer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from aioengine.layers.states import StepStates
 
 
-class ShortConv:
+class ShortConv(StateLayer):
     """[T, D] -> [T, D], or [S, D] for selected tokens: out(b * conv(a * x)), where one matmul gives a, b and x."""
 
     def __init__(self, hidden_size: int, config: ShortConvConfig, placement: Placement) -> None:
@@ -35,17 +36,6 @@ class ShortConv:
         }
         return found if self._bias is None else {**found, f"{prefix}conv.bias": Target(self._bias)}
 
-    def finish_loading(self) -> None:
-        self._input.finish_loading()
-        self._output.finish_loading()
-
-    def open_for_loading(self) -> None:
-        self._input.open_for_loading()
-        self._output.open_for_loading()
-
-    def linears(self) -> list[Linear]:
-        return [self._input, self._output]
-
     def __call__(
         self,
         x: Tensor,
@@ -55,7 +45,7 @@ class ShortConv:
         outputs: Tensor | None = None,
         adapters: AdapterRows | None = None,
     ) -> Tensor:
-        """x [T, D] -> [T, D], or [S, D] with ``outputs``; as ``GatedDeltaNet``."""
+        """x [T, D] -> [T, D], or [S, D] with ``outputs``; as ``StateLayer``."""
         rows = None if adapters is None else adapters.tokens
         before, after, channels = self._input(x, rows).chunk(3, dim=1)
         (inputs,) = states.layer(layer)

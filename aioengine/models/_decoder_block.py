@@ -16,6 +16,7 @@ from aioengine.layers.mamba import Mamba
 from aioengine.layers.mlp import MLP
 from aioengine.layers.norm import add_to_stream, make_norm
 from aioengine.layers.short_conv import ShortConv
+from aioengine.layers.state_layer import StateLayer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 def make_attention(
     config: DecoderConfig, layer: int, shape: AttentionShape, placement: Placement
-) -> AttentionLayer | GatedDeltaNet | ShortConv | Mamba:
+) -> AttentionLayer | StateLayer:
     """The attention of this layer. Another kind is made here, as its config says."""
     if config.attention.latent is not None:
         return LatentAttention(
@@ -177,7 +178,7 @@ class Block:
 
     def _attended(self, normed: Tensor, step: BlockStep, *, outputs: Tensor | None) -> Tensor:
         """normed [T, D] -> [T, D], or of ``outputs`` [S, D]."""
-        if isinstance(self._attention, GatedDeltaNet | ShortConv | Mamba):
+        if isinstance(self._attention, StateLayer):
             assert step.states is not None, "the model keeps states"
             return self._attention(normed, step.states, self._layer, outputs=outputs, adapters=step.adapters)
         tables = step.tables[self._rope]
