@@ -85,9 +85,10 @@ class Hold:
     pages: the page table. path: the nodes locked, one for each of the first pages. num_matched: how many of them were
     there when it began. num_ready: how many of them are computed. room: positions that the pages have place for.
     border: the position at which the next page is complete and ``insert`` has something to do. salt: as in ``Match``.
+    unsent: pages that no row of a plan has named yet.
     """
 
-    __slots__ = ("border", "num_matched", "num_ready", "pages", "path", "room", "salt")
+    __slots__ = ("border", "num_matched", "num_ready", "pages", "path", "room", "salt", "unsent")
 
     def __init__(self, salt: Salt = "") -> None:
         self.pages: list[int] = []
@@ -97,6 +98,7 @@ class Hold:
         self.room = 0
         self.border = NEVER
         self.salt = salt
+        self.unsent: list[int] = []
 
     @property
     def num_owned(self) -> int:
@@ -135,7 +137,7 @@ class PrefixCache:
         return self._tree.num_pinned
 
     def pages_for(self, num_tokens: int) -> int:
-        """How many pages ``num_tokens`` positions fill."""
+        """The most pages that a request of ``num_tokens`` tokens has at a time."""
         return -(-num_tokens // self.page_size)
 
     # ------------------------------------------------------------ ask
@@ -161,6 +163,12 @@ class PrefixCache:
             num_unlocked += 1
         return self.num_free - num_unlocked
 
+    def num_left(self, match: Match, num_tokens: int, running: Iterable[tuple[Hold, int]]) -> int:
+        """Allocatable pages once a request with this prefix has those for its ``num_tokens`` tokens, and the running
+        ones, each with its known tokens, those for theirs. Negative: so many are missing.
+        """
+        return self.num_available(match) - self.pages_for(num_tokens) + len(match.path)
+
     # ------------------------------------------------------------ do
 
     def lock(self, token_ids: list[int], match: Match) -> Hold:
@@ -183,12 +191,12 @@ class PrefixCache:
             self._announce(hold, token_ids)
         return hold
 
-    def grow(self, hold: Hold) -> int | None:
+    def grow(self, hold: Hold) -> list[int] | None:
         """Add one page to a request and return it; None, and nothing changed, where there is none."""
         if self.num_free == 0:
             return None
-        page = self._allocate(1)[0]
-        hold.pages.append(page)
+        page = self._allocate(1)
+        hold.pages += page
         hold.room += self.page_size
         return page
 

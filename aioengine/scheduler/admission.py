@@ -70,7 +70,7 @@ class Admission:
 
     def _fits(self, request: Request, match: Match, running: Sequence[Request]) -> bool:
         cache = self._cache
-        left = cache.num_available(match) - cache.pages_for(request.num_tokens) + len(match.path)
+        left = cache.num_left(match, request.num_tokens, ((one.hold, one.num_tokens) for one in running))
         if left < 0:
             return False
         if not running:

@@ -60,8 +60,10 @@ class Planner:
         "_admission",
         "_chunk_tokens",
         "_decode_cost",
+        "_is_overlapped",
         "_keeps_images",
         "_max_running",
+        "_min_tokens",
         "_requests",
         "_splits_prompts",
     )
@@ -76,11 +78,14 @@ class Planner:
         self._decode_cost = settings.decode_cost
         self._splits_prompts = settings.splits_prompts
         self._keeps_images = settings.whole_image_tokens > 0
+        self._min_tokens = max(1, settings.whole_image_tokens)
+        self._is_overlapped = False
         self._requests = requests
         self._admission = Admission(requests.cache, settings.chunk_tokens)
 
-    def fill(self, flight: Flight, now: float) -> None:
-        """Choose everything that the next step computes."""
+    def fill(self, flight: Flight, now: float, *, is_overlapped: bool = False) -> None:
+        """Choose everything that the next step computes. ``is_overlapped``: other steps are in flight."""
+        self._is_overlapped = is_overlapped
         self._place_prompts(flight, self._place_decodes(flight), now)
 
     def _place_decodes(self, flight: Flight) -> list[Request]:
@@ -96,7 +101,8 @@ class Planner:
                 if not request.num_missing or request.gates:
                     continue  # one without a closed gate has its vector on its way
                 if not request.is_behind:
-                    prompts.append(request)
+                    if request.hold.room >= request.num_tokens or self._has_room(request):
+                        prompts.append(request)
                 elif (row := self._catch_up(request, flight)) is not None:
                     flight.add(row, request)
                 continue
@@ -107,10 +113,10 @@ class Planner:
             if start < hold.room:
                 row = Row(request.uid, start, 1, TOKENS)
             else:
-                page = self._grow(request)
-                if page is None:
+                pages = self._grow(request)
+                if pages is None:
                     continue
-                row = Row(request.uid, start, 1, TOKENS, [], [page])
+                row = Row(request.uid, start, 1, TOKENS, [], pages)
             rows.append(row)
             requests.append(request)
             holds.append(hold)
@@ -119,7 +125,8 @@ class Planner:
         return prompts
 
     def _catch_up(self, request: Request, flight: Flight) -> Row | None:
-        """A row for what is missing of a request that gave none or several tokens; None: it was preempted.
+        """A row for what is missing of a request that gave none or several tokens; None: it was preempted, or waits for
+        pages.
 
         It has one token at least, and else leaves an eighth of the step to the prompts.
         """
@@ -128,27 +135,54 @@ class Planner:
         end = min(request.num_tokens, start + max(left, 1))
         pages: list[int] = []
         while request.hold.room < end:
-            page = self._grow(request)
-            if page is None:
-                return None
-            pages.append(page)
+            more = self._grow(request)
+            if more is None:
+                if request.hold.room <= start:
+                    return None
+                end = request.hold.room
+                break
+            pages += more
         request.is_behind = end < request.num_tokens
         gives = NOTHING if request.is_behind else TOKENS
         return Row(request.uid, start, end - start, gives, request.ids_to_compute(start, end), pages)
 
-    def _grow(self, request: Request) -> int | None:
-        """A page for the next position, preempting others where none is left. None: there is none, it must wait.
+    def _grow(self, request: Request) -> list[int] | None:
+        """Pages for the next position, preempting others where none is left. None: there is none, it must wait.
 
         A request preempts itself last of all; when it is alone, not before its tokens in flight are known: it would be
-        admitted again at once, lose them again, and never advance.
+        admitted again at once, lose them again, and never advance. So it does not while a chunk of it is in flight,
+        behind which it may give pages back.
         """
         running = self._requests.running
-        while (page := self._requests.cache.grow(request.hold)) is None:
-            if len(running) == 1 and request.num_tokens > len(request.token_ids):
+        while (pages := self._requests.cache.grow(request.hold)) is None:
+            if len(running) == 1 and (self._is_overlapped or request.num_tokens > len(request.token_ids)):
                 return None
             if self._requests.preempt() is request:
                 return None
-        return page
+        return pages
+
+    def _has_room(self, request: Request) -> bool:
+        """Take pages for the next tokens of a prompt whose pages come with its chunks (``WindowedCache``), at least as
+        many as are computed at once; False: it gets no row in this step.
+        """
+        hold = request.hold
+        end = min(request.num_tokens, request.num_computed + self._min_tokens)
+        while hold.room < end:
+            pages = self._grow(request)
+            if pages is None:
+                return False
+            hold.unsent += pages
+        return True
+
+    def _extend(self, request: Request, count: int) -> int:
+        """Take pages for the next ``count`` tokens of a prompt as far as there are any; returns for how many it has."""
+        hold = request.hold
+        while hold.room < request.num_computed + count:
+            pages = self._requests.cache.grow(hold)
+            if pages is None:
+                return hold.room - request.num_computed
+            hold.unsent += pages
+        return count
 
     def _place_prompts(self, flight: Flight, prompts: list[Request], now: float) -> None:
         """Divide the rest of the step among the prompts: the first running one, then the shorter, then new ones."""
@@ -168,6 +202,8 @@ class Planner:
         images: ImageBudget | None = None
         for request, share in shares:
             count = share + budget.take_rest(request.num_missing - share)
+            if request.hold.room < request.num_computed + count:
+                count = self._extend(request, count)
             if request.submit.media:
                 images = images or ImageBudget(self._chunk_tokens, keeps_whole=self._keeps_images)
                 start = request.num_computed
@@ -225,4 +261,5 @@ def _new_row(request: Request) -> NewRow:
 def _prompt_row(request: Request, count: int) -> Row:
     start = request.num_computed
     gives = GIVES[request.kind] if start + count == request.num_tokens else NOTHING
-    return Row(request.uid, start, count, gives, request.ids_to_compute(start, start + count))
+    pages, request.hold.unsent = request.hold.unsent, []
+    return Row(request.uid, start, count, gives, request.ids_to_compute(start, start + count), pages)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from aioengine import plugins
 from aioengine.memory.adapter_slots import AdapterSlots, Waiter
-from aioengine.memory.prefix_cache import PrefixCache
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import End, FinishCode, FirstToken, StepOutput, TextOpened, Totals
 from aioengine.scheduler.admission import Pace, refusal_of_late
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from aioengine.config import SchedulerSettings
-    from aioengine.memory.prefix_cache import Match
+    from aioengine.memory.prefix_cache import Match, PrefixCache
     from aioengine.protocol.messages import Adapter, Continuation, Submit
     from aioengine.scheduler.policies._base import Policy
 
@@ -118,8 +117,12 @@ class Requests:
         outbox: the events. cache: the pages. adapters: their slots. pace: how fast steps and the queue are.
     """
 
-    def __init__(self, settings: SchedulerSettings, *, num_pages: int, page_size: int, num_adapter_slots: int) -> None:
-        self.cache = PrefixCache(num_pages=num_pages, page_size=page_size, enabled=settings.prefix_cache)
+    def __init__(
+        self, settings: SchedulerSettings, cache: PrefixCache, *, pool_tokens: int, num_adapter_slots: int
+    ) -> None:
+        """``pool_tokens``: as many tokens has the longest request for which the pages suffice, or more."""
+        self.cache = cache
+        self._pool_tokens = pool_tokens
         self.outbox = Outbox()
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -159,13 +162,12 @@ class Requests:
         """
         if submit.uid in self._requests:
             raise UidInUseError(f"uid {submit.uid} was submitted twice; a uid is unique for the life of the engine")
-        pool_tokens = self.cache.num_pages * self.cache.page_size
-        refusal = refusal_of(submit, context_length=self._context_length, pool_tokens=pool_tokens)
+        refusal = refusal_of(submit, context_length=self._context_length, pool_tokens=self._pool_tokens)
         if refusal is not None:
             self.outbox.end(refusal)
             return
         self._num_submitted += 1
-        max_tokens = min(num_wanted(submit), self._context_length, pool_tokens)
+        max_tokens = min(num_wanted(submit), self._context_length, self._pool_tokens)
         request = Request(submit, number=self._num_submitted, max_tokens=max_tokens)
         request.order = (*self._policy.key(request), self._num_submitted)
         if submit.limits.refuses_late and (late := self._refusal_of_late(request, max(now, submit.arrived_at))):

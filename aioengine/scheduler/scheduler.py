@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import asdict
 
+from aioengine.memory.page_groups import PageGroups
+from aioengine.memory.prefix_cache import PrefixCache
+from aioengine.memory.windowed_cache import WindowedCache
 from aioengine.protocol.columns import POOLED_VECTOR
 from aioengine.protocol.messages import End, FinishCode, Stats, StepOutput
 from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS
@@ -36,12 +39,23 @@ class Scheduler:
     """
 
     def __init__(
-        self, settings: SchedulerSettings, *, num_pages: int, page_size: int, num_adapter_slots: int = 0
+        self,
+        settings: SchedulerSettings,
+        *,
+        num_pages: int,
+        page_size: int,
+        num_adapter_slots: int = 0,
+        windows: tuple[int | None, ...] = (),
     ) -> None:
-        self.requests = Requests(
-            settings, num_pages=num_pages, page_size=page_size, num_adapter_slots=num_adapter_slots
-        )
-        self.cache = self.requests.cache
+        """``windows``: of the groups of layers that have pages of their own (``PageGroups``); empty: one for all."""
+        min_tokens = max(1, settings.whole_image_tokens)
+        groups = PageGroups(windows=windows or (None,), page_size=page_size, min_tokens=min_tokens)
+        if windows:
+            self.cache: PrefixCache = WindowedCache(groups, num_pages=num_pages, enabled=settings.prefix_cache)
+        else:
+            self.cache = PrefixCache(num_pages=num_pages, page_size=page_size, enabled=settings.prefix_cache)
+        pool_tokens = groups.tokens_in(num_pages, settings.context_length)
+        self.requests = Requests(settings, self.cache, pool_tokens=pool_tokens, num_adapter_slots=num_adapter_slots)
         self._outbox = self.requests.outbox
         self._planner = Planner(settings, self.requests)
         self._flights: deque[Flight] = deque()  # launched, not yet applied
@@ -56,7 +70,7 @@ class Scheduler:
         requests.expire(now)
         flight = Flight(now)
         requests.is_stalled = not self._flights  # until the planner or a change of the requests clears it
-        self._planner.fill(flight, now)
+        self._planner.fill(flight, now, is_overlapped=bool(self._flights))
         if not flight.requests:
             return None
         requests.is_stalled = False

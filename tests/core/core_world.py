@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from aioengine.memory.page_groups import PageGroups
 from aioengine.protocol.columns import POOLED_VECTOR, Extra
 from aioengine.protocol.messages import (
     End,
@@ -22,6 +23,7 @@ from aioengine.scheduler.gates import Gate
 from aioengine.scheduler.plan import TOKENS
 from aioengine.scheduler.scheduler import Scheduler
 from aioengine.testing.fake_runner import FakeModel, FakeRunner, FakeTicket, reference_output, reference_vector
+from tests.core.windowed_runner import WindowedFakeRunner
 from tests.kit.settings import small_settings
 
 if TYPE_CHECKING:
@@ -111,13 +113,14 @@ class WatchedRunner:
 
 @dataclass
 class World:
-    """One core, its requests, and what they gave."""
+    """One core, its requests, and what they gave. ``windows``: as in ``PageGroups``; empty: no groups of pages."""
 
     settings: SchedulerSettings
     num_pages: int
     page_size: int
     model: FakeModel = MODEL
     faults: Faults | None = None
+    windows: tuple[int | None, ...] = ()
     now: float = 0.0
     submitted: dict[int, Submit] = field(default_factory=dict[int, Submit])
     outputs: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
@@ -130,8 +133,13 @@ class World:
 
     def __post_init__(self) -> None:
         runner = FakeRunner(self.model, num_pages=self.num_pages, page_size=self.page_size, faults=self.faults)
+        if self.windows:
+            groups = PageGroups(windows=self.windows, page_size=self.page_size)
+            runner = WindowedFakeRunner(self.model, groups, num_pages=self.num_pages, faults=self.faults)
         self.runner = WatchedRunner(runner, gives_one=self.model.tokens_per_step == "1")
-        self.scheduler = Scheduler(self.settings, num_pages=self.num_pages, page_size=self.page_size)
+        self.scheduler = Scheduler(
+            self.settings, num_pages=self.num_pages, page_size=self.page_size, windows=self.windows
+        )
         self.core: SchedulerCore[FakeTicket] = SchedulerCore(self.scheduler, self.runner, self.settings.depth)
 
     def submit(self, *submits: Submit) -> None:

@@ -1,0 +1,281 @@
+"""WindowedCache: a ``PrefixCache`` of pages in groups (``PageGroups``), for models whose layers attend to windows.
+
+The tree is an index: its nodes have no pages themselves. The pages of a node, one for each group, are children of it.
+So each is locked, pinned and evicted alone, by the rules of ``RadixTree``:
+
+    root ── (16 ids) ── (16 ids) ── (16 ids)
+               │ │         │ │         │ │
+               0 1         0 -         0 1      pages of the groups 0 (no window) and 1 (its second one was evicted)
+
+A request takes its pages as its tokens are computed, not at its admission. It locks what its next tokens see. What is
+behind the window is unlocked: it stays cached until the page is needed, as pages of a request that ended. A prefix hit
+is valid where its last tokens, as far as the next token sees them, have their pages in all groups; a longer one is cut
+back to there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from aioengine.memory.prefix_cache import NEVER, Hold, Match, PrefixCache
+from aioengine.memory.radix import Node, RadixTree
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from aioengine.memory.page_groups import PageGroups
+    from aioengine.memory.radix import Key, Salt
+
+GIVEN_BACK: Final = -1
+"""In a page table, in place of a page."""
+
+
+class WindowedHold(Hold):
+    """The pages of one request.
+
+    pages: one for each group, page of positions by page of positions; ``GIVEN_BACK`` where no token sees it any more.
+    nodes: beside each, its node where the tree has it; None: it is of this request alone, or given back.
+    firsts: of each group, the first page of positions that it has.
+    """
+
+    __slots__ = ("firsts", "nodes")
+
+    def __init__(self, salt: Salt, num_groups: int) -> None:
+        super().__init__(salt)
+        self.nodes: list[Node | None] = []
+        self.firsts = [0] * num_groups
+
+    @property
+    def num_owned(self) -> int:
+        return sum(node is None and page != GIVEN_BACK for node, page in zip(self.nodes, self.pages, strict=True))
+
+    @property
+    def num_held(self) -> int:
+        """Pages that it has, of its own and shared."""
+        return len(self.pages) - self.pages.count(GIVEN_BACK)
+
+
+class _Index(RadixTree):
+    """Nodes for ids, whose locks only keep them from being dropped, and below them nodes for pages."""
+
+    def open(self, parent: Node, key: Key, *, is_pending: bool = False) -> Node:
+        """A new node for ids, locked once."""
+        node = parent.children[key] = Node(key, GIVEN_BACK, parent, 1, is_pending)
+        return node
+
+    def close(self, path: list[Node]) -> None:
+        """Undo one lock of each node for ids; those without pages and children are dropped."""
+        for node in reversed(path):
+            node.num_locks -= 1
+            self._drop(node)
+
+    def discard(self, page: Node) -> None:
+        """Take out the node of a page that is cached, and neither locked nor pinned."""
+        del self._unlocked[page]
+        self._detach(page)
+
+    def _detach(self, node: Node) -> None:
+        parent = node.parent
+        super()._detach(node)
+        if parent is not None:
+            self._drop(parent)
+
+    def _drop(self, node: Node) -> None:
+        while node.parent is not None and not node.children and not node.num_locks:
+            parent = node.parent
+            del parent.children[node.key]
+            node.parent, node.is_pending = None, False
+            node = parent
+
+
+class WindowedCache(PrefixCache):
+    """See the module. ``num_pages``: of all groups together."""
+
+    __slots__ = ("_groups", "_index", "_page_keys")
+
+    def __init__(self, groups: PageGroups, *, num_pages: int, enabled: bool = True) -> None:
+        super().__init__(num_pages=num_pages, page_size=groups.page_size, enabled=enabled)
+        self._groups = groups
+        self._tree = self._index = _Index(groups.page_size)
+        self._page_keys: list[Key] = [("page", group) for group in range(groups.num_groups)]
+
+    def pages_for(self, num_tokens: int) -> int:
+        return self._groups.pages_for(num_tokens)
+
+    # ------------------------------------------------------------ ask
+
+    def match(self, token_ids: list[int], salt: Salt = "", *, known: Node | None = None) -> Match:
+        found = super().match(token_ids, salt, known=known)
+        return found._replace(path=found.path[: self._num_valid(found.path)])
+
+    def num_available(self, match: Match) -> int:
+        return self.num_free - sum(not page.num_locks for _, page in self._seen(match.path))
+
+    def num_left(self, match: Match, num_tokens: int, running: Iterable[tuple[Hold, int]]) -> int:
+        num_seen = sum(1 for _ in self._seen(match.path))
+        left = self.num_available(match) - max(self.pages_for(num_tokens) - num_seen, 0)
+        return left - sum(self._num_promised(hold, count) for hold, count in running)
+
+    # ------------------------------------------------------------ do
+
+    def lock(self, token_ids: list[int], match: Match) -> WindowedHold:
+        """Lock the matched pages that the next token sees, announcing those of ``token_ids`` as pending. ``grow`` takes
+        pages for the other tokens.
+        """
+        groups, path = self._groups, match.path
+        hold = WindowedHold(match.salt, groups.num_groups)
+        hold.path = path.copy()
+        hold.num_matched = hold.num_ready = len(path)
+        hold.room = len(path) * self.page_size
+        hold.border = hold.room + self.page_size
+        hold.firsts = [min(groups.first_seen(group, hold.room), len(path)) for group in range(groups.num_groups)]
+        hold.pages = [GIVEN_BACK] * (len(path) * groups.num_groups)
+        hold.nodes = [None] * len(hold.pages)
+        for place, page in self._seen(path):
+            hold.pages[place], hold.nodes[place] = page.page, page
+        for node in path:
+            node.num_locks += 1
+        self._tree.lock([page for page in hold.nodes if page is not None])
+        if self.enabled:
+            parent = path[-1] if path else self._tree.root
+            for key in self._tree.keys(token_ids, len(path), hold.salt):
+                if key in parent.children:
+                    break
+                parent = self._index.open(parent, key, is_pending=True)
+                hold.path.append(parent)
+        return hold
+
+    def grow(self, hold: Hold) -> list[int] | None:
+        """Add a page of each group to a request and return them; None, and nothing changed, where there are too few."""
+        assert isinstance(hold, WindowedHold)
+        num_groups = self._groups.num_groups
+        if self.num_free < num_groups:
+            return None
+        pages = self._allocate(num_groups)
+        hold.pages += pages
+        hold.nodes += [None] * num_groups
+        hold.room += self.page_size
+        return pages
+
+    def insert(self, hold: Hold, token_ids: list[int], num_computed: int) -> None:
+        """Record that positions before ``num_computed`` have KV, and give back what no later token sees.
+
+        The last of them may be computed again (``Request.fall_behind``).
+        """
+        assert isinstance(hold, WindowedHold)
+        size, index, num_full = self.page_size, hold.num_ready, num_computed // self.page_size
+        while self.enabled and index < num_full:
+            if index < len(hold.path):
+                hold.path[index].is_pending = False
+            elif not self._attach(hold, tuple(token_ids[index * size : (index + 1) * size])):
+                break
+            self._cache_pages(hold, index)
+            index += 1
+        hold.num_ready = index
+        hold.border = ((index if self.enabled else num_full) + 1) * size
+        for group in range(self._groups.num_groups):
+            self._give_back(hold, group, self._groups.first_seen(group, num_computed - 1))
+
+    def unlock(self, hold: Hold, *, is_invalid: bool = False) -> None:
+        assert isinstance(hold, WindowedHold)
+        if is_invalid:
+            self._forget_computed(hold)
+        pages = zip(hold.pages, hold.nodes, strict=True)
+        owned = [page for page, node in pages if node is None and page != GIVEN_BACK]
+        self._tree.unlock([node for node in hold.nodes if node is not None])
+        self._index.close(hold.path)
+        self._allocator.free(owned)
+        hold.pages, hold.nodes, hold.path = [], [], []
+        hold.num_matched = hold.num_ready = hold.room = 0
+        hold.border = NEVER
+
+    def pin(self, session: int, hold: Hold) -> None:
+        """Keep the pages that a continuation of the request sees; of earlier ones, those of groups without a window."""
+        pinned = self._pins.setdefault(session, {})
+        self._pins.move_to_end(session)
+        seen = dict.fromkeys(page for _, page in self._seen(hold.path[: self._num_valid(hold.path[: hold.num_ready])]))
+        unseen = [page for page in pinned if page not in seen and self._has_window(page)]
+        new = [page for page in seen if page not in pinned]
+        self._tree.pin(new)
+        self._tree.unpin(unseen)
+        pinned.update(dict.fromkeys(new))
+        for page in unseen:
+            del pinned[page]
+
+    # ------------------------------------------------------------ inside
+
+    def _has_window(self, page: Node) -> bool:
+        return self._groups.windows[self._page_keys.index(page.key)] is not None
+
+    def _seen(self, path: list[Node]) -> Iterator[tuple[int, Node]]:
+        """The pages of a valid prefix that the next token sees, with their places in the page table of its hold."""
+        groups = self._groups
+        for group, key in enumerate(self._page_keys):
+            for index in range(groups.first_seen(group, len(path) * self.page_size), len(path)):
+                yield index * groups.num_groups + group, path[index].children[key]
+
+    def _num_valid(self, path: list[Node]) -> int:
+        """How many nodes of a path can be a prefix hit."""
+        found = len(path)
+        while True:
+            before = found
+            for group, key in enumerate(self._page_keys):
+                first = self._groups.first_seen(group, found * self.page_size)
+                # one that reaches behind a missing page would see it
+                found = next((i for i in reversed(range(first, found)) if key not in path[i].children), found)
+            if found == before:
+                return found
+
+    def _num_promised(self, hold: Hold, num_tokens: int) -> int:
+        """The pages that a running request with this many known tokens has still to take for them."""
+        assert isinstance(hold, WindowedHold)
+        return max(self.pages_for(num_tokens) - hold.num_held, 0) if hold.room < num_tokens else 0
+
+    def _cache_pages(self, hold: WindowedHold, index: int) -> None:
+        """Put the pages of a computed page of positions into the tree, as far as it has none there."""
+        node, first = hold.path[index], index * self._groups.num_groups
+        for place, key in enumerate(self._page_keys, first):
+            if hold.nodes[place] is None and hold.pages[place] != GIVEN_BACK and key not in node.children:
+                hold.nodes[place] = self._tree.add(node, key, hold.pages[place])
+
+    def _give_back(self, hold: WindowedHold, group: int, first: int) -> None:
+        """Unlock or free the pages of a group before the page of positions ``first``."""
+        num_groups = self._groups.num_groups
+        for place in range(hold.firsts[group] * num_groups + group, first * num_groups, num_groups):
+            node, page = hold.nodes[place], hold.pages[place]
+            if node is not None:
+                self._tree.unlock([node])
+            elif page != GIVEN_BACK:
+                self._allocator.free([page])
+            hold.nodes[place], hold.pages[place] = None, GIVEN_BACK
+        hold.firsts[group] = max(first, hold.firsts[group])
+
+    def _attach(self, hold: Hold, key: Key) -> bool:
+        """Continue the path by a computed page; False while somebody else is computing the same."""
+        parent = hold.path[-1] if hold.path else self._tree.root
+        if hold.salt and not hold.path:
+            key = (*key, hold.salt)
+        node = parent.children.get(key)
+        if node is None:
+            node = self._index.open(parent, key)
+        elif node.is_pending:
+            return False
+        else:
+            node.num_locks += 1
+        hold.path.append(node)
+        return True
+
+    def _forget_computed(self, hold: WindowedHold) -> None:
+        """Take out the pages that the request computed, and all others there that no request uses."""
+        num_groups = self._groups.num_groups
+        for index in range(hold.num_matched, hold.num_ready):
+            for place, key in enumerate(self._page_keys, index * num_groups):
+                page = hold.path[index].children.get(key)
+                if page is None or page.num_pins or page.num_locks > (page is hold.nodes[place]):
+                    continue
+                if page is hold.nodes[place]:
+                    self._tree.remove(page)
+                    hold.nodes[place], hold.pages[place] = None, GIVEN_BACK
+                else:
+                    self._index.discard(page)
+                self._allocator.free([page.page])

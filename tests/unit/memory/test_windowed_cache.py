@@ -1,0 +1,120 @@
+"""The windowed cache against what must always hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from aioengine.memory.page_groups import PageGroups
+from aioengine.memory.windowed_cache import GIVEN_BACK, WindowedCache, WindowedHold
+
+WINDOWS = st.sampled_from([(1,), (4,), (None, 3), (None, 5, 2), (6, 6)])
+
+
+@dataclass
+class Running:
+    """A request: its tokens, how many of them are computed, and its pages."""
+
+    token_ids: list[int]
+    num_computed: int
+    hold: WindowedHold
+
+
+class Machine(RuleBasedStateMachine):
+    """Requests come, grow, compute and go; sessions keep pages; pages are evicted."""
+
+    @initialize(windows=WINDOWS, page_size=st.sampled_from([1, 2, 3]), enabled=st.sampled_from([True, True, False]))
+    def begin(self, windows: tuple[int | None, ...], page_size: int, enabled: bool) -> None:
+        self.groups = PageGroups(windows=windows, page_size=page_size)
+        self.cache = WindowedCache(self.groups, num_pages=30, enabled=enabled)
+        self.running: list[Running] = []
+        self.written: dict[int, tuple[int, tuple[int, ...]]] = {}
+        """By page: its group, and all tokens up to its end."""
+
+    def teardown(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        for one in self.running:
+            self.cache.unlock(one.hold)
+        assert self.cache.clear()
+        assert self.cache.num_free == 30
+        assert not self.cache._tree.root.children, "no node is left without pages"
+
+    @rule(token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=14), salt=st.sampled_from(["", "", "a"]))
+    def come(self, token_ids: list[int], salt: str) -> None:
+        match = self.cache.match(token_ids, salt)
+        if match.pending is not None:
+            return
+        hold = self.cache.lock(token_ids, match)
+        self.running.append(Running(token_ids.copy(), len(match.path) * self.groups.page_size, hold))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def compute(self, data: st.DataObject) -> None:
+        one = data.draw(st.sampled_from(self.running))
+        end = one.num_computed + data.draw(st.integers(1, 4))
+        one.token_ids += [1] * (end - len(one.token_ids))
+        while one.hold.room < end:
+            could = self.cache.num_free >= self.groups.num_groups
+            assert (self.cache.grow(one.hold) is not None) == could
+            if not could:
+                return
+        size, num_groups = self.groups.page_size, self.groups.num_groups
+        for index in range(one.num_computed // size, -(-end // size)):
+            for group in range(num_groups):
+                page = one.hold.pages[index * num_groups + group]
+                upto = tuple(one.token_ids[: min(end, (index + 1) * size)])
+                self.written[page] = group, (hash(one.hold.salt), *upto)
+        one.num_computed = end
+        if end >= one.hold.border:
+            self.cache.insert(one.hold, one.token_ids, end)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), session=st.integers(0, 2), is_invalid=st.booleans())
+    def go(self, data: st.DataObject, session: int, is_invalid: bool) -> None:
+        one = data.draw(st.sampled_from(self.running))
+        self.running.remove(one)
+        if session and not is_invalid:
+            self.cache.pin(session, one.hold)
+        self.cache.unlock(one.hold, is_invalid=is_invalid)
+        self.cache.unlock(one.hold)
+
+    @rule(session=st.integers(1, 2))
+    def close_session(self, session: int) -> None:
+        self.cache.unpin(session)
+
+    @rule(count=st.integers(1, 10))
+    def evict(self, count: int) -> None:
+        self.cache.evict(count)
+
+    @invariant()
+    def pages_add_up_and_all_that_is_seen_is_there(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        self.cache.check_integrity(one.hold for one in self.running)
+        owned: list[int] = []
+        for one in self.running:
+            owned += self._own_pages(one.hold)
+            self._check_seen(one)
+        assert len(owned) == len(set(owned)), "no page belongs to two requests"
+
+    def _own_pages(self, hold: WindowedHold) -> list[int]:
+        pages = zip(hold.pages, hold.nodes, strict=True)
+        return [page for page, node in pages if node is None and page != GIVEN_BACK]
+
+    def _check_seen(self, one: Running) -> None:
+        """The last token may be computed again, and sees what it saw."""
+        size, num_groups = self.groups.page_size, self.groups.num_groups
+        for group, window in enumerate(self.groups.windows):
+            position = one.num_computed - (one.num_computed > one.hold.num_matched * size)
+            first = 0 if window is None else max(0, position - window + 1)
+            for index in range(first // size, -(-one.num_computed // size)):
+                found_group, tokens = self.written[one.hold.pages[index * num_groups + group]]
+                assert found_group == group
+                known = (hash(one.hold.salt), *one.token_ids[: min(one.num_computed, (index + 1) * size)])
+                assert tokens == known
+
+
+TestWindowedCache = Machine.TestCase
