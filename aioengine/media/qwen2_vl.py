@@ -1,4 +1,4 @@
-"""Qwen2-VL."""
+"""Qwen2-VL: each token is a square of patches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3-VL."""
+"""Qwen3-VL: each token is a square of patches."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModel
 from transformers.initialization import no_init_weights
 
+from aioengine import plugins
 from aioengine.layers.placement import Target
 from aioengine.model_files.checkpoint import new_name
 from aioengine.models._base import InputSpec
@@ -31,9 +32,11 @@ _TEXT_PARTS = ("language_model", "text_model")
 
 
 class ImageDecoder(Decoder):
-    """See ``models._base.Model`` and ``models._base.VisionModel``; families subclass it to read their config."""
+    """See ``models._base.Model`` and ``models._base.VisionModel``."""
 
-    def __init__(self, raw: Mapping[str, object], config: VisionConfig, options: ModelOptions) -> None:
+    def __init__(self, raw: Mapping[str, object], options: ModelOptions) -> None:
+        """raw: config.json, which the family of its ``model_type`` reads."""
+        config: VisionConfig = plugins.load("families", plugins.file_name(str(raw["model_type"])))(raw)
         super().__init__(config, options)
         self.input_spec = InputSpec(embeddings=True, position_axes=config.num_axes)
         self.image_token_id = config.image_token_id

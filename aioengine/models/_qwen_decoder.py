@@ -18,15 +18,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from aioengine.families._vision import VisionConfig
     from aioengine.models._base import ModelOptions
 
 
 class QwenVision(ImageDecoder):
     """See ``ImageDecoder``."""
 
-    def __init__(self, raw: Mapping[str, object], config: VisionConfig, options: ModelOptions) -> None:
-        super().__init__(raw, config, options)
+    def __init__(self, raw: Mapping[str, object], options: ModelOptions) -> None:
+        super().__init__(raw, options)
         self._vision = self._tower.config.vision_config
         visual = self._tower.visual
         self._qwen_tower = QwenTower(visual, self._sizes(), dtype=options.dtype, device=options.device)

@@ -1,11 +1,10 @@
-"""Gemma 3 with images."""
+"""Gemma 3 with images, whose tokens attend to all of their image."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from aioengine.families import gemma3
 from aioengine.models._image_decoder import ImageDecoder
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ class Gemma3(ImageDecoder):
     """Every image is resized to one size, and its tokens attend to each other in both directions."""
 
     def __init__(self, config: Mapping[str, object], options: ModelOptions) -> None:
-        super().__init__(config, gemma3.read(config), options)
+        super().__init__(config, options)
         self.attention_shape = replace(self.attention_shape, has_whole_images=True)
 
     def encode_image(self, arrays: Mapping[str, Tensor]) -> Tensor:

@@ -6,15 +6,10 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from aioengine.families import idefics3
 from aioengine.models._image_decoder import ImageDecoder
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import Tensor
-
-    from aioengine.models._base import ModelOptions
 
 MOST_TILES: Final = 64
 """Of an image, for the measurement of memory: known processors make up to 26."""
@@ -22,9 +17,6 @@ MOST_TILES: Final = 64
 
 class Idefics3(ImageDecoder):
     """Each tile has as many tokens."""
-
-    def __init__(self, config: Mapping[str, object], options: ModelOptions) -> None:
-        super().__init__(config, idefics3.read(config), options)
 
     def largest_image(self, max_tokens: int) -> dict[str, Tensor]:
         """See ``VisionModel``: pixels [1, tiles, 3, side, side], and whether they count [1, tiles, side, side].
