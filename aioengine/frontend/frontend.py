@@ -385,7 +385,7 @@ def _encoder(parts: Running, tokenizer: Tokenizer) -> Encoder:
     model = parts.settings.model
     most = min(model.context_length, parts.max_total_tokens)
     in_text = str if parts.images is None else parts.images.model.family.in_text
-    return Encoder(tokenizer, _sizes(parts), PoolEncoder(tokenizer, model.pooling, most), in_text)
+    return Encoder(tokenizer, _sizes(parts), PoolEncoder(tokenizer, model.pooling, most, in_text), in_text)
 
 
 def _sizes(parts: Running) -> TextSizes | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 from aioengine.errors import RequestError, RequestTooLargeError, describe
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from aioengine.config import PoolingSettings
     from aioengine.frontend.prompts import PooledPrompt
@@ -34,11 +34,15 @@ class PairTokenizer(Protocol):
 
 
 class PoolEncoder(NamedTuple):
-    """Tokenizes texts of up to ``max_tokens`` tokens. On the tokenizer's threads."""
+    """Tokenizes texts of up to ``max_tokens`` tokens. On the tokenizer's threads.
+
+    ``in_text``: as of ``Encoder``.
+    """
 
     tokenizer: PairTokenizer
     settings: PoolingSettings
     max_tokens: int
+    in_text: Callable[[str], str] = str
 
     def encode(self, prompts: list[PooledPrompt]) -> list[PairIds | ValueError | RequestError]:
         """The ids of each, or why it has none. One that is wrong fails alone."""
@@ -55,7 +59,7 @@ class PoolEncoder(NamedTuple):
         """The text with its prompt before it, and the second text; of long ones the beginning."""
         settings, name = self.settings, prompt.rules.prompt_name
         before = settings.prompts.get(settings.default_prompt if name is None else name, "")
-        first = before + prompt.first.text
+        first = self.in_text(before + prompt.first.text)
         second = None if prompt.second is None else prompt.second.text
         if settings.lowers_text:
             first, second = first.lower(), None if second is None else second.lower()

@@ -10,7 +10,7 @@ from aioengine import checks
 from aioengine.frontend import requests
 from aioengine.frontend.pooling import Pooled
 from aioengine.frontend.prompts import PoolRules, ids_prompt, pair_prompt, pooled_prompt
-from aioengine.frontend.requests import IDS_OR_ROWS, GivenRows
+from aioengine.frontend.requests import IDS_OR_ROWS, GivenRows, ImageData  # the last: for annotations
 
 if TYPE_CHECKING:
     from aioengine.frontend.requests import CallRequest
@@ -46,11 +46,13 @@ class EncodeOptions(PoolOptions, total=False):
     dimensions: the vector is cut to so many numbers, then normalised.
     normalize: whether vectors have the length 1; None: as the model's files say.
     prompt_name: which of the model's prompts stands before each text ("query", "document"); None: its usual one.
+    image_data: as of ``RequestOptions``: the images of the texts, of a model that reads images.
     """
 
     dimensions: int | None
     normalize: bool | None
     prompt_name: str | None
+    image_data: ImageData | Sequence[ImageData | Sequence[ImageData] | None] | None
 
 
 def encode_request(prompt: object, input_ids: object, options: Mapping[str, object]) -> CallRequest:

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from aioengine import answers, checks
 from aioengine.errors import RequestError, RequestTooLargeError
 from aioengine.frontend.outputs import CallOutput
+from aioengine.frontend.prompts import MediaIds
 from aioengine.protocol.columns import POOLED_VECTOR
 
 if TYPE_CHECKING:
@@ -86,10 +87,16 @@ def completed(pooled: Pooled | None, settings: PoolingSettings, task: str, vecto
 def fitting(encoded: Encoded, pooled: Pooled, max_tokens: int, check_ids: Callable[[list[int]], None]) -> Encoded:
     """The ids of a text, cut to ``max_tokens`` where the call truncates; or the error for a text that is too long.
 
+    One with images is never cut.
     ``check_ids`` raises ValueError for ids outside the vocabulary. It has not been called yet for too many ids.
     """
     if not isinstance(encoded, list) or len(encoded) <= max_tokens:
         return encoded
+    if isinstance(encoded, MediaIds):
+        return RequestTooLargeError(
+            f"the prompt has {len(encoded)} tokens, {encoded.num_image_tokens} of them of its images, and {max_tokens} "
+            "fit; give smaller images, or fewer"
+        )
     if pooled.truncates:
         cut = encoded[:max_tokens]
         try:

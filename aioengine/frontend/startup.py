@@ -155,7 +155,7 @@ def read_adapters(config: EngineConfig) -> list[AdapterFolder]:
 
 
 def _images(config: EngineConfig, facts: ModelFacts) -> ImageModel | None:
-    found = find_image_model(Path(facts.path)) if facts.task == "generate" else None
+    found = find_image_model(Path(facts.path)) if facts.task in ("generate", "embed") else None
     return None if found is None else found._replace(limits=config.media)
 
 

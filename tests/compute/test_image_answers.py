@@ -113,6 +113,35 @@ def check_command_line(
     assert capsys.readouterr().out == f"{first}\n{llm.chat(messages, params)['text']}\n"
 
 
+@pytest.mark.parametrize("is_embedding", [None, True])
+def test_vectors_of_texts_with_pictures_are_those_of_transformers(is_embedding: bool | None, tmp_path: Path) -> None:
+    theirs, one, two = made(tmp_path, "gemma3"), drawing(1), drawing(2, (50, 70))
+    with Engine(tmp_path, device="cpu", context_length=100, is_embedding=is_embedding) as llm:
+        outs: Any = llm.encode(
+            ["see <start_of_image> or <start_of_image>?", "text"], image_data=[[png(one), two], None]
+        )
+        [plain] = llm.encode(["text"])
+        assert np.array_equal(outs[1]["embedding"], plain["embedding"])
+        assert outs[0]["meta_info"]["image_tokens"] == 2 * 16
+        text = "see \n\n<start_of_image>{}<end_of_image>\n\n or \n\n<start_of_image>{}<end_of_image>\n\n?"
+        ids = llm.tokenizer.encode(text.format(*["<image_soft_token>" * 16] * 2))
+        assert len(ids) == outs[0]["meta_info"]["prompt_tokens"]
+        arrays = arrays_of(tmp_path, [one, two])
+        del arrays["num_crops"]
+        all_ids = torch.tensor([ids])
+        arrays["token_type_ids"] = (all_ids == IMAGE).long()
+        with torch.inference_mode():
+            states = theirs(input_ids=all_ids, output_hidden_states=True, **arrays).hidden_states[-1]
+        expected = torch.nn.functional.normalize(states[0, -1], dim=-1).numpy()
+        np.testing.assert_allclose(outs[0]["embedding"], expected, atol=1e-4)
+        with pytest.raises(ValueError, match=r"has 106 tokens, 64 of them of its images, and 100 fit; give smaller"):
+            llm.encode("<start_of_image>" * 4 + "x" * 18, image_data=[one] * 4, truncate=True)
+        with pytest.raises(ValueError, match="2 image placeholders .* for 1 image"):
+            llm.encode("<start_of_image><start_of_image>", image_data=one)
+        with pytest.raises(ValueError, match="1 image placeholder .* for 0 images"):
+            llm.encode("<start_of_image>")
+
+
 async def test_an_engine_answers_questions_about_pictures(tmp_path: Path) -> None:
     """LLaVA in batches, streams, with text beside it, and after its scheduler was killed."""
     theirs, one, two = made(tmp_path, "llava"), drawing(3), drawing(4, (30, 80))

@@ -135,6 +135,7 @@ def requests_that_ask_for_more(llm: Engine, embeds: NDArray[float32]) -> None:
     llm.generate(["a", "b"], return_hidden_states=["last", None], custom_logit_processor=["a:B", None])
     llm.generate("a", add_special_tokens=False, truncate_prompt_tokens=5)
     llm.generate("<image>", image_data=b"...")
+    assert_type(llm.encode(["<image>", "b"], image_data=[b"...", None]), BatchOutput[Embedding])
     llm.generate(["<image>", "b"], image_data=[["a.png", Path("b.png")], None])
     llm.chat([{"role": "user", "content": [{"type": "image", "image": b"..."}]}])
     assert_type(answer["meta_info"].get("image_tokens"), int | None)

@@ -52,7 +52,7 @@ def test_rerank_takes_a_query_and_documents_or_pairs() -> None:
         ((None, [1]), {"prompt_name": "q"}, ValueError, "prompt_name is for texts"),
         (("a", None), {"dimension": 3}, TypeError, "did you mean 'dimensions'"),
         (("a", None), {"stream": True}, TypeError, "unexpected argument 'stream'"),
-        (("a", None), {"image_data": "x.png"}, ValueError, "image_data"),
+        (("a", None), {"audio_data": "x.wav"}, ValueError, "audio_data"),
         (("a", None), {"rid": ["x"]}, TypeError, "rid is a list"),
     ],
 )
