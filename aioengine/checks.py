@@ -22,6 +22,7 @@ Check = Callable[[str, object], object]
 
 MAX_COUNT = 2**31 - 1
 MAX_SHOWN_CHARACTERS = 80
+MAX_NAME_CHARACTERS = 300
 MAX_PATTERN_BYTES = 256
 MAX_TENANT_BYTES = 256
 MAX_NESTING = 1000
@@ -60,6 +61,11 @@ def _shown(value: object) -> str:
         return f"a {type(value).__name__} of {size} items"
     shortened = _SHORT.repr(value) if type(value) in (list, tuple, dict, set) else repr(value)
     return shortened if len(shortened) <= MAX_SHOWN_CHARACTERS else f"{shortened[:MAX_SHOWN_CHARACTERS]}..."
+
+
+def name(text: str) -> str:
+    """A name from a file as it is; as ``shown`` where it is long, or has characters that a terminal would obey."""
+    return text if len(text) <= MAX_NAME_CHARACTERS and text.isprintable() else shown(text)
 
 
 def cut(text: str) -> str:

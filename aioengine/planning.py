@@ -146,8 +146,8 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
     facts = model_folder.find_facts(replace(config.model, tokenizer_path=None), configs_only=True)
     if facts.implementation != OWN:
         raise ValueError(
-            f"transformers' own code would compute this model, of type {facts.model_type!r}: what it takes is found "
-            "out when an engine starts; there are plans for models of our own code alone"
+            f"transformers' own code would compute this model, of type {checks.shown(facts.model_type)}: what it takes "
+            "is found out when an engine starts; there are plans for models of our own code alone"
         )
     device = machine.device_facts()
     if device_memory is not None and config.device.name != "cpu":

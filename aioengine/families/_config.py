@@ -8,7 +8,7 @@ from typing import ClassVar, Final, Literal, NoReturn, TypeVar
 
 import msgspec
 
-from aioengine.checks import shown
+from aioengine.checks import cut, shown
 from aioengine.families._block_config import (
     ACTIVATIONS,
     AttentionConfig,
@@ -43,8 +43,14 @@ MAX_SIZES: Final = {
     "experts_per_token": 2**14,
     "moe_intermediate_size": 2**24,
     "shared_expert_intermediate_size": 2**24,
+    "num_nextn_predict_layers": 2**14,
+    "num_mtp_layers": 2**14,
 }
 """Far beyond all models: a larger value is a mistake, which would cost hours and memory before it is noticed."""
+
+_MAY_BE_ZERO: Final = ("num_experts", "num_local_experts", "num_nextn_predict_layers", "num_mtp_layers")
+"""Of ``MAX_SIZES``; a model with no experts is dense, and ``check_experts`` is for others."""
+_MIN_FACTOR, _MAX_FACTOR = 1e-6, 1e6
 
 _POSITIVE: Final = (
     "rope_theta",
@@ -287,6 +293,7 @@ class FamilyConfig(msgspec.Struct, frozen=True, kw_only=True):
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
     partial_rotary_factor: float | None = None
     id2label: dict[int | str, object] | None = None
+    is_causal: Literal[True] = True
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -391,10 +398,15 @@ def check_sizes(config: msgspec.Struct) -> None:
     """Raise ValueError for a size beyond ``MAX_SIZES``."""
     given, names = msgspec.structs.asdict(config), file_names(config)
     for name, most in MAX_SIZES.items():
-        # 0: the model is dense; ``check_experts`` is for others
-        least = 0 if name in ("num_experts", "num_local_experts") else 1
+        least = 0 if name in _MAY_BE_ZERO else 1
         if given.get(name) is not None and not least <= given[name] <= most:
             not_implemented(names[name], given[name], f"{least} to {most}")
+
+
+def check_factor(field: str, factor: float) -> None:
+    """Raise ValueError for a number whose square or inverse leaves the range of floats."""
+    if not _MIN_FACTOR <= factor <= _MAX_FACTOR:
+        not_implemented(field, factor, f"{_MIN_FACTOR:g} to {_MAX_FACTOR:g}")
 
 
 def file_names(config: msgspec.Struct) -> dict[str, str]:
@@ -433,7 +445,7 @@ def decode_config(raw: Mapping[str, object], config_type: type[ConfigType]) -> C
     try:
         return msgspec.convert(raw, config_type)
     except msgspec.ValidationError as error:
-        message = f"config.json of model_type {raw.get('model_type')!r}: {error}"
+        message = f"config.json of model_type {shown(raw.get('model_type'))}: {cut(str(error))}"
         raise ValueError(message) from error
 
 

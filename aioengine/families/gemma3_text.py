@@ -32,7 +32,7 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
     rope_scaling: dict[str, object] | None = None
     rope_parameters: dict[str, dict[str, object] | None] | None = None
     final_logit_softcapping: Positive | None = None
-    attention_cap: Positive | None = msgspec.field(default=None, name="attn_logit_softcapping")
+    attention_cap: None = msgspec.field(default=None, name="attn_logit_softcapping")
     use_bidirectional_attention: Literal[False] | None = False
 
     @property
@@ -76,7 +76,6 @@ def read(config: Mapping[str, object]) -> DecoderConfig:
             qkv_bias=bias,
             output_bias=bias,
             scale=found.query_scalar**-0.5,
-            soft_cap=found.attention_cap,
             head_norm=HeadNorm(norm=NORM),
         ),
         layer_ropes=tuple(ropes[kind] for kind in found.kinds),

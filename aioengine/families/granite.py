@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from aioengine.families._block_config import AttentionConfig
-from aioengine.families._config import FamilyConfig, decode_config, not_implemented
+from aioengine.families._config import FamilyConfig, check_factor, decode_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,10 +25,8 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.logits_scaling:
-            not_implemented("logits_scaling", self.logits_scaling, "a number other than 0")
-        if self.residual_multiplier <= 0:
-            not_implemented("residual_multiplier", self.residual_multiplier, "more than 0")
+        check_factor("logits_scaling", abs(self.logits_scaling))
+        check_factor("residual_multiplier", self.residual_multiplier)
 
 
 def read(config: Mapping[str, object]) -> DecoderConfig:

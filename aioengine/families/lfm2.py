@@ -15,7 +15,7 @@ from aioengine.families._block_config import (
     ShortConvConfig,
     TensorNames,
 )
-from aioengine.families._config import FamilyConfig, decode_config, not_implemented
+from aioengine.families._config import FamilyConfig, check_factor, decode_config, not_implemented
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,6 +47,8 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
             not_implemented("layer_types", self.layer_types, "some layers of each kind")
         if self.block_multiple_of < 1:
             not_implemented("block_multiple_of", self.block_multiple_of, "at least 1")
+        if self.block_ffn_dim_multiplier is not None:
+            check_factor("block_ffn_dim_multiplier", self.block_ffn_dim_multiplier)
         if not 1 <= self.inner_size <= 2**24:
             not_implemented("block_ff_dim", self.block_ff_dim, "an MLP of 1 to 2**24 numbers")
 

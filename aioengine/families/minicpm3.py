@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from msgspec.structs import replace
 
-from aioengine.families._config import decode_config, not_implemented
+from aioengine.families._config import check_factor, decode_config
 from aioengine.families._latent import LatentFamily
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ class Config(LatentFamily, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.scale_depth is not None and self.scale_depth <= 0:
-            not_implemented("scale_depth", self.scale_depth, "more than 0, or null")
+        if self.scale_depth is not None:
+            check_factor("scale_depth", self.scale_depth)
 
 
 def read(config: Mapping[str, object]) -> DecoderConfig:

@@ -131,13 +131,13 @@ def check_entries(
         *_listed("not expected by this model", sorted(found - shapes.keys())),
     ]
     for entry in entries:
-        wanted = shapes.get(entry.name)
+        wanted, shown = shapes.get(entry.name), checks.name(entry.name)
         floats = BLOCKS if folder_files.is_gguf(entry.path) else FLOAT_BYTES
         allowed = [types[entry.name]] if entry.name in types else list(floats)
         if wanted is not None and wanted != entry.shape:
-            problems.append(f"{entry.name} has shape {list(entry.shape)}, the model wants {list(wanted)}")
+            problems.append(f"{shown} has shape {list(entry.shape)}, the model wants {list(wanted)}")
         elif entry.dtype not in allowed:
-            problems.append(f"{entry.name} is of type {entry.dtype}; what works: {', '.join(allowed)}")
+            problems.append(f"{shown} is of type {checks.name(entry.dtype)}; what works: {', '.join(allowed)}")
     if problems:
         more = f"; and {len(problems) - _MAX_PROBLEMS} more" if len(problems) > _MAX_PROBLEMS else ""
         listed = "; ".join(problems[:_MAX_PROBLEMS])
@@ -163,7 +163,8 @@ def read_headers(folder: Path, prefix: str, renamed: Renamed = ()) -> list[Entry
         for entry in entries_of_file(path):
             if entry.name in entries:
                 raise ValueError(
-                    f"tensor {entry.name!r} is in {entries[entry.name].path.name} and in {path.name} of {folder}"
+                    f"tensor {checks.shown(entry.name)} is in {entries[entry.name].path.name} and in {path.name} of "
+                    f"{folder}"
                 )
             entries[entry.name] = entry
     if renamed:
@@ -233,7 +234,8 @@ def _renamed(entries: Mapping[str, Entry], renamed: Renamed, folder: Path) -> li
         new = new_name(name, renamed)
         if new in found:
             raise ValueError(
-                f"tensors {found[new].stored_name!r} and {name!r} of {folder} are the same one of the model"
+                f"tensors {checks.shown(found[new].stored_name)} and {checks.shown(name)} of {folder} are the same one "
+                "of the model"
             )
         found[new] = replace(entry, name=new)
     return list(found.values())
@@ -247,6 +249,8 @@ def _paths(folder: Path) -> list[Path]:
         whole = folder / _WHOLE
         return [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
     names = sorted(set(found.weight_map.values()))
+    if not names:
+        raise ValueError(f"cannot read {index}: it names no files")
     for name in names:
         if "\0" in name or ".." in Path(name).parts or Path(name).is_absolute() or len(name) > _MAX_NAME:
             raise ValueError(f"cannot read {index}: it names {checks.shown(name)}, which is not in the model folder")
@@ -255,7 +259,8 @@ def _paths(folder: Path) -> list[Path]:
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(
-            f"cannot read {folder / missing[0]}: {_INDEX} names it{more}, and it is missing; fetch the whole model"
+            f"cannot read {folder}/{checks.name(missing[0])}: {_INDEX} names it{more}, and it is missing; fetch the "
+            "whole model"
         )
     return paths
 
@@ -339,4 +344,4 @@ def _described(file: BinaryIO) -> list[tuple[str, _Described]]:
 def _listed(what: str, names: list[str]) -> Iterator[str]:
     if names:
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        yield f"{len(names)} tensors {what}: {', '.join(names[:5])}{more}"
+        yield f"{len(names)} tensors {what}: {', '.join(map(checks.name, names[:5]))}{more}"

@@ -6,17 +6,21 @@ A GGUF file is read like a folder: it stands for the JSON files that its header 
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
 
 import msgspec
 
+from aioengine import checks
 from aioengine.model_files.gguf_header import Header, read_header
 from aioengine.model_files.gguf_model import config_of
 from aioengine.model_files.gguf_tokenizer import has_tokenizer, tokenizer_config_of, tokenizer_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
     from typing import BinaryIO
 
@@ -35,6 +39,10 @@ GGUF: Final = ".gguf"
 MAX_PATH: Final = 4096
 """Characters of a path in an error message: Linux has no longer ones."""
 
+_BYTE: Final = re.compile(r"\(byte (\d+)\)")
+"""The place in an error of ``msgspec``."""
+_NEAR: Final = 40
+"""Bytes before and behind it that are shown."""
 _LFS_POINTER: Final = b"version https://git-lfs.github.com/spec/"
 
 
@@ -169,7 +177,29 @@ def read_json(path: Path, form: type[File], max_bytes: int = MAX_BYTES) -> File 
     except RecursionError as error:
         raise _unreadable(path, "it is nested too deeply") from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable(path, f"{checks.cut(str(error))}{_where(content or b'', error)}") from error
+
+
+def _where(content: bytes, error: Exception) -> str:
+    """The place of what is wrong with the JSON, with its field: the library names a byte, or none."""
+    if (found := _BYTE.search(str(error))) is not None:
+        place = int(found[1])
+        near = content[max(place - _NEAR, 0) : place + _NEAR].decode(errors="replace")
+        return f", in {near!r}"
+    if "out of range" in str(error):
+        for name in _undecodable(content):
+            return f", in {checks.shown(name)}"
+    return ""
+
+
+def _undecodable(content: bytes) -> Iterator[str]:
+    """The fields of an object whose values cannot be decoded, as numbers that are too large for any type."""
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        for name, value in msgspec.json.decode(content, type=dict[str, msgspec.Raw]).items():
+            try:
+                msgspec.json.decode(value)
+            except msgspec.MsgspecError:
+                yield name
 
 
 def _unreadable(path: Path, reason: Exception | str) -> ValueError:

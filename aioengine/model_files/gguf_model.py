@@ -177,12 +177,14 @@ def _architecture(metadata: Mapping[str, Scalar | Array]) -> str:
 
 def _one(key: str, value: Scalar | Array) -> Scalar:
     """The value of a key that describes the model: one number, or the same one for all layers."""
-    if not isinstance(value, Array):
-        return value
-    distinct: set[Scalar] = set(value.texts() if value.kind == 8 else value.numbers())
-    if len(distinct) != 1:
-        raise ValueError(f"{checks.shown(key)} has {len(distinct)} values; what works: the same one for all layers")
-    return distinct.pop()
+    if isinstance(value, Array):
+        distinct: set[Scalar] = set(value.texts() if value.kind == 8 else value.numbers())
+        if len(distinct) != 1:
+            raise ValueError(f"{checks.shown(key)} has {len(distinct)} values; what works: the same one for all layers")
+        value = distinct.pop()
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{checks.shown(key)} is {value}; what works: a finite number")
+    return value
 
 
 def _check_known(architecture: str, own: Mapping[str, Scalar]) -> None:
@@ -212,7 +214,7 @@ def _check_heads(architecture: str, own: Mapping[str, Scalar], config: dict[str,
         if own.get(key, size) != size:
             raise ValueError(
                 f"{architecture}.{key} {checks.shown(own[key])} is not implemented; what works: the size of a head, "
-                f"{size}"
+                f"{checks.shown(size)}"
             )
 
 

@@ -50,6 +50,8 @@ _CONTROL, _USER_DEFINED = 3, 4
 _NAMED: Final = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 _MAX_TOKEN: Final = 256
 """Characters of a token of a vocabulary without merges, which are found by dividing it everywhere."""
+_MAX_CHARACTERS, _MAX_MERGES = 1 << 24, 1 << 21
+"""Of such a vocabulary in all, and the merges that are found: 256,000 tokens have some 2 million and 600,000."""
 
 
 def has_tokenizer(header: Header) -> bool:
@@ -181,6 +183,8 @@ def _merges_by_score(vocab: Mapping[str, int], tokens: Sequence[str], scores: Se
     longest = max(tokens, key=len, default="")
     if len(longest) > _MAX_TOKEN:
         raise ValueError(f"tokenizer.ggml.tokens has one of {len(longest)} characters; at most {_MAX_TOKEN} work")
+    if (size := sum(map(len, tokens))) > _MAX_CHARACTERS:
+        raise ValueError(f"tokenizer.ggml.tokens has {size} characters and no merges; at most {_MAX_CHARACTERS} work")
     score_of = dict(zip(tokens, scores, strict=False))
     found: list[tuple[float, int, int, str, str]] = []
     for token, score in score_of.items():
@@ -188,6 +192,8 @@ def _merges_by_score(vocab: Mapping[str, int], tokens: Sequence[str], scores: Se
         known = [(left, right) for left, right in ways if left in vocab and right in vocab]
         known.sort(key=lambda way: (vocab[way[0]], vocab[way[1]]))
         found += [(score, len(left), len(right), left, right) for left, right in known]
+        if len(found) > _MAX_MERGES:
+            raise ValueError(f"tokenizer.ggml.tokens makes more merges than the {_MAX_MERGES} that work")
     found.sort(key=lambda way: way[:3], reverse=True)
     return [(left, right) for *_, left, right in found]
 

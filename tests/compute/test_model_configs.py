@@ -162,18 +162,31 @@ def test_the_context_of_gemma3_has_its_scaling_already() -> None:
         ("phi3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers"),
         ("granite", {"residual_multiplier": 0.0}, "residual_multiplier"),
+        ("granite", {"residual_multiplier": 1e308}, "residual_multiplier 1e.308.*1e-06 to 1e.06"),
+        ("granite", {"logits_scaling": 1e-320}, "logits_scaling"),
+        ("gemma3_text", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
+        ("gemma2", {"is_causal": False}, "is_causal"),
+        ("llama", {"is_causal": None}, "is_causal"),
+        ("llama", {"rope_parameters": {"rope_type": "x" * 10_000}}, "rope_type"),
         ("glm4", {"rope_parameters": None, "partial_rotary_factor": 1.5}, "partial_rotary_factor"),
         ("stablelm", {"layer_norm_eps": 2.0}, "layer_norm_eps"),
     ],
 )
 def test_values_of_other_decoders_are_refused_by_name(model_type: str, fields: dict[str, object], named: str) -> None:
     raw = decoders.config_of(decoders.ONE_OF_EACH[model_type]).to_dict()
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(ValueError, match=named) as caught:
         models.build({**raw, **fields}, options())
+    assert len(str(caught.value)) < 1000
 
 
 def test_every_model_has_a_family() -> None:
     assert plugins.names("families") == models.names() == list(supported_model_types())
+
+
+def test_layers_behind_the_last_one_are_not_counted_for_ever() -> None:
+    fields = {**SIZES, "model_type": "deepseek_v3", "num_key_value_heads": 4, "num_nextn_predict_layers": 2**40}
+    with pytest.raises(ValueError, match="num_nextn_predict_layers 1099511627776 is not implemented"):
+        models.build({**fields, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1}, options())
 
 
 def test_missing_size_is_named() -> None:

@@ -139,6 +139,15 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
     check_refused(tmp_path, "missing: down.weight", "not expected by this model: x", "norm.weight has shape [5]", "[4]")
 
 
+def test_odd_names_of_tensors_are_shown_safely(tmp_path: Path) -> None:
+    given = tensors() | {"\x1b[31m": torch.ones(1), "x" * 1_000_000: torch.ones(1)}
+    save_file(given, tmp_path / "model.safetensors")
+    check_refused(tmp_path, r"'\x1b[31m', 'xxx", "(1000000 long)")
+    with pytest.raises(ValueError, match="not expected") as caught:
+        load(FakeModel(), tmp_path)
+    assert len(str(caught.value)) < 500
+
+
 def test_quantized_tensors_are_refused(tmp_path: Path) -> None:
     given = tensors() | {"up.weight": torch.ones(2, 4, dtype=torch.int8)}
     save_file(given, tmp_path / "model.safetensors")
@@ -153,6 +162,8 @@ def test_damaged_missing_and_double_files(tmp_path: Path) -> None:
     check_refused(tmp_path, "cannot read", "a.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "x" * 5000}}))
     check_refused(tmp_path, "it names 'xxx", "not in the model folder")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    check_refused(tmp_path, "model.safetensors.index.json: it names no files")
     (tmp_path / "model.safetensors.index.json").unlink()
     save_file(tensors(), tmp_path / "a.safetensors")
     save_file(tensors(), tmp_path / "b.safetensors")

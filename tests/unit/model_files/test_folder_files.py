@@ -60,6 +60,24 @@ def test_the_largest_template_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("NaN", r"invalid character \(byte [0-9]*\), in '.*\"rms_norm_eps\": NaN"),
+        ("[0, Infinity]", r"invalid character \(byte [0-9]*\), in '.*\"rms_norm_eps\": \[0, Infinity"),
+        ("1e999", r"Number out of range.*, in 'rms_norm_eps'"),
+        ("9" * 5000, r"Integer value out of range.*, in 'rms_norm_eps'"),
+        ("[" * 100_000, "Input data was truncated|it is nested too deeply"),
+    ],
+)
+def test_values_that_json_has_not_are_named(value: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(f'{{"hidden_size": 1, "rms_norm_eps": {value}, "vocab_size": 1}}')
+    with pytest.raises(ValueError, match=message) as caught:
+        folder_files.read_object(file)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
     ("name", "message"),
     [
         ("~nosuchuser/model", "'~nosuchuser/model' cannot be looked up: Could not determine home directory"),

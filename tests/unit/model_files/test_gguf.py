@@ -172,6 +172,7 @@ def check_against_transformers(path: Path, ours: Tokenizer) -> None:
         ({"llama__block_count": 10**9}, "num_hidden_layers 1000000000 is not implemented"),
         ({"llama__embedding_length": "many"}, "hidden_size"),
         ({"llama__attention__head_count": 0}, "num_attention_heads 0 is not implemented"),
+        ({"llama__rope__freq_base": float("nan")}, "llama.rope.freq_base' is nan; what works: a finite number"),
         ({"general__alignment": 0}, "general.alignment is 0"),
         ({"tokenizer__ggml__model": "t5"}, "tokenizer.ggml.model 't5' is not implemented; what works: gpt2, llama"),
         ({"tokenizer__ggml__pre": "new"}, "tokenizer.ggml.pre 'new' is not implemented; what works: .*qwen2"),
@@ -264,6 +265,11 @@ def test_a_vocabulary_whose_merges_would_take_for_ever_is_refused(tmp_path: Path
     assert isinstance(tokens, list)
     path = write(tmp_path / "m.gguf", tokenizer={**words, "tokenizer.ggml.tokens": [*tokens[:-1], "x" * 100_000]})
     with pytest.raises(ValueError, match="one of 100000 characters; at most 256 work"):
+        Tokenizer(path)
+    longest = random.Random(1).choices("abcdefghijklmnopqrstuvwxyz", k=400)
+    parts = {"".join(longest[begin : begin + size]) for begin in range(len(longest)) for size in range(1, 256)}
+    path = write(tmp_path / "m.gguf", tokenizer=word_tokenizer(sorted(parts)))
+    with pytest.raises(ValueError, match="tokens makes more merges than the 2097152 that work"):
         Tokenizer(path)
 
 
