@@ -231,6 +231,8 @@ class DecoderConfig(TransformerConfig, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.experts is not None and self.mlp.activation != "silu":
             not_implemented("hidden_act", self.mlp.activation, "silu, in a model with experts")
+        if self.tied and self.head_bias and self.task is Task.GENERATE:
+            not_implemented("tie_word_embeddings", True, "false, in a model whose output head has a bias")
 
     def keeps_state(self, layer: int) -> bool:
         """Whether this layer keeps a state, and no keys and values."""

@@ -30,7 +30,7 @@ def read(config: Mapping[str, object]) -> DecoderConfig:
     bias, norm = found.attention_bias, NormConfig(kind="layer")
     head_norm = HeadNorm(norm=norm, extent="each_head") if found.use_qk_norm else None
     return replace(
-        found.decoder(found.rope(config)),
+        found.decoder(found.rope({"rope_theta": 500_000.0, **config})),
         norm=norm,
         block=BlockConfig(is_parallel=True, mlp_norm=""),
         attention=AttentionConfig(qkv_bias=bias, output_bias=bias, is_interleaved=True, head_norm=head_norm),

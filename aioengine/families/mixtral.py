@@ -40,7 +40,8 @@ def read(config: Mapping[str, object]) -> DecoderConfig:
         inner_size=found.intermediate_size,
         names=("w1", "w3", "w2"),
     )
-    return replace(found.decoder(found.rope(config)), experts=experts, block=BlockConfig(mlp="block_sparse_moe."))
+    decoder = found.decoder(found.rope({"rope_theta": 1e6, **config}))
+    return replace(decoder, experts=experts, block=BlockConfig(mlp="block_sparse_moe."))
 
 
 PLUGIN = read

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import AutoConfig, LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config
 
 from aioengine import models, plugins
 from aioengine.args import engine_config
@@ -143,6 +143,14 @@ def test_files_on_the_hub_are_read_as_those_that_transformers_makes_of_them(name
     assert read(raw) == read(AutoConfig.for_model(**raw).to_dict())
 
 
+@pytest.mark.parametrize("model_type", [*decoders.ONE_OF_EACH, "mixtral"])
+def test_a_rotation_that_files_leave_out_is_that_of_transformers(model_type: str) -> None:
+    config = decoders.config_of(decoders.ONE_OF_EACH[model_type]) if model_type != "mixtral" else MixtralConfig(**SIZES)
+    raw = {name: value for name, value in config.to_dict().items() if name != "rope_parameters"}
+    read = plugins.load("families", model_type)
+    assert read(raw) == read(AutoConfig.for_model(**raw).to_dict())
+
+
 def test_the_context_of_gemma3_has_its_scaling_already() -> None:
     decoder = plugins.load("families", "gemma3_text")(HUB["gemma-3-12b-it, its text_config"])
     assert [rope.rope_type for rope in decoder.layer_ropes] == ["default"] * 5 + ["linear"]
@@ -166,6 +174,8 @@ def test_the_context_of_gemma3_has_its_scaling_already() -> None:
         ("granite", {"logits_scaling": 1e-320}, "logits_scaling"),
         ("gemma3_text", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
         ("gemma2", {"is_causal": False}, "is_causal"),
+        ("phi", {"tie_word_embeddings": True}, "tie_word_embeddings True"),
+        ("gptj", {"tie_word_embeddings": True}, "tie_word_embeddings True"),
         ("llama", {"is_causal": None}, "is_causal"),
         ("llama", {"rope_parameters": {"rope_type": "x" * 10_000}}, "rope_type"),
         ("glm4", {"rope_parameters": None, "partial_rotary_factor": 1.5}, "partial_rotary_factor"),
