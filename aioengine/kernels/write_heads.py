@@ -8,6 +8,7 @@ import torch
 
 from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.kernels.rotate_heads import as_parts
+from aioengine.kernels.triton import launcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,8 +31,14 @@ def reference(q: Tensor, k: Tensor, v: Tensor, *, target: KVTarget) -> Heads:
 
 def write_heads(q: Tensor, k: Tensor, v: Tensor, *, target: KVTarget | Callable[[Tensor, Tensor], None]) -> Heads:
     """q [T, H, E], k and v [T, K, E] of any strides -> the same, which are in the target too."""
-    if isinstance(target, KVTarget):
+    if not isinstance(target, KVTarget):
+        k, v = k.contiguous(), v.contiguous()
+        target(k, v)
+        return q.contiguous(), k, v
+    if not launcher.serves(q):
         return reference(q, k, v, target=target)
-    k, v = k.contiguous(), v.contiguous()
-    target(k, v)
-    return q.contiguous(), k, v
+    from aioengine.kernels.triton.heads import write
+
+    q, k, v = (each if each.stride(-1) == 1 else each.contiguous() for each in (q, k, v))
+    write(q, k, v, target=(target.slots, target.keys, target.values), out=target.heads)
+    return (q.contiguous(), k, v) if target.heads is None else as_parts(target.heads, q.shape[1])

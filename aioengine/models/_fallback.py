@@ -27,11 +27,12 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from aioengine.families._config import Task
-from aioengine.layers.placement import Target
+from aioengine.layers.placement import Placement, Target
 from aioengine.model_files import checkpoint, folder_files
 from aioengine.models import _fallback_attention as layers
 from aioengine.models._base import InputSpec
 from aioengine.models._fallback_attention import PAGED, TRYING, PackedStep, StopError, refuse
+from aioengine.models._fallback_swaps import NotedCalls, Swaps
 from aioengine.models._fallback_weights import by_stored_name
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from transformers.utils.generic import ModelOutput
 
     from aioengine.attention._base import StepAttention
+    from aioengine.layers.linear import Linear
     from aioengine.models._base import ModelInputs, ModelOptions
 
 logger = logging.getLogger(__name__)
@@ -86,37 +88,52 @@ class TransformersModel:
         _check_model(model, self._body)
         _fix_rope(self._body, self._step)
         layers.share_step(model, self._step)
-        output_type = self._try()
+        self._scores = getattr(model, "score", None)
+        self._given = _GivenStates()
+        self._head: nn.Module = model
+        self._swaps = self._swap(options)
         setattr(config, _IMPLEMENTATION, PAGED)
         self.attention_shape = layers.use_layers(self._step, config.num_hidden_layers)
-        self._scores = getattr(model, "score", None)
         if task is Task.CLASSIFY and not isinstance(self._scores, nn.Linear):
             refuse(config.model_type, "its classifier is more than one linear layer, score")
-        self._given = _GivenStates(output_type)
-        self._head = _with_body(model, self._body, self._given)
-        if task is Task.GENERATE:
-            self.vocab_size = self._try_head()
+
+    def _swap(self, options: ModelOptions) -> Swaps:
+        """Try the model, put our layers into it, and try it again: some code reads more of its layers than results."""
+        noted = NotedCalls(self._model)
+        self._try()
+        noted.end()
+        placement = Placement(
+            dtype=options.dtype,
+            device=options.device,
+            linear_format=options.linear_format,
+            batch_invariant=options.batch_invariant,
+        )
+        swaps = Swaps(self._model, noted, self._step, placement)
+        try:
+            self._try()
+        except ValueError as error:
+            logger.info("its layers are those of transformers, which take longer: with ours, %s", error)
+            swaps.undo()
+            self._try()
+        swaps.take()
+        return swaps
 
     @torch.inference_mode()
-    def _try(self) -> type[ModelOutput]:
-        """Find out how the layers attend; returns the type of the body's output."""
+    def _try(self) -> None:
+        """Find out how the layers attend, and the sizes of the results."""
         ids = torch.arange(_NUM_TRIED, device=self._device)
         tables = _PositionTables()
+        self._step.found = []
         try:
             with tables:
                 output = self._body(input_ids=ids.flip(0)[None], position_ids=ids[None], use_cache=False)
             tables.check(self._step)
-            return type(output)
+            self._given.output_type = type(output)
+            self._head = _with_body(self._model, self._body, self._given)
+            if self.task is Task.GENERATE:
+                self.vocab_size = self.compute_logits(output.last_hidden_state[0]).shape[1]
         except ValueError:
             raise
-        except Exception as error:
-            self._fail(error)
-
-    @torch.inference_mode()
-    def _try_head(self) -> int:
-        """The number of logits of a token."""
-        try:
-            return self.compute_logits(torch.zeros(1, self.hidden_size, dtype=self.dtype, device=self._device)).shape[1]
         except Exception as error:
             self._fail(error)
 
@@ -136,7 +153,11 @@ class TransformersModel:
         """The model's own name -> each tensor [...] to load."""
         found = {name: parameter.data for name, parameter in self._model.named_parameters()}
         kept = self._model.state_dict().keys()
-        return found | {name: buffer for name, buffer in self._model.named_buffers() if name in kept}
+        return (
+            found
+            | dict(self._swaps.tensors())
+            | {name: buffer for name, buffer in self._model.named_buffers() if name in kept}
+        )
 
     def is_ignored(self, name: str) -> bool:
         model = self._model
@@ -145,11 +166,16 @@ class TransformersModel:
         is_head = self.task is not Task.GENERATE and name.startswith("lm_head.")
         return is_head or name in tied or name.endswith(".inv_freq") or any(re.search(each, name) for each in patterns)
 
+    def linears(self) -> list[tuple[str, Linear]]:
+        """See ``models._base.AdaptableModel``."""
+        stem = f"{self._model.base_model_prefix}." if self._body is self._model else ""
+        return [(f"{stem}{prefix}", linear) for prefix, linear in self._swaps.linears()]
+
     def finish_loading(self) -> None:
-        pass
+        self._swaps.finish_loading()
 
     def open_for_loading(self) -> None:
-        pass
+        self._swaps.open_for_loading()
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T] ids -> [T, D]."""
@@ -223,14 +249,15 @@ def _with_body(model: nn.Module, body: nn.Module, other: nn.Module) -> nn.Module
 class _GivenStates(nn.Module):
     """Stands for the body of a model whose head alone is computed."""
 
-    def __init__(self, output_type: type[ModelOutput]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._output_type = output_type
+        self.output_type: type[ModelOutput] | None = None
         self.hidden: Tensor | None = None
 
     def forward(self, *_: object, **__: object) -> ModelOutput:
         """Hidden states [1, S, D]."""
-        return self._output_type(last_hidden_state=self.hidden)
+        assert self.output_type is not None, "the body was not tried"
+        return self.output_type(last_hidden_state=self.hidden)
 
 
 def _check_model(model: PreTrainedModel, body: nn.Module) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -129,6 +130,112 @@ def _rotate_kernel(
         tl.store(pointers + HALF, high, mask=is_rotated_here)
 
 
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def _write_kernel(
+    queries: tl.tensor,
+    query_token: tl.tensor,
+    query_head: tl.tensor,
+    new_keys: tl.tensor,
+    key_token: tl.tensor,
+    key_head: tl.tensor,
+    new_values: tl.tensor,
+    value_token: tl.tensor,
+    value_head: tl.tensor,
+    slots: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    out: tl.tensor,
+    NUM_QUERY: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HEADS_AT_ONCE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    MOVES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS_AT_ONCE + tl.arange(0, HEADS_AT_ONCE)[:, None]
+    if not MOVES:
+        head += NUM_QUERY
+    columns = tl.arange(0, COLUMNS)[None, :]
+    inside = (head < NUM_QUERY + 2 * NUM_KV) & (columns < SIZE)
+    is_query = inside & (head < NUM_QUERY)
+    is_value = inside & (head >= NUM_QUERY + NUM_KV)
+    is_key = inside & (head >= NUM_QUERY) & (head < NUM_QUERY + NUM_KV)
+    kv_head = head - NUM_QUERY
+    kv_head = tl.where(kv_head < NUM_KV, kv_head, kv_head - NUM_KV)
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    slot = tl.load(slots + token).to(tl.int64)
+    target = ((slot // PAGE_SIZE * NUM_KV + kv_head) * PAGE_SIZE + slot % PAGE_SIZE) * SIZE + columns
+    key = tl.load(new_keys + token * key_token + kv_head * key_head + columns, mask=is_key, other=0.0)
+    value = tl.load(new_values + token * value_token + kv_head * value_head + columns, mask=is_value, other=0.0)
+    tl.store(keys + target, key, mask=is_key)
+    tl.store(values + target, value, mask=is_value)
+    if MOVES:
+        moved = out + (token * (NUM_QUERY + 2 * NUM_KV) + head) * SIZE + columns
+        query = tl.load(queries + token * query_token + head * query_head + columns, mask=is_query, other=0.0)
+        tl.store(moved, tl.where(is_query, query, tl.where(is_key, key, value)), mask=inside)
+
+
+@triton.jit
+def _rounded(wide: tl.tensor, like: tl.tensor) -> tl.tensor:
+    """To the type of ``like`` and back."""
+    return wide.to(like.dtype).to(tl.float32)
+
+
+@triton.jit
+def _rotate_apart_kernel(
+    queries: tl.tensor,
+    query_token: tl.tensor,
+    query_head: tl.tensor,
+    keys: tl.tensor,
+    key_token: tl.tensor,
+    key_head: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    out_queries: tl.tensor,
+    out_keys: tl.tensor,
+    NUM_QUERY: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    HALF: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HEADS_AT_ONCE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS_AT_ONCE + tl.arange(0, HEADS_AT_ONCE)[:, None]
+    columns = tl.arange(0, COLUMNS)[None, :]
+    is_query = (head < NUM_QUERY) & (columns < HALF)
+    is_key = (head >= NUM_QUERY) & (head < NUM_QUERY + NUM_KV) & (columns < HALF)
+    key_index = head - NUM_QUERY
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    query = queries + token * query_token + head * query_head + columns
+    key = keys + token * key_token + key_index * key_head + columns
+    low = tl.where(is_query, tl.load(query, mask=is_query), tl.load(key, mask=is_key))
+    high = tl.where(is_query, tl.load(query + HALF, mask=is_query), tl.load(key + HALF, mask=is_key))
+    inside = columns < HALF
+    table = token * (2 * HALF) + columns
+    cos_low = tl.load(cos + table, mask=inside, other=0.0).to(tl.float32)
+    cos_high = tl.load(cos + table + HALF, mask=inside, other=0.0).to(tl.float32)
+    sin_low = tl.load(sin + table, mask=inside, other=0.0).to(tl.float32)
+    sin_high = tl.load(sin + table + HALF, mask=inside, other=0.0).to(tl.float32)
+    wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
+    turned_low = _rounded(wide_low * cos_low, low) - _rounded(wide_high * sin_low, low)
+    turned_high = _rounded(wide_high * cos_high, low) + _rounded(wide_low * sin_high, low)
+    out_query = out_queries + (token * NUM_QUERY + head) * (2 * HALF) + columns
+    out_key = out_keys + (token * NUM_KV + key_index) * (2 * HALF) + columns
+    turned_low, turned_high = turned_low.to(low.dtype), turned_high.to(low.dtype)
+    tl.store(out_query, turned_low, mask=is_query)
+    tl.store(out_query + HALF, turned_high, mask=is_query)
+    tl.store(out_key, turned_low, mask=is_key)
+    tl.store(out_key + HALF, turned_high, mask=is_key)
+
+
 @triton.jit(do_not_specialize=["row_stride"], do_not_specialize_on_alignment=["page_table"])
 def _pages_kernel(
     page_table: tl.tensor, row_stride: tl.tensor, starts: tl.tensor, out: tl.tensor, BLOCK: tl.constexpr
@@ -143,6 +250,8 @@ def _pages_kernel(
 
 
 _rotate = Launcher(_rotate_kernel)
+_write = Launcher(_write_kernel)
+_rotate_apart = Launcher(_rotate_apart_kernel)
 
 
 def rotate(
@@ -178,6 +287,45 @@ def rotate(
     norm_dtype = norms[0].dtype if norms else None
     key = (heads.dtype, keys.dtype, slots.dtype, sizes, norm_dtype, writes, moves, alignments)
     _rotate((num_tokens, -(-(num_heads if writes else num_query + num_kv) // HEADS), 1), key, arguments, options(4))
+
+
+def write(q: Tensor, k: Tensor, v: Tensor, *, target: tuple[Tensor, Tensor, Tensor], out: Tensor | None = None) -> None:
+    """k and v [T, K, E] to slots [T] of keys and values [N, K, S, E]; with ``out`` [T, H + 2 K, E], q [T, H, E] and
+    both to it. The numbers of a head are adjacent; ``out`` is contiguous.
+    """
+    (num_tokens, num_query, size), num_kv = q.shape, k.shape[1]
+    slots, keys, values = target
+    strides = [each.stride(dim) for each in (q, k, v) for dim in (0, 1)]
+    moves, page_size = out is not None, keys.shape[2]
+    arguments = (
+        *(q, *strides[:2], k, *strides[2:4], v, *strides[4:], slots, keys, values, keys if out is None else out),
+        *(num_query, num_kv, size, next_power_of_2(size), HEADS, page_size, moves, has_dependent_launch()),
+    )
+    tensors = (q, k, v) if out is None else (q, k, v, out)
+    key = (q.dtype, keys.dtype, slots.dtype, num_query, num_kv, size, page_size, moves, _forms(tensors, strides))
+    _write((num_tokens, -(-((num_query if moves else 0) + 2 * num_kv) // HEADS), 1), key, arguments, options(4))
+
+
+def rotate_apart(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """q [T, H, E] and k [T, K, E], whose heads have adjacent numbers, cos and sin [T, E] -> both, contiguous."""
+    (num_tokens, num_query, size), num_kv = q.shape, k.shape[1]
+    cos, sin = cos.contiguous(), sin.contiguous()
+    out_q, out_k = (torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in (q, k))
+    strides = [each.stride(dim) for each in (q, k) for dim in (0, 1)]
+    half = size // 2
+    arguments = (
+        *(q, *strides[:2], k, *strides[2:], cos, sin, out_q, out_k),
+        *(num_query, num_kv, half, next_power_of_2(half), HEADS, has_dependent_launch()),
+    )
+    key = (q.dtype, num_query, num_kv, half, _forms((q, k, cos, sin), strides))
+    _rotate_apart((num_tokens, -(-(num_query + num_kv) // HEADS), 1), key, arguments, options(4))
+    return out_q, out_k
+
+
+def _forms(tensors: tuple[Tensor, ...], strides: list[int]) -> tuple[object, ...]:
+    """The facts about addresses of tensors [...] and about strides that Triton compiles another form for."""
+    wide = tuple(stride > (1 << 31) - 1 for stride in strides)
+    return (*(each.data_ptr() % 16 == 0 for each in tensors), *((each % 16 == 0, each == 1) for each in strides), wide)
 
 
 def flatten_pages(page_table: Tensor, starts: Tensor, out: Tensor) -> None:

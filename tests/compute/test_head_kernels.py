@@ -1,0 +1,94 @@
+"""Kernels of heads that stand in tensors of their own: rotation, and the way into pages, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from aioengine.kernels import rotate_apart
+from tests.compute.interpreted import run_interpreted
+
+HEADS = """
+import torch
+
+from aioengine.kernels import rotate_apart, write_heads
+from aioengine.kernels.rotate_and_write import KVTarget
+from aioengine.kernels.triton import heads
+
+torch.manual_seed(0)
+
+
+def of_one_tensor(num_query, num_kv, size, dtype):
+    # as a fused matmul leaves them: [1, H, T, E] of [T, (H + 2 K) * E]
+    whole = torch.randn(5, (num_query + 2 * num_kv) * size).to(dtype)
+    parts = whole.split([num_query * size, num_kv * size, num_kv * size], dim=1)
+    return [part.view(1, 5, -1, size).transpose(1, 2) for part in parts]
+
+
+CASES = [
+    (num_query, num_kv, size, dtype)
+    for num_query, num_kv, size in ((4, 2, 8), (7, 1, 6), (20, 20, 12))
+    for dtype in (torch.float32, torch.float16)  # the interpreter rounds bf16 in another way
+]
+"""
+AGREES = """
+heads.has_dependent_launch, heads.options = lambda: False, lambda num_warps: {}
+heads.Launcher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
+for num_query, num_kv, size, dtype in CASES:
+    q, k, v = of_one_tensor(num_query, num_kv, size, dtype)
+    cos, sin = torch.randn(2, 1, 5, size).to(dtype)
+    turned = heads.rotate_apart(q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0], sin[0])
+    for found, expected in zip(turned, rotate_apart.reference(q, k, cos, sin), strict=True):
+        torch.testing.assert_close(found.transpose(0, 1)[None], expected, rtol=1e-6, atol=1e-6)
+    q, k, v = (each[0].transpose(0, 1) for each in (q, k, v))
+    slots = torch.tensor([9, 3, 4, 8, 11], dtype=torch.int32)
+    for out in (None, torch.zeros(5, num_query + 2 * num_kv, size, dtype=dtype)):
+        pools, expected = torch.zeros(2, 2, 3, num_kv, 4, size, dtype=dtype)
+        wanted = write_heads.reference(q, k, v, target=KVTarget(slots, *expected, out if out is None else out.clone()))
+        heads.write(q, k, v, target=(slots, *pools), out=out)
+        assert torch.equal(pools, expected)
+        assert out is None or torch.equal(out, torch.cat(wanted, dim=1))
+"""
+COMPILES = """
+from tests.compute.compiled import compile_for_hopper
+
+heads.Launcher.__call__ = compile_for_hopper
+heads.has_dependent_launch = lambda: True
+heads.options = lambda num_warps: {"num_warps": num_warps, "launch_pdl": True}
+for num_query, num_kv, size, dtype in ((32, 8, 128, torch.bfloat16), (6, 6, 80, torch.float32)):
+    q, k, v = (each[0].transpose(0, 1) for each in of_one_tensor(num_query, num_kv, size, dtype))
+    heads.rotate_apart(q, k, *torch.zeros(2, 5, size, dtype=dtype))
+    for out in (None, torch.zeros(5, num_query + 2 * num_kv, size, dtype=dtype)):
+        pools = torch.zeros(2, 3, num_kv, 4, size, dtype=dtype)
+        heads.write(q, k, v, target=(torch.zeros(5, dtype=torch.int32), *pools), out=out)
+"""
+
+
+def test_halves_of_heads_are_rotated() -> None:
+    """[1, H, T, E]: each number with that half a head away, as complex numbers."""
+    q, k = torch.randn(1, 6, 5, 8), torch.randn(1, 2, 5, 8)
+    angles = torch.randn(1, 5, 4)
+    turns = torch.polar(torch.ones_like(angles), angles)[:, None]
+    found = rotate_apart.rotate_apart(q, k, angles.cos().repeat(1, 1, 2), angles.sin().repeat(1, 1, 2))
+    for x, turned in zip((q, k), found, strict=True):
+        expected = torch.complex(*x.chunk(2, dim=-1)) * turns
+        torch.testing.assert_close(turned, torch.cat((expected.real, expected.imag), dim=-1))
+
+
+@pytest.mark.slow
+def test_kernels_agree_with_torch() -> None:
+    run_interpreted(HEADS + AGREES)
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_hopper() -> None:
+    if find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    run = subprocess.run(
+        [sys.executable, "-c", HEADS + COMPILES], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.returncode == 0, run.stderr
