@@ -41,6 +41,8 @@ _GRAPH_BYTES: Final = 2 * _GIB
 """What the runner keeps free for workspaces and graphs."""
 _SAMPLED_ROWS: Final = 256
 """Rows whose logits are there in fp32 at a time."""
+_SNAPSHOTS_PER_ROW: Final = 4
+"""Snapshots of states for each request that runs at once, at most."""
 _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(|[KMGT]i?B?)\s*", re.IGNORECASE)
 _UNITS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _MAX_MEMORY: Final = 1 << 50
@@ -55,7 +57,7 @@ class Plan(Struct, frozen=True, kw_only=True):
         implementation: "aioengine": there is a file for the model's type. reason: why it is this one.
         weights_bytes: of the weights in ``dtype``, exactly; without a vision tower that was not fetched.
         kv_bytes_per_token: of keys and values, or of what a model has in their place; exactly. state_bytes_per_request:
-            of layers that keep a state of each request instead.
+            of layers that keep a state of each request instead; snapshots of these lessen the pool.
         activations_bytes: what the largest step takes beside weights and pool, with CUDA graphs; estimated.
         device_memory: of the GPU in all, or what is free of the memory of a CPU's machine.
         kv_pool_bytes: of the KV pool. max_total_tokens: its size in tokens; 0: the model does not fit.
@@ -169,6 +171,10 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
         )
         max_running = max(min(max_running, most // states - 1), 0)
         room -= (max_running + 1) * states
+    if states and settings.scheduler.prefix_cache:
+        least = settings.memory.num_pages or -(-settings.model.context_length // page_size)
+        num_snapshots = min(room // 4, room - least * page_size * kv_bytes) // states
+        room -= max(min(_SNAPSHOTS_PER_ROW * max_running, num_snapshots), 0) * states
     num_pages = _num_pages(settings, room, kv_bytes * page_size, max_running=max_running)
     length = settings.model.context_length
     return Plan(

@@ -49,6 +49,10 @@ GPU_DECODE_COST: Final = 4
 """On an H200 a row that decodes after 128 to 1000 positions takes as long as 2 (8 billion weights) to 6 (0.6 billion)
 tokens of a prompt.
 """
+SNAPSHOT_TOKENS: Final = 64, 256
+"""States are kept at multiples of so many tokens, on a CPU and on a GPU. What is computed again before a hit is less
+than this, which takes a GPU hardly longer than one token; and a step that ends there has to be worth it.
+"""
 GPU_GRAPH_ROWS: Final = 1024
 FUSED_CHUNK: Final = 512
 """Positions that attention_backend='fused' works on at a time, which must be whole pages."""
@@ -233,13 +237,19 @@ def _scheduler_settings(config: EngineConfig, model: ModelFacts, *, is_on_gpu: b
         chunk_tokens=max(chunk, max_running),
         context_length=length,
         policy=wanted.policy,
-        prefix_cache=config.memory.prefix_cache and splits_prompts and not model.keeps_states,
+        prefix_cache=config.memory.prefix_cache and splits_prompts,
         splits_prompts=splits_prompts,
         whole_image_tokens=model.whole_image_tokens,
         depth=1 if is_on_gpu and wanted.overlap else 0,
         tenant_weights=wanted.tenant_weights,
         decode_cost=GPU_DECODE_COST if is_on_gpu else 1,
+        snapshot_tokens=_snapshot_tokens(config.memory.page_size, is_on_gpu=is_on_gpu) if model.keeps_states else 0,
     )
+
+
+def _snapshot_tokens(page_size: int, *, is_on_gpu: bool) -> int:
+    """A multiple of the page size."""
+    return -(-SNAPSHOT_TOKENS[is_on_gpu] // page_size) * page_size
 
 
 def _lora_settings(wanted: LoraConfig, model: ModelFacts, adapters: Sequence[AdapterFolder]) -> LoraSettings | None:

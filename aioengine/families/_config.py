@@ -165,7 +165,7 @@ class TransformerConfig(msgspec.Struct, frozen=True, kw_only=True):
         windows: for each layer, the number of positions that a token attends to, itself and those before it; where not
             causal, how far it attends to either side. None: no limit. Empty: so in all layers.
         keeps_states: layers keep a state of fixed size for each request, which is known behind its last token alone, so
-            that nothing of a prompt is taken from another request.
+            that prefixes are reused up to a snapshot of it.
         prefix: of the names of the tensors of the blocks and the embedding, which some checkpoints leave out.
         renamed: prefixes of names in checkpoints, and what stands for them; the first that fits counts.
     """

@@ -11,6 +11,8 @@ it ends and locks the node of the first, so that its further pages find their pl
 A session pins pages that its requests computed. A pinned page that no request uses is kept while any other page can be
 evicted; then the session idle for longest loses its pins. So pins keep no request waiting, and such a page counts as
 allocatable.
+
+Where layers have states, a prefix is reused up to a snapshot of them (``memory.snapshots``).
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from aioengine.memory.radix import Key, Salt
+    from aioengine.memory.snapshots import Place, RequestSnapshots, Snapshots
 
 
 class PageAllocator:
@@ -72,11 +75,13 @@ class Match(NamedTuple):
     path: one node for each page.
     pending: where another request is computing further pages of this one just now, the node of the last of them.
     salt: requests with another one share nothing with it.
+    missing: where a snapshot would make more of it reusable; with ``pending``, its node.
     """
 
     path: list[Node]
     pending: Node | None
     salt: Salt = ""
+    missing: Place | None = None
 
 
 class Hold:
@@ -85,10 +90,10 @@ class Hold:
     pages: the page table. path: the nodes locked, one for each of the first pages. num_matched: how many of them were
     there when it began. num_ready: how many of them are computed. room: positions that the pages have place for.
     border: the position at which the next page is complete and ``insert`` has something to do. salt: as in ``Match``.
-    unsent: pages that no row of a plan has named yet.
+    unsent: pages that no row of a plan has named yet. snapshots: of the request; None for a model without states.
     """
 
-    __slots__ = ("border", "num_matched", "num_ready", "pages", "path", "room", "salt", "unsent")
+    __slots__ = ("border", "num_matched", "num_ready", "pages", "path", "room", "salt", "snapshots", "unsent")
 
     def __init__(self, salt: Salt = "") -> None:
         self.pages: list[int] = []
@@ -99,6 +104,7 @@ class Hold:
         self.border = NEVER
         self.salt = salt
         self.unsent: list[int] = []
+        self.snapshots: RequestSnapshots | None = None
 
     @property
     def num_owned(self) -> int:
@@ -108,14 +114,21 @@ class Hold:
 
 
 class PrefixCache:
-    """Match, lock, insert, unlock: the life of a request's pages. ``enabled`` False: pages without sharing."""
+    """Match, lock, insert, unlock: the life of a request's pages. ``enabled`` False: pages without sharing.
 
-    __slots__ = ("_allocator", "_pins", "_tree", "enabled", "num_pages", "page_size")
+    Attributes:
+        snapshots: of states; None for a model without.
+    """
 
-    def __init__(self, *, num_pages: int, page_size: int, enabled: bool = True) -> None:
+    __slots__ = ("_allocator", "_pins", "_tree", "enabled", "num_pages", "page_size", "snapshots")
+
+    def __init__(
+        self, *, num_pages: int, page_size: int, enabled: bool = True, snapshots: Snapshots | None = None
+    ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
         self.enabled = enabled
+        self.snapshots = snapshots
         self._allocator = PageAllocator(num_pages)
         self._tree = RadixTree(page_size)
         self._pins: OrderedDict[int, dict[Node, None]] = OrderedDict()
@@ -150,6 +163,11 @@ class PrefixCache:
         if not self.enabled:
             return Match([], None)
         path = self._tree.walk(token_ids, (len(token_ids) - 1) // self.page_size, salt, known=known)
+        if (snapshots := self.snapshots) is not None:
+            num_usable = snapshots.num_usable(path)
+            missing = snapshots.missing(path, num_usable)
+            is_coming = missing is not None and snapshots.has_maker(missing.node)
+            return Match(path[:num_usable], missing.node if missing and is_coming else None, salt, missing)
         if path and path[-1].is_pending:
             return Match([node for node in path if not node.is_pending], path[-1], salt)
         return Match(path, None, salt)
@@ -189,6 +207,8 @@ class PrefixCache:
         if self.enabled:
             hold.border = (hold.num_ready + 1) * self.page_size
             self._announce(hold, token_ids)
+        if self.snapshots is not None:
+            hold.snapshots = self.snapshots.begin(hold.path, hold.num_matched, match.missing)
         return hold
 
     def grow(self, hold: Hold) -> list[int] | None:
@@ -213,18 +233,25 @@ class PrefixCache:
             index += 1
         hold.num_ready = index
         hold.border = (index + 1) * size
+        if self.snapshots is not None and hold.snapshots is not None:
+            self.snapshots.passed(hold.snapshots, hold.path, num_ready=index, num_computed=num_computed)
 
     def unlock(self, hold: Hold, *, is_invalid: bool = False) -> None:
         """Release the pages: computed ones stay cached, all others are free. A second call changes nothing.
 
         is_invalid: computed pages are wrong, and are freed too unless another request uses them.
         """
+        if self.snapshots is not None and hold.snapshots is not None:
+            self.snapshots.end(hold.snapshots, is_invalid=is_invalid)
+            hold.snapshots = None
         if is_invalid:
             while hold.num_ready > hold.num_matched and _is_used_by_none_but(hold, hold.num_ready - 1):
                 hold.num_ready -= 1
         unfinished = hold.path[hold.num_ready :]
         for node in reversed(unfinished):
             self._tree.remove(node)
+            if self.snapshots is not None:
+                self.snapshots.drop(node)
         ready = hold.path[: hold.num_ready]
         owned = [page for node, page in zip(ready, hold.pages, strict=False) if node.page != page]
         owned += hold.pages[hold.num_ready :]
@@ -258,8 +285,10 @@ class PrefixCache:
         """
         evicted: list[int] = []
         while len(evicted) < num_pages:
-            if (page := self._tree.evict()) is not None:
-                evicted.append(page)
+            if (node := self._tree.evict()) is not None:
+                evicted.append(node.page)
+                if self.snapshots is not None:
+                    self.snapshots.drop(node)
             elif self._pins:
                 self.unpin(next(iter(self._pins)))
             else:
@@ -273,7 +302,10 @@ class PrefixCache:
         return self.num_cached == 0
 
     def check_integrity(self, holds: Iterable[Hold]) -> None:
-        """Raises RuntimeError unless free, cached and owned pages add up, ``holds`` being all there are."""
+        """Raises RuntimeError unless free, cached and owned pages add up, ``holds`` being all there are; and slots of
+        snapshots.
+        """
+        holds = list(holds)
         num_owned = sum(hold.num_owned for hold in holds)
         found = self._allocator.num_free + self.num_cached + num_owned
         if found != self.num_pages:
@@ -281,6 +313,8 @@ class PrefixCache:
                 f"{self._allocator.num_free} free, {self.num_cached} cached and {num_owned} owned pages "
                 f"are {found}, not {self.num_pages}"
             )
+        if self.snapshots is not None:
+            self.snapshots.check_integrity(hold.snapshots for hold in holds if hold.snapshots is not None)
 
     # ------------------------------------------------------------ inside
 

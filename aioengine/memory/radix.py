@@ -155,13 +155,13 @@ class RadixTree:
         self._detach(node)
         node.num_locks = 0
 
-    def evict(self) -> int | None:
-        """Take out the leaf unlocked longest ago and return its page; None when everything is locked or pinned."""
+    def evict(self) -> Node | None:
+        """Take out the leaf unlocked longest ago and return it; None when everything is locked or pinned."""
         if not self._unlocked:
             return None
         node, _ = self._unlocked.popitem(last=False)
         self._detach(node)
-        return node.page
+        return node
 
     def _detach(self, node: Node) -> None:
         if node.parent is None or node.children:

@@ -421,7 +421,14 @@ def build_service(
     limits = settings.scheduler
     if isinstance(max_running := runner.facts.get("max_running_requests"), int):  # as many as it has room for
         limits = msgspec.structs.replace(limits, max_running=min(limits.max_running, max_running))
-    scheduler = Scheduler(limits, num_pages=num_pages, page_size=page_size, num_adapter_slots=num_slots)
+    snapshots = runner.facts.get("num_snapshots")
+    scheduler = Scheduler(
+        limits,
+        num_pages=num_pages,
+        page_size=page_size,
+        num_adapter_slots=num_slots,
+        num_snapshots=snapshots if isinstance(snapshots, int) else 0,
+    )
     profile = Profile(report)
     core = SchedulerCore(scheduler, runner, settings.scheduler.depth, clock=time.monotonic, trace=profile)
     facts: Facts = {

@@ -33,6 +33,7 @@ from aioengine.runner.device_memory import (
     LargestStep,
     PoolBudget,
     fit_pages,
+    fit_snapshots,
     fit_states,
     kv_bytes_per_token,
 )
@@ -91,13 +92,13 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
     num_captured = longest_graph(settings, model.num_active)
     budget = _pool_budget(model, settings, memory, adapters, num_captured=num_captured)
     demand = _demand(settings, shape, kv_dtype)
-    settings, budget = _with_states(model, settings, demand, budget)
+    settings, num_snapshots, budget = _with_states(model, settings, demand, budget)
     num_pages = fit_pages(demand, budget)
     times.end("largest_step")
     with memory.take("the KV pool and attention's workspace", advice=_LESS_POOL):
         kv_pool = KVPool(shape, num_pages=num_pages, page_size=page_size, dtype=kv_dtype, device=device)
         attention = choice.build(shape, kv_pool.tensors)
-        states = _take_states(model, settings, device)
+        states = _take_states(model, settings, device, num_snapshots)
     times.end("kv_pool")
     parts = DeviceParts(
         model=model,
@@ -150,22 +151,30 @@ def _pool_budget(
     return memory.pool_budget(model, largest, fraction=settings.memory.mem_fraction_static, adapters=with_adapters)
 
 
-def _with_states(model: Model, settings: Settings, demand: Demand, budget: PoolBudget) -> tuple[Settings, PoolBudget]:
-    """The settings, with as many running requests as there is memory for states, and what is left of it."""
+def _with_states(
+    model: Model, settings: Settings, demand: Demand, budget: PoolBudget
+) -> tuple[Settings, int, PoolBudget]:
+    """The settings, with as many running requests as there is memory for states; the number of their snapshots; and
+    what is left of the memory.
+    """
     if not isinstance(model, StatefulModel):
-        return settings, budget
-    num_rows, left = fit_states(settings.scheduler.max_running, model.state_shape.num_bytes, demand, budget)
+        return settings, 0, budget
+    slot_bytes, num_snapshots = model.state_shape.num_bytes, 0
+    num_rows, left = fit_states(settings.scheduler.max_running, slot_bytes, demand, budget)
+    if settings.scheduler.prefix_cache:
+        num_snapshots, left = fit_snapshots(slot_bytes, num_rows, demand, left)
     graph_rows = min(settings.runner.cuda_graph_max_rows, num_rows)
     scheduler = replace(settings.scheduler, max_running=num_rows)
     runner = replace(settings.runner, cuda_graph_max_rows=graph_rows)
-    return replace(settings, scheduler=scheduler, runner=runner), left
+    return replace(settings, scheduler=scheduler, runner=runner), num_snapshots, left
 
 
-def _take_states(model: Model, settings: Settings, device: torch.device) -> StatePool | None:
-    """The states of as many requests as run at once; None for a model that keeps none."""
+def _take_states(model: Model, settings: Settings, device: torch.device, num_snapshots: int) -> StatePool | None:
+    """The states of as many requests as run at once, and snapshots; None for a model that keeps none."""
     if not isinstance(model, StatefulModel):
         return None
-    return StatePool(model.state_shape, max_rows=settings.scheduler.max_running, device=device)
+    max_rows = settings.scheduler.max_running
+    return StatePool(model.state_shape, max_rows=max_rows, device=device, num_snapshots=num_snapshots)
 
 
 def _take_adapters(model: Model, settings: Settings, memory: DeviceMemory, dtype: torch.dtype) -> AdapterPool | None:

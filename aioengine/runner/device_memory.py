@@ -44,6 +44,9 @@ SAMPLED_ROWS = 256
 MAX_IMAGE_TOKENS = 16_384
 """Of the largest image for which memory is reserved: the limit in the files of Qwen's models."""
 
+SNAPSHOTS_PER_ROW = 4
+"""Snapshots of states for each request that runs at once, at most."""
+
 _WARMUP_ROWS = 1, 2, 17, 33, 65
 """Row counts that are run before a measurement: one for each range of row counts with a matmul kernel of its own."""
 
@@ -341,6 +344,22 @@ def fit_states(num_wanted: int, slot_bytes: int, demand: Demand, budget: PoolBud
     taken = (num_slots + 1) * slot_bytes
     explanation = f"{budget.explanation}; the states of {num_slots} requests take {format_bytes(taken)}"
     return num_slots, PoolBudget(max(budget.free_bytes - taken, 0), max(budget.usable_bytes - taken, 0), explanation)
+
+
+def fit_snapshots(slot_bytes: int, num_rows: int, demand: Demand, budget: PoolBudget) -> tuple[int, PoolBudget]:
+    """The number of snapshots of states that fit, and what is left for the KV pool.
+
+    They take a quarter of the memory at most, or what a pool of a requested size leaves of it; never that of one
+    context. More than a few for each of the ``num_rows`` requests that run at once would hardly be used again.
+    """
+    num_pages, limit = demand.num_pages, budget.free_bytes
+    if num_pages is None:
+        num_pages, limit = _pages_for(demand.context_length, demand), budget.usable_bytes
+    room = min(limit // 4, limit - num_pages * demand.page_bytes)
+    num_snapshots = max(min(SNAPSHOTS_PER_ROW * num_rows, room // slot_bytes), 0)
+    taken = num_snapshots * slot_bytes
+    explanation = f"{budget.explanation}; {num_snapshots} snapshots of states take {format_bytes(taken)}"
+    return num_snapshots, PoolBudget(budget.free_bytes - taken, budget.usable_bytes - taken, explanation)
 
 
 def _check_given(demand: Demand, num_pages: int, budget: PoolBudget) -> int:

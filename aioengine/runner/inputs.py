@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from aioengine.runner.rows import RequestRow, RowTable
     from aioengine.runner.state_pool import StatePool
     from aioengine.runner.transfer import Upload
-    from aioengine.scheduler.plan import Row
+    from aioengine.scheduler.plan import NewRow, Row
 
     Ints = npt.NDArray[np.int64]
 
@@ -111,6 +111,25 @@ class InputBuilder:
         """Free the memory of the states."""
         if self.states is not None:
             self.states.release()
+
+    def open(self, opened: NewRow) -> None:
+        """Open a request in the table, with its states as they are behind what it does not compute.
+
+        Raises:
+            ValueError: as of ``RowTable.open``.
+        """
+        self.table.open(opened)
+        if opened.snapshot >= 0 and self.states is not None:
+            self.states.restore(opened.snapshot, self.table.requests[opened.uid].row_index)
+
+    def take_snapshots(self, snapshots: list[tuple[int, int]], rows: StepRows) -> None:
+        """Behind a step, copy the states of its rows as ``Plan.snapshots`` says. A row that is not there has failed."""
+        if not snapshots or self.states is None:
+            return
+        row_indices = {request.uid: request.row_index for request in rows.requests}
+        for uid, snapshot in snapshots:
+            if uid in row_indices:
+                self.states.take_snapshot(row_indices[uid], snapshot)
 
     def read(self, rows: list[Row]) -> StepRows:
         """The columns of these rows, whose requests must be open."""

@@ -172,8 +172,7 @@ class ModelRunner:
     def launch(self, plan: Plan) -> Ticket:
         """Launch the step. On a CPU it is finished when this returns."""
         if self._is_closed:
-            message = "the runner is closed"
-            raise RuntimeError(message)
+            raise RuntimeError("the runner is closed")
         if plan.closed or plan.new_rows:  # constraints open once the masks of others are there
             self._constrained.finish()
         with part("prepare"):
@@ -197,6 +196,7 @@ class ModelRunner:
         logprobs = self._logprobs.take() if self._table.num_with_logprobs else None
         states = self._states.take() if self._table.num_with_states else None
         vectors = None if pooled is None else pooled.vectors()
+        self._inputs.take_snapshots(plan.snapshots, rows)
         uids = [each.uid for each in sampled], [each.uid for each in silent]
         ticket = Ticket(wanted, *uids, values, failed, logprobs, states, vectors)
         self._newest = ticket
@@ -281,7 +281,7 @@ class ModelRunner:
         for opened in plan.new_rows:
             self._failed.close(opened.uid)
             try:
-                self._table.open(opened)
+                self._inputs.open(opened)
                 if opened.sampling.grammar is not None:
                     self._constrained.open(opened, self._table.requests[opened.uid])
             except (ValueError, TypeError, OverflowError) as error:

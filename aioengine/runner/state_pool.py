@@ -43,20 +43,37 @@ class StatePool:
     Nothing is cleared: a row that begins at position 0 takes its state for zero. Steps read and write in the order of
     their launches, so a slot can have a new request while the last step of the one before still runs.
 
+    Snapshots are copies, in slots of their own. They too are read and written between two steps in the order of the
+    launches.
+
     Attributes:
         tensors: [L, N, ...] for each tensor of a layer; the slot behind those of ``max_rows`` requests is for rows that
-            pad a CUDA graph.
-        facts: how many requests have states, and the memory of all.
+            pad a CUDA graph, and those behind it are of snapshots.
+        facts: how many requests and snapshots have room, and the memory of all.
     """
 
-    def __init__(self, shape: StateShape, *, max_rows: int, device: torch.device) -> None:
+    def __init__(self, shape: StateShape, *, max_rows: int, device: torch.device, num_snapshots: int = 0) -> None:
+        num_slots = max_rows + 1 + num_snapshots
         self.tensors = tuple(
-            torch.empty(shape.num_layers, max_rows + 1, *tensor.shape, dtype=tensor.dtype, device=device)
+            torch.empty(shape.num_layers, num_slots, *tensor.shape, dtype=tensor.dtype, device=device)
             for tensor in shape.tensors
         )
         num_bytes = sum(tensor.nbytes for tensor in self.tensors)
-        self.facts = {"max_running_requests": max_rows, "states_bytes": num_bytes}
+        self.facts = {"max_running_requests": max_rows, "num_snapshots": num_snapshots, "states_bytes": num_bytes}
         self._max_rows = max_rows
+        self._copy(max_rows, max_rows)  # loads the kernel of a GPU
+
+    def take_snapshot(self, row_index: int, snapshot: int) -> None:
+        """Copy the states of a row to a slot for snapshots, behind all that was launched."""
+        self._copy(row_index, self._max_rows + 1 + snapshot)
+
+    def restore(self, snapshot: int, row_index: int) -> None:
+        """Copy a snapshot to the slot of a row, whose first token is not at position 0."""
+        self._copy(self._max_rows + 1 + snapshot, row_index)
+
+    def _copy(self, source: int, target: int) -> None:
+        for tensor in self.tensors:
+            tensor[:, target].copy_(tensor[:, source])
 
     def of_step(self, row_indices: Ints, starts: Ints, counts: Ints, upload: Upload) -> StepStates:
         """The states of the rows at these indices, of which ``counts`` tokens are computed from ``starts`` on; [R]."""

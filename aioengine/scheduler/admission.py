@@ -65,8 +65,17 @@ class Admission:
         match = self._cache.match(request.ids_to_match, request.salt, known=request.waits_for)
         request.wait_for(match.pending)
         if match.pending is not None:
+            if self._cache.snapshots is not None and match.missing is not None:
+                self._cache.snapshots.ask_for(match.missing)
             return Refusal.LATER
         return match if self._fits(request, match, running) else Refusal.FULL
+
+    def waits(self, request: Request) -> bool:
+        """Whether another request is still computing the prefix for which this one waits, or its snapshot."""
+        node, snapshots = request.waits_for, self._cache.snapshots
+        if node is None:
+            return False
+        return node.is_pending if snapshots is None else snapshots.has_maker(node)
 
     def _fits(self, request: Request, match: Match, running: Sequence[Request]) -> bool:
         cache = self._cache

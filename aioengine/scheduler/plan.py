@@ -62,6 +62,7 @@ class NewRow(Struct, array_like=True, gc=False):
     second_text: where the second text of a pair begins; 0: there is none.
     embeds, media: as in ``Submit``.
     adapter_slot: the slot of its adapter, from 1; 0: it uses the base model. It keeps this slot until it is closed.
+    snapshot: the slot of the snapshot with which its states begin; -1: its first row begins at position 0.
     """
 
     uid: int
@@ -75,10 +76,13 @@ class NewRow(Struct, array_like=True, gc=False):
     embeds: bytes = b""
     adapter_slot: int = 0
     media: list[Media] = []
+    snapshot: int = -1
 
 
 class Plan(Struct, array_like=True, gc=False):
-    """The work of one step, in this order: forget ``closed``, add ``new_rows``, compute ``rows``.
+    """The work of one step, in this order: forget ``closed``, add ``new_rows``, compute ``rows``, take ``snapshots``.
+
+    snapshots: uids of rows, and the slots to which the states behind these rows are copied.
 
     ``closed`` may name a uid that the runner does not know (a launch had failed) or whose row is still in flight.
     """
@@ -86,6 +90,7 @@ class Plan(Struct, array_like=True, gc=False):
     rows: list[Row]
     new_rows: list[NewRow] = []
     closed: list[int] = []
+    snapshots: list[tuple[int, int]] = []
 
     @property
     def num_tokens(self) -> int:

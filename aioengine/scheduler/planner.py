@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from aioengine.memory.snapshots import NO_SNAPSHOT
 from aioengine.protocol.messages import RequestKind
 from aioengine.scheduler.admission import Admission, Refusal, TokenBudget
 from aioengine.scheduler.image_keys import ImageBudget
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from aioengine.config import SchedulerSettings
     from aioengine.memory.prefix_cache import Hold
+    from aioengine.memory.snapshots import Snapshots
     from aioengine.scheduler.request import Request
     from aioengine.scheduler.requests import Requests
 
@@ -65,6 +67,7 @@ class Planner:
         "_max_running",
         "_min_tokens",
         "_requests",
+        "_snapshots",
         "_splits_prompts",
     )
 
@@ -81,12 +84,15 @@ class Planner:
         self._min_tokens = max(1, settings.whole_image_tokens)
         self._is_overlapped = False
         self._requests = requests
+        self._snapshots = requests.cache.snapshots
         self._admission = Admission(requests.cache, settings.chunk_tokens)
 
     def fill(self, flight: Flight, now: float, *, is_overlapped: bool = False) -> None:
         """Choose everything that the next step computes. ``is_overlapped``: other steps are in flight."""
         self._is_overlapped = is_overlapped
         self._place_prompts(flight, self._place_decodes(flight), now)
+        if self._snapshots is not None:
+            self._take_snapshots(self._snapshots, flight)
 
     def _place_decodes(self, flight: Flight) -> list[Request]:
         """One row for each request that decodes; returns the running requests that compute their prompts.
@@ -209,8 +215,29 @@ class Planner:
                 start = request.num_computed
                 is_first = start == request.hold.num_matched * self._requests.cache.page_size
                 count = images.limited(request.submit.media, start, count, is_first=is_first)
+            if count and self._snapshots is not None:
+                cut = self._up_to_snapshot(self._snapshots, request, count)
+                budget.left += count - cut
+                count = cut
             if count:
                 flight.add(_prompt_row(request, count), request)
+
+    @staticmethod
+    def _up_to_snapshot(snapshots: Snapshots, request: Request, count: int) -> int:
+        """Of the next ``count`` tokens those of its row, which may have to end at a snapshot before."""
+        assert request.hold.snapshots is not None
+        start = request.num_computed
+        return snapshots.end_of_row(request.hold.snapshots, start, start + count, request.num_tokens) - start
+
+    @staticmethod
+    def _take_snapshots(snapshots: Snapshots, flight: Flight) -> None:
+        """Have the states of the rows kept that end where snapshots stand."""
+        for row, hold in zip(flight.plan.rows, flight.holds, strict=True):
+            end = row.start + row.count
+            if end % snapshots.span == 0 and hold.snapshots is not None:
+                slot = snapshots.take(hold.snapshots, end)
+                if slot != NO_SNAPSHOT:
+                    flight.plan.snapshots.append((row.uid, slot))
 
     def _admit(self, budget: TokenBudget, num_partial: int, now: float) -> Iterator[Request]:
         """Admit waiting requests, one by one; the caller takes the share of each from ``budget`` in between."""
@@ -219,7 +246,7 @@ class Planner:
             return
         num_later = 0
         for request in self._requests.candidates():
-            if request.gates and request.waits_for_prefix:  # any other gate has taken it out of the queue
+            if request.gates and self._admission.waits(request):  # any other gate has taken it out of the queue
                 continue
             adapter = request.submit.adapter
             if adapter is not None and not self._requests.has_adapter(request, adapter):
@@ -228,7 +255,7 @@ class Planner:
                 return  # it goes into the next step, where it is the first
             answer = self._admission.ask(request, running, left=budget.left, num_partial=num_partial)
             if answer is Refusal.LATER:
-                num_later += request.waits_for_prefix
+                num_later += self._admission.waits(request)
                 if num_later == MAX_LATER:
                     self._requests.is_stalled = False  # the next step looks at the others
                     return
@@ -255,6 +282,7 @@ def _new_row(request: Request) -> NewRow:
         request.submit.second_text,
         request.submit.embeds,
         media=request.submit.media,
+        snapshot=NO_SNAPSHOT if request.hold.snapshots is None else request.hold.snapshots.source,
     )
 
 

@@ -67,7 +67,7 @@ class Request:
     hold: its pages, ``NOTHING_HELD`` while it is not running; a new one after each preemption and each ``fall_behind``,
         so a row of a plan is late when its request has another hold than at the launch.
     is_behind: the runner gave another number of tokens than one, and the next rows compute what is missing.
-    waits_for: the last page of its prefix that another request is computing.
+    waits_for: the last page of its prefix that another request is computing, or is going to take a snapshot of.
     """
 
     __slots__ = (
@@ -150,11 +150,6 @@ class Request:
         if not self.submit.media or start >= self.num_prompt:
             return self.token_ids[start:end]
         return self.submit.prompt_token_ids[start:end] + self.token_ids[self.num_prompt : end]
-
-    @property
-    def waits_for_prefix(self) -> bool:
-        """Whether another request is still computing the prefix for which this one waits."""
-        return self.waits_for is not None and self.waits_for.is_pending
 
     @property
     def num_output(self) -> int:

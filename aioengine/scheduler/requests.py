@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from aioengine import plugins
 from aioengine.memory.adapter_slots import AdapterSlots, Waiter
 from aioengine.protocol.columns import TokenColumns
-from aioengine.protocol.messages import End, FinishCode, FirstToken, StepOutput, TextOpened, Totals
+from aioengine.protocol.messages import End, FinishCode, FirstToken, RequestKind, StepOutput, TextOpened, Totals
 from aioengine.scheduler.admission import Pace, refusal_of_late
 from aioengine.scheduler.gates import OF_ADMISSION, Gate
 from aioengine.scheduler.queue import Deadlines, Tenants
@@ -276,6 +276,9 @@ class Requests:
     def admit(self, request: Request, match: Match, now: float) -> None:
         """Run a waiting request on the pages of ``match`` and as many new ones as its tokens need."""
         hold = self.cache.lock(request.token_ids, match)
+        snapshots = self.cache.snapshots
+        if snapshots and hold.snapshots and request.kind is RequestKind.GENERATE and not request.submit.embeds:
+            snapshots.stop_before(hold.snapshots, len(request.token_ids))
         num_cached = len(match.path) * self.cache.page_size
         del self.waiting[bisect_left(self.waiting, request.order, key=_order)]
         request.start(hold, num_cached)

@@ -14,6 +14,7 @@ from msgspec.structs import asdict
 
 from aioengine.memory.page_groups import PageGroups
 from aioengine.memory.prefix_cache import PrefixCache
+from aioengine.memory.snapshots import Snapshots
 from aioengine.memory.windowed_cache import WindowedCache
 from aioengine.protocol.columns import POOLED_VECTOR
 from aioengine.protocol.messages import End, FinishCode, Stats, StepOutput
@@ -46,14 +47,22 @@ class Scheduler:
         page_size: int,
         num_adapter_slots: int = 0,
         windows: tuple[int | None, ...] = (),
+        num_snapshots: int = 0,
     ) -> None:
-        """``windows``: of the groups of layers that have pages of their own (``PageGroups``); empty: one for all."""
+        """``windows``: of the groups of layers that have pages of their own (``PageGroups``); empty: one for all.
+
+        num_snapshots: of states that have room.
+        """
         min_tokens = max(1, settings.whole_image_tokens)
         groups = PageGroups(windows=windows or (None,), page_size=page_size, min_tokens=min_tokens)
+        enabled, span, snapshots = settings.prefix_cache, settings.snapshot_tokens, None
+        if span:  # without a snapshot nothing can be reused
+            enabled = enabled and num_snapshots > 0 and not windows
+            snapshots = Snapshots(num_snapshots, span=span, page_size=page_size) if enabled else None
         if windows:
-            self.cache: PrefixCache = WindowedCache(groups, num_pages=num_pages, enabled=settings.prefix_cache)
+            self.cache: PrefixCache = WindowedCache(groups, num_pages=num_pages, enabled=enabled)
         else:
-            self.cache = PrefixCache(num_pages=num_pages, page_size=page_size, enabled=settings.prefix_cache)
+            self.cache = PrefixCache(num_pages=num_pages, page_size=page_size, enabled=enabled, snapshots=snapshots)
         pool_tokens = groups.tokens_in(num_pages, settings.context_length)
         self.requests = Requests(settings, self.cache, pool_tokens=pool_tokens, num_adapter_slots=num_adapter_slots)
         self._outbox = self.requests.outbox

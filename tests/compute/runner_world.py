@@ -113,7 +113,10 @@ class World:
         self.runner: ModelRunner = build(self.settings, lambda _: None)
         num_pages, page_size = self.settings.memory.num_pages, self.settings.memory.page_size
         assert num_pages is not None
-        scheduler = Scheduler(self.settings.scheduler, num_pages=num_pages, page_size=page_size)
+        num_snapshots = int(self.runner.facts.get("num_snapshots", 0))
+        scheduler = Scheduler(
+            self.settings.scheduler, num_pages=num_pages, page_size=page_size, num_snapshots=num_snapshots
+        )
         self.core: SchedulerCore[Ticket] = SchedulerCore(scheduler, self.runner, self.settings.scheduler.depth)
         self._next_uid = 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from typing import TYPE_CHECKING, Any, cast
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -19,15 +20,16 @@ from transformers import (
 )
 
 from aioengine import plugins
-from aioengine.config import EngineConfig, ModelConfig
+from aioengine.config import EngineConfig, MemoryConfig, ModelConfig
 from aioengine.families._memory import kv_numbers, num_parameters, state_bytes
 from aioengine.grammars import Grammars
 from aioengine.machine import DeviceFacts
 from aioengine.model_files.model_folder import find_facts
 from aioengine.models._base import StatefulModel
 from aioengine.protocol.messages import Sampling
+from aioengine.protocol.packed_logprobs import LogprobRules
 from aioengine.resolve import resolve
-from aioengine.runner.device_memory import Demand, PoolBudget, fit_states, kv_bytes_per_token
+from aioengine.runner.device_memory import Demand, PoolBudget, fit_snapshots, fit_states, kv_bytes_per_token
 from aioengine.scheduler.gates import Gate
 from tests.compute.runner_world import World
 from tests.compute.stepping import Request, Stepper
@@ -207,9 +209,10 @@ def expected(folder: Path) -> list[list[int]]:
 
 
 def make_settings(folder: Path, **changes: object) -> Settings:
-    """Of an engine of this model, without the prefix cache, as ``resolve`` makes them, and with ``changes``."""
+    """Of an engine of this model, with snapshots at multiples of 16 tokens, and with ``changes``."""
     sizes = {"page_size": 4, "num_pages": 256, "max_running": 8, "chunk_tokens": 512, "vocab_size": 96, **changes}
-    return small_settings(path=str(folder), load_format="auto", context_length=128, prefix_cache=False, **sizes)
+    sizes = {"snapshot_tokens": 16, **sizes}
+    return small_settings(path=str(folder), load_format="auto", context_length=128, **sizes)
 
 
 def make_world(folder: Path, **changes: object) -> World:
@@ -231,11 +234,32 @@ def test_requests_share_a_runner_and_slots_are_used_again(
         max_running=max_running,
     )
     assert world.answers(PROMPTS) == expected
-    assert [world.answers([prompt])[0] for prompt in PROMPTS] == expected
     assert set(world.num_cached.values()) == {0}
+    assert [world.answers([prompt])[0] for prompt in PROMPTS] == expected
+    assert list(world.num_cached.values())[len(PROMPTS) :] == [0, 0, 16, 32, 48]
 
 
-def test_preempted_requests_begin_again(folder: Path) -> None:
+@pytest.mark.parametrize("make", [make_config, make_newer, make_lfm2, make_granite])
+def test_a_prefix_hit_changes_no_bit(make: Callable[[], PreTrainedConfig], tmp_path: Path) -> None:
+    folder = save_hybrid(make(), tmp_path)
+    model = cast("Any", AutoModelForCausalLM.from_pretrained(folder))
+    drawn = random.Random(1)
+    history = drawn.choices(range(1, 96), k=20)
+    cold = make_world(folder, prefix_cache=False)
+    world = make_world(folder, depth=1)
+    for turn in range(3):
+        rules = LogprobRules(num_top=3, start=-1)
+        alone, warm = (each.submit(history, max_new_tokens=24, logprobs=rules) for each in (cold, world))
+        cold.run()
+        world.run()
+        expected = model.generate(torch.tensor([history]), max_new_tokens=24, do_sample=False, eos_token_id=None)
+        assert world.outputs[warm] == cold.outputs[alone] == expected[0, len(history) :].tolist()
+        assert [extra.data for extra in world.extras[warm]] == [extra.data for extra in cold.extras[alone]]
+        assert world.num_cached[warm] == (0 if not turn else len(history) // 16 * 16 - 16 * (len(history) % 16 < 5))
+        history += world.outputs[warm] + drawn.choices(range(1, 96), k=5)
+
+
+def test_preempted_requests_go_on_from_a_snapshot(folder: Path) -> None:
     expected = make_world(folder).answers(PROMPTS[2:], max_new_tokens=40)
     for depth in (0, 1):
         world = make_world(folder, num_pages=34, depth=depth)
@@ -280,15 +304,32 @@ def test_an_engine_runs_as_many_requests_as_have_states(folder: Path, monkeypatc
     assert world.runner.facts["max_running_requests"] == 2
 
 
-def test_no_prefix_is_reused(folder: Path) -> None:
+@pytest.mark.parametrize(("page_size", "expected"), [(16, 64), (1, 64), (64, 64), (128, 128)])
+def test_snapshots_stand_at_borders_of_pages(page_size: int, expected: int, folder: Path) -> None:
     facts = find_facts(ModelConfig(path=str(folder)))
     assert facts.keeps_states
     settings = resolve(
-        EngineConfig(model=ModelConfig(tokenizer=False)),
+        EngineConfig(model=ModelConfig(tokenizer=False), memory=MemoryConfig(page_size=page_size)),
         facts,
         DeviceFacts(num_gpus=0, num_threads=1, drawn_seed=0, cpu_bfloat16=False),
     )
-    assert not settings.scheduler.prefix_cache
+    assert settings.scheduler.prefix_cache
+    assert settings.scheduler.snapshot_tokens == expected
+
+
+def test_there_are_as_many_snapshots_as_a_quarter_of_the_memory_holds() -> None:
+    demand = Demand(num_pages=None, page_size=4, bytes_per_token=10, context_length=8, max_tokens=100)
+    budget = PoolBudget(free_bytes=3000, usable_bytes=2000, explanation="3000 bytes are free")
+    assert fit_snapshots(100, 50, demand, budget) == (
+        5,
+        PoolBudget(2500, 1500, "3000 bytes are free; 5 snapshots of states take 0 MiB"),
+    )
+    assert fit_snapshots(100, 1, demand, budget)[0] == 4
+    assert fit_snapshots(600, 50, demand, budget) == (0, dataclasses.replace(budget, explanation=ANY))
+    long = dataclasses.replace(demand, context_length=180)
+    assert fit_snapshots(100, 50, long, budget)[0] == 2
+    given = dataclasses.replace(demand, num_pages=70)
+    assert fit_snapshots(100, 50, given, budget)[0] == 2
 
 
 @pytest.mark.parametrize("depth", [0, 1])

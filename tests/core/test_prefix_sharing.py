@@ -146,7 +146,7 @@ def test_the_first_matches_of_many_requests_are_spread_over_steps() -> None:
     world = world_of(0)
     world.submit(*family(200, own=2))
     world.step()
-    waiting = [request for request in world.scheduler.requests.waiting if request.waits_for_prefix]
+    waiting = [request for request in world.scheduler.requests.waiting if request.waits_for is not None]
     assert len(waiting) == MAX_LATER
     world.run()
     world.check_all_over()

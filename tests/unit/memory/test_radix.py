@@ -25,8 +25,8 @@ def grow(tree: RadixTree, token_ids: list[int], first_page: int) -> list[Node]:
 
 def evict_all(tree: RadixTree) -> list[int]:
     pages: list[int] = []
-    while (page := tree.evict()) is not None:
-        pages.append(page)
+    while (node := tree.evict()) is not None:
+        pages.append(node.page)
     return pages
 
 

@@ -69,17 +69,21 @@ def test_a_preempted_request_needs_a_larger_reserve() -> None:
     assert reserve_for(request, 640, 64) >= reserve_for(request, 1, 64) + 10
 
 
+def waits(cache: PrefixCache, request: Request) -> bool:
+    return Admission(cache, 64).waits(request)
+
+
 def test_a_prefix_that_is_being_computed_is_waited_for_and_then_used() -> None:
     cache = PrefixCache(num_pages=100, page_size=PAGE)
     other = running(cache, 1, list(range(20)), num_computed=7)
     request = request_of(2, [*range(20), 50])
     assert ask(cache, request, [other]) is Refusal.LATER
-    assert request.waits_for_prefix
+    assert waits(cache, request)
     cache.insert(other.hold, other.token_ids, 19)
-    assert request.waits_for_prefix
+    assert waits(cache, request)
     assert ask(cache, request, [other]) is Refusal.LATER
     cache.insert(other.hold, other.token_ids, 20)
-    assert not request.waits_for_prefix
+    assert not waits(cache, request)
     answer = ask(cache, request, [other])
     assert isinstance(answer, Match)
     assert [node.page for node in answer.path] == other.hold.pages[:5]
@@ -92,7 +96,7 @@ def test_a_request_does_not_wait_for_a_prefix_whose_request_has_ended() -> None:
     request = request_of(2, [*range(20), 50])
     assert ask(cache, request, [other]) is Refusal.LATER
     cache.unlock(other.hold)
-    assert not request.waits_for_prefix
+    assert not waits(cache, request)
     answer = ask(cache, request, [])
     assert isinstance(answer, Match)
     assert len(answer.path) == 2
