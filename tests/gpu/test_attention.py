@@ -158,6 +158,7 @@ def test_fixed_decode_rows_against_torch(
         host_starts = torch.tensor([0, *np.cumsum(pages)], dtype=torch.int32)
         starts.copy_(host_starts)
         host_last = torch.tensor(lengths, dtype=torch.int32) - (torch.tensor(pages, dtype=torch.int32) - 1) * PAGE_SIZE
+        last_lengths.copy_(host_last)
         fixed.plan(host_starts, host_last)
         heads = torch.randn(num_rows, num_heads + 2 * num_kv_heads, head_size, device="cuda", dtype=torch.bfloat16)
         q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)

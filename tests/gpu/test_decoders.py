@@ -23,6 +23,8 @@ from tests.kit.settings import small_settings
 PROMPTS = [[(7 * i + 3 * j) % 90 + 1 for j in range(3 + 6 * i)] for i in range(5)]
 NUM_NEW = 8
 
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # which GPT-BigCode's code uses
+
 
 @pytest.fixture(scope="module", params=ONE_OF_EACH)
 def theirs(request: pytest.FixtureRequest) -> PreTrainedModel:
