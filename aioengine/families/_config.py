@@ -65,6 +65,8 @@ _POSITIVE: Final = (
 _MIN_POSITIVE, _MAX_POSITIVE = 1e-9, 1e12
 """Range of the numbers of ``_POSITIVE``; all angles are finite with them."""
 
+_OF_ORIGINAL: Final = ("llama3", "yarn", "longrope")
+_MAX_LABELS: Final = 2**20
 _NEEDED = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -229,10 +231,14 @@ class DecoderConfig(TransformerConfig, frozen=True, kw_only=True):
     experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
-        if self.experts is not None and self.mlp.activation != "silu":
-            not_implemented("hidden_act", self.mlp.activation, "silu, in a model with experts")
+        if (self.experts or self.delta_net or self.mamba) and self.mlp.activation != "silu":
+            not_implemented("hidden_act", self.mlp.activation, "silu, in a model with experts, delta nets or Mamba")
         if self.tied and self.head_bias and self.task is Task.GENERATE:
-            not_implemented("tie_word_embeddings", True, "false, in a model whose output head has a bias")
+            not_implemented("tie_word_embeddings", True, "false, in a model whose head has a bias")
+        attention = self.attention
+        is_plain = attention.latent is None and attention.soft_cap is None and not attention.has_sinks
+        if not self.is_causal and not (is_plain and self.stateful is None and not any(self.windows)):
+            not_implemented("is_causal", False, "true, in a model with windows, caps, states or latent attention")
 
     def keeps_state(self, layer: int) -> bool:
         """Whether this layer keeps a state, and no keys and values."""
@@ -263,7 +269,23 @@ class DecoderConfig(TransformerConfig, frozen=True, kw_only=True):
         return {} if self.tied or self.task is Task.EMBED else {self.names.head: self.vocab_size}
 
 
-class FamilyConfig(msgspec.Struct, frozen=True, kw_only=True):
+class Labels(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of config.json that say how many scores a classifier gives."""
+
+    id2label: dict[int | str, object] | None = None
+    num_labels: int | None = None
+
+    @property
+    def num_scores(self) -> int:
+        """As many as names; without these, ``num_labels`` or two. Raises ValueError where there are none."""
+        given = 2 if self.num_labels is None else self.num_labels
+        found = given if self.id2label is None else len(self.id2label)
+        if not 1 <= found <= _MAX_LABELS:
+            not_implemented("num_labels", found, f"1 to {_MAX_LABELS}")
+        return found
+
+
+class FamilyConfig(Labels, frozen=True, kw_only=True):
     """The fields of config.json that all families have. Fields that are not here do not change the results.
 
     Raises ValueError for a value that is not implemented.
@@ -271,9 +293,13 @@ class FamilyConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         tasks: the end of a name in ``architectures`` -> the task of such a model.
         default_partial: the part of a head that is rotated where the file does not say it; None: always all of it.
+        default_theta: ``rope_theta`` where the file does not say it.
+        has_one_window: the window of ``sliding_window`` is that of all layers, whatever ``layer_types`` says.
     """
 
     default_partial: ClassVar[float | None] = None
+    default_theta: ClassVar[float] = 10_000.0
+    has_one_window: ClassVar[bool] = False
     tasks: ClassVar[Mapping[str, Task]] = {
         "ForCausalLM": Task.GENERATE,
         "ForSequenceClassification": Task.CLASSIFY,
@@ -294,8 +320,7 @@ class FamilyConfig(msgspec.Struct, frozen=True, kw_only=True):
     hidden_act: str = "silu"
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
     partial_rotary_factor: float | None = None
-    id2label: dict[int | str, object] | None = None
-    is_causal: Literal[True] = True
+    is_causal: bool = True
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -316,6 +341,8 @@ class FamilyConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"of {len(self.layer_types)} layers",
                 f"one for each of the {self.num_hidden_layers} layers",
             )
+        if self.has_one_window and self.window is not None and "full_attention" in (self.layer_types or ()):
+            not_implemented("layer_types", self.layer_types, "sliding_attention alone, where there is a sliding window")
         if self.window is None and "sliding_attention" in (self.layer_types or ()):
             not_implemented("layer_types", self.layer_types, "full_attention alone, where there is no sliding window")
 
@@ -351,16 +378,16 @@ class FamilyConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def rope(self, raw: Mapping[str, object]) -> RopeConfig:
         """The rotary embedding that config.json describes."""
-        if self.default_partial is None:
-            return read_rope(raw)
-        partial = self.partial_rotary_factor
+        theta, partial = raw.get("rope_theta"), self.partial_rotary_factor
+        raw = {**raw, "rope_theta": self.default_theta if theta is None else theta}
         return read_rope(raw, partial=self.default_partial if partial is None else partial)
 
     def decoder(self, rope: RopeConfig) -> DecoderConfig:
         rope.check_head(self.head_size)
         return DecoderConfig(
             task=self.task,
-            num_labels=num_labels(self.id2label) if self.task is Task.CLASSIFY else 0,
+            num_labels=self.num_scores if self.task is Task.CLASSIFY else 0,
+            is_causal=self.is_causal,
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,
@@ -389,11 +416,6 @@ def task_of(architectures: list[str] | None, tasks: Mapping[str, Task]) -> Task:
     if task is None:
         not_implemented("architectures", architectures, ", ".join(f"...{end}" for end in tasks))
     return task
-
-
-def num_labels(id2label: Mapping[int | str, object] | None) -> int:
-    """The scores of a classifier: transformers writes no other number, and has two where there are no names."""
-    return 2 if id2label is None else len(id2label)
 
 
 def check_sizes(config: msgspec.Struct) -> None:
@@ -442,6 +464,8 @@ def decode_config(raw: Mapping[str, object], config_type: type[ConfigType]) -> C
     Raises:
         ValueError: a field is missing, has a wrong type, or a value that is not implemented; the message names it.
     """
+    if raw.get("per_layer_config"):
+        not_implemented("per_layer_config", raw["per_layer_config"], "layers of the same config")
     if raw.get("quantization_config") is not None:
         not_implemented("quantization_config", raw["quantization_config"], "checkpoints that are not quantized")
     try:
@@ -469,7 +493,31 @@ def read_rope(raw: Mapping[str, object], *, partial: float | None = None) -> Rop
     if partial is not None:
         fields["partial_rotary_factor"] = partial
     fields |= {"rope_type": given.get("type", "default"), **given}
+    original = raw.get("original_max_position_embeddings")
+    if original is not None and fields["rope_type"] in _OF_ORIGINAL:  # beside the scaling it counts more than in it
+        fields["original_max_position_embeddings"] = original
     found = decode_config({**fields, "model_type": raw.get("model_type")}, RopeConfig)
     if partial is None and found.partial_rotary_factor != 1.0:
         not_implemented("partial_rotary_factor", found.partial_rotary_factor, "1.0")
     return found
+
+
+def read_layer_rope(
+    given: Mapping[str, object] | None, scaling: Mapping[str, object] | None, theta: float
+) -> RopeConfig:
+    """Read the rotary embedding of one kind of layers.
+
+    Args:
+        given: its part of ``rope_parameters``. scaling: ``rope_scaling`` of older files, where it is for these layers.
+        theta: where neither says it.
+
+    Raises:
+        ValueError: the scaling is not implemented, or transformers computes another one than the file says.
+    """
+    scaling, given = scaling or {}, given or {}
+    if "type" in scaling and "rope_type" not in scaling:
+        not_implemented("rope_scaling.type", scaling["type"], "the name rope_type, in a model with several rotations")
+    parameters = {**given, **scaling}
+    if parameters.get("truncate") is False:
+        not_implemented("rope_parameters.truncate", False, "true, in a model with several rotations")
+    return read_rope({"rope_theta": theta, "rope_parameters": parameters})

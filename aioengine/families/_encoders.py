@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping  # noqa: TC003  # for the fields of Structs
 from typing import ClassVar, Literal
 
 from msgspec import Struct
 
 from aioengine.families._config import (
+    Labels,
     RopeConfig,
     Task,
     TransformerConfig,
     check_sizes,
     not_implemented,
-    num_labels,
     task_of,
 )
 
@@ -79,7 +79,7 @@ class EncoderConfig(TransformerConfig, frozen=True, kw_only=True):
     ignored: tuple[str, ...] = ()
 
 
-class EncoderFamily(Struct, frozen=True, kw_only=True):
+class EncoderFamily(Labels, frozen=True, kw_only=True):
     """The fields of config.json that all encoders have. Fields that are not here do not change the results.
 
     Raises ValueError for a value that is not implemented.
@@ -98,7 +98,6 @@ class EncoderFamily(Struct, frozen=True, kw_only=True):
     num_hidden_layers: int
     num_attention_heads: int
     max_position_embeddings: int
-    id2label: dict[int | str, object] | None = None
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -114,10 +113,6 @@ class EncoderFamily(Struct, frozen=True, kw_only=True):
     @property
     def task(self) -> Task:
         return task_of(self.architectures, self.tasks)
-
-    @property
-    def num_labels(self) -> int:
-        return num_labels(self.id2label) if self.task is Task.CLASSIFY else 0
 
 
 class BertFamily(EncoderFamily, frozen=True, kw_only=True):
@@ -153,7 +148,7 @@ def bert_config(found: BertFamily, *, name: str, position_offset: int, head: Hea
         head_size=found.head_size,
         epsilon=found.layer_norm_eps,
         max_position_embeddings=num_positions,
-        num_labels=found.num_labels,
+        num_labels=found.num_scores if is_classifier else 0,
         prefix=f"{name}.",
         gelu=GELU[found.hidden_act],
         position_offset=position_offset,

@@ -11,11 +11,11 @@ import msgspec
 
 from aioengine.families._config import (
     FamilyConfig,
+    Labels,
     RopeConfig,
     Task,
     TransformerConfig,
     check_sizes,
-    num_labels,
     task_of,
 )
 
@@ -57,8 +57,7 @@ class _Sizes(msgspec.Struct, frozen=True, kw_only=True):
         check_sizes(self)
 
 
-class _Labels(msgspec.Struct):
-    id2label: dict[int | str, object] | None = None
+class _Labels(Labels, frozen=True, kw_only=True):
     architectures: list[str] | None = None
 
 
@@ -83,7 +82,7 @@ def read_foreign(raw: Mapping[str, object]) -> TransformerConfig:
     heads = sizes.num_attention_heads
     return TransformerConfig(
         task=task,
-        num_labels=num_labels(labels.id2label) if task is Task.CLASSIFY else 0,
+        num_labels=labels.num_scores if task is Task.CLASSIFY else 0,
         vocab_size=sizes.vocab_size,
         hidden_size=sizes.hidden_size,
         intermediate_size=4 * sizes.hidden_size,

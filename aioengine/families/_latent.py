@@ -30,7 +30,9 @@ class LatentFamily(FamilyConfig, frozen=True, kw_only=True):
             if size % 2:
                 not_implemented(field, size, "an even number")
         super().__post_init__()
-        num_heads = self.num_attention_heads
+        num_heads, rotated = self.num_attention_heads, self.qk_rope_head_dim
+        if self.head_dim not in (None, rotated):
+            not_implemented("head_dim", self.head_dim, f"{rotated}, which is qk_rope_head_dim, or null")
         if self.num_kv_heads != num_heads:
             not_implemented("num_key_value_heads", self.num_kv_heads, f"{num_heads}, the number of heads, or null")
         if self.attention_bias and self.q_lora_rank is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 from msgspec.structs import replace
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 
 class Config(FamilyConfig, frozen=True, kw_only=True):
+    default_theta: ClassVar[float] = 5e5
+
     rms_norm_eps: float = msgspec.field(default=1e-5, name="layer_norm_eps")
     max_position_embeddings: int = 8192
     tie_word_embeddings: bool = True
@@ -30,7 +32,7 @@ def read(config: Mapping[str, object]) -> DecoderConfig:
     bias, norm = found.attention_bias, NormConfig(kind="layer")
     head_norm = HeadNorm(norm=norm, extent="each_head") if found.use_qk_norm else None
     return replace(
-        found.decoder(found.rope({"rope_theta": 500_000.0, **config})),
+        found.decoder(found.rope(config)),
         norm=norm,
         block=BlockConfig(is_parallel=True, mlp_norm=""),
         attention=AttentionConfig(qkv_bias=bias, output_bias=bias, is_interleaved=True, head_norm=head_norm),

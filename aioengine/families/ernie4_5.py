@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar
 
 from msgspec.structs import replace
 
@@ -15,10 +15,9 @@ if TYPE_CHECKING:
     from aioengine.families._config import DecoderConfig
 
 
-DEFAULT_THETA: Final = 5e5
-
-
 class Config(FamilyConfig, frozen=True, kw_only=True):
+    default_theta: ClassVar[float] = 5e5
+
     num_key_value_heads: int | None = 2
     head_dim: int | None = 128
     rms_norm_eps: float = 1e-5
@@ -29,7 +28,7 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
 
 def read(config: Mapping[str, object]) -> DecoderConfig:
     found = decode_config(config, Config)
-    decoder, bias = found.decoder(found.rope({"rope_theta": DEFAULT_THETA, **config})), bool(found.use_bias)
+    decoder, bias = found.decoder(found.rope(config)), bool(found.use_bias)
     return replace(
         decoder,
         attention=AttentionConfig(qkv_bias=bias, output_bias=bias, is_interleaved=True),

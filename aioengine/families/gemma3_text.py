@@ -8,7 +8,7 @@ import msgspec
 from msgspec.structs import replace
 
 from aioengine.families._block_config import AttentionConfig, HeadNorm
-from aioengine.families._config import FamilyConfig, RopeConfig, decode_config, read_rope
+from aioengine.families._config import FamilyConfig, RopeConfig, decode_config, read_layer_rope
 from aioengine.families.gemma2 import BLOCK, NORM, Positive
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
     rope_scaling: dict[str, object] | None = None
     rope_parameters: dict[str, dict[str, object] | None] | None = None
     final_logit_softcapping: Positive | None = None
-    attention_cap: None = msgspec.field(default=None, name="attn_logit_softcapping")
+    attention_cap: None = msgspec.field(default=None, name="attn_logit_softcapping")  # transformers caps no scores
     use_bidirectional_attention: Literal[False] | None = False
 
     @property
@@ -53,10 +53,8 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
 
     def rope_of(self, kind: str, theta: float) -> RopeConfig:
         """The rotary embedding of the layers of this kind; ``theta``: where ``rope_parameters`` does not say it."""
-        given = (self.rope_parameters or {}).get(kind) or {}
-        if kind == "full_attention":
-            given = {**given, **(self.rope_scaling or {})}
-        return read_rope({"rope_theta": theta, "rope_parameters": given})
+        scaling = self.rope_scaling if kind == "full_attention" else None
+        return read_layer_rope((self.rope_parameters or {}).get(kind), scaling, theta)
 
 
 def read(config: Mapping[str, object]) -> DecoderConfig:

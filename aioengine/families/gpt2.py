@@ -23,6 +23,9 @@ TASKS: Final = {
 }
 
 
+_SIZES: Final = "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"
+
+
 class Config(FamilyConfig, frozen=True, kw_only=True):
     tasks = TASKS
 
@@ -41,13 +44,18 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
 
 
 def read(config: Mapping[str, object]) -> DecoderConfig:
-    return gpt2_decoder(decode_config(with_inner_size(config), Config))
+    return gpt2_decoder(decode_config(own_names(config, Config), Config))
 
 
-def with_inner_size(config: Mapping[str, object]) -> dict[str, object]:
-    """config.json with the inner size of its MLP, which most files leave out: four times that of the model."""
-    size, inner = config.get("n_embd", 768), config.get("n_inner")
-    return {**config, "n_inner": 4 * size if inner is None and isinstance(size, int) else inner}
+def own_names(config: Mapping[str, object], config_type: type[Config]) -> dict[str, object]:
+    """config.json with the names of GPT-2 for sizes that have their usual ones, and with the inner size."""
+    sizes = {field.name: field for field in msgspec.structs.fields(config_type) if field.name in _SIZES}
+    usual = {field.encode_name: config[name] for name, field in sizes.items() if name in config}
+    found = {**usual, **config}
+    size = found.get("n_embd", sizes["hidden_size"].default)
+    if found.get("n_inner") is None:
+        found["n_inner"] = 4 * size if isinstance(size, int) else None
+    return found
 
 
 def gpt2_decoder(found: Config) -> DecoderConfig:

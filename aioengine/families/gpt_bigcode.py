@@ -28,7 +28,7 @@ class Config(gpt2.Config, frozen=True, kw_only=True):
 
 
 def read(config: Mapping[str, object]) -> DecoderConfig:
-    decoder = gpt2.gpt2_decoder(decode_config(gpt2.with_inner_size(config), Config))
+    decoder = gpt2.gpt2_decoder(decode_config(gpt2.own_names(config, Config), Config))
     attention = replace(decoder.attention, is_grouped=decoder.num_kv_heads > 1)
     return replace(decoder, attention=attention, is_transposed=False)
 

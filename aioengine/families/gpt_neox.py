@@ -33,9 +33,9 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
 
 def read(config: Mapping[str, object]) -> DecoderConfig:
     found = decode_config(config, Config)
-    base = {} if found.rotary_emb_base is None else {"rope_theta": found.rotary_emb_base}
+    base = found.default_theta if found.rotary_emb_base is None else found.rotary_emb_base  # whatever rope_theta is
     partial = found.default_partial if found.rotary_pct is None else found.rotary_pct
-    decoder = found.decoder(read_rope({**base, **config}, partial=partial))
+    decoder = found.decoder(read_rope({**config, "rope_theta": base}, partial=partial))
     return replace(
         decoder,
         names=TensorNames(embedding="gpt_neox.embed_in", layers="gpt_neox.layers", norm="gpt_neox.final_layer_norm"),

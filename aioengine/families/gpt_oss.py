@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from msgspec import field
 from msgspec.structs import replace
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 MXFP4 = "mxfp4"
 _ROPE = {
     "rope_type": "yarn",
-    "rope_theta": 150_000.0,
     "factor": 32.0,
     "beta_fast": 32.0,
     "beta_slow": 1.0,
@@ -29,6 +28,8 @@ _ROPE = {
 
 
 class Config(FamilyConfig, frozen=True, kw_only=True):
+    default_theta: ClassVar[float] = 150_000.0
+
     num_key_value_heads: int | None = 8
     head_dim: int | None = 64
     rms_norm_eps: float = 1e-5

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from msgspec.structs import replace
 
 from aioengine.families import granite
-from aioengine.families._block_config import BlockConfig, MambaConfig, MlpConfig
+from aioengine.families._block_config import BlockConfig, MambaConfig
 from aioengine.families._config import decode_config, not_implemented
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def read(config: Mapping[str, object]) -> DecoderConfig:
         decoder,
         intermediate_size=found.shared_intermediate_size,
         block=BlockConfig(mlp="shared_mlp."),
-        mlp=MlpConfig(first=("input_linear",), second="output_linear"),
+        mlp=replace(decoder.mlp, first=("input_linear",), second="output_linear"),
         layer_ropes=() if found.position_embedding_type == "rope" else (None,) * found.num_hidden_layers,
         mamba=MambaConfig(
             layers=found.mamba_layers,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import msgspec
 from msgspec.structs import replace
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 
 class Config(FamilyConfig, frozen=True, kw_only=True):
+    default_theta: ClassVar[float] = 1e6
+
     intermediate_size: int = 12_288
     num_key_value_heads: int | None = 8
     rms_norm_eps: float = msgspec.field(default=1e-5, name="norm_eps")
@@ -74,7 +76,7 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
 
 def read(config: Mapping[str, object]) -> DecoderConfig:
     found = decode_config(config, Config)
-    decoder = found.decoder(found.rope({"rope_theta": 1e6, **config}))
+    decoder = found.decoder(found.rope(config))
     return replace(
         decoder,
         intermediate_size=found.inner_size,

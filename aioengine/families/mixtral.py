@@ -5,7 +5,7 @@ Noise on the router's inputs (``router_jitter_noise``) is a matter of training a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from msgspec import field
 from msgspec.structs import replace
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 
 class Config(mistral.Config, frozen=True, kw_only=True):
+    default_theta: ClassVar[float] = 1e6
+
     rms_norm_eps: float = 1e-5
     sliding_window: int | None = None
     num_local_experts: int = 8
@@ -40,7 +42,7 @@ def read(config: Mapping[str, object]) -> DecoderConfig:
         inner_size=found.intermediate_size,
         names=("w1", "w3", "w2"),
     )
-    decoder = found.decoder(found.rope({"rope_theta": 1e6, **config}))
+    decoder = found.decoder(found.rope(config))
     return replace(decoder, experts=experts, block=BlockConfig(mlp="block_sparse_moe."))
 
 

@@ -67,7 +67,7 @@ def read(config: Mapping[str, object]) -> EncoderConfig:
         head_size=found.head_size,
         epsilon=found.norm_eps,
         max_position_embeddings=found.max_position_embeddings,
-        num_labels=found.num_labels,
+        num_labels=found.num_scores if is_classifier else 0,
         is_pre_norm=True,
         is_gated=True,
         gelu=GELU[found.hidden_activation],

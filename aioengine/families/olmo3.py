@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec.structs import replace
 
 from aioengine.families._block_config import AttentionConfig, HeadNorm
-from aioengine.families._config import FamilyConfig, decode_config, read_rope
+from aioengine.families._config import FamilyConfig, decode_config, read_layer_rope
 from aioengine.families.olmo2 import BLOCK, NORM
 
 if TYPE_CHECKING:
@@ -44,11 +44,10 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
 
     def rope_of(self, kind: str) -> RopeConfig:
         """The rotary embedding of the layers of this kind: only those that attend to all have a scaling."""
-        given, theta = (self.rope_parameters or {}).get(kind) or {}, DEFAULT_THETA
-        if kind == "full_attention":
-            given = {**given, **(self.rope_scaling or {})}
-            theta = self.rope_theta or theta
-        return read_rope({"rope_theta": theta, "rope_parameters": given})
+        given = (self.rope_parameters or {}).get(kind)
+        if kind == "sliding_attention":
+            return read_layer_rope(given, None, DEFAULT_THETA)
+        return read_layer_rope(given, self.rope_scaling, self.rope_theta or DEFAULT_THETA)
 
 
 def read(config: Mapping[str, object]) -> DecoderConfig:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 class Config(FamilyConfig, frozen=True, kw_only=True):
     default_partial: ClassVar[float | None] = 1.0
+    has_one_window: ClassVar[bool] = True
 
     rms_norm_eps: float = 1e-5
     max_position_embeddings: int = 4096

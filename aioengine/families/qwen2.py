@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from aioengine.families._block_config import AttentionConfig
-from aioengine.families._config import FamilyConfig, decode_config, read_rope
+from aioengine.families._config import FamilyConfig, decode_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,7 +35,8 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
 
 
 def read(config: Mapping[str, object]) -> DecoderConfig:
-    return replace(decode_config(config, Config).decoder(read_rope(config)), attention=AttentionConfig(qkv_bias=True))
+    found = decode_config(config, Config)
+    return replace(found.decoder(found.rope(config)), attention=AttentionConfig(qkv_bias=True))
 
 
 PLUGIN = read

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from aioengine.families import qwen2
 from aioengine.families._block_config import AttentionConfig, HeadNorm
-from aioengine.families._config import decode_config, read_rope
+from aioengine.families._config import decode_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,7 +25,7 @@ def read(config: Mapping[str, object]) -> DecoderConfig:
     found = decode_config(config, Config)
     bias = found.attention_bias
     attention = AttentionConfig(qkv_bias=bias, output_bias=bias, head_norm=HeadNorm())
-    return replace(found.decoder(read_rope(config)), attention=attention)
+    return replace(found.decoder(found.rope(config)), attention=attention)
 
 
 PLUGIN = read

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from msgspec import field
 from msgspec.structs import replace
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 class Config(FamilyConfig, frozen=True, kw_only=True):
     """``num_local_experts``: the name that newer versions of transformers write for ``num_experts``."""
+
+    has_one_window: ClassVar[bool] = True
 
     num_key_value_heads: int | None = 4
     max_position_embeddings: int = 32_768

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from msgspec import Meta
 from msgspec.structs import replace
@@ -16,10 +16,9 @@ if TYPE_CHECKING:
     from aioengine.families._config import DecoderConfig
 
 
-DEFAULT_THETA: Final = 2e6
-
-
 class Config(FamilyConfig, frozen=True, kw_only=True):
+    default_theta: ClassVar[float] = 2e6
+
     num_key_value_heads: int | None = 4
     max_position_embeddings: int = 32_768
     tie_word_embeddings: bool = True
@@ -55,7 +54,7 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
 
 def read(config: Mapping[str, object]) -> DecoderConfig:
     found = decode_config(config, Config)
-    rope = found.rope({"rope_theta": DEFAULT_THETA, **config})
+    rope = found.rope(config)
     decoder, bias = found.decoder(rope), found.attention_bias
     return replace(
         decoder,

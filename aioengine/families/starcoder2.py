@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 from msgspec.structs import replace
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 
 class Config(FamilyConfig, frozen=True, kw_only=True):
+    has_one_window: ClassVar[bool] = True
+
     num_key_value_heads: int | None = 2
     hidden_act: str = "gelu_pytorch_tanh"
     rms_norm_eps: float = msgspec.field(default=1e-5, name="norm_epsilon")

@@ -349,6 +349,8 @@ def _read_config(folder: Path, wanted: ModelConfig) -> tuple[_Config, Transforme
             found = read(as_embedder(raw))
         if is_embedding is False and found.task is not Task.GENERATE:
             raise ValueError(f"is_embedding=False, but its architecture ({config.architectures}) does not generate")
+        if found.task is Task.GENERATE and not found.is_causal:
+            not_implemented("is_causal", False, "true, or is_embedding=True: its tokens attend to all of their text")
         return config, found, read_pooling(folder, found, raw), implementation
     except ValueError as error:
         raise ValueError(f"{str(file)!r}: {error}") from error

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from aioengine import models
+from aioengine.attention.packed import PackedAttention
 from aioengine.config import ModelConfig
 from aioengine.families import phi3
 from aioengine.families._config import RopeConfig, as_embedder
 from aioengine.layers.rope import RotaryEmbedding
 from aioengine.model_files.model_folder import find_facts
 from aioengine.runner import weights
-from tests.compute.stepping import Stepper, options
+from tests.compute.stepping import Stepper, make_batch, make_inputs, options
 from tests.kit.decoders import CASES, ONE_OF_EACH, config_of, random_model
 
 if TYPE_CHECKING:
@@ -71,6 +73,24 @@ def test_folders_of_transformers_are_loaded(model_type: str, tmp_path: Path) -> 
         expected = expected.logits if facts.task == "generate" else expected.last_hidden_state
         found = Stepper(ours).run(token_ids.tolist(), [20])
         torch.testing.assert_close(found, expected[0], atol=3e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3", "falcon", "gptj"])
+def test_decoders_whose_tokens_attend_to_all_of_their_text(case: str) -> None:
+    """As embedding models that were made of a decoder say in config.json."""
+    config = config_of(case, is_causal=False)
+    theirs = random_model(config).base_model
+    ours = models.build(as_embedder(config.to_dict()), options())
+    for name, target in ours.weights().items():
+        target.tensor.copy_(theirs.state_dict()[name.removeprefix(ours.prefix)])
+    ours.finish_loading()
+    texts = [torch.randint(0, ours.vocab_size, (length,)) for length in (30, 7)]
+    expected = torch.cat([theirs(text.unsqueeze(0)).last_hidden_state[0] for text in texts])
+    attention = PackedAttention(ours.attention_shape, torch.empty(0))
+    rows = [(0, len(text)) for text in texts]
+    attention.prepare(make_batch(rows, [[0, 1], [2]], 16))
+    inputs = replace(make_inputs(ours, rows, torch.cat(texts)), outputs=None)
+    torch.testing.assert_close(ours.forward(inputs, attention), expected, atol=3e-5, rtol=1e-5)
 
 
 def test_dynamic_scaling_beyond_the_trained_length_is_that_of_generation() -> None:

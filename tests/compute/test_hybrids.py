@@ -386,3 +386,10 @@ def test_the_text_model_of_a_published_folder_is_loaded_and_its_tower_is_not(tmp
         for prompt in PROMPTS[:3]
     ]
     assert make_world(tmp_path).answers(PROMPTS[:3], max_new_tokens=8) == expected
+
+
+@pytest.mark.parametrize("make", [make_newer, make_granite])
+def test_other_activations_are_refused_by_name(make: Callable[..., PreTrainedConfig]) -> None:
+    config = make(hidden_act="gelu").to_dict()
+    with pytest.raises(ValueError, match="hidden_act"):
+        plugins.load("families", config["model_type"])(config)

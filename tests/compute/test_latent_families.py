@@ -192,6 +192,7 @@ REFUSED: dict[str, list[tuple[str, object]]] = {
         ("scoring_func", "softmax"),
         ("moe_intermediate_size", 0),
         ("hidden_act", "gelu"),
+        ("head_dim", 192),
         ("quantization_config", {"quant_method": "fp8", "weight_block_size": [128, 128]}),
     ],
     "glm4_moe_lite": [("mlp_layer_types", ["dense"]), ("first_k_dense_replace", 2)],

@@ -180,6 +180,12 @@ def test_the_context_of_gemma3_has_its_scaling_already() -> None:
         ("llama", {"rope_parameters": {"rope_type": "x" * 10_000}}, "rope_type"),
         ("glm4", {"rope_parameters": None, "partial_rotary_factor": 1.5}, "partial_rotary_factor"),
         ("stablelm", {"layer_norm_eps": 2.0}, "layer_norm_eps"),
+        ("llama", {"per_layer_config": {"0": {"intermediate_size": 8}}}, "per_layer_config"),
+        ("gemma3_text", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type 'linear'"),
+        ("olmo3", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, "truncate False"),
+        ("phi3", {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"] * 2}, "layer_types"),
+        ("starcoder2", {"sliding_window": 9, "layer_types": ["full_attention"] * 3}, "layer_types"),
+        ("gemma2", {"is_causal": False, "architectures": ["Model"]}, "is_causal False.*windows"),
     ],
 )
 def test_values_of_other_decoders_are_refused_by_name(model_type: str, fields: dict[str, object], named: str) -> None:
@@ -212,6 +218,16 @@ def test_unknown_model_names_those_that_work() -> None:
         match="'mamba'.*bert, .*llama, llava, .*mistral, .*modernbert, .*qwen2, .*qwen3, .*roberta, .*xlm_roberta",
     ):
         models.build({"model_type": "mamba"}, options())
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [({}, 2), ({"num_labels": 1}, 1), ({"num_labels": 3, "id2label": {"0": "a"}}, 1)],
+)
+def test_scores_of_a_classifier(fields: dict[str, object], expected: int) -> None:
+    config = config_of("llama", architectures=["LlamaForSequenceClassification"])
+    del config["id2label"]
+    assert plugins.load("families", "llama")({**config, **fields}).num_labels == expected
 
 
 def test_a_model_with_another_head_is_refused() -> None:

@@ -154,4 +154,25 @@ HUB: dict[str, dict[str, object]] = {
         "max_position_embeddings": 202752, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-05,
         "rope_theta": 1000000, "routed_scaling_factor": 1.8, "topk_group": 1, "topk_method": "noaux_tc",
     },
+    "c4ai-command-r-v01, without its rope_theta": {
+        **SIZES, **HEADS, "model_type": "cohere", "layer_norm_eps": 1e-05, "logit_scale": 0.0625, "use_qk_norm": False,
+    },
+    "Mixtral-8x7B-v0.1, without its rope_theta": {
+        **SIZES, **HEADS, "model_type": "mixtral", "num_experts_per_tok": 2, "num_local_experts": 8,
+        "sliding_window": None,
+    },
+    "gpt-oss-20b, with another scaling": {
+        **SIZES, **HEADS, "model_type": "gpt_oss", "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    },
+    "gpt-j-6b, with the sizes of the class": {"model_type": "gptj", "activation_function": "gelu_new"},
+    "gpt2, with the usual names": {
+        "model_type": "gpt2", "hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 32,
+    },
+    "pythia, whose base is not its rope_theta": {
+        **SIZES, "model_type": "gpt_neox", "num_attention_heads": 12, "rope_theta": 500.0, "rotary_emb_base": 10000,
+    },
+    "Qwen2.5-7B-Instruct, with its length beside the scaling": {
+        **SIZES, **HEADS, "model_type": "qwen2", "original_max_position_embeddings": 4096, "rope_theta": 1000000.0,
+        "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
+    },
 }  # fmt: skip
