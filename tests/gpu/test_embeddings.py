@@ -11,9 +11,9 @@ from transformers import BertConfig, ModernBertConfig
 
 from aioengine.attention._base import AttentionShape
 from aioengine.attention.packed import PackedAttention
+from tests.compute.models.test_encoders import SPECIAL
+from tests.compute.runner.test_pooling import PROMPTS, PoolWorld, saved, settings_for
 from tests.compute.stepping import make_batch
-from tests.compute.test_encoders import SPECIAL
-from tests.compute.test_pooling import PROMPTS, PoolWorld, saved, settings_for
 
 if TYPE_CHECKING:
     from pathlib import Path

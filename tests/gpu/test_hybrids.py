@@ -12,8 +12,8 @@ from aioengine.kernels import causal_conv, gated_delta, gated_rms_norm
 from aioengine.kernels.delta_gates import DeltaGates
 from aioengine.kernels.state_rows import StateRows
 from aioengine.layers.states import token_blocks
+from tests.compute.models.test_hybrids import WITH_EXPERTS, make_config, make_granite, make_lfm2, make_settings
 from tests.compute.runner_world import World
-from tests.compute.test_hybrids import WITH_EXPERTS, make_config, make_granite, make_lfm2, make_settings
 from tests.kit.hybrid_models import save_hybrid
 
 if TYPE_CHECKING:

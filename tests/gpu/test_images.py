@@ -12,8 +12,8 @@ from aioengine import models
 from aioengine.models._base import ModelOptions, VisionModel
 from aioengine.runner import weights
 from aioengine.runner.device_memory import image_memory
+from tests.compute.models.test_images import TEXTS, Saved, check, run
 from tests.compute.runner_world import World, make_settings
-from tests.compute.test_images import TEXTS, Saved, check, run
 from tests.kit.vision_models import GREEDY, MODELS, Pictures, prompt_of, save_vision_model
 
 

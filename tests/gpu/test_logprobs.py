@@ -10,7 +10,7 @@ import torch
 
 from aioengine.protocol.messages import Sampling
 from aioengine.protocol.packed_logprobs import LogprobRules
-from tests.compute import test_logprobs as on_cpu
+from tests.compute.runner import test_logprobs as on_cpu
 from tests.compute.runner_world import World, make_settings, save_model
 from tests.gpu.test_model_runner import HEADS
 

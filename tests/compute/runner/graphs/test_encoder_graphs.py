@@ -17,10 +17,10 @@ from aioengine.attention.packed import PackedAttention
 from aioengine.models._base import Model, ModelOptions
 from aioengine.runner import weights
 from aioengine.runner.graphs.encoder_graphs import EncoderGraphs
-from tests.compute.graphs.test_piece_graphs import record_graphs
+from tests.compute.models.test_encoders import ENCODER, SPECIAL
+from tests.compute.runner.graphs.test_piece_graphs import record_graphs
+from tests.compute.runner.test_pooling import PROMPTS, PoolWorld, saved, settings_for
 from tests.compute.stepping import make_batch, make_inputs
-from tests.compute.test_encoders import ENCODER, SPECIAL
-from tests.compute.test_pooling import PROMPTS, PoolWorld, saved, settings_for
 
 
 class MaskedRows:

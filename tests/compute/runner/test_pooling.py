@@ -20,8 +20,8 @@ from transformers import (
 from aioengine.config import PoolingSettings
 from aioengine.protocol.messages import FinishCode, Limits, RequestKind, Sampling, Submit, TextRules
 from aioengine.scheduler.plan import VECTOR, NewRow, Plan, Row
+from tests.compute.models.test_encoders import ENCODER, SPECIAL
 from tests.compute.runner_world import World, make_settings, save_model
-from tests.compute.test_encoders import ENCODER, SPECIAL
 from tests.kit.tiny_sizes import SIZES
 
 if TYPE_CHECKING:

@@ -31,10 +31,10 @@ from aioengine.protocol.packed_logprobs import LogprobRules
 from aioengine.resolve import resolve
 from aioengine.runner.device_memory import Demand, PoolBudget, fit_snapshots, fit_states, kv_bytes_per_token
 from aioengine.scheduler.gates import Gate
+from tests.compute.models.test_expert_families import pair as saved_pair
+from tests.compute.models.test_families import pair
 from tests.compute.runner_world import World
 from tests.compute.stepping import Request, Stepper
-from tests.compute.test_expert_families import pair as saved_pair
-from tests.compute.test_families import pair
 from tests.kit.grammar_walks import FOLDER, grammar_of
 from tests.kit.hybrid_models import save_hybrid
 from tests.kit.settings import small_settings

@@ -26,7 +26,7 @@ from aioengine.runner.rows import RowTable
 from aioengine.runner.graphs.cascade import SharedPrefixes
 from aioengine.runner.graphs.spread import can_spread, spread
 from aioengine.scheduler.plan import TOKENS, NewRow, Row
-from tests.compute.graphs.test_cascade_groups import part_of
+from tests.compute.runner.graphs.test_cascade_groups import part_of
 from tests.compute.stepping import write_and_attend
 
 # no form is compiled here, and there is no device to be asked

@@ -19,8 +19,8 @@ from aioengine.layers.placement import Placement
 from aioengine.models._fallback import TransformersModel, build_module
 from aioengine.models._fallback_swaps import find_gated, find_norm
 from aioengine.quantization.plain import PLAIN
+from tests.compute.models.test_fallback import SIZES, load, save
 from tests.compute.stepping import Stepper, options
-from tests.compute.test_fallback import SIZES, load, save
 
 if TYPE_CHECKING:
     from pathlib import Path

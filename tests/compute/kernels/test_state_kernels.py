@@ -150,7 +150,7 @@ from aioengine.kernels.triton import state_space as space_kernels
 from aioengine.kernels.delta_gates import DeltaGates
 from aioengine.layers.states import token_blocks
 from aioengine.runner.state_pool import StatePool
-from tests.compute.test_state_kernels import Layer, Space
+from tests.compute.kernels.test_state_kernels import Layer, Space
 
 layer = Layer()
 inputs, matrices = torch.randn_like(layer.inputs), torch.randn_like(layer.matrices)

@@ -169,7 +169,7 @@ def test_a_decoder_without_its_head_gives_hidden_states_and_a_classifier_scores(
 
 @pytest.mark.parametrize("lengths", [[1, 7, 33], [300], [700, 1, 20]])
 def test_bidirectional_decoders_are_those_of_transformers(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "__path__", [*models.__path__, "tests/compute/model_plugins"])
+    monkeypatch.setattr(models, "__path__", [*models.__path__, "tests/compute/models/model_plugins"])
     torch.manual_seed(3)
     config = LlamaConfig(**{**SIZES, "max_position_embeddings": 1024, "attn_implementation": "eager"})
     theirs = LlamaModel(config).eval()

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 from aioengine import models
 from aioengine.protocol.messages import Sampling
-from tests.compute.model_plugins import three_axes_llama
+from tests.compute.models.model_plugins import three_axes_llama
 from tests.compute.runner_world import World, make_settings, save_model
 from tests.compute.stepping import make_inputs, options
 from tests.kit.tiny_sizes import SIZES

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from aioengine.model_files.adapter_folder import read_folder
 from aioengine.runner.build import build
+from tests.compute.runner.test_adapters import PROMPTS, adapter, continued, generate, opened, with_adapters
 from tests.compute.runner_world import World, make_settings, save_model
-from tests.compute.test_adapters import PROMPTS, adapter, continued, generate, opened, with_adapters
 from tests.kit.adapters import merged, save_adapter
 
 if TYPE_CHECKING:

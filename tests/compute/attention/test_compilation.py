@@ -155,7 +155,7 @@ def test_compilers_end_with_a_process_that_is_killed(machine: Machine) -> None:
 import time
 from pathlib import Path
 from aioengine.attention._compilation import Compilation
-from tests.compute.test_compilation import Kernel
+from tests.compute.attention.test_compilation import Kernel
 Compilation(time.monotonic() + 60, print).bring_up_to_date([Kernel(Path({str(machine.kernel.folder)!r}))])
 """
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL)

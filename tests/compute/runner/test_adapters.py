@@ -14,8 +14,8 @@ from aioengine.protocol.messages import Adapter, Sampling
 from aioengine.protocol.packed_logprobs import LogprobReader, LogprobRules
 from aioengine.runner.build import build
 from aioengine.scheduler.plan import TOKENS, NewRow, Plan, Row
+from tests.compute.models.test_hybrids import make_config
 from tests.compute.runner_world import make_settings, save_model
-from tests.compute.test_hybrids import make_config
 from tests.kit.adapters import change_tensors, merged, save_adapter
 from tests.kit.decoders import config_of, random_model
 from tests.kit.settings import small_settings
