@@ -19,12 +19,14 @@ from aioengine import checks, machine
 from aioengine.args import engine_config
 from aioengine.config import OWN
 from aioengine.families._memory import kv_numbers, num_parameters, state_bytes, step_numbers
+from aioengine.families._towers import num_tower_parameters
 from aioengine.families._vision import VisionConfig
 from aioengine.frontend.startup import read_adapters
-from aioengine.model_files import checkpoint, model_folder
+from aioengine.model_files import folder_files, model_folder
 from aioengine.resolve import resolve
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import PurePath
     from typing import Unpack
 
@@ -39,6 +41,10 @@ _CUDA_BYTES: Final = _GIB
 """What CUDA, its libraries and the kernels take."""
 _GRAPH_BYTES: Final = 2 * _GIB
 """What the runner keeps free for workspaces and graphs."""
+_FEATURE_BYTES: Final = _GIB
+"""Of images, which the runner keeps on a GPU."""
+_RANKS: Final = 16
+"""Slots of adapters have room for a multiple of so many ranks."""
 _SAMPLED_ROWS: Final = 256
 """Rows whose logits are there in fp32 at a time."""
 _SNAPSHOTS_PER_ROW: Final = 4
@@ -55,10 +61,11 @@ class Plan(Struct, frozen=True, kw_only=True):
 
     Attributes:
         implementation: "aioengine": there is a file for the model's type. reason: why it is this one.
-        weights_bytes: of the weights in ``dtype``, exactly; without a vision tower that was not fetched.
+        weights_bytes: of the weights in ``dtype``, with those of a vision tower; exactly.
         kv_bytes_per_token: of keys and values, or of what a model has in their place; exactly. state_bytes_per_request:
             of layers that keep a state of each request instead; snapshots of these lessen the pool.
-        activations_bytes: what the largest step takes beside weights and pool, with CUDA graphs; estimated.
+        activations_bytes: what the largest step takes beside weights and pool, with CUDA graphs, the slots of adapters
+            and the features of images that are kept; estimated.
         device_memory: of the GPU in all, or what is free of the memory of a CPU's machine.
         kv_pool_bytes: of the KV pool. max_total_tokens: its size in tokens; 0: the model does not fit.
         longest_context: the most tokens of one request that have room; 0: the weights alone do not fit.
@@ -128,7 +135,7 @@ def plan(
 ) -> Plan:
     """What an engine of these arguments would take and serve, from the model's config alone.
 
-    Adapters and images are not counted.
+    What a vision tower takes while it computes an image is not counted.
 
     Args:
         model_path: a folder, a GGUF file, or a hub id, whose config files alone are fetched; None: the demo model.
@@ -162,6 +169,7 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
     count = num_parameters(family) + _tower_parameters(family, Path(facts.path))
     itemsize = _DTYPE_BYTES[settings.model.dtype]
     weights_bytes, activations = count * itemsize, _activations(family, settings, itemsize)
+    activations += _adapter_numbers(settings, facts.linear_layers) * itemsize
     kv_bytes, page_size = kv_numbers(family) * itemsize, settings.memory.page_size
     room = _room(settings, device_memory, weights_bytes=weights_bytes, activations=activations)
     states, max_running = state_bytes(family, itemsize), settings.scheduler.max_running
@@ -210,7 +218,8 @@ def _activations(family: TransformerConfig, settings: Settings, itemsize: int) -
     if settings.runner.device == "cpu":
         return step + family.vocab_size * 4
     counts = 2 * 4 * limits.max_running * family.vocab_size  # of the tokens of each request, for penalties
-    return (step + logits) * 5 // 4 + counts + _GRAPH_BYTES
+    features = _FEATURE_BYTES if isinstance(family, VisionConfig) else 0
+    return (step + logits) * 5 // 4 + counts + features + _GRAPH_BYTES
 
 
 def _room(settings: Settings, device_memory: int, *, weights_bytes: int, activations: int) -> int:
@@ -232,11 +241,20 @@ def _num_pages(settings: Settings, room: int, page_bytes: int, *, max_running: i
 
 
 def _tower_parameters(family: TransformerConfig, folder: Path) -> int:
-    """Of the vision tower, as far as the files of the weights are there."""
-    if not isinstance(family, VisionConfig) or checkpoint.missing_weights(folder):
+    if not isinstance(family, VisionConfig):
         return 0
-    entries = checkpoint.read_headers(folder, family.prefix, family.renamed)
-    return sum(entry.num_numbers for entry in entries if entry.name.startswith(family.towers))
+    return num_tower_parameters(folder_files.read_object(folder / "config.json"), family.hidden_size)
+
+
+def _adapter_numbers(settings: Settings, layers: Mapping[str, tuple[int, int]]) -> int:
+    """Numbers of all slots for adapters; ``layers``: (outputs, inputs) of the linear layers that these may change."""
+    lora = settings.runner.lora
+    if lora is None:
+        return 0
+    sizes = [
+        sum(shape) for name, shape in layers.items() if not lora.modules or name.rpartition(".")[2] in lora.modules
+    ]
+    return lora.num_slots * -(-lora.max_rank // _RANKS) * _RANKS * sum(sizes)
 
 
 def _gpu_memory(device: DeviceFacts) -> int:
