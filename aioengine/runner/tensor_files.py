@@ -20,16 +20,21 @@ if TYPE_CHECKING:
 
     from aioengine.model_files.checkpoint import Entry
 
-_DTYPES: Final = {
+DTYPES: Final = {
     "F64": torch.float64,
     "F32": torch.float32,
-    "BF16": torch.bfloat16,
     "F16": torch.float16,
+    "BF16": torch.bfloat16,
     "I64": torch.int64,
     "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
 }
+"""Types of tensors by their names in safetensors files."""
 
 
 def read_tensor(file: BinaryIO, entry: Entry, *, is_pinned: bool = False) -> Tensor:
@@ -38,13 +43,13 @@ def read_tensor(file: BinaryIO, entry: Entry, *, is_pinned: bool = False) -> Ten
     Raises:
         ValueError: it is of another type than those that are read here, or the file was changed meanwhile.
     """
-    if entry.dtype not in _DTYPES:
-        raise ValueError(f"{entry.path}: {entry.name} is of type {entry.dtype}; what works: {', '.join(_DTYPES)}")
+    if entry.dtype not in DTYPES:
+        raise ValueError(f"{entry.path}: {entry.name} is of type {entry.dtype}; what works: {', '.join(DTYPES)}")
     content = torch.empty(entry.num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
     file.seek(entry.begin)
     if file.readinto(content.numpy()) != entry.num_bytes:  # type: ignore[attr-defined]
         raise ValueError(f"{entry.path} was changed while it was read")
-    return content.view(_DTYPES[entry.dtype]).view(entry.shape)
+    return content.view(DTYPES[entry.dtype]).view(entry.shape)
 
 
 def read_arrays(path: str, *, is_pinned: bool) -> dict[str, Tensor]:

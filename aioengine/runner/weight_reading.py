@@ -21,6 +21,7 @@ import torch
 
 from aioengine.model_files import folder_files
 from aioengine.runner.gguf_blocks import dequantized
+from aioengine.runner.tensor_files import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,21 +34,6 @@ if TYPE_CHECKING:
     from aioengine.model_files.checkpoint import Entry
 
     Report = Callable[[int, int], None]
-
-DTYPES: Final = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
 
 PIECE_BYTES: Final = 8 << 20
 PIECE_NUMBERS: Final = 2 << 20

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aioengine.model_files.checkpoint import check_entries, check_unchanged, file_states, read_headers
+from aioengine.model_files.checkpoint import FLOAT_BYTES, check_entries, check_unchanged, file_states, read_headers
+from aioengine.runner.tensor_files import DTYPES
 from aioengine.runner.weight_reading import read_all
 
 if TYPE_CHECKING:
@@ -28,15 +29,8 @@ if TYPE_CHECKING:
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
-_EXACT_TYPES = {
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
+_EXACT_TYPES = {dtype: name for name, dtype in DTYPES.items() if name not in FLOAT_BYTES}
+"""Types that no other type is converted to -> their names in files."""
 _DUMMY_BLOCK = 1_048_573  # a prime: rows of a matrix never repeat one another
 
 

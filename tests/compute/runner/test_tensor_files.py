@@ -15,6 +15,7 @@ ARRAYS = {
     "half": torch.randn(4).bfloat16(),
     "image_grid_thw": torch.tensor([[1, 4, 6]]),
     "mask": torch.tensor([True, False, True]),
+    "eighth": torch.randn(3).to(torch.float8_e4m3fn),
     "bytes": torch.arange(5, dtype=torch.uint8),
     "none": torch.empty(0, 3),
 }
