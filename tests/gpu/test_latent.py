@@ -128,7 +128,8 @@ def test_heads_and_their_matmuls_against_torch(num_heads: int, value_size: int, 
         torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
         assert torch.equal(keys.view(-1, value_size + more)[slots], found[:, -1])
         weight = torch.randn(num_heads, 96, value_size, device="cuda", dtype=dtype) * 0.1
-        for part, x in ((weight[:, :64], q[..., :64]), (weight[:, 64:].transpose(1, 2), found[:, :-1, :value_size])):
+        values = torch.randn(num_tokens, num_heads, value_size, device="cuda", dtype=dtype)
+        for part, x in ((weight[:, :64], q[..., :64]), (weight[:, 64:].transpose(1, 2), values)):
             outs = torch.zeros(3, num_tokens, num_heads + 1, part.shape[2], device="cuda", dtype=dtype)
             for out, invariant in zip(outs[:2], (False, True), strict=True):
                 head_linear.prepare(part, batch_invariant=invariant)(x, out[:, :-1])

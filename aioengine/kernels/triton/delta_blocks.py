@@ -219,4 +219,6 @@ def compute(
         *(*given, state, rows.slots, rows.starts, rows.ends, solved_keys, solved_values, out),
         *(num_channels, stride, num_heads, key_size**-0.5, group, key_size, value_size, block_k, block_v),
     )
-    _rows((-(-value_size // block_v), num_heads, len(rows.slots)), key, arguments, {"num_warps": 8})
+    stages = 3 if channels.itemsize == 2 else 1  # loads of 4 bytes in three stages do not fit into shared memory
+    options = {"num_warps": 8, "num_stages": stages}
+    _rows((-(-value_size // block_v), num_heads, len(rows.slots)), key, arguments, options)

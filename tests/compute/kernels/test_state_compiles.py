@@ -1,0 +1,37 @@
+"""The kernels of gated delta nets are compiled for a GPU, with the sizes of Qwen3-Next, in bf16 and fp32."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+PROGRAM = """
+import torch
+
+from aioengine.kernels.delta_gates import DeltaGates
+from aioengine.kernels.state_rows import StateRows
+from aioengine.kernels.triton import delta_blocks, launcher
+from tests.compute.compiled import compile_for_hopper
+
+launcher.Launcher.__call__ = compile_for_hopper
+
+ints = torch.zeros(1, dtype=torch.int64)
+rows = StateRows(ints, ints, ints, torch.zeros(4, 2, dtype=torch.int32))
+numbers = torch.zeros(32)
+for dtype in (torch.bfloat16, torch.float32):
+    scores = torch.zeros(200, 32, dtype=dtype)
+    gates = DeltaGates(steps=scores, scores=scores, log_rate=numbers, bias=numbers)
+    channels, out = torch.zeros(200, 8192, dtype=dtype), torch.zeros(200, 32, 128, dtype=dtype)
+    delta_blocks.compute(channels, gates, torch.zeros(2, 32, 128, 128), rows, out=out, key=())
+"""
+
+
+@pytest.mark.slow
+def test_kernels_of_blocks_compile_for_hopper() -> None:
+    if find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
