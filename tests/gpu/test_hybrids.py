@@ -73,7 +73,24 @@ def test_greedy_tokens_in_fp32_are_those_on_the_cpu(
     assert found == expected
 
 
-def test_preempted_requests_begin_again(folder: Path) -> None:
+@pytest.mark.parametrize("graphs", [0, 8])
+def test_turns_begin_with_snapshots_and_have_the_tokens_of_the_cpu(folder: Path, graphs: int) -> None:
+    settings = make_settings(folder, page_size=16, chunk_tokens=70, depth=1)
+    runner = msgspec.structs.replace(
+        settings.runner, device="cuda", attention_backend="triton", cuda_graph_max_rows=graphs
+    )
+    worlds = World(make_settings(folder, prefix_cache=False)), World(msgspec.structs.replace(settings, runner=runner))
+    histories = [prompt[:40] for prompt in PROMPTS[2:6]]
+    for turn in range(3):
+        answers = [world.answers(histories, max_new_tokens=20) for world in worlds]
+        assert answers[0] == answers[1]
+        cached = [worlds[1].num_cached[uid] for uid in sorted(worlds[1].num_cached)[-len(histories) :]]
+        assert all(len(ids) - num_cached < 32 for ids, num_cached in zip(histories, cached, strict=True)) == (turn > 0)
+        histories = [ids + answer + [turn + 1] * 3 for ids, answer in zip(histories, answers[1], strict=True)]
+    worlds[1].runner.close()
+
+
+def test_preempted_requests_go_on_from_snapshots(folder: Path) -> None:
     settings = make_settings(folder, num_pages=34, depth=1)
     runner = msgspec.structs.replace(settings.runner, device="cuda", attention_backend="triton", cuda_graph_max_rows=8)
     prompts = [PROMPTS[3], PROMPTS[4], PROMPTS[6]] * 2

@@ -1,0 +1,141 @@
+"""The whole engine with a model that keeps states: prefixes are reused, and everything is as without the cache."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from itertools import count
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import pytest
+from transformers import AutoModelForCausalLM
+
+from aioengine import Engine
+from tests.compute.models.test_hybrids import make_newer
+from tests.kit.adapters import save_adapter
+from tests.kit.hybrid_models import save_hybrid
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from aioengine import Answer
+
+pytestmark = pytest.mark.process
+
+PARAMS: dict[str, object] = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
+ARGUMENTS: dict[str, Any] = {
+    "dtype": "float32",
+    "device": "cpu",
+    "max_total_tokens": 4096,
+    "skip_tokenizer_init": True,
+    "context_length": 512,
+    "lora_target_modules": ["q_proj", "v_proj"],
+    "max_lora_rank": 4,
+    "enable_lora": True,
+}
+PROMPT = random.Random(0).choices(range(1, 96), k=150)
+SPAN = 64
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_hybrid(make_newer(max_position_embeddings=512), tmp_path_factory.mktemp("hybrid"))
+
+
+@pytest.fixture(scope="module")
+def adapter(folder: Path) -> Path:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    return save_adapter(model, folder / "adapter", target_modules=["q_proj", "v_proj"])
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[Engine]:
+    with Engine(model_path=str(folder), **ARGUMENTS) as engine:
+        yield engine
+
+
+def ask(engine: Engine, ids: list[int], **options: Any) -> tuple[list[int], int]:
+    """The tokens of an answer, and how many of the prompt's were cached."""
+    out = engine.generate(input_ids=ids, sampling_params=PARAMS, **options)
+    return out["output_ids"], out["meta_info"]["cached_tokens"]
+
+
+SALTS = map(str, count())
+
+
+def cold(engine: Engine, ids: list[int], **options: Any) -> list[int]:
+    """The tokens of an answer for which nothing is reused."""
+    answer, num_cached = ask(engine, ids, cache_salt=next(SALTS), **options)
+    assert num_cached == 0
+    return answer
+
+
+def test_turns_samples_and_salts_find_snapshots(engine: Engine) -> None:
+    assert engine.flush_cache()
+    answer = cold(engine, PROMPT)
+    assert ask(engine, PROMPT) == (answer, 0)
+    assert ask(engine, PROMPT) == (answer, 2 * SPAN)
+    longer = [*PROMPT, *answer, *PROMPT[:60]]
+    expected = cold(engine, longer)
+    assert ask(engine, longer) == (expected, 2 * SPAN)
+    last = [*longer, *expected, 1]
+    assert ask(engine, last) == (cold(engine, last), 4 * SPAN)
+    drawn = {"temperature": 1.0, "seed": 3, "max_new_tokens": 20, "n": 4, "ignore_eos": True}
+    found = cast("list[Answer]", engine.generate(input_ids=PROMPT[::-1], sampling_params=drawn))
+    assert sorted(out["meta_info"]["cached_tokens"] for out in found) == [0, *[2 * SPAN] * 3]
+    again = cast("list[Answer]", engine.generate(input_ids=PROMPT[::-1], sampling_params=drawn))
+    assert [out["output_ids"] for out in found] == [out["output_ids"] for out in again]
+
+
+def test_sessions_go_on_from_their_snapshots(engine: Engine) -> None:
+    assert engine.flush_cache()
+    sid = engine.open_session(512)
+    history, turn = PROMPT[:100], {"id": sid}
+    parts, cached = [history, PROMPT[:50], PROMPT[:50]], list[int]()
+    for number, part in enumerate(parts):
+        history = history + part if number else part
+        out = engine.generate(input_ids=part, sampling_params=PARAMS, session_params=turn)
+        assert out["output_ids"] == cold(engine, history)
+        history = [*history, *out["output_ids"]]
+        turn = {"id": sid, "rid": out["meta_info"]["id"]}
+        cached.append(out["meta_info"]["cached_tokens"])
+    engine.close_session(sid)
+    assert cached == [0, 2 * SPAN, 3 * SPAN]
+
+
+def test_adapters_vectors_and_logprobs_of_prompts_are_those_without_a_hit(engine: Engine, adapter: Path) -> None:
+    engine.load_lora_adapter("one", str(adapter))
+    assert engine.flush_cache()
+    base, adapted = cold(engine, PROMPT), cold(engine, PROMPT, lora_path="one")
+    assert base != adapted
+    for path, answer in ((None, base), ("one", adapted)):
+        assert ask(engine, PROMPT, lora_path=path) == (answer, 0)
+        assert ask(engine, PROMPT, lora_path=path) == (answer, 2 * SPAN)
+    vectors = [engine.encode(input_ids=PROMPT, cache_salt=salt)["embedding"] for salt in (None, next(SALTS))]
+    assert np.array_equal(vectors[0], vectors[1])
+    options: dict[str, Any] = {"return_logprob": True, "logprob_start_len": 140, "top_logprobs_num": 2}
+    hit, other = (
+        engine.generate(input_ids=PROMPT, sampling_params=PARAMS, cache_salt=salt, **options)["meta_info"]
+        for salt in (None, next(SALTS))
+    )
+    assert hit["input_token_logprobs"] == other["input_token_logprobs"]
+    assert hit["output_top_logprobs"] == other["output_top_logprobs"]
+    assert (hit["cached_tokens"], other["cached_tokens"]) == (2 * SPAN, 0)
+
+
+def test_a_request_goes_on_when_its_scheduler_was_killed(engine: Engine) -> None:
+    expected, first = cold(engine, PROMPT), pid_of(engine)
+    for _ in range(2):
+        found: list[int] = []
+        for chunk in engine.generate(input_ids=PROMPT, sampling_params=PARAMS, stream=True):
+            found += chunk["output_ids"]
+            if len(found) > 10 and pid_of(engine) == first:
+                os.kill(first, signal.SIGKILL)
+        assert found == expected
+
+
+def pid_of(engine: Engine) -> int:
+    return next(one["pid"] for one in engine.health()["processes"] if one["role"] == "scheduler")
