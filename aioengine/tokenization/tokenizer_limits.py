@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final, cast
 
 import msgspec
 
 from aioengine import checks
 
+_SECTIONS: Final = {
+    "normalizer": "normalizers",
+    "pre_tokenizer": "pretokenizers",
+    "post_processor": "processors",
+    "decoder": "decoders",
+}
+"""Sections that may be a sequence of parts -> the name of the list of these."""
+_MAX_PARTS: Final = 1000
+"""Of a section. The largest known have some 20."""
 _MAX_GROWTH: Final = 256
-"""How much longer the normalizer may make a text. Unicode's own forms make some letters 18 times as long."""
-_MAX_PREPENDED: Final = 1024
+"""How much longer a text may become. Unicode's own forms make some letters 18 times as long."""
+_MAX_ADDED: Final = 1024
+"""Characters that normalizers put before a text, and tokens that a template puts around it."""
 
 
 class _Model(msgspec.Struct, frozen=True):
     """``merges``: pairs, or the two parts with a space between them."""
 
-    continuing_subword_prefix: str | None = None
+    continuing_subword_prefix: object = None
     merges: msgspec.Raw = msgspec.Raw(b"[]")
 
 
 class _File(msgspec.Struct, frozen=True):
     model: _Model = _Model()
-    normalizer: msgspec.Raw = msgspec.Raw(b"null")
+    normalizer: object = None
+    pre_tokenizer: object = None
+    post_processor: object = None
+    decoder: object = None
 
 
 def check_tokenizer(content: bytes) -> None:
@@ -34,21 +47,31 @@ def check_tokenizer(content: bytes) -> None:
     """
     try:
         found = msgspec.json.decode(content, type=_File)
-        normalizer = msgspec.json.decode(found.normalizer)
-        prefix = found.model.continuing_subword_prefix
-        merges = msgspec.json.decode(found.model.merges, type=list[str | tuple[str, str]]) if prefix else []
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return
-    if prefix is not None:
-        _check_merges(prefix, merges)
-    if (growth := _growth(normalizer)) > _MAX_GROWTH:
-        raise ValueError(f"its normalizer makes texts {growth:g} times as long; at most {_MAX_GROWTH} works")
+    if isinstance(found.model.continuing_subword_prefix, str):
+        _check_merges(found.model.continuing_subword_prefix, found.model.merges)
+    for section, of_parts in _SECTIONS.items():
+        parts = list(_parts(getattr(found, section), of_parts))
+        if len(parts) > _MAX_PARTS:
+            raise ValueError(f"its {section} has {len(parts)} parts; at most {_MAX_PARTS} work")
+        growth = 1.0
+        for part in parts:
+            growth *= _growth(part)
+        if growth > _MAX_GROWTH:
+            raise ValueError(f"its {section} makes texts {growth:g} times as long; at most {_MAX_GROWTH} works")
+        if (added := sum(map(_added, parts))) > _MAX_ADDED:
+            raise ValueError(f"its {section} adds {added} characters or tokens to a text; at most {_MAX_ADDED} works")
 
 
-def _check_merges(prefix: str, merges: list[str | tuple[str, str]]) -> None:
+def _check_merges(prefix: str, content: msgspec.Raw) -> None:
     """Raise ValueError where the second part of a merge does not begin with the prefix, of which the library cuts off
     as many bytes as it has characters.
     """
+    try:
+        merges = msgspec.json.decode(content, type=list[str | tuple[str, str]])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # the library refuses them, too
+        return
     for merge in merges:
         right = merge.partition(" ")[2] if isinstance(merge, str) else merge[1]
         if not prefix.isascii() or not right.startswith(prefix):
@@ -58,20 +81,52 @@ def _check_merges(prefix: str, merges: list[str | tuple[str, str]]) -> None:
             )
 
 
-def _growth(normalizer: object) -> float:
-    """How many times as long a text may become, as far as replacements make it longer."""
-    if not isinstance(normalizer, Mapping):
-        return 1
-    given = cast("Mapping[str, object]", normalizer)
-    if isinstance(parts := given.get("normalizers"), list):
-        growth = 1.0
-        for part in cast("list[object]", parts):
-            growth *= _growth(part)
-        return growth
-    prepended, content = given.get("prepend"), given.get("content")
-    if isinstance(prepended, str) and len(prepended) > _MAX_PREPENDED:
-        return len(prepended)
-    pattern = given.get("pattern")
-    replaced = cast("Mapping[str, object]", pattern).get("String") if isinstance(pattern, Mapping) else None
-    size = len(replaced) if isinstance(replaced, str) else 1
-    return max(1, len(content) / max(size, 1)) if isinstance(content, str) else 1
+def _parts(section: object, of_parts: str) -> Iterator[Mapping[str, object]]:
+    """The parts of a section in their order, of sequences in sequences too."""
+    waiting = [section]
+    while waiting:
+        part = waiting.pop()
+        if not isinstance(part, Mapping):
+            continue
+        given = cast("Mapping[str, object]", part)
+        inner = given.get(of_parts)
+        if isinstance(inner, list):
+            waiting += reversed(cast("list[object]", inner))
+        else:
+            yield given
+
+
+def _growth(part: Mapping[str, object]) -> float:
+    """How many times as long a text may become: a part replaces it by a longer one, or a template repeats it."""
+    content, pattern = part.get("content"), part.get("pattern")
+    growth = 0.0
+    if isinstance(content, str):
+        replaced = cast("Mapping[str, object]", pattern).get("String") if isinstance(pattern, Mapping) else None
+        growth = len(content) / max(len(replaced) if isinstance(replaced, str) else 1, 1)
+    return max(1.0, growth, *(len(_entries(part, template, "Sequence")) for template in ("single", "pair")))
+
+
+def _added(part: Mapping[str, object]) -> int:
+    """Characters, or tokens, that a part adds to every text."""
+    prepended = part.get("prepend")
+    num_characters = len(prepended) if isinstance(prepended, str) else 0
+    tokens = part.get("special_tokens")
+    if not isinstance(tokens, Mapping):
+        return num_characters
+    sizes = {
+        name: len(cast("list[object]", ids))
+        for name, token in cast("Mapping[str, object]", tokens).items()
+        if isinstance(token, Mapping) and isinstance(ids := cast("Mapping[str, object]", token).get("ids"), list)
+    }
+    return num_characters + max(
+        sum(sizes.get(str(entry.get("id")), 1) for entry in _entries(part, template, "SpecialToken"))
+        for template in ("single", "pair")
+    )
+
+
+def _entries(part: Mapping[str, object], template: str, kind: str) -> list[Mapping[str, object]]:
+    """The entries of a kind in a template of a TemplateProcessing."""
+    listed = part.get(template)
+    entries = cast("list[object]", listed) if isinstance(listed, list) else []
+    found = [cast("Mapping[str, object]", entry).get(kind) for entry in entries if isinstance(entry, Mapping)]
+    return [cast("Mapping[str, object]", entry) for entry in found if isinstance(entry, Mapping)]

@@ -388,18 +388,41 @@ def merged(prefix: str, merges: object) -> dict[str, object]:
     return {"type": "BPE", "vocab": letters, "merges": merges, "continuing_subword_prefix": prefix}
 
 
+def template(pieces: list[object]) -> dict[str, object]:
+    tokens = {"x": {"id": "x", "ids": [0] * 2000, "tokens": ["a"] * 2000}}
+    return {"type": "TemplateProcessing", "single": pieces, "pair": [], "special_tokens": tokens}
+
+
+PREPEND = {"type": "Prepend", "prepend": "x" * 10}
+WORDS = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a", "continuing_subword_prefix": 5}
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"model": merged("x", [["a", "Ġ"]])}, "continuing_subword_prefix is 'x', and the merge .* goes on without it"),
         ({"model": merged("##", ["a b"])}, "continuing_subword_prefix"),
         ({"model": merged("é", [["a", "éb"]])}, "continuing_subword_prefix"),
-        ({"normalizer": {"type": "Prepend", "prepend": "x" * 5000}}, "texts 5000 times as long"),
+        ({"normalizer": {"type": "Prepend", "prepend": "x" * 5000}}, "its normalizer adds 5000 characters"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [PREPEND] * 200}}, "its normalizer adds 2000 characters"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}] * 5000}}, "normalizer has 5000 parts"),
         (
             {"normalizer": {"type": "Sequence", "normalizers": [replacing("a", "a" * 10)] * 7}},
             "its normalizer makes texts 1e.07 times as long",
         ),
         ({"normalizer": replacing("", "x" * 300)}, "300 times as long"),
+        ({"normalizer": replacing("", "x" * 300), "model": WORDS}, "300 times as long"),
+        (
+            {
+                "decoder": {
+                    "type": "Sequence",
+                    "decoders": [{"type": "Sequence", "decoders": [replacing("a", "aa")] * 60}],
+                }
+            },
+            "its decoder makes texts 1.15292e.18 times as long",
+        ),
+        ({"post_processor": template([{"Sequence": {"id": "A", "type_id": 0}}] * 500)}, "texts 500 times as long"),
+        ({"post_processor": template([{"SpecialToken": {"id": "x", "type_id": 0}}])}, "adds 2000 characters or tokens"),
     ],
 )
 def test_files_that_would_end_the_process_are_refused(fields: dict[str, object], message: str, tmp_path: Path) -> None:
