@@ -419,4 +419,6 @@ def _checked_name(argument: str, value: object) -> str:
 def _folder(value: object) -> Path:
     """As this process understands it: the other one may work in another folder."""
     given = checks.text("lora_path", str(value) if isinstance(value, PurePath) else value)
+    if not given:
+        raise ValueError("lora_path is empty; give the folder of the adapter")
     return Path(os.path.expanduser(given)).absolute()

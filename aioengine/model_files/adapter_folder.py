@@ -11,6 +11,7 @@ import hashlib
 import math
 import os
 import re
+import time
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -54,6 +55,8 @@ _HEAD_STAYS: Final = (
 MAX_RANK: Final = 4096
 _MAX_LISTED: Final = 5
 _MATCH_TIMEOUT_S: Final = 0.2
+_PATTERNS_TIMEOUT_S: Final = 5.0
+"""Of the thread, for all patterns of a configuration: peft writes one for each layer at most, of a millisecond."""
 _MATCHING_INITS: Final = True, False, None, "true", "false", "gaussian", "eva", "orthogonal"
 """Of ``init_lora_weights``: after these, the base model is as it was."""
 
@@ -275,10 +278,9 @@ def _modules(entries: list[Entry], config: _Config, folder: Path) -> tuple[Adapt
         pairs.setdefault(entry.name[len(_STEM) :].removesuffix(end), {})[_ENDS[end]] = entry
     if not pairs:
         raise ValueError(f"{folder / TENSORS} has no tensors")
-    rank_of, alpha_of = (
-        _Patterns("rank_pattern", config.rank_pattern, folder),
-        _Patterns("alpha_pattern", config.alpha_pattern, folder),
-    )
+    patterns = _Patterns(folder)
+    rank_of = _Values("rank_pattern", config.rank_pattern, patterns)
+    alpha_of = _Values("alpha_pattern", config.alpha_pattern, patterns)
     modules: list[AdapterModule] = []
     for name, pair in sorted(pairs.items()):
         if len(pair) < 2:
@@ -366,27 +368,74 @@ def _listed(names: Iterable[str]) -> str:
 
 
 class _Patterns:
+    """Compiles and matches the patterns of a configuration, all of them within a time.
+
+    Raises:
+        ValueError: they take too long, or one is no pattern.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._left_s = _PATTERNS_TIMEOUT_S
+
+    def compiled(self, field: str, pattern: str) -> Pattern:
+        import regex  # slow to import, and most folders have no patterns
+
+        from aioengine.patterns import expanded_size
+
+        compile_pattern = cast("Callable[..., Pattern]", regex.compile)
+        began_at = time.thread_time()
+        try:
+            expanded_size(pattern)  # bounds the time that it takes to compile
+            return compile_pattern(pattern, cache_pattern=False)
+        except (ValueError, regex.error) as error:
+            raise ValueError(
+                f"{self._folder / CONFIG}: {field} has {shown(pattern)}, which is no pattern, or too large"
+            ) from error
+        finally:
+            self._took(time.thread_time() - began_at)
+
+    def matches(self, pattern: Pattern, name: str) -> bool:
+        began_at = time.thread_time()
+        try:
+            return pattern.search(name, timeout=_MATCH_TIMEOUT_S) is not None
+        except TimeoutError as error:
+            raise ValueError(
+                f"{self._folder / CONFIG}: the pattern {shown(pattern.pattern)} takes too long to match {name}"
+            ) from error
+        finally:
+            self._took(time.thread_time() - began_at)
+
+    def _took(self, seconds: float) -> None:
+        self._left_s -= seconds
+        if self._left_s < 0:
+            raise ValueError(f"{self._folder / CONFIG}: its patterns take more than {_PATTERNS_TIMEOUT_S:g} seconds")
+
+
+class _Values:
     """The value of the first pattern that the end of a layer's name matches, as peft chooses it."""
 
-    def __init__(self, field: str, values: Mapping[str, float] | None, folder: Path) -> None:
+    def __init__(self, field: str, values: Mapping[str, float] | None, patterns: _Patterns) -> None:
+        self._patterns = patterns
         self._values = [
-            (_compiled(field, rf"\A(.*\.)?({key})$", folder), value) for key, value in (values or {}).items()
+            (patterns.compiled(field, rf"\A(.*\.)?({key})$"), value) for key, value in (values or {}).items()
         ]
 
     def __call__(self, name: str, usual: float) -> float:
-        return next((value for pattern, value in self._values if _matches(pattern, name)), usual)
+        return next((value for pattern, value in self._values if self._patterns.matches(pattern, name)), usual)
 
 
 class _Names:
     """The layers that ``target_modules`` or ``exclude_modules`` names: a list of ends of names, or one pattern."""
 
-    def __init__(self, field: str, names: list[str] | str | None, folder: Path) -> None:
-        self._pattern = _compiled(field, rf"\A(?:{names})\Z", folder) if isinstance(names, str) else None
+    def __init__(self, field: str, names: list[str] | str | None, patterns: _Patterns) -> None:
+        self._patterns = patterns
+        self._pattern = patterns.compiled(field, rf"\A(?:{names})\Z") if isinstance(names, str) else None
         self._ends = frozenset(names) if isinstance(names, list) else frozenset[str]()
 
     def __contains__(self, name: str) -> bool:
         if self._pattern is not None:
-            return _matches(self._pattern, name)
+            return self._patterns.matches(self._pattern, name)
         ends = [name, *(name.split(".", count)[-1] for count in range(1, name.count(".") + 1))]
         return not self._ends.isdisjoint(ends)
 
@@ -395,9 +444,10 @@ class _Targets:
     """The layers that a configuration names, by peft's rules."""
 
     def __init__(self, config: _Config, folder: Path) -> None:
+        patterns = _Patterns(folder)
         self._is_all = config.target_modules == ALL_LINEAR
-        self._names = _Names("target_modules", None if self._is_all else config.target_modules, folder)
-        self._excluded = _Names("exclude_modules", config.exclude_modules, folder)
+        self._names = _Names("target_modules", None if self._is_all else config.target_modules, patterns)
+        self._excluded = _Names("exclude_modules", config.exclude_modules, patterns)
         layers, places = config.layers_to_transform, config.layers_pattern
         self._layers = frozenset([layers] if isinstance(layers, int) else layers or ())
         listed = [places] if isinstance(places, str) else places or []
@@ -413,25 +463,3 @@ class _Targets:
             return False
         found = self._place.match(name)
         return not self._layers or (found is not None and int(found[1]) in self._layers)
-
-
-def _compiled(field: str, pattern: str, folder: Path) -> Pattern:
-    import regex  # slow to import, and most folders have no patterns
-
-    from aioengine.patterns import expanded_size
-
-    compile_pattern = cast("Callable[..., Pattern]", regex.compile)
-    try:
-        expanded_size(pattern)  # bounds the time that it takes to compile
-        return compile_pattern(pattern, cache_pattern=False)
-    except (ValueError, regex.error) as error:
-        raise ValueError(
-            f"{folder / CONFIG}: {field} has {shown(pattern)}, which is no pattern, or too large"
-        ) from error
-
-
-def _matches(pattern: Pattern, name: str) -> bool:
-    try:
-        return pattern.search(name, timeout=_MATCH_TIMEOUT_S) is not None
-    except TimeoutError as error:
-        raise ValueError(f"{CONFIG}: the pattern {shown(pattern.pattern)} takes too long to match {name}") from error

@@ -137,6 +137,8 @@ async def test_a_bad_adapter_gives_a_false_result_with_the_reason(tmp_path: Path
         assert "loaded already" in again.error_message
         unknown = await engine.unload_lora_adapter("b")
         assert "'b' is not loaded" in unknown.error_message
+        with pytest.raises(ValueError, match="lora_path is empty"):
+            await engine.load_lora_adapter("name", "")
         with pytest.raises(TypeError, match="lora_name"):
             await engine.load_lora_adapter(None, "x")  # type: ignore[arg-type]
         assert (await texts_of(engine, "a", 1))[0]

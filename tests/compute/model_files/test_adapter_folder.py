@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from aioengine.families import llama
+from aioengine.model_files import adapter_folder
 from aioengine.model_files.adapter_folder import CONFIG, linear_layers, read_folder
 from tests.kit.adapters import PROJECTIONS, TENSORS, change_tensors, save_adapter
 from tests.kit.tiny_sizes import SIZES
@@ -246,6 +247,17 @@ def test_a_damaged_file(base: PreTrainedModel, tmp_path: Path) -> None:
     content = (folder / TENSORS).read_bytes()
     (folder / TENSORS).write_bytes(content[:-10])
     with pytest.raises(ValueError, match="truncated"):
+        read_folder(folder)
+
+
+def test_patterns_that_together_take_too_long(
+    base: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_adapter(base, tmp_path)
+    set_fields(folder, rank_pattern={f"layer{number}": 4 for number in range(2000)})
+    read_folder(folder)
+    monkeypatch.setattr(adapter_folder, "_PATTERNS_TIMEOUT_S", 0.05)
+    with pytest.raises(ValueError, match=r"adapter_config.json: its patterns take more than 0.05 seconds"):
         read_folder(folder)
 
 
