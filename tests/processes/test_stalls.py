@@ -81,7 +81,7 @@ async def test_idle_paused_and_slow_schedulers_are_not_stalled() -> None:
     settings = fake_settings(step_time_s=0.002, stall_at=3, stall_s=0.8)
     async with Frontend(settings, stall_timeout_s=STALL_S) as frontend:
         await asyncio.sleep(1.1 * STALL_S)
-        frontend.submit(1, num_tokens=1000)
+        frontend.submit(1, num_tokens=300)
         await asyncio.sleep(0.5)
         assert (await frontend.call("pause")).success
         await asyncio.sleep(1.1 * STALL_S)
