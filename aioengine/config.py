@@ -231,6 +231,8 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
             both directions, or all of them are pooled. A longer one than ``chunk_tokens`` is alone in its step.
         decode_cost: what a decoding row takes from the token budget, since it takes as long as so many prompt tokens.
         whole_image_tokens: tokens of an image that are computed in one step; 0: images are divided as texts are.
+        short_length: requests with more tokens are computed with the rotations of long texts (longrope); 0: all have
+            the same ones.
         snapshot_tokens: states of layers are kept at multiples of so many tokens, a multiple of the page size, where
             prefixes can be reused; 0: layers have no states.
     """
@@ -247,6 +249,7 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     splits_prompts: bool = True
     whole_image_tokens: int = 0
     snapshot_tokens: int = 0
+    short_length: int = 0
 
     @property
     def max_step_tokens(self) -> int:

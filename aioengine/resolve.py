@@ -240,6 +240,7 @@ def _scheduler_settings(config: EngineConfig, model: ModelFacts, *, is_on_gpu: b
         prefix_cache=config.memory.prefix_cache and splits_prompts,
         splits_prompts=splits_prompts,
         whole_image_tokens=model.whole_image_tokens,
+        short_length=model.short_length if length > model.short_length else 0,
         depth=1 if is_on_gpu and wanted.overlap else 0,
         tenant_weights=wanted.tenant_weights,
         decode_cost=GPU_DECODE_COST if is_on_gpu else 1,

@@ -190,6 +190,11 @@ class TransformerConfig(msgspec.Struct, frozen=True, kw_only=True):
     renamed: tuple[tuple[str, str], ...] = ()
     rope: RopeConfig = RopeConfig()
 
+    @property
+    def short_length(self) -> int:
+        """Texts of more tokens have other rotations (longrope); 0: all have the same ones."""
+        return 0
+
 
 class DecoderConfig(TransformerConfig, frozen=True, kw_only=True):
     """A decoder: what its blocks are made of, and what is before and behind them.
@@ -239,6 +244,16 @@ class DecoderConfig(TransformerConfig, frozen=True, kw_only=True):
         is_plain = attention.latent is None and attention.soft_cap is None and not attention.has_sinks
         if not self.is_causal and not (is_plain and self.stateful is None and not any(self.windows)):
             not_implemented("is_causal", False, "true, in a model with windows, caps, states or latent attention")
+
+    @property
+    def short_length(self) -> int:
+        ropes = self.layer_ropes or (self.rope,)
+        return max(
+            rope.original_max_position_embeddings or self.max_position_embeddings
+            if rope is not None and rope.rope_type == "longrope"
+            else 0
+            for rope in ropes
+        )
 
     def keeps_state(self, layer: int) -> bool:
         """Whether this layer keeps a state, and no keys and values."""

@@ -111,6 +111,8 @@ def vision_config_of(text: DecoderConfig, **fields: object) -> VisionConfig:
     Raises:
         ValueError: the placeholder is not in the vocabulary.
     """
+    if text.short_length:
+        not_implemented("rope_parameters.rope_type", "longrope", "other types, in a model that reads images")
     found = msgspec.convert({**msgspec.structs.asdict(text), **fields}, VisionConfig)
     if not 0 <= found.image_token_id < found.vocab_size:
         not_implemented("image_token_id", found.image_token_id, f"an id below the vocabulary of {found.vocab_size}")

@@ -1,14 +1,14 @@
 """Rotary embeddings: frequencies for all scaling types that checkpoints use, and tables of cos and sin. E head size.
 
 Formulas: default, RoFormer; linear, position interpolation; dynamic, NTK-aware interpolation; yarn, arXiv 2309.00071;
-llama3, the Llama 3.1 model card; longrope, arXiv 2402.13753. The values are those of transformers, with two
-differences: there, two scalings depend on the longest sequence of a call, and so the keys of a token on how the prompt
-was split into chunks.
+llama3, the Llama 3.1 model card; longrope, arXiv 2402.13753. The values are those of transformers, with a difference:
+there, two scalings depend on the longest sequence of a call, and so the keys of a token on how the prompt was split.
 Dynamic: the token at position p always has the base for a sequence of p + 1 tokens. The results are equal up to
 ``max_position_embeddings``, and beyond it for tokens that are generated one by one.
-Longrope: the context of the engine decides, not the sequence. With a context of up to
-``original_max_position_embeddings`` all tokens have the short factors, with a longer one the long factors. The results
-are equal for sequences of up to that length in the first case, for longer ones in the second.
+Longrope: the tokens of a request all have the short factors while there are up to ``original_max_position_embeddings``,
+and all the long factors when there are more; a request that grows beyond that length is computed again (as transformers
+does for Phi-3). Tables have the rows of short requests first; those of long ones follow, and the positions of tokens of
+long requests are counted from there (``models._base.InputSpec.short_length``).
 """
 
 from __future__ import annotations
@@ -142,6 +142,9 @@ class RotaryEmbedding:
     Args:
         config: None: heads are not rotated. Where it rotates a part of a head, the numbers of the head are in the order
             of ``layers.heads.pair_order``.
+        num_positions: of the longest request.
+        short_length: positions from this one on are those of requests that are longer, and count from 0 there; 0: all
+            requests have the same rotations.
     """
 
     def __init__(
@@ -152,18 +155,22 @@ class RotaryEmbedding:
         max_position_embeddings: int,
         num_positions: int,
         device: torch.device,
+        short_length: int = 0,
     ) -> None:
         rotary_size = 0 if config is None else config.rotary_size(head_size)
         self._num_unrotated = (head_size - rotary_size) // 2
         config = config or RopeConfig()
+        num_rows, self._short_length = num_positions + short_length, short_length
         fixed, self._factor = frequencies(config, rotary_size, max_position_embeddings, num_positions)
-        self._frequencies = fixed if num_positions <= MAX_TABLE else fixed.to(device)
+        short, _ = frequencies(config, rotary_size, max_position_embeddings, short_length or num_positions)
+        self._frequencies = fixed if num_rows <= MAX_TABLE else fixed.to(device)
+        self._short = short if num_rows <= MAX_TABLE else short.to(device)
         self._dynamic = partial(_dynamic, config, rotary_size, max_position_embeddings=max_position_embeddings)
         self._is_dynamic = config.rope_type == "dynamic"
         self._axes = _axes(config, head_size // 2).to(device) if config.mrope_section else None
         self._table: Tensor | None = None
-        if num_positions <= MAX_TABLE:
-            table = torch.empty(num_positions, 2, head_size // 2)
+        if num_rows <= MAX_TABLE:
+            table = torch.empty(num_rows, 2, head_size // 2)
             for part in table.split(TABLE_ROWS):
                 start = int(part.storage_offset()) // head_size
                 part.copy_(self._rows(torch.arange(start, start + part.shape[0])))
@@ -195,10 +202,14 @@ class RotaryEmbedding:
 
     def _rows(self, positions: Tensor) -> Tensor:
         """positions [T] -> cos and sin, [T, 2, E / 2]."""
+        frequencies = self._frequencies
+        if self._short_length:
+            is_long = positions >= self._short_length
+            positions = positions - is_long * self._short_length
+            frequencies = torch.where(is_long.unsqueeze(1), frequencies, self._short)
         if self._is_dynamic:
-            angles = positions.unsqueeze(1) * self._dynamic(positions)
-        else:
-            angles = positions.float().unsqueeze(1) * self._frequencies
+            frequencies = self._dynamic(positions)
+        angles = positions.float().unsqueeze(1) * frequencies
         cos, sin = angles.cos() * self._factor, angles.sin() * self._factor
         if self._num_unrotated:
             cos = functional.pad(cos, (0, self._num_unrotated), value=1.0)

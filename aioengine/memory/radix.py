@@ -22,10 +22,12 @@ from msgspec import Struct
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-Salt = str | tuple[int, str]
-"""Of the requests that may share prefixes: their own salt; with an adapter, its number too."""
+Salt = str | tuple[int, str] | tuple[int, str, str]
+"""Of the requests that may share prefixes: their own salt; with an adapter, its number too; and a word where rotations
+are those of long texts.
+"""
 
-Key = tuple[int | str | tuple[int, str], ...]
+Key = tuple[int | Salt, ...]
 
 
 class Node(Struct, eq=False):

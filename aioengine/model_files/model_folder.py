@@ -72,6 +72,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
         eos_token_ids: from generation_config.json and config.json.
         tokenizer_path: the folder with tokenizer.json; None: there is no such file.
         keeps_states: as in ``TransformerConfig``. whole_image_tokens: as in ``VisionConfig``.
+        short_length: as in ``TransformerConfig``.
         task: "generate", "embed" or "classify". is_causal: a token attends to no later position.
         linear_layers: those that an adapter may change: name in the checkpoint -> (outputs, inputs).
         implementation: whose code computes it: "aioengine" or "transformers".
@@ -93,6 +94,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     is_causal: bool = True
     keeps_states: bool = False
     whole_image_tokens: int = 0
+    short_length: int = 0
     pooling: PoolingSettings = PoolingSettings()
     linear_layers: dict[str, tuple[int, int]] = {}
     implementation: str = OWN
@@ -272,6 +274,7 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
         task=decoder.task.value,
         is_causal=decoder.is_causal,
         keeps_states=decoder.keeps_states,
+        short_length=decoder.short_length,
         whole_image_tokens=decoder.whole_image_tokens if isinstance(decoder, VisionConfig) else 0,
         pooling=pooling,
         linear_layers=layers,

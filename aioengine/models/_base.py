@@ -46,6 +46,8 @@ class InputSpec:
         rows: the row of each token.
         token_types: whether a token belongs to the first or to the second text of a pair.
         states: the states of the rows; the model is a ``StatefulModel``.
+        short_length: positions of requests with more tokens (``NewRow.is_long``) are counted from this number on, for
+            they have other rotations; 0: positions are counted from 0.
     """
 
     embeddings: bool = False
@@ -53,6 +55,7 @@ class InputSpec:
     rows: bool = False
     token_types: bool = False
     states: bool = False
+    short_length: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +63,8 @@ class ModelInputs:
     """What a model reads of one step: T packed tokens, those of a row together.
 
     Attributes:
-        positions: [T] int64, the place of each token in its request, from 0; [3, T] for models with three axes.
+        positions: [T] int64, the place of each token in its request, from 0 (or ``InputSpec.short_length``); [3, T] for
+            models with three axes.
         token_ids: [T] int64; None for a model that reads embeddings.
         embeddings: [T, D] in the model's dtype, in place of the token ids.
         rows: [T] int64, the row of the step that each token belongs to; None for a model that does not read it.

@@ -66,7 +66,8 @@ class Decoder:
             value_size=None if config.attention.latent is None else config.attention.latent.rank,
         )
         self.task = config.task
-        self.input_spec = InputSpec()
+        is_longer = options.max_positions > config.short_length
+        self.input_spec = InputSpec(short_length=config.short_length if is_longer else 0)
         self.dtype = options.dtype
         self.num_active = active_parameters(config)
         self.vocab_size = config.vocab_size
@@ -80,7 +81,7 @@ class Decoder:
             num_positions = config.names.first_position + config.max_position_embeddings
             self._positions = Embedding(num_positions, config.hidden_size, placement)
         ropes = list(dict.fromkeys(config.rope_of(layer) for layer in range(config.num_layers)))
-        self._ropes = [_rotary_embedding(rope, config, options) for rope in ropes]
+        self._ropes = [_rotary_embedding(rope, config, options, self.input_spec.short_length) for rope in ropes]
         self._blocks: list[Block] = []
         previous_norm: Norm | None = None
         for layer in range(config.num_layers):
@@ -194,12 +195,15 @@ def _scaled(x: Tensor, scale: float) -> Tensor:
     return x if scale == 1.0 else x.mul_(scale)
 
 
-def _rotary_embedding(rope: RopeConfig | None, config: DecoderConfig, options: ModelOptions) -> RotaryEmbedding:
-    """``rope`` None: heads stay as they are."""
+def _rotary_embedding(
+    rope: RopeConfig | None, config: DecoderConfig, options: ModelOptions, short_length: int
+) -> RotaryEmbedding:
+    """``rope`` None: heads stay as they are. ``short_length``: as in ``InputSpec``."""
     return RotaryEmbedding(
         rope,
         config.rope_size or config.head_size,
         max_position_embeddings=config.max_position_embeddings,
         num_positions=options.max_positions,
+        short_length=short_length,
         device=options.device,
     )

@@ -9,7 +9,6 @@ from aioengine.families._block_config import MambaConfig, ShortConvConfig
 from aioengine.layers.delta_net import delta_net_state
 from aioengine.layers.mamba import mamba_state
 from aioengine.layers.states import StateShape, StateTensor
-from aioengine.models._base import InputSpec
 from aioengine.models._decoder import Decoder
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ class HybridDecoder(Decoder):
         super().__init__(config, options)
         net = config.stateful
         assert net is not None, "no layer keeps a state"
-        self.input_spec = InputSpec(states=True)
+        self.input_spec = replace(self.input_spec, states=True)
         if isinstance(net, MambaConfig):
             tensors: tuple[StateTensor, ...] = mamba_state(net, options.dtype)
         elif isinstance(net, ShortConvConfig):

@@ -48,6 +48,13 @@ class StepRows:
     num_known: Ints
     known_ids: Ints
 
+    def shifted(self, places: Ints, short_length: int, row_of_token: Ints | slice) -> Ints:
+        """The positions [T] of tokens at ``places`` [T] of their requests; see ``InputSpec.short_length``."""
+        if not short_length:
+            return places
+        shifts = np.array([request.is_long * short_length for request in self.requests], dtype=np.int64)
+        return places + shifts[row_of_token]
+
 
 def model_inputs(
     model: Model,
@@ -213,7 +220,7 @@ class InputBuilder:
         inputs = model_inputs(
             model,
             upload(rows.known_ids) if on_host else self._token_ids(rows, num_tokens),
-            upload(images.positions(spans, positions) if images and spans else positions),
+            upload(self._positions(model, rows, positions, row_of_token, spans=spans)),
             rows=upload(row_of_token) if model.input_spec.rows else None,
             token_types=_token_types(rows, row_of_token, positions, upload) if model.input_spec.token_types else None,
             outputs=None if outputs is None else upload(outputs),
@@ -234,6 +241,12 @@ class InputBuilder:
             whole_images=images.whole(spans) if images and spans and model.attention_shape.has_whole_images else (),
         )
         return inputs, batch
+
+    def _positions(self, model: Model, rows: StepRows, places: Ints, row_of_token: Ints, *, spans: list[Span]) -> Ints:
+        """The positions [T], or [3, T], of tokens at ``places`` [T] of their requests."""
+        if spans and self.table.images is not None:
+            return self.table.images.positions(spans, places)
+        return rows.shifted(places, model.input_spec.short_length, row_of_token)
 
     def _image_spans(self, rows: StepRows) -> list[Span]:
         """The rows of requests with images."""

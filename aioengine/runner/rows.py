@@ -86,6 +86,7 @@ class RequestRow:
     embeds: [num_prompt, D] of a prompt that is embeddings, until it is computed; ids then begin at ``first_id``.
     constraint: of a request with a grammar. may_jump: whether tokens that its grammar forces need not be drawn.
     known_end: how many tokens it had after the last jump. is_pooled: whether it is of the kind POOL.
+    is_long: as in ``NewRow``.
     lists, recent: see ``logits.LogitsRow``.
     """
 
@@ -104,6 +105,7 @@ class RequestRow:
     may_jump: bool = False
     known_end: int = 0
     is_pooled: bool = False
+    is_long: bool = False
     lists: TokenLists | None = None
     recent: Tensor | None = None
 
@@ -217,6 +219,7 @@ class RowTable:
         self.requests[opened.uid] = request  # from here on ``close`` undoes what a failure leaves
         self.num_opened += 1
         request.is_pooled = opened.kind is RequestKind.POOL
+        request.is_long = opened.is_long
         self.adapters.open(row_index, opened.adapter_slot)
         request.lists = token_lists(opened.sampling, self._num_embeddings, self.upload)
         if opened.sampling.bad_token_ids:

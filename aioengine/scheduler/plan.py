@@ -61,6 +61,7 @@ class NewRow(Struct, array_like=True, gc=False):
         output token (or with DISTRIBUTION). Rows of the prompt then begin at ``logprobs.start - 1`` at the latest.
     second_text: where the second text of a pair begins; 0: there is none.
     embeds, media: as in ``Submit``.
+    is_long: its rotations are those of long texts (``InputSpec.short_length``).
     adapter_slot: the slot of its adapter, from 1; 0: it uses the base model. It keeps this slot until it is closed.
     snapshot: the slot of the snapshot with which its states begin; -1: its first row begins at position 0.
     """
@@ -76,6 +77,7 @@ class NewRow(Struct, array_like=True, gc=False):
     embeds: bytes = b""
     adapter_slot: int = 0
     media: list[Media] = []
+    is_long: bool = False
     snapshot: int = -1
 
 

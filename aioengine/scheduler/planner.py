@@ -282,6 +282,7 @@ def _new_row(request: Request) -> NewRow:
         request.submit.second_text,
         request.submit.embeds,
         media=request.submit.media,
+        is_long=request.is_long,
         snapshot=NO_SNAPSHOT if request.hold.snapshots is None else request.hold.snapshots.source,
     )
 

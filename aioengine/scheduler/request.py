@@ -40,12 +40,13 @@ class State(Enum):
 class Marks:
     """What happened to a request, for its ``TextOpened`` message and for its deadlines.
 
-    num_charged: tokens that its tenant was charged for it.
+    num_charged: tokens that its tenant was charged for it. most_tokens: prompt and output together, in the end.
     """
 
-    __slots__ = ("admitted_at", "is_text_open", "num_cached", "num_charged", "num_preemptions")
+    __slots__ = ("admitted_at", "is_text_open", "most_tokens", "num_cached", "num_charged", "num_preemptions")
 
-    def __init__(self) -> None:
+    def __init__(self, most_tokens: int) -> None:
+        self.most_tokens = most_tokens
         self.admitted_at: float | None = None
         self.num_cached = 0
         self.num_charged = 0
@@ -58,7 +59,7 @@ class Request:
 
     order: its place in the queue (smaller is sooner), unique; set by the policy.
     rank: its place among the running requests, the last of whom is preempted first.
-    max_tokens: prompt and output together.
+    max_tokens: prompt and output together, as far as it is computed in one way (see ``short_length``).
     token_ids: prompt and output, as far as known here; at images the ids by which the prefix cache knows them.
     holds_last: whether the runner holds the newest token, so that a row need not carry it.
     kind: POOL ends when its vector was given, SCORE with its logprobs; both never have output tokens.
@@ -67,6 +68,8 @@ class Request:
     hold: its pages, ``NOTHING_HELD`` while it is not running; a new one after each preemption and each ``fall_behind``,
         so a row of a plan is late when its request has another hold than at the launch.
     is_behind: the runner gave another number of tokens than one, and the next rows compute what is missing.
+    short_length: with more tokens its rotations are those of long texts, and then all of it is computed with them;
+        until then, ``max_tokens`` is one more. 0: rotations do not depend on the length.
     waits_for: the last page of its prefix that another request is computing, or is going to take a snapshot of.
     """
 
@@ -84,6 +87,7 @@ class Request:
         "num_tokens",
         "order",
         "rank",
+        "short_length",
         "state",
         "stop_ids",
         "submit",
@@ -92,7 +96,7 @@ class Request:
         "waits_for",
     )
 
-    def __init__(self, submit: Submit, *, number: int, max_tokens: int) -> None:
+    def __init__(self, submit: Submit, *, number: int, max_tokens: int, short_length: int = 0) -> None:
         self.submit = submit
         self.uid = submit.uid
         self.kind = submit.kind
@@ -103,7 +107,8 @@ class Request:
             self.token_ids += submit.continuation.token_ids
         self.num_tokens = len(self.token_ids)
         self.num_computed = 0
-        self.max_tokens = max_tokens
+        self.short_length = short_length
+        self.max_tokens = min(max_tokens, short_length + 1) if self.num_tokens <= short_length else max_tokens
         self.stop_ids = frozenset(submit.limits.stop_token_ids)
         self.state = State.WAITING
         self.order: tuple[float, ...] = (number,)
@@ -114,7 +119,7 @@ class Request:
         self.is_behind = False
         self.gates = ALL_OPEN
         self.waits_for: Node | None = None
-        self.marks = Marks()
+        self.marks = Marks(max_tokens)
 
     @property
     def num_missing(self) -> int:
@@ -122,9 +127,18 @@ class Request:
         return self.num_tokens - self.num_computed
 
     @property
+    def is_long(self) -> bool:
+        """Whether its rotations are those of long texts."""
+        return 0 < self.short_length < len(self.token_ids)
+
+    @property
     def salt(self) -> Salt:
-        """Requests with another one share no prefix with it: of each load of an adapter the KV is another."""
+        """Requests with another one share no prefix with it: of each load of an adapter the KV is another, and so it
+        is with the rotations of long texts.
+        """
         submit = self.submit
+        if self.is_long:
+            return (0 if submit.adapter is None else submit.adapter.id, submit.cache_salt, "long")
         return submit.cache_salt if submit.adapter is None else (submit.adapter.id, submit.cache_salt)
 
     @property
@@ -211,7 +225,7 @@ def end_of(request: Request) -> End | None:
     token_id = request.token_ids[-1]
     if token_id in request.stop_ids and request.num_output > request.submit.limits.min_new_tokens:
         return End(request.uid, FinishCode.STOP, token_id)
-    if len(request.token_ids) >= request.max_tokens:
+    if len(request.token_ids) >= request.marks.most_tokens:
         return End(request.uid, FinishCode.LENGTH)
     return None
 

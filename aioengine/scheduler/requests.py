@@ -134,6 +134,7 @@ class Requests:
         share = settings.max_running // max(1, num_adapter_slots)
         self.adapters = AdapterSlots(num_adapter_slots, quantum=share, turn=self._tenants.time_of)
         self._context_length = settings.context_length
+        self._short_length = settings.short_length
         self._max_running = settings.max_running
         self._policy: Policy = plugins.load("scheduler/policies", settings.policy)()
         self._deadlines = Deadlines()
@@ -167,8 +168,8 @@ class Requests:
             self.outbox.end(refusal)
             return
         self._num_submitted += 1
-        max_tokens = min(num_wanted(submit), self._context_length, self._pool_tokens)
-        request = Request(submit, number=self._num_submitted, max_tokens=max_tokens)
+        max_tokens, number = min(num_wanted(submit), self._context_length, self._pool_tokens), self._num_submitted
+        request = Request(submit, number=number, max_tokens=max_tokens, short_length=self._short_length)
         request.order = (*self._policy.key(request), self._num_submitted)
         if submit.limits.refuses_late and (late := self._refusal_of_late(request, max(now, submit.arrived_at))):
             self.outbox.end(late)
@@ -234,7 +235,7 @@ class Requests:
                 self._let_wait(request)
 
     def release(self, uids: Iterable[int]) -> None:
-        """The adapters of these requests, which waited for them, are ready: they return to the queue."""
+        """These requests return to the queue: the adapters that they waited for are ready, or they start anew."""
         for request in self._living(uids):
             request.open_gate(Gate.ADAPTER)
             self._let_wait(request)

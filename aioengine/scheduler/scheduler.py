@@ -118,8 +118,12 @@ class Scheduler:
                 self._outbox.open_text(request, now)
             if token_id in request.stop_ids or len(known) >= request.max_tokens:
                 ended = end_of(request)
-                if ended is not None and not (ended.code is FinishCode.LENGTH and row.uid in result.complete):
+                if row.uid in result.complete and (ended is None or ended.code is FinishCode.LENGTH):
+                    continue  # it ends with this token
+                if ended is not None:
                     self.requests.end(request, ended)
+                elif len(known) >= request.max_tokens:
+                    self._restart_long(request)
         if result.complete:
             self._end_complete(flight, result)
         tokens = result.tokens.limited(limits)
@@ -159,9 +163,18 @@ class Scheduler:
             if ended is not None and not (ended.code is FinishCode.LENGTH and is_complete and num_taken == len(new)):
                 self.requests.end(request, ended)
                 return num_taken
-        if not is_complete:
+        if is_complete:
+            return None
+        if len(request.token_ids) >= request.max_tokens:
+            self._restart_long(request)
+        else:
             request.fall_behind(end)
         return None
+
+    def _restart_long(self, request: Request) -> None:
+        """Compute a running request, of which no row is in flight, from its start with the rotations of long texts."""
+        request.max_tokens = request.marks.most_tokens
+        self.requests.release([request.uid])
 
     def _end_complete(self, flight: Flight, result: StepResult) -> None:
         """End the requests whose grammar allows no further token, unless they are over or their rows are late."""

@@ -113,6 +113,10 @@ class Stepper:
         ]
         self.attention.prepare(batch)
         inputs = replace(make_inputs(self.model, spans, torch.tensor(tokens)), outputs=None)
+        if short_length := self.model.input_spec.short_length:
+            shifts = [short_length * (len(request.token_ids) > short_length) for request, _ in rows]
+            counts = torch.tensor([count for _, count in rows])
+            inputs = replace(inputs, positions=inputs.positions + torch.tensor(shifts).repeat_interleave(counts))
         if self._states is not None:
             starts, counts = torch.tensor(spans).unbind(1)
             state_rows = StateRows(torch.tensor([request.slot for request, _ in rows]), starts, counts.cumsum(0))

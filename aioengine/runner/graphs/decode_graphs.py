@@ -312,7 +312,7 @@ class DecodeGraphs:
         page_table_RP = self._table.page_table[row_indices, :num_pages]
         last_pages = page_table_RP[np.arange(num_rows), page_places]
         columns[0, :num_rows] = spread_rows.sources if spread_rows else row_indices
-        columns[1, :num_rows] = row_starts
+        columns[1, :num_rows] = rows.shifted(row_starts, self._model.input_spec.short_length, order)
         if (images := self._table.images) is not None:
             columns[1, :num_rows] += images.deltas[row_indices]
         columns[2, :num_rows] = last_pages * page_size + last_lengths - 1

@@ -17,7 +17,7 @@ from aioengine.families._config import RopeConfig, as_embedder
 from aioengine.layers.rope import RotaryEmbedding
 from aioengine.model_files.model_folder import find_facts
 from aioengine.runner import weights
-from tests.compute.stepping import Stepper, make_batch, make_inputs, options
+from tests.compute.stepping import Request, Stepper, make_batch, make_inputs, options
 from tests.kit.decoders import CASES, ONE_OF_EACH, config_of, random_model
 
 if TYPE_CHECKING:
@@ -104,17 +104,40 @@ def test_dynamic_scaling_beyond_the_trained_length_is_that_of_generation() -> No
     torch.testing.assert_close(logits[19:], torch.cat(generated.logits), atol=3e-5, rtol=1e-5)
 
 
-def test_longrope_is_chosen_by_the_context_of_the_engine() -> None:
-    """Its factors are those of transformers for sequences beyond the original length, in a context beyond it."""
-    config = config_of("phi3 longrope")
-    theirs, ours = pair(config, max_positions=512)
+@pytest.mark.parametrize("max_positions", [64, 512])
+def test_longrope_is_chosen_by_the_length_of_the_request(max_positions: int) -> None:
+    """Requests beyond the original length, of 64, have the long factors for all of their tokens."""
+    theirs, ours = pair(config_of("phi3 longrope"), max_positions=max_positions)
     token_ids = torch.randint(0, ours.vocab_size, (100,))
-    expected = theirs(token_ids.unsqueeze(0)).logits[0]
-    for chunks in ([100], [30, 1, 60]):
-        logits = Stepper(ours).run(token_ids.tolist(), chunks)
-        torch.testing.assert_close(logits, expected, atol=3e-5, rtol=1e-5)
-    shorter = Stepper(ours).run(token_ids[:50].tolist(), [50])
-    assert torch.equal(shorter, Stepper(ours).run(token_ids.tolist(), [100])[:50])
+    chunks = {100: (5, 20, 75), 64: (60, 3, 1), 10: (4, 5, 1), 65: (1, 60, 4)}
+    chosen = {length: parts for length, parts in chunks.items() if length <= max_positions}
+    requests = [Request(token_ids[:length].tolist()) for length in chosen]
+    together = Stepper(ours)
+    for parts in zip(*chosen.values(), strict=True):
+        together.step([(request, part) for request, part in zip(requests, parts, strict=True) if part])
+    for request in requests:
+        expected = theirs(torch.tensor([request.token_ids])).logits[0]
+        torch.testing.assert_close(torch.stack(request.logits), expected, atol=3e-5, rtol=1e-5)
+        assert torch.equal(Stepper(ours).run(request.token_ids, [len(request.token_ids)]), torch.stack(request.logits))
+
+
+def test_longrope_without_its_table() -> None:
+    config = config_of("phi3 longrope")
+    rope = phi3.read(config.to_dict()).rope
+    short, long = (
+        RotaryEmbedding(
+            rope,
+            8,
+            max_position_embeddings=512,
+            num_positions=num_positions,
+            device=torch.device("cpu"),
+            short_length=64,
+        )
+        for num_positions in (512, 2**31 - 1)
+    )
+    positions = torch.arange(512 + 64)
+    for wanted, found in zip(short.tables(positions), long.tables(positions), strict=True):
+        assert torch.equal(wanted, found)
 
 
 @pytest.mark.parametrize("name", ["su", "yarn"])
