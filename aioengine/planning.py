@@ -22,7 +22,7 @@ from aioengine.families._memory import kv_numbers, num_parameters, state_bytes, 
 from aioengine.families._towers import num_tower_parameters
 from aioengine.families._vision import VisionConfig
 from aioengine.frontend.startup import read_adapters
-from aioengine.model_files import folder_files, model_folder
+from aioengine.model_files import checkpoint, folder_files, model_folder
 from aioengine.resolve import resolve
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from aioengine.config import EngineConfig, Settings
     from aioengine.families._config import TransformerConfig
     from aioengine.machine import DeviceFacts
+    from aioengine.model_files.model_folder import ModelFacts
     from aioengine.signatures import EngineArguments
 
 _DTYPE_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -60,10 +61,13 @@ class Plan(Struct, frozen=True, kw_only=True):
     """What an engine would take of a device, and serve. ``print(plan)`` shows it as a table. Sizes are bytes.
 
     Attributes:
-        implementation: "aioengine": there is a file for the model's type. reason: why it is this one.
-        weights_bytes: of the weights in ``dtype``, with those of a vision tower; exactly.
-        kv_bytes_per_token: of keys and values, or of what a model has in their place; exactly. state_bytes_per_request:
-            of layers that keep a state of each request instead; snapshots of these lessen the pool.
+        implementation: "aioengine": there is a file for the model's type; or "transformers": its own code would compute
+            the model, or refuse it when it starts. reason: why it is this one.
+        weights_bytes: of the weights in ``dtype``, with those of a vision tower; exactly. With transformers' code, of
+            the tensors in the files.
+        kv_bytes_per_token: of keys and values, or of what a model has in their place; exactly, but with transformers'
+            code as the names of sizes in config.json tell. state_bytes_per_request: of layers that keep a state of each
+            request instead; snapshots of these lessen the pool.
         activations_bytes: what the largest step takes beside weights and pool, with CUDA graphs, the slots of adapters
             and the features of images that are kept; estimated.
         device_memory: of the GPU in all, or what is free of the memory of a CPU's machine.
@@ -153,11 +157,6 @@ def plan(
 def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
     """As ``plan``. May block for as long as fetching the config files takes."""
     facts = model_folder.find_facts(replace(config.model, tokenizer_path=None), configs_only=True)
-    if facts.implementation != OWN:
-        raise ValueError(
-            f"transformers' own code would compute this model, of type {checks.shown(facts.model_type)}: what it takes "
-            "is found out when an engine starts; there are plans for models of our own code alone"
-        )
     device = machine.device_facts()
     if device_memory is not None and config.device.name != "cpu":
         device = replace(device, num_gpus=1, has_triton=True)
@@ -166,7 +165,7 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
     if device_memory is None:
         device_memory = machine.free_host_memory() if settings.runner.device == "cpu" else _gpu_memory(device)
     family = model_folder.family_config(config.model)
-    count = num_parameters(family) + _tower_parameters(family, Path(facts.path))
+    count = _num_parameters(family, facts)
     itemsize = _DTYPE_BYTES[settings.model.dtype]
     weights_bytes, activations = count * itemsize, _activations(family, settings, itemsize)
     activations += _adapter_numbers(settings, facts.linear_layers) * itemsize
@@ -190,8 +189,8 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
         model_type=facts.model_type,
         architecture=facts.architecture,
         task=facts.task,
-        implementation="aioengine",
-        reason=f"it has a file for model_type {facts.model_type!r}",
+        implementation=facts.implementation,
+        reason=_reason(facts, config.model.implementation),
         num_parameters=count,
         device=settings.runner.device,
         dtype=settings.model.dtype,
@@ -207,6 +206,26 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
         longest_context=min(max(room, 0) // (kv_bytes * page_size) * page_size if kv_bytes else length, length),
         max_requests=min(num_pages // -(-length // page_size), max_running),
     )
+
+
+def _reason(facts: ModelFacts, wanted: str) -> str:
+    """Why this implementation computes the model. ``wanted``: "auto", or one of them."""
+    is_known = facts.model_type in model_folder.supported_model_types()
+    there_is = f"there is {'a' if is_known else 'no'} file for model_type {checks.shown(facts.model_type)}"
+    return there_is if wanted == "auto" or facts.implementation == OWN else f"model_impl={wanted!r} asks for it"
+
+
+def _num_parameters(family: TransformerConfig, facts: ModelFacts) -> int:
+    """Of the model; where transformers' code computes it, those in its files. Raises ValueError: they are not here."""
+    folder = Path(facts.path)
+    if facts.implementation == OWN:
+        return num_parameters(family) + _tower_parameters(family, folder)
+    if missing := checkpoint.missing_weights(folder):
+        raise ValueError(
+            f"transformers' own code would compute this model, of type {checks.shown(facts.model_type)}, and the size "
+            f"of its weights is found in their files: {missing}"
+        )
+    return sum(entry.num_numbers for entry in checkpoint.read_headers(folder, ""))
 
 
 def _activations(family: TransformerConfig, settings: Settings, itemsize: int) -> int:

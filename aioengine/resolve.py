@@ -77,14 +77,11 @@ def resolve(
     """
     place = _device(config, device)
     is_on_gpu = place == "cuda"
-    is_foreign = model.implementation == TRANSFORMERS
-    if is_foreign and config.device.batch_invariant and is_on_gpu:
+    if model.implementation == TRANSFORMERS and config.device.batch_invariant and is_on_gpu:
         raise ValueError(
             "enable_deterministic_inference is for models of our own code; with transformers' code the bits on a GPU "
             "depend on the batch"
         )
-    if is_foreign and (config.lora.enabled or config.lora.adapters):
-        raise ValueError("enable_lora is for models of our own code; transformers' code computes this one")
     dtype = _dtype(config, model, device, is_on_gpu=is_on_gpu)
     backend = _attention_backend(config, dtype, is_on_gpu=is_on_gpu) if model.is_causal else PACKED
     scheduler = _scheduler_settings(config, model, is_on_gpu=is_on_gpu)
@@ -99,7 +96,7 @@ def resolve(
             fallback_backend="triton" if config.device.attention_backend == "auto" else "",
             num_threads=_num_threads(model, device),
             batch_invariant=config.device.batch_invariant,
-            cuda_graph_max_rows=_graph_rows(config, scheduler.max_running) if is_on_gpu and not is_foreign else 0,
+            cuda_graph_max_rows=_graph_rows(config, scheduler.max_running) if is_on_gpu else 0,
             compile_timeout_s=COMPILE_SHARE * config.supervision.startup_timeout_s,
             logprobs_mode=config.logprobs_mode,
             logits_processors=config.device.logits_processors,

@@ -1,4 +1,4 @@
-"""What config.json says of a model that transformers' own code computes: the sizes, under the names that there are.
+"""What the files say of a model that transformers' own code computes: sizes, by the names that there are, and layers.
 
 transformers itself reads all else, in the scheduler process. No torch.
 """
@@ -28,7 +28,7 @@ _NAMES: Final = {
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_transformer_layers"),
     "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
     "num_key_value_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
-    "head_dim": ("head_dim",),
+    "head_dim": ("head_dim", "kv_channels"),
     "max_position_embeddings": (
         "max_position_embeddings",
         "n_positions",
@@ -40,6 +40,15 @@ _NAMES: Final = {
     ),
 }
 """The name of a size in most files -> all names of it, the usual one first."""
+
+
+_NO_LINEAR: Final = frozenset(
+    (
+        *("embed_tokens", "embed_positions", "embed_in", "word_embeddings", "position_embeddings", "wte", "wpe", "w"),
+        *("lm_head", "embed_out", "output", "score", "classifier"),
+    )
+)
+"""Embeddings and heads, which have weights of the shape of linear layers."""
 
 
 class _Sizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +81,11 @@ def read_foreign(raw: Mapping[str, object]) -> TransformerConfig:
         value = next((raw[name] for name in names if isinstance(raw.get(name), int)), None)
         if value is not None:
             given[usual] = value
+    if raw.get("multi_query") is True and not raw.get("new_decoder_architecture"):
+        given["num_key_value_heads"] = 1
+    parts = [raw.get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
+    if isinstance(parts[0], int) and isinstance(parts[1], int):
+        given["head_dim"] = parts[0] + parts[1]
     try:
         sizes = msgspec.convert(given, _Sizes)
         labels = msgspec.convert(raw, _Labels)
@@ -95,6 +109,19 @@ def read_foreign(raw: Mapping[str, object]) -> TransformerConfig:
         prefix="",
         rope=_rope(raw),
     )
+
+
+def linear_layers(shapes: Mapping[str, tuple[int, ...]], vocab_size: int) -> dict[str, tuple[int, int]]:
+    """Name -> (outputs, inputs) of the layers that adapters may change, as far as names and shapes of tensors tell.
+
+    The runner knows which of them transformers really has as linear layers, and refuses adapters of others.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for tensor, shape in shapes.items():
+        name, _, last = tensor.rpartition(".")
+        if last == "weight" and len(shape) == 2 and name.rpartition(".")[2] not in _NO_LINEAR:
+            found[name] = (shape[0], shape[1])
+    return {name: shape for name, shape in found.items() if shape[0] != vocab_size}
 
 
 def _rope(raw: Mapping[str, object]) -> RopeConfig:

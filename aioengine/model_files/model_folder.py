@@ -17,6 +17,7 @@ from msgspec import Struct
 from aioengine import checks, logs, plugins
 from aioengine.config import OWN, TRANSFORMERS, PoolingSettings
 from aioengine.families._config import MAX_SIZES, DecoderConfig, Task, as_embedder, not_implemented
+from aioengine.families._foreign import linear_layers as foreign_layers
 from aioengine.families._foreign import read_foreign
 from aioengine.families._tensors import exact_types, is_ignored, tensor_shapes
 from aioengine.families._vision import VisionConfig
@@ -255,7 +256,7 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
         weights = _stored_weights(folder, decoder, is_looked_at=is_looked_at, load_format=wanted.load_format)
         layers = linear_layers(decoder) if isinstance(decoder, DecoderConfig) else {}
     else:
-        weights, layers = _foreign_weights(folder, is_looked_at=is_looked_at), {}
+        weights, layers = _foreign_weights(folder, decoder.vocab_size, is_looked_at=is_looked_at)
     text = config.text_config or _TextConfig()
     eos = dict.fromkeys((*_ids(generation.eos_token_id), *_ids(config.eos_token_id), *_ids(text.eos_token_id)))
     return ModelFacts(
@@ -305,21 +306,21 @@ def _stored_weights(folder: Path, decoder: TransformerConfig, *, is_looked_at: b
     return StoredWeights(missing=missing, files=files)
 
 
-def _foreign_weights(folder: Path, *, is_looked_at: bool) -> StoredWeights:
-    """The files of the weights of a model that transformers computes. The names of its tensors are known to
-    transformers alone, and checked when they are loaded.
+def _foreign_weights(
+    folder: Path, vocab_size: int, *, is_looked_at: bool
+) -> tuple[StoredWeights, dict[str, tuple[int, int]]]:
+    """The files of the weights of a model that transformers computes, and its linear layers as far as they say. Which
+    tensors it needs is known to transformers alone, and checked when they are loaded.
 
     Raises ValueError for a GGUF file, and for files that are missing or damaged.
     """
     if folder_files.is_gguf(folder):
         raise ValueError(f"{str(folder)!r} is a GGUF file, which model_impl='transformers' does not read")
-    missing = checkpoint.missing_weights(folder) if is_looked_at else None
-    is_read = is_looked_at and not missing
-    if is_read:
-        checkpoint.read_headers(folder, "")
-    return StoredWeights(
-        missing=missing, files=checkpoint.file_states(checkpoint.model_files(folder, with_weights=is_read))
-    )
+    missing = checkpoint.missing_weights(folder)
+    shapes = {} if missing else {entry.name: entry.shape for entry in checkpoint.read_headers(folder, "")}
+    files = checkpoint.file_states(checkpoint.model_files(folder, with_weights=is_looked_at and not missing))
+    weights = StoredWeights(missing=missing if is_looked_at else None, files=files)
+    return weights, foreign_layers(shapes, vocab_size)
 
 
 def family_config(wanted: ModelConfig) -> TransformerConfig:

@@ -11,6 +11,7 @@ memory of that step for all smaller ones.
 from __future__ import annotations
 
 import gc
+import logging
 from contextlib import contextmanager
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from aioengine.attention._base import CapturableAttention, WholeAttention
+from aioengine.config import TRANSFORMERS
 from aioengine.families._config import Task
 from aioengine.protocol.messages import Progress, Sampling
 from aioengine.resolve import PACKED
@@ -25,6 +27,7 @@ from aioengine.runner.device_memory import NoAttention
 from aioengine.runner.graphs.encoder_graphs import EncoderGraphs
 from aioengine.runner.graphs.ladder import MAX_SEEN_TOKENS, longest_piece
 from aioengine.runner.graphs.piece_graphs import PieceGraphs
+from aioengine.runner.inputs import model_inputs
 from aioengine.runner.pooler import MEAN
 from aioengine.scheduler.plan import NOTHING, TOKENS, VECTOR, NewRow, Plan, Row
 
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
     from aioengine.models._base import Model
     from aioengine.runner.model_runner import DeviceParts, ModelRunner
     from aioengine.runner.timing import StartTimes
+
+logger = logging.getLogger(__name__)
 
 TOKENS_APART = 31
 """Distance between the token counts that are loaded. It is odd, because the library's choice of a matmul kernel depends
@@ -90,7 +95,7 @@ def warm_up_device(
     """Capture CUDA graphs where the attention backend supports it, and run all warm-up steps."""
     if isinstance(parts.attention, CapturableAttention):
         parts.attention.warm_up()
-    if settings.runner.cuda_graph_max_rows:
+    if settings.runner.cuda_graph_max_rows and _can_capture(parts, settings):
         _capture(runner, parts, settings, report)
     times.end("graphs")
     limits = settings.scheduler
@@ -101,6 +106,34 @@ def warm_up_device(
     bounds = WarmupLimits(limits.max_running, limits.chunk_tokens, parts.context_length, pages, samples)
     run_warmup_steps(runner, bounds, report)
     times.end("warmup")
+
+
+def _can_capture(parts: DeviceParts, settings: Settings) -> bool:
+    """Whether steps can be CUDA graphs: code of transformers may wait for the device, which a log line then says."""
+    if settings.model.implementation != TRANSFORMERS or not (reason := why_it_waits(parts.model, parts.device)):
+        return True
+    logger.info("steps run without CUDA graphs: transformers' code for this model waits for the device (%s)", reason)
+    return False
+
+
+@torch.inference_mode()
+def why_it_waits(model: Model, device: torch.device) -> str:
+    """Of a model that waits for the device in a step, CUDA's words for it; empty: it does not.
+
+    It is found out before a capture, since one that fails leaves the memory allocator in disorder.
+    """
+    ids = torch.zeros(2, dtype=torch.int64, device=device)
+    for mode in ("default", "error"):  # libraries may wait when they are first used
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            model.compute_logits(model.forward(model_inputs(model, ids, ids), NoAttention()))
+        except RuntimeError as error:
+            if mode == "default":
+                raise
+            return str(error).partition("\n")[0]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return ""
 
 
 @contextmanager

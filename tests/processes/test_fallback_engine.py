@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, NemotronConfig
 
 import aioengine
 from aioengine import Engine, EngineStartupError
+from tests.kit.adapters import merged, save_adapter
 from tests.kit.tiny_sizes import SIZES
 
 if TYPE_CHECKING:
@@ -31,10 +32,26 @@ def test_a_model_type_without_a_file_of_ours_runs_by_itself(tmp_path: Path) -> N
         chunks = list(engine.generate(input_ids=prompt, sampling_params=greedy, stream=True))
         assert [token for chunk in chunks for token in chunk["output_ids"]] == out["output_ids"]
         assert chunks[-1]["meta_info"]["cached_tokens"] == 16
-    with pytest.raises(ValueError, match="there are plans for models of our own code alone"):
-        aioengine.plan(tmp_path, skip_tokenizer_init=True)
-    with pytest.raises(ValueError, match="enable_lora is for models of our own code"):
-        Engine(tmp_path, skip_tokenizer_init=True, enable_lora=True, max_lora_rank=8, lora_target_modules="all")
+    plan = aioengine.plan(tmp_path, skip_tokenizer_init=True, device_memory="80GiB")
+    assert (plan.implementation, plan.reason) == ("transformers", "there is no file for model_type 'nemotron'")
+    assert plan.weights_bytes == 4 * sum(parameter.numel() for parameter in model.parameters())
+    assert plan.kv_bytes_per_token == 4 * 2 * SIZES["num_hidden_layers"] * SIZES["hidden_size"] // 2  # type: ignore[operator]
+
+
+def test_adapters_of_an_engine(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    base = AutoModelForCausalLM.from_config(NemotronConfig(**SIZES)).eval()
+    base.save_pretrained(tmp_path / "model")
+    path = save_adapter(base, tmp_path / "adapter", target_modules=["q_proj", "up_proj"])
+    prompt, greedy = list(range(3, 20)), {"max_new_tokens": 6, "temperature": 0}
+    expected = merged(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), path)
+    with torch.inference_mode():
+        ids = torch.tensor([prompt])
+        found = [model.generate(ids, max_new_tokens=6, do_sample=False)[0, 17:].tolist() for model in (base, expected)]  # type: ignore[operator]
+    adapters = {"one": str(path)}
+    with Engine(tmp_path / "model", skip_tokenizer_init=True, device="cpu", lora_paths=adapters) as engine:
+        outs = engine.generate(input_ids=[prompt, prompt], sampling_params=greedy, lora_path=[None, "one"])
+        assert [out["output_ids"] for out in outs] == found
 
 
 def test_what_cannot_run_is_one_error_of_the_start(tmp_path: Path) -> None:
