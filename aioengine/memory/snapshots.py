@@ -5,10 +5,12 @@ newest token alone, so a prefix is reused up to a place where a copy of the stat
 tree may have one, of the state behind its page, in a slot of the runner's pool. Snapshots stand at multiples of
 ``span`` tokens, which are borders of pages, and are taken where reuse is likely (as in Marconi, arXiv 2411.19379):
 
-- behind the last multiple within the tokens that a request begins with: for the same prompt, and for the next turn,
+- behind the last multiple within the tokens that a request begins with, if these are many: for the same prompt, and for
+  the next turn,
 - where a prompt leaves what is cached: its beginning has come a second time, without a snapshot,
 - where a waiting request leaves the prompt of one that is being computed,
-- at multiples that rows come to anyway: of each request the newest alone, for its next turn, and to resume it.
+- at multiples that rows come to anyway: of each request the newest ``NUM_ROLLING``, for its next turn, and to resume it
+  (more than one, for under pressure the last pages of a preempted request are evicted first).
 
 Steps end at the first three, its *stops*. A request may wait until another one has passed a place: the other one is
 that node's *maker*. A snapshot counts when the step that copied it has a result. It is never locked, since a request
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from aioengine.memory.radix import Node
 
 NO_SNAPSHOT = -1
+LEAST_GAIN = 2
+NUM_ROLLING = 2
 
 
 class Place(NamedTuple):
@@ -36,7 +40,7 @@ class Place(NamedTuple):
 
 
 class _Copy(NamedTuple):
-    """A snapshot that a step in flight takes. is_rolling: a later one of the same request takes its place."""
+    """A snapshot that a step in flight takes. is_rolling: later ones of the same request take its place."""
 
     position: int
     slot: int
@@ -48,7 +52,7 @@ class RequestSnapshots:
 
     source: the slot with the state that it begins with; NO_SNAPSHOT: it begins at its start. stops: positions at which
     a step of it is to end. makes: the places whose maker it is, ascending. copies: in flight, ascending. nodes: those
-    that have a snapshot of it. rolling: the one of these whose snapshot the next one replaces.
+    that have a snapshot of it. rolling: those of these whose snapshots later ones replace, the oldest first.
     """
 
     __slots__ = ("copies", "makes", "nodes", "rolling", "source", "stops")
@@ -59,7 +63,7 @@ class RequestSnapshots:
         self.makes: deque[Place] = deque()
         self.copies: deque[_Copy] = deque()
         self.nodes: list[Node] = []
-        self.rolling: Node | None = None
+        self.rolling: deque[Node] = deque()
 
 
 class Snapshots:
@@ -127,9 +131,13 @@ class Snapshots:
         self._makers.update((place.node, own) for place in own.makes)
         return own
 
-    def stop_before(self, own: RequestSnapshots, num_tokens: int) -> None:
-        """Have a request stop at the last place before the end of these tokens: others are likely to go on there."""
-        own.stops.add((num_tokens - 1) // self.span * self.span)
+    def stop_before(self, own: RequestSnapshots, start: int, end: int) -> None:
+        """Have a request stop at the last place before ``end``, where others may go on, if it is worth a step: when it
+        computes at least ``LEAST_GAIN`` spans from ``start`` up to there.
+        """
+        position = (end - 1) // self.span * self.span
+        if position - start >= LEAST_GAIN * self.span:
+            own.stops.add(position)
 
     # ------------------------------------------------------------ while it runs
 
@@ -146,9 +154,8 @@ class Snapshots:
     def take(self, own: RequestSnapshots, position: int) -> int:
         """The slot for the state behind a row that ends at ``position``, a multiple of ``span``; NO_SNAPSHOT: none."""
         is_rolling = position not in own.stops
-        if is_rolling and own.rolling is not None:
-            self.drop(own.rolling)
-            own.rolling = None
+        while is_rolling and len(own.rolling) >= NUM_ROLLING:
+            self.drop(own.rolling.popleft())
         slot = self._free_slot()
         if slot != NO_SNAPSHOT:
             own.copies.append(_Copy(position, slot, is_rolling))
@@ -168,7 +175,7 @@ class Snapshots:
             self._slots[node] = copy.slot
             own.nodes.append(node)
             if copy.is_rolling:
-                own.rolling = node
+                own.rolling.append(node)
 
     def end(self, own: RequestSnapshots, *, is_invalid: bool = False) -> None:
         """It runs no more. What it kept stays, unless ``is_invalid``: then what it computed is wrong."""

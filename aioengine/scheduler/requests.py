@@ -277,10 +277,10 @@ class Requests:
     def admit(self, request: Request, match: Match, now: float) -> None:
         """Run a waiting request on the pages of ``match`` and as many new ones as its tokens need."""
         hold = self.cache.lock(request.token_ids, match)
+        num_cached = len(match.path) * self.cache.page_size
         snapshots = self.cache.snapshots
         if snapshots and hold.snapshots and request.kind is RequestKind.GENERATE and not request.submit.embeds:
-            snapshots.stop_before(hold.snapshots, len(request.token_ids))
-        num_cached = len(match.path) * self.cache.page_size
+            snapshots.stop_before(hold.snapshots, num_cached, len(request.token_ids))
         del self.waiting[bisect_left(self.waiting, request.order, key=_order)]
         request.start(hold, num_cached)
         insort(self.running, request, key=_rank)

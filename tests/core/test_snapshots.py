@@ -165,6 +165,13 @@ def test_the_same_prompt_is_computed_from_its_last_snapshot(depth: int) -> None:
     assert world.states.computed[2] == len(PROMPT) + 8 - 1 - 24
 
 
+def test_a_short_prompt_takes_no_step_more_until_it_comes_again() -> None:
+    world = world_of()
+    found = [world.answer(uid, PROMPT[:14], 1)[1] for uid in range(3)]
+    assert found == [0, 0, 8]
+    assert [[row.count for row in plan.rows] for plan in world.runner.plans] == [[14], [8], [6], [6]]
+
+
 def test_the_next_turn_begins_behind_the_answer() -> None:
     world = world_of()
     answer, _ = world.answer(1, PROMPT, 20)
@@ -194,10 +201,11 @@ def test_answers_to_one_prompt_share_its_computation() -> None:
 
 
 def test_a_preempted_request_resumes_from_its_newest_snapshot() -> None:
-    world = world_of(num_pages=24)
-    world.submit(*(submit_of(uid, [uid] * 12, limits=Limits(max_new_tokens=60)) for uid in range(3)))
+    world = world_of(num_pages=22)
+    world.submit(*(submit_of(uid, [uid] * 12, limits=Limits(max_new_tokens=20)) for uid in range(2)))
+    world.submit(submit_of(2, [2] * 12, limits=Limits(max_new_tokens=60)))
     world.run()
-    assert len(world.preempted) > 0
+    assert world.preempted == [2]
     resumed = [new for plan in world.runner.plans for new in plan.new_rows if len(new.token_ids) > new.num_prompt]
     assert any(new.snapshot >= 0 for new in resumed)
     world.check_all_over()
@@ -205,24 +213,24 @@ def test_a_preempted_request_resumes_from_its_newest_snapshot() -> None:
 
 def test_the_snapshot_unused_for_longest_gives_its_slot_away() -> None:
     world = world_of(num_snapshots=2)
-    prompts = [[uid] * 12 for uid in range(3)]
+    prompts = [[uid] * 20 for uid in range(3)]
     for uid, prompt in enumerate(prompts[:2]):
         world.answer(uid, prompt, 2)
-    assert world.answer(2, prompts[0], 2)[1] == 8
+    assert world.answer(2, prompts[0], 2)[1] == 16
     world.answer(3, prompts[2], 2)
-    assert world.answer(4, prompts[0], 2)[1] == 8
+    assert world.answer(4, prompts[0], 2)[1] == 16
     assert world.answer(5, prompts[1], 2)[1] == 0
 
 
 def test_snapshots_of_sessions_outlast_others() -> None:
     world = world_of(num_snapshots=2)
-    submit = submit_of(0, [7] * 12, limits=Limits(max_new_tokens=2))
+    submit = submit_of(0, [7] * 20, limits=Limits(max_new_tokens=2))
     submit.session = 5
     world.submit(submit)
     world.run()
     for uid in range(1, 5):
-        world.answer(uid, [uid] * 12, 2)
-    assert world.answer(9, [7] * 12, 2)[1] == 8
+        world.answer(uid, [uid] * 20, 2)
+    assert world.answer(9, [7] * 20, 2)[1] == 16
 
 
 def test_without_room_for_snapshots_nothing_is_reused() -> None:

@@ -236,7 +236,7 @@ def test_requests_share_a_runner_and_slots_are_used_again(
     assert world.answers(PROMPTS) == expected
     assert set(world.num_cached.values()) == {0}
     assert [world.answers([prompt])[0] for prompt in PROMPTS] == expected
-    assert list(world.num_cached.values())[len(PROMPTS) :] == [0, 0, 16, 32, 48]
+    assert list(world.num_cached.values())[-2:] == [32, 48]
 
 
 @pytest.mark.parametrize("make", [make_config, make_newer, make_lfm2, make_granite])
