@@ -21,8 +21,12 @@ if TYPE_CHECKING:
 
     from aioengine.kernels.expert_types import Routing
 
-PAIRS_OF_A_BLOCK = 1024
-"""The most pairs that a program of ``_align_kernel`` reads at a time."""
+FEW_PAIRS = 4096
+"""Up to this number, each program of ``_align_kernel`` counts all pairs itself; more are counted before it."""
+BLOCK_OF_FEW, BLOCK_OF_MANY = 1024, 4096
+"""The most pairs that a program reads at a time."""
+COUNTS_AT_A_TIME = 8192
+"""The most numbers of counted pairs that a program reads at a time."""
 COLUMNS = 3
 """Numbers of a tile: its expert, and the first and the end of its pairs in ``Tiling.order``."""
 
@@ -81,10 +85,33 @@ def _route_kernel(
     tl.store(weights + token * TOP_K + lanes, found_weights * SCALE, mask=lanes < TOP_K)
 
 
+@triton.jit
+def _counted(
+    experts: tl.tensor, start: tl.tensor, num_pairs: tl.tensor, BINS: tl.constexpr, BLOCK: tl.constexpr
+) -> tl.tensor:
+    """[BINS], the pairs of each expert in a block."""
+    pairs = start + tl.arange(0, BLOCK)
+    inside = pairs < num_pairs
+    return tl.histogram(tl.load(experts + pairs, mask=inside, other=0), BINS, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _count_kernel(
+    experts: tl.tensor, counts: tl.tensor, num_pairs: tl.tensor, BINS: tl.constexpr, BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+) -> None:  # fmt: skip
+    block = tl.program_id(0)
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    tl.store(counts + block * BINS + tl.arange(0, BINS), _counted(experts, block * BLOCK, num_pairs, BINS, BLOCK))
+
+
 @triton.jit(do_not_specialize=["num_pairs", "max_tiles"])
 def _align_kernel(
-    experts: tl.tensor, order: tl.tensor, tiles: tl.tensor, num_tiles: tl.tensor, num_pairs: tl.tensor,
-    max_tiles: tl.tensor, BINS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    experts: tl.tensor, counted: tl.tensor, order: tl.tensor, tiles: tl.tensor, num_tiles: tl.tensor,
+    num_pairs: tl.tensor, max_tiles: tl.tensor, BINS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    IS_COUNTED: tl.constexpr, COUNTS: tl.constexpr, DEPENDENT: tl.constexpr,
 ) -> None:  # fmt: skip
     expert = tl.program_id(0)
     if DEPENDENT:
@@ -92,10 +119,14 @@ def _align_kernel(
         gdc_launch_dependents()
     bins = tl.arange(0, BINS)
     counts = tl.zeros((BINS,), tl.int32)
-    for start in range(0, num_pairs, BLOCK):
-        pairs = start + tl.arange(0, BLOCK)
-        inside = pairs < num_pairs
-        counts += tl.histogram(tl.load(experts + pairs, mask=inside, other=0), BINS, mask=inside)
+    if IS_COUNTED:
+        num_blocks = tl.cdiv(num_pairs, BLOCK)
+        for first in range(0, num_blocks, COUNTS):
+            blocks = (first + tl.arange(0, COUNTS))[:, None]
+            counts += tl.sum(tl.load(counted + blocks * BINS + bins[None, :], mask=blocks < num_blocks, other=0), 0)
+    else:
+        for start in range(0, num_pairs, BLOCK):
+            counts += _counted(experts, start, num_pairs, BINS, BLOCK)
     needed = (counts + (ROWS - 1)) // ROWS
     if expert == 0:
         tl.store(num_tiles, tl.sum(needed))
@@ -116,6 +147,7 @@ def _align_kernel(
 
 
 _route = Launcher(_route_kernel)
+_count = Launcher(_count_kernel)
 _align = Launcher(_align_kernel)
 
 
@@ -168,11 +200,20 @@ def align(chosen: Chosen, *, num_experts: int, rows: int) -> Tiling:
     num_pairs = experts.numel()
     max_tiles = most_tiles(num_pairs, num_experts, rows)
     order, tiles, num_tiles = (experts.new_empty(shape) for shape in (num_pairs, (COLUMNS, max_tiles), 1))
-    block = min(max(next_power_of_2(num_pairs), 16), PAIRS_OF_A_BLOCK)
+    bins, is_dependent = next_power_of_2(num_experts), has_dependent_launch()
+    is_counted = num_pairs > FEW_PAIRS
+    block = BLOCK_OF_MANY if is_counted else min(max(next_power_of_2(num_pairs), 16), BLOCK_OF_FEW)
+    num_warps = 8 if is_counted else 4
+    key = num_experts, block, experts.data_ptr() % 16
+    counted = experts
+    if is_counted:
+        num_blocks = -(-num_pairs // block)
+        counted = experts.new_empty((num_blocks, bins))
+        arguments = experts, counted, num_pairs, bins, block, is_dependent
+        _count((num_blocks, 1, 1), key, arguments, options(num_warps))
     arguments = (
-        *(experts, order, tiles, num_tiles, num_pairs, max_tiles),
-        *(next_power_of_2(num_experts), rows, block, has_dependent_launch()),
+        *(experts, counted, order, tiles, num_tiles, num_pairs, max_tiles),
+        *(bins, rows, block, is_counted, max(COUNTS_AT_A_TIME // bins, 1), is_dependent),
     )
-    key = num_experts, rows, block, experts.data_ptr() % 16
-    _align((num_experts, 1, 1), key, arguments, options(4))
+    _align((num_experts, 1, 1), (*key, rows), arguments, options(num_warps))
     return Tiling(order, tiles, num_tiles, rows, chosen)
