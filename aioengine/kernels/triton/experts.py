@@ -9,13 +9,14 @@ T tokens, D model size, I inner size, E experts, K experts of a token, P = T * K
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from aioengine.kernels.triton.launcher import Launcher, has_dependent_launch, options
 from aioengine.kernels.triton.routing import align
@@ -28,18 +29,13 @@ if TYPE_CHECKING:
 
 
 class Tile(NamedTuple):
-    """Pairs, outputs, block of inputs, stages and warps of a program.
-
-    Attributes:
-        copies: whether the copy engine of Hopper and newer loads the weight.
-    """
+    """Pairs, outputs, block of inputs, stages and warps of a program."""
 
     rows: int
     outputs: int
     block: int
     stages: int
     warps: int
-    copies: bool = False
 
 
 @triton.jit
@@ -67,31 +63,28 @@ def _biased(total: tl.tensor, bias: tl.tensor, HAS_BIAS: tl.constexpr) -> tl.ten
     return total + tl.load(bias).to(tl.float32)[:, None] if HAS_BIAS else total
 
 
-@triton.jit(do_not_specialize=["num_outputs", "max_tiles"])
+@triton.jit(do_not_specialize=["max_tiles"])
 def _tiled_kernel(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, order: tl.tensor, tiles: tl.tensor,
-    num_tiles: tl.tensor, pair_weights: tl.tensor, num_outputs: tl.tensor, max_tiles: tl.tensor,
-    SIZE: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr, COPIES: tl.constexpr, IS_GATED: tl.constexpr, HAS_BIAS: tl.constexpr, LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr, DEPENDENT: tl.constexpr,
+    num_tiles: tl.tensor, max_tiles: tl.tensor, NUM_OUTPUTS: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, IS_GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, DEPENDENT: tl.constexpr,
 ) -> None:  # fmt: skip
-    num_blocks = tl.cdiv(num_outputs, OUTPUTS)
+    num_blocks = tl.cdiv(NUM_OUTPUTS, OUTPUTS)  # a constant, so that the compiler knows that stores are aligned
     tile = tl.program_id(0) // num_blocks
-    first_output = tl.program_id(0) % num_blocks * OUTPUTS
-    outputs = first_output + tl.arange(0, OUTPUTS)
+    outputs = tl.program_id(0) % num_blocks * OUTPUTS + tl.arange(0, OUTPUTS)
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
-    if tile < tl.load(num_tiles):
-        first, end = tl.load(tiles + max_tiles + tile), tl.load(tiles + 2 * max_tiles + tile)
+    expert, first, end = tl.load(tiles + tile), tl.load(tiles + max_tiles + tile), tl.load(tiles + 2 * max_tiles + tile)
+    if tile < tl.load(num_tiles):  # else what was loaded is undefined
         rows = first + tl.arange(0, ROWS)
         is_row = rows < end
         rows = tl.where(is_row, rows, first)  # beyond the end the first row is repeated, which costs no mask
         pairs = tl.load(order + rows)
         vectors = (pairs // TOP_K if IS_GATED else rows).to(tl.int64) * SIZE
-        line = tl.load(tiles + tile).to(tl.int64) * ((2 if IS_GATED else 1) * num_outputs)
-        lines = line + tl.where(outputs < num_outputs, outputs, 0)
-        copied_line = line.to(tl.int32) + first_output
+        lines = expert.to(tl.int64) * ((2 if IS_GATED else 1) * NUM_OUTPUTS)
+        lines += tl.where(outputs < NUM_OUTPUTS, outputs, 0)
         columns = tl.arange(0, BLOCK)
         x_pointers = x + vectors[None, :] + columns[:, None]
         total, up = tl.zeros((OUTPUTS, ROWS), tl.float32), tl.zeros((OUTPUTS, ROWS), tl.float32)
@@ -99,42 +92,36 @@ def _tiled_kernel(
         for start in tl.range(0, SIZE, BLOCK, num_stages=STAGES):
             inside = start + columns < SIZE
             block = _loaded(x_pointers + start, inside[:, None], IS_WHOLE)
-            if COPIES:
-                part = weight.load([copied_line, start])
-            else:
-                part = _loaded(weight + lines[:, None] * SIZE + (start + columns)[None, :], inside[None, :], IS_WHOLE)
+            part = _loaded(weight + lines[:, None] * SIZE + (start + columns)[None, :], inside[None, :], IS_WHOLE)
             total = tl.dot(part, block, total, input_precision="ieee")
             if IS_GATED:
-                if COPIES:
-                    part = weight.load([copied_line + num_outputs, start])
-                else:
-                    up_lines = weight + (lines + num_outputs)[:, None] * SIZE
-                    part = _loaded(up_lines + (start + columns)[None, :], inside[None, :], IS_WHOLE)
+                up_lines = weight + (lines + NUM_OUTPUTS)[:, None] * SIZE
+                part = _loaded(up_lines + (start + columns)[None, :], inside[None, :], IS_WHOLE)
                 up = tl.dot(part, block, up, input_precision="ieee")
         total = _biased(total, bias + lines, HAS_BIAS)
         if IS_GATED:
             result = _activate(
-                total, _biased(up, bias + lines + num_outputs, HAS_BIAS), LIMIT, ALPHA, out.dtype.element_ty
+                total, _biased(up, bias + lines + NUM_OUTPUTS, HAS_BIAS), LIMIT, ALPHA, out.dtype.element_ty
             )
             targets = rows
         else:
-            result = (total * tl.load(pair_weights + pairs)[None, :]).to(out.dtype.element_ty)
+            result = total.to(out.dtype.element_ty)
             targets = pairs
-        is_inside = is_row[None, :] & (outputs < num_outputs)[:, None]
-        tl.store(out + targets.to(tl.int64)[None, :] * num_outputs + outputs[:, None], result, mask=is_inside)
+        is_inside = is_row[None, :] & (outputs < NUM_OUTPUTS)[:, None]
+        tl.store(out + targets.to(tl.int64)[None, :] * NUM_OUTPUTS + outputs[:, None], result, mask=is_inside)
 
 
 @triton.jit
 def _vector_gated_kernel(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, experts: tl.tensor, num_outputs: tl.tensor,
-    SIZE: tl.constexpr, TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr, DEPENDENT: tl.constexpr,
+    SIZE: tl.constexpr, TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, DEPENDENT: tl.constexpr,
 ) -> None:  # fmt: skip
     pair = tl.program_id(1)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_output = (outputs < num_outputs)[:, None]
     columns = tl.arange(0, BLOCK)[None, :]
-    vector = x + (pair // TOP_K).to(tl.int64) * SIZE
+    vectors = x + (pair // TOP_K).to(tl.int64) * SIZE + columns + tl.zeros((OUTPUTS, 1), tl.int32)
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
@@ -142,12 +129,11 @@ def _vector_gated_kernel(
     pointers = weight + (expert * (2 * num_outputs) + outputs.to(tl.int64))[:, None] * SIZE + columns
     up_pointers = pointers + num_outputs.to(tl.int64) * SIZE
     gate, up = tl.zeros((OUTPUTS, BLOCK), tl.float32), tl.zeros((OUTPUTS, BLOCK), tl.float32)
-    for start in tl.range(0, SIZE, BLOCK, loop_unroll_factor=4):
-        inside = start + columns < SIZE
-        mask = is_output & inside
+    for start in tl.range(0, SIZE, BLOCK, loop_unroll_factor=UNROLL):
+        mask = is_output & (start + columns < SIZE)
         part = tl.load(pointers + start, mask=mask, other=0.0, eviction_policy="evict_first")
         up_part = tl.load(up_pointers + start, mask=mask, other=0.0, eviction_policy="evict_first")
-        values = tl.load(vector + start + columns, mask=inside, other=0.0).to(tl.float32)
+        values = tl.load(vectors + start, mask=mask, other=0.0).to(tl.float32)
         gate += part.to(tl.float32) * values
         up += up_part.to(tl.float32) * values
     gate_sum, up_sum = tl.sum(gate, 1), tl.sum(up, 1)
@@ -175,8 +161,8 @@ def _add_shared(
 def _vector_down_kernel(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, experts: tl.tensor, pair_weights: tl.tensor,
     shared: tl.tensor, gates: tl.tensor, num_outputs: tl.tensor,
-    SIZE: tl.constexpr, TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_SHARED: tl.constexpr, HAS_GATE: tl.constexpr, DEPENDENT: tl.constexpr,
+    SIZE: tl.constexpr, TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_GATE: tl.constexpr, DEPENDENT: tl.constexpr,
 ) -> None:  # fmt: skip
     token = tl.program_id(1)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -185,22 +171,23 @@ def _vector_down_kernel(
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
-    products, total = tl.zeros((OUTPUTS, BLOCK), tl.float32), tl.zeros((OUTPUTS,), tl.float32)
+    total = tl.zeros((OUTPUTS,), tl.float32)
+    lines, factors = (), ()
     for index in tl.static_range(TOP_K):
-        pair = token * TOP_K + index
-        expert = tl.load(experts + pair).to(tl.int64)
-        pair_weight = tl.load(pair_weights + pair)
-        pointers = weight + (expert * num_outputs + outputs)[:, None] * SIZE + columns
-        vector = x + pair.to(tl.int64) * SIZE
-        for start in tl.static_range(0, SIZE, BLOCK):
-            inside = start + columns < SIZE
-            mask = is_output[:, None] & inside
-            part = tl.load(pointers + start, mask=mask, other=0.0, eviction_policy="evict_first")
-            values = tl.load(vector + start + columns, mask=inside, other=0.0).to(tl.float32) * pair_weight
-            products += part.to(tl.float32) * values
+        expert = tl.load(experts + token * TOP_K + index).to(tl.int64)
+        factors += (tl.load(pair_weights + token * TOP_K + index),)
+        lines += (expert * num_outputs + outputs,)
         if HAS_BIAS:
-            own_bias = tl.load(bias + expert * num_outputs + outputs, mask=is_output, other=0.0)
-            total += own_bias.to(tl.float32) * pair_weight
+            total += tl.load(bias + lines[index], mask=is_output, other=0.0).to(tl.float32) * factors[index]
+    vectors = x + token.to(tl.int64) * (TOP_K * SIZE) + columns + tl.zeros((OUTPUTS, 1), tl.int32)
+    products = tl.zeros((OUTPUTS, BLOCK), tl.float32)
+    for start in tl.range(0, SIZE, BLOCK, loop_unroll_factor=UNROLL):
+        mask = is_output[:, None] & (start + columns < SIZE)
+        for index in tl.static_range(TOP_K):
+            pointers = weight + lines[index][:, None] * SIZE + (start + columns)
+            part = tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first")
+            values = tl.load(vectors + index * SIZE + start, mask=mask, other=0.0)
+            products += part.to(tl.float32) * (values.to(tl.float32) * factors[index])
     total += tl.sum(products, 1)
     places = token.to(tl.int64) * num_outputs + outputs
     if HAS_SHARED:
@@ -210,9 +197,9 @@ def _vector_down_kernel(
 
 @triton.jit
 def _sum_kernel(
-    parts: tl.tensor, out: tl.tensor, shared: tl.tensor, gates: tl.tensor, num_outputs: tl.tensor,
-    TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_GATE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    parts: tl.tensor, pair_weights: tl.tensor, out: tl.tensor, shared: tl.tensor, gates: tl.tensor,
+    num_outputs: tl.tensor, TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, HAS_SHARED: tl.constexpr,
+    HAS_GATE: tl.constexpr, DEPENDENT: tl.constexpr,
 ) -> None:  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -223,7 +210,8 @@ def _sum_kernel(
     own = parts + token * TOP_K * num_outputs + outputs
     total = tl.zeros((OUTPUTS,), tl.float32)
     for index in tl.static_range(TOP_K):
-        total += tl.load(own + index * num_outputs, mask=is_output, other=0.0).to(tl.float32)
+        part = tl.load(own + index * num_outputs, mask=is_output, other=0.0).to(tl.float32)
+        total += part * tl.load(pair_weights + token * TOP_K + index)
     places = token * num_outputs + outputs
     if HAS_SHARED:
         total = _add_shared(total, shared, gates, token, places, is_output, HAS_GATE)
@@ -241,6 +229,15 @@ FP32 = Tile(16, 32, 32, 2, 4)
 """The only tile in fp32, which runs without tensor cores."""
 INVARIANT = Tile(64, 64, 64, 4, 4)
 """The only tile where the bits of a row must not depend on how many there are."""
+TILES = (
+    (8, Tile(16, 64, 128, 3, 4), Tile(16, 64, 128, 4, 4)),
+    (20, Tile(32, 64, 64, 5, 4), Tile(32, 64, 128, 3, 4)),
+    (48, Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4)),
+    (math.inf, Tile(128, 128, 64, 3, 8), Tile(128, 128, 64, 3, 8)),
+)
+"""The tiles of both matmuls, with equal numbers of rows, by the most pairs that an expert has on average."""
+VECTOR_PARTS = 24
+"""About as many parts of lines a program for vectors asks for, before it waits for the first of them."""
 
 
 def tiles_for(num_pairs: int, num_experts: int, dtype: torch.dtype, *, batch_invariant: bool) -> tuple[Tile, Tile]:
@@ -249,14 +246,7 @@ def tiles_for(num_pairs: int, num_experts: int, dtype: torch.dtype, *, batch_inv
         return FP32, FP32
     if batch_invariant:
         return INVARIANT, INVARIANT
-    rows = num_pairs / num_experts
-    if rows <= 8:
-        return Tile(16, 64, 128, 3, 4), Tile(16, 64, 128, 4, 4)
-    if rows <= 20:
-        return Tile(32, 64, 128, 3, 4), Tile(32, 64, 128, 4, 4)
-    if rows <= 48:
-        return Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4)
-    return Tile(128, 128, 64, 3, 8), Tile(128, 128, 64, 4, 8)
+    return next((first, second) for most, first, second in TILES if num_pairs <= most * num_experts)
 
 
 def compute(
@@ -279,14 +269,14 @@ def multiply_tiles(x: Tensor, weights: ExpertWeights, tiling: Tiling, tile: Tile
 
 
 def multiply_tiles_down(x: Tensor, weights: ExpertWeights, tiling: Tiling, tile: Tile) -> Tensor:
-    """x [P, I], in the order of the tiling -> [P, D], weighted, in the order of pairs."""
+    """x [P, I], in the order of the tiling -> [P, D], in the order of pairs."""
     return _multiply_tiles(x, (weights.down, weights.down_bias, None), tiling, tile)
 
 
 def _multiply_tiles(x: Tensor, layer: tuple[Tensor, Tensor | None, Gate | None], tiling: Tiling, tile: Tile) -> Tensor:
     """x [T, D] or [P, I] -> [P, I] or [P, D].
 
-    ``layer``: weight, bias, and the function of gates where it has some, else the result is weighted.
+    ``layer``: weight, bias, and the function of gates where it has some.
     """
     weight, bias, gate = layer
     num_pairs, top_k = len(tiling.order), tiling.chosen.experts.shape[1]
@@ -294,14 +284,10 @@ def _multiply_tiles(x: Tensor, layer: tuple[Tensor, Tensor | None, Gate | None],
     num_outputs = weight.shape[1] // (1 if gate is None else 2)
     out = torch.empty((num_pairs, num_outputs), dtype=x.dtype, device=x.device)
     max_tiles = tiling.tiles.shape[1]
-    lines: Tensor | TensorDescriptor = weight
-    if tile.copies:
-        lines = TensorDescriptor.from_tensor(weight.flatten(0, 1), [tile.outputs, tile.block])
     limit, alpha = gate or (0.0, 1.0)
     arguments = (
-        *(x, lines, weight if bias is None else bias, out, tiling.order, tiling.tiles, tiling.num_tiles),
-        *(tiling.chosen.weights, num_outputs, max_tiles),
-        *(size, top_k, tile.rows, tile.outputs, tile.block, tile.stages, tile.copies),
+        *(x, weight, weight if bias is None else bias, out, tiling.order, tiling.tiles, tiling.num_tiles),
+        *(max_tiles, num_outputs, size, top_k, tile.rows, tile.outputs, tile.block, tile.stages),
         *(gate is not None, bias is not None, limit, alpha, has_dependent_launch()),
     )
     key = x.dtype, weight.shape, tile, top_k, gate, bias is None, x.data_ptr() % 16, weight.data_ptr() % 16
@@ -310,27 +296,49 @@ def _multiply_tiles(x: Tensor, layer: tuple[Tensor, Tensor | None, Gate | None],
 
 
 def add_up(parts: Tensor, shared: Shared | None, tiling: Tiling) -> Tensor:
-    """parts [P, D] -> [T, D]: the sum of the pairs of each token, with the results of shared experts."""
+    """parts [P, D] -> [T, D]: the weighted sum of the pairs of each token, with the results of shared experts."""
     (num_tokens, top_k), num_outputs = tiling.chosen.experts.shape, parts.shape[1]
     out = parts.new_empty((num_tokens, num_outputs))
     block = 1024 if num_tokens > 64 else 512
-    arguments = (parts, out, *_of_shared(shared, out), num_outputs, top_k, block, *_flags(shared))
+    tensors = parts, tiling.chosen.weights, out, *_of_shared(shared, out)
+    arguments = (*tensors, num_outputs, top_k, block, *_flags(shared))
     key = parts.dtype, num_outputs, top_k, block, _key_of(shared)
     _sum((num_tokens, -(-num_outputs // block), 1), key, arguments, options(4))
     return out
 
 
-def multiply_vectors(
-    x: Tensor, chosen: Chosen, weights: ExpertWeights, programs: tuple[int, int, int] = (4, 1024, 4)
-) -> Tensor:
-    """x [T, D] -> activated [P, I], in the order of pairs. ``programs``: outputs, block of inputs and warps of each."""
-    outputs, block, num_warps = programs
+class Programs(NamedTuple):
+    """Outputs, block of inputs and warps of a program for vectors, and blocks that are read at a time.
+
+    With as many outputs as warps, a warp has a line of its own and reads x on its own: to hand over x from one to the
+    other, all would wait for each other.
+    """
+
+    outputs: int
+    block: int
+    unroll: int
+    warps: int
+
+
+@lru_cache(maxsize=64)
+def programs_for(size: int, num_matrices: int) -> Programs:
+    """For lines of ``size`` numbers, of ``num_matrices`` matrices each."""
+    block = 256
+    num_blocks = -(-size // block)
+    num_rounds = -(-num_blocks * num_matrices // VECTOR_PARTS)
+    return Programs(4, block, -(-num_blocks // num_rounds), 4)
+
+
+def multiply_vectors(x: Tensor, chosen: Chosen, weights: ExpertWeights, programs: Programs | None = None) -> Tensor:
+    """x [T, D] -> activated [P, I], in the order of pairs."""
     weight, bias = weights.gate_up, weights.gate_up_bias
     num_outputs, size, (num_tokens, top_k) = weight.shape[1] // 2, weight.shape[2], chosen.experts.shape
+    programs = programs or programs_for(size, 2)
+    outputs, block, unroll, num_warps = programs
     out = x.new_empty((num_tokens * top_k, num_outputs))
     arguments = (
-        *(x, weight, weight if bias is None else bias, out, chosen.experts, num_outputs, size, top_k, outputs, block),
-        *(bias is not None, *weights.gate, has_dependent_launch()),
+        *(x, weight, weight if bias is None else bias, out, chosen.experts, num_outputs, size, top_k),
+        *(outputs, block, unroll, bias is not None, *weights.gate, has_dependent_launch()),
     )
     key = x.dtype, weight.shape, programs, top_k, weights.gate, bias is None, x.data_ptr() % 16, weight.data_ptr() % 16
     _vector_gated((-(-num_outputs // outputs), num_tokens * top_k, 1), key, arguments, options(num_warps))
@@ -343,16 +351,17 @@ def multiply_vectors_down(
     weights: ExpertWeights,
     shared: Shared | None,
     *,
-    programs: tuple[int, int, int] = (4, 256, 4),
+    programs: Programs | None = None,
 ) -> Tensor:
-    """x [P, I] -> [T, D], with the results of shared experts. ``programs``: as in ``multiply_vectors``."""
-    outputs, block, num_warps = programs
+    """x [P, I] -> [T, D], with the results of shared experts."""
     weight, bias = weights.down, weights.down_bias
     (num_tokens, top_k), (_, num_outputs, size) = chosen.experts.shape, weight.shape
+    programs = programs or programs_for(size, top_k)
+    outputs, block, unroll, num_warps = programs
     out = x.new_empty((num_tokens, num_outputs))
     arguments = (
         *(x, weight, weight if bias is None else bias, out, *chosen, *_of_shared(shared, out)),
-        *(num_outputs, size, top_k, outputs, block, bias is not None, *_flags(shared)),
+        *(num_outputs, size, top_k, outputs, block, unroll, bias is not None, *_flags(shared)),
     )
     key = x.dtype, weight.shape, programs, top_k, bias is None, _key_of(shared), weight.data_ptr() % 16
     _vector_down((-(-num_outputs // outputs), num_tokens, 1), key, arguments, options(num_warps))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -211,7 +214,7 @@ for num_experts, own, has_bias in (
     assert torch.equal(chosen, expected)
     torch.testing.assert_close(weights, expected_weights)
 
-for num_experts, num_tokens, top_k, rows in ((12, 30, 3, 4), (5, 1, 2, 16), (6, 700, 2, 16)):
+for num_experts, num_tokens, top_k, rows in ((12, 30, 3, 4), (5, 1, 2, 16), (6, 700, 2, 16), (12, 1500, 3, 128)):
     chosen = torch.stack([torch.randperm(num_experts)[:top_k] for _ in range(num_tokens)]).int()
     chosen = Chosen(chosen, torch.ones(chosen.shape))
     tiling = routing_on_device.align(chosen, num_experts=num_experts, rows=rows)
@@ -244,3 +247,46 @@ for gate, has_bias in ((SILU, False), (Gate(0.7, 1.702), True)):
 @pytest.mark.slow
 def test_kernels_in_the_interpreter() -> None:
     run_interpreted(PROGRAM)
+
+
+COMPILED = """
+import torch
+
+from aioengine.kernels.expert_types import SILU, Chosen, ExpertWeights, Gate, Routing, Shared
+from aioengine.kernels.triton import experts, launcher, routing
+from tests.compute.compiled import compile_for_hopper
+
+launcher.Launcher.__call__ = compile_for_hopper
+for module in (experts, routing):
+    module.has_dependent_launch = lambda: True
+    module.options = lambda num_warps: {"num_warps": num_warps, "launch_pdl": True}
+
+
+def zeros(*shape, dtype=torch.bfloat16):
+    return torch.zeros((), dtype=dtype).expand(*shape)
+
+
+for num_experts, top_k, size, inner, gate in ((128, 8, 2048, 768, SILU), (32, 4, 2880, 2880, Gate(7.0, 1.702))):
+    has_bias = gate is not SILU
+    bias = zeros(num_experts, dtype=torch.float32) if has_bias else None
+    routing.route(zeros(2, num_experts), bias, Routing(top_k, "sigmoid" if has_bias else "softmax"))
+    for dtype, pairs_of_an_expert in ((torch.bfloat16, (0, 4, 16, 40, 400)), (torch.float32, (0, 4))):
+        biases = (zeros(num_experts, 2 * inner, dtype=dtype), zeros(num_experts, size, dtype=dtype))
+        gate_up, down = zeros(num_experts, 2 * inner, size, dtype=dtype), zeros(num_experts, size, inner, dtype=dtype)
+        weights = ExpertWeights(gate_up, down, *(biases if has_bias else (None, None)), gate)
+        for count in pairs_of_an_expert:
+            num_tokens = count * num_experts // top_k or 1
+            x = zeros(num_tokens, size, dtype=dtype)
+            chosen = Chosen(zeros(num_tokens, top_k, dtype=torch.int32), zeros(num_tokens, top_k, dtype=torch.float32))
+            shared = Shared(x, None if has_bias else zeros(num_tokens, 1, dtype=dtype))
+            experts.compute(x, chosen, weights, shared, batch_invariant=False)
+        experts.compute(x, chosen, weights, None, batch_invariant=True)
+"""
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_hopper() -> None:
+    if find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    run = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, timeout=150, check=False)
+    assert run.returncode == 0, run.stderr
