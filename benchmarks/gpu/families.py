@@ -49,8 +49,8 @@ SHAPES = "a3b", "oss", "gemma", "lite", "next"
 NUM_STEPS = 60
 MORE_TOKENS = 300
 """Tokens of the prompt that joins rows whose experts are counted: more than graphs of decode steps have rows."""
-NUM_KERNELS = 8
-NAME_LENGTH = 44
+NUM_KERNELS = 10
+NAME_LENGTH = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,15 +176,15 @@ def count(chosen: Chosen, num_tokens: int | None = None) -> int:
 
 
 def kernels(steps: Steps, num_steps: int) -> str:
-    """Microseconds a step of the kernels that take longest, and how often they run; they may overlap."""
+    """The kernels that take longest: microseconds a step, how often they run, their names; they may overlap."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         for _ in range(num_steps):
             steps.step()
         torch.cuda.synchronize()
     found = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
-    return "\n".join(
-        f"      {event.self_device_time_total / num_steps:8.0f} us {event.count / num_steps:6.1f} x "
+    return "    " + ", ".join(
+        f"{event.self_device_time_total / num_steps:.0f} us {event.count / num_steps:.0f} x "
         f"{event.key.removeprefix('void ')[:NAME_LENGTH]}"
         for event in found[:NUM_KERNELS]
     )
