@@ -17,8 +17,8 @@ from msgspec import Struct
 from aioengine import checks, logs, plugins
 from aioengine.config import OWN, TRANSFORMERS, PoolingSettings
 from aioengine.families._config import MAX_SIZES, DecoderConfig, Task, as_embedder, not_implemented
-from aioengine.families._foreign import linear_layers as foreign_layers
-from aioengine.families._foreign import read_foreign
+from aioengine.families._fallback_config import linear_layers as foreign_layers
+from aioengine.families._fallback_config import read_fallback_config
 from aioengine.families._tensors import exact_types, is_ignored, tensor_shapes
 from aioengine.families._vision import VisionConfig
 from aioengine.model_files import checkpoint, folder_files
@@ -256,7 +256,7 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
         weights = _stored_weights(folder, decoder, is_looked_at=is_looked_at, load_format=wanted.load_format)
         layers = linear_layers(decoder) if isinstance(decoder, DecoderConfig) else {}
     else:
-        weights, layers = _foreign_weights(folder, decoder.vocab_size, is_looked_at=is_looked_at)
+        weights, layers = _fallback_weights(folder, decoder.vocab_size, is_looked_at=is_looked_at)
     text = config.text_config or _TextConfig()
     eos = dict.fromkeys((*_ids(generation.eos_token_id), *_ids(config.eos_token_id), *_ids(text.eos_token_id)))
     return ModelFacts(
@@ -306,7 +306,7 @@ def _stored_weights(folder: Path, decoder: TransformerConfig, *, is_looked_at: b
     return StoredWeights(missing=missing, files=files)
 
 
-def _foreign_weights(
+def _fallback_weights(
     folder: Path, vocab_size: int, *, is_looked_at: bool
 ) -> tuple[StoredWeights, dict[str, tuple[int, int]]]:
     """The files of the weights of a model that transformers computes, and its linear layers as far as they say. Which
@@ -345,7 +345,7 @@ def _read_config(folder: Path, wanted: ModelConfig) -> tuple[_Config, Transforme
     try:
         config = msgspec.convert(raw, _Config)
         implementation = _implementation(config, wanted.implementation)
-        read: ReadConfig = read_foreign
+        read: ReadConfig = read_fallback_config
         if implementation == OWN:
             read = plugins.load("families", plugins.file_name(config.model_type or ""))
         found = read(raw)

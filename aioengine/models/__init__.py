@@ -47,7 +47,7 @@ def build(config: Mapping[str, object], options: ModelOptions) -> Model:
     return Decoder(found, options) if found.stateful is None else HybridDecoder(found, options)
 
 
-class ForeignModel(Protocol):
+class FallbackModel(Protocol):
     """A model folder that transformers' own code computes."""
 
     def num_bytes(self, options: ModelOptions) -> int:
@@ -59,7 +59,7 @@ class ForeignModel(Protocol):
         ...
 
 
-def foreign(folder: Path, task: Task, *, trust_remote_code: bool, has_weights: bool) -> ForeignModel:
+def fallback(folder: Path, task: Task, *, trust_remote_code: bool, has_weights: bool) -> FallbackModel:
     """Read config.json with transformers, whose import takes a second.
 
     Args:
@@ -70,5 +70,5 @@ def foreign(folder: Path, task: Task, *, trust_remote_code: bool, has_weights: b
         ValueError: transformers has no code for it, or code of the folder would have to be run.
     """
     module = importlib.import_module("aioengine.models._fallback")
-    make = cast("Callable[..., ForeignModel]", module.TransformersFolder)
+    make = cast("Callable[..., FallbackModel]", module.TransformersFolder)
     return make(folder, task, trust_remote_code=trust_remote_code, has_weights=has_weights)

@@ -326,7 +326,7 @@ class _PositionTables(TorchFunctionMode):
 
 
 class TransformersFolder:
-    """See ``models.foreign``."""
+    """See ``models.fallback``."""
 
     def __init__(self, folder: Path, task: Task, *, trust_remote_code: bool, has_weights: bool) -> None:
         self._task = task

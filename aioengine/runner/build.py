@@ -283,7 +283,7 @@ def _compile_sampling(model: Model, vocab_size: int, device: torch.device, *, lo
 def _model(settings: Settings, dtype: torch.dtype, device: torch.device) -> Model:
     options = _options(settings, dtype, device)
     if settings.model.implementation == TRANSFORMERS:
-        return _foreign(settings).load(options)
+        return _fallback(settings).load(options)
     config = _config(Path(settings.model.path))
     return models.build(as_embedder(config) if settings.model.task == Task.EMBED else config, options)
 
@@ -292,7 +292,7 @@ def _weights_bytes(settings: Settings, dtype: torch.dtype) -> int:
     """Bytes that the parameters will take."""
     meta = torch.device("meta")
     if settings.model.implementation == TRANSFORMERS:
-        return _foreign(settings).num_bytes(_options(settings, dtype, meta))
+        return _fallback(settings).num_bytes(_options(settings, dtype, meta))
     return sum(target.tensor.nbytes for target in _model(settings, dtype, meta).weights().values())
 
 
@@ -305,10 +305,10 @@ def _options(settings: Settings, dtype: torch.dtype, device: torch.device) -> Mo
     )
 
 
-def _foreign(settings: Settings) -> models.ForeignModel:
+def _fallback(settings: Settings) -> models.FallbackModel:
     """The model of transformers; its package takes a second to import, which other models need not wait for."""
     model = settings.model
-    return models.foreign(
+    return models.fallback(
         Path(model.path),
         Task(model.task),
         trust_remote_code=model.trust_remote_code,

@@ -99,8 +99,8 @@ def save(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
 
 
 def load(folder: Path, task: Task = Task.GENERATE, max_positions: int = 64) -> Model:
-    foreign = models.foreign(folder, task, trust_remote_code=False, has_weights=True)
-    model = foreign.load(options(max_positions=max_positions))
+    found = models.fallback(folder, task, trust_remote_code=False, has_weights=True)
+    model = found.load(options(max_positions=max_positions))
     weights.load(model, folder, load_format="safetensors", seed=0, report=lambda *_: None)
     return model
 
@@ -144,9 +144,9 @@ def test_it_computes_what_our_own_code_computes(family: str, tmp_path: Path) -> 
     save_model(family, tmp_path)
     prompts = [[5, 6, 7, 8, 9], [4, 3], list(range(3, 33))]
     sampling = [Sampling(seed, temperature=0.8, top_p=0.9) for seed in range(3)]
-    own, foreign = (world(tmp_path, name) for name in ("aioengine", "transformers"))
-    assert foreign.answers(prompts) == own.answers(prompts)
-    assert foreign.answers(prompts, sampling) == own.answers(prompts, sampling)
+    own, fallback = (world(tmp_path, name) for name in ("aioengine", "transformers"))
+    assert fallback.answers(prompts) == own.answers(prompts)
+    assert fallback.answers(prompts, sampling) == own.answers(prompts, sampling)
 
 
 @pytest.mark.parametrize(
@@ -190,8 +190,8 @@ def test_states_of_an_embedder_and_scores_of_a_classifier(tmp_path: Path) -> Non
 def test_weights_in_bf16_but_where_transformers_keeps_fp32(tmp_path: Path) -> None:
     save(CONFIGS["experts of DeepSeek-V3"], tmp_path)
     reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager")
-    foreign = models.foreign(tmp_path, Task.GENERATE, trust_remote_code=False, has_weights=True)
-    model = foreign.load(options(torch.bfloat16, max_positions=64))
+    found = models.fallback(tmp_path, Task.GENERATE, trust_remote_code=False, has_weights=True)
+    model = found.load(options(torch.bfloat16, max_positions=64))
     targets = model.weights()
     kept = {name for name, target in targets.items() if target.tensor.dtype == torch.float32}
     assert kept == {name for name, tensor in reference.state_dict().items() if tensor.dtype == torch.float32} != set()

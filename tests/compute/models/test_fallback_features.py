@@ -52,7 +52,7 @@ def save(config: PreTrainedConfig, folder: Path) -> Any:
     return model
 
 
-def foreign(settings: Settings) -> Settings:
+def by_transformers(settings: Settings) -> Settings:
     return replace(settings, model=replace(settings.model, implementation="transformers"))
 
 
@@ -67,7 +67,7 @@ def test_adapters_give_what_merged_weights_give(kind: str, tmp_path: Path) -> No
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     models = [plain, *(merged(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), path) for path in folders)]
     expected = [continued(model, num_tokens=3) for model in models]
-    runner = build(with_adapters(foreign(make_settings(tmp_path / "model"))), lambda _: None)
+    runner = build(with_adapters(by_transformers(make_settings(tmp_path / "model"))), lambda _: None)
     for slot, path in enumerate(folders, 1):
         runner.place_adapter(slot, runner.read_adapter(adapter(path, slot))).result(timeout=5)
     seen: list[torch.Tensor] = []
@@ -90,7 +90,7 @@ def test_an_adapter_of_layers_that_are_not_linear_is_refused(tmp_path: Path) -> 
     base = save(CONFIGS["MLPs of two layers"], tmp_path / "model")
     other = save(CONFIGS["gated MLPs"], tmp_path / "other")
     path = save_adapter(other, tmp_path / "adapter", target_modules=["gate_proj"])
-    runner = build(with_adapters(foreign(make_settings(tmp_path / "model"))), lambda _: None)
+    runner = build(with_adapters(by_transformers(make_settings(tmp_path / "model"))), lambda _: None)
     with pytest.raises(ValueError, match=r"gate_proj; what works in this base model: down_proj, k_proj"):
         runner.read_adapter(adapter(path))
     assert base.config.model_type == "nemotron"
@@ -98,7 +98,7 @@ def test_an_adapter_of_layers_that_are_not_linear_is_refused(tmp_path: Path) -> 
 
 def test_grammars_and_logprobs(tmp_path: Path) -> None:
     saved = Saved(tmp_path, save(CONFIGS["MLPs of two layers"], tmp_path))
-    world = World(foreign(make_settings(tmp_path, chunk_tokens=7)))
+    world = World(by_transformers(make_settings(tmp_path, chunk_tokens=7)))
     world.runner.use_grammars(Grammars(str(FOLDER), VOCAB_SIZE))
     pattern = "[a-d]{3,12}!"
     drawn = world.submit([5, 6, 7], Sampling(3, temperature=1.0, grammar=grammar_of(regex=pattern)), max_new_tokens=20)
@@ -117,14 +117,14 @@ def test_grammars_and_logprobs(tmp_path: Path) -> None:
 def test_vectors_and_scores_in_chunks(tmp_path: Path) -> None:
     theirs = save(CONFIGS["MLPs of two layers"], tmp_path / "embeds")
     settings = settings_for(tmp_path / "embeds", "embed", "last", chunk_tokens=5, splits=True)
-    for prompt, vector in zip(PROMPTS, PoolWorld(foreign(settings)).vectors_of(PROMPTS), strict=True):
+    for prompt, vector in zip(PROMPTS, PoolWorld(by_transformers(settings)).vectors_of(PROMPTS), strict=True):
         last = theirs.model(torch.tensor([prompt])).last_hidden_state[0, -1]
         torch.testing.assert_close(vector, last, atol=1e-5, rtol=1e-4)
     config = NemotronConfig(**{**SMALL, "num_labels": 3})
     classifier = AutoModelForSequenceClassification.from_config(config).eval()
     classifier.save_pretrained(tmp_path / "scores")
     settings = settings_for(tmp_path / "scores", "classify", "last", chunk_tokens=5, splits=True)
-    for prompt, scores in zip(PROMPTS, PoolWorld(foreign(settings)).vectors_of(PROMPTS), strict=True):
+    for prompt, scores in zip(PROMPTS, PoolWorld(by_transformers(settings)).vectors_of(PROMPTS), strict=True):
         torch.testing.assert_close(scores, classifier(torch.tensor([prompt])).logits[0], atol=1e-5, rtol=1e-4)
 
 
@@ -132,7 +132,7 @@ def test_code_that_waits_for_the_device_is_found_out_before_graphs_are_captured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     save(CONFIGS["gated MLPs"], tmp_path)
-    model = build(foreign(make_settings(tmp_path)), lambda _: None)._model
+    model = build(by_transformers(make_settings(tmp_path)), lambda _: None)._model
     modes: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     assert why_it_waits(model, torch.device("cpu")) == ""

@@ -70,7 +70,7 @@ class _Labels(Labels, frozen=True, kw_only=True):
     architectures: list[str] | None = None
 
 
-def read_foreign(raw: Mapping[str, object]) -> TransformerConfig:
+def read_fallback_config(raw: Mapping[str, object]) -> TransformerConfig:
     """The facts that the engine itself needs.
 
     Raises:
