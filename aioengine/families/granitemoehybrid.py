@@ -1,4 +1,4 @@
-"""Granite 4 with layers of Mamba 2, without experts: Granite's factors, and attention in some layers."""
+"""Granite 4 without experts: Granite's factors, and layers of Mamba 2 in the place of attention, or none."""
 
 from __future__ import annotations
 
@@ -37,6 +37,14 @@ class Config(granite.Config, frozen=True, kw_only=True):
         super().__post_init__()
         if self.num_local_experts:
             not_implemented("num_local_experts", self.num_local_experts, "0")
+        if not 1 <= self.shared_intermediate_size <= 2**24:
+            not_implemented("shared_intermediate_size", self.shared_intermediate_size, f"1 to {2**24}")
+        if len(self.mamba_layers) == self.num_hidden_layers:
+            not_implemented("layer_types", self.layer_types, "attention in some layers")
+        if self.mamba_layers:
+            self._check_mamba()
+
+    def _check_mamba(self) -> None:
         inner = self.mamba_expand * self.hidden_size
         if not 1 <= self.mamba_n_heads <= 2**14 or inner < 1 or inner % self.mamba_n_heads:
             not_implemented("mamba_n_heads", self.mamba_n_heads, f"a divisor of {inner}")
@@ -47,10 +55,6 @@ class Config(granite.Config, frozen=True, kw_only=True):
                 not_implemented(name, size, "1 to 256")
         if not 2 <= self.mamba_d_conv <= 64:
             not_implemented("mamba_d_conv", self.mamba_d_conv, "2 to 64")
-        if not 1 <= self.shared_intermediate_size <= 2**24:
-            not_implemented("shared_intermediate_size", self.shared_intermediate_size, f"1 to {2**24}")
-        if not 0 < len(self.mamba_layers) < self.num_hidden_layers:
-            not_implemented("layer_types", self.layer_types, "some layers of each kind")
 
     @property
     def mamba_layers(self) -> frozenset[int]:
@@ -68,10 +72,27 @@ class Config(granite.Config, frozen=True, kw_only=True):
             not_implemented("time_step_limit", self.time_step_limit, "two numbers from 0 on, the smaller one first")
         return least, most
 
+    @property
+    def mamba(self) -> MambaConfig | None:
+        """None: all layers have attention."""
+        if not self.mamba_layers:
+            return None
+        return MambaConfig(
+            layers=self.mamba_layers,
+            num_heads=self.mamba_n_heads,
+            num_groups=self.mamba_n_groups,
+            value_size=self.mamba_expand * self.hidden_size // self.mamba_n_heads,
+            key_size=self.mamba_d_state,
+            width=self.mamba_d_conv,
+            has_conv_bias=self.mamba_conv_bias,
+            has_bias=self.mamba_proj_bias,
+            time_limits=self.time_limits,
+            epsilon=self.rms_norm_eps,
+        )
+
 
 def read(config: Mapping[str, object]) -> DecoderConfig:
     found = decode_config(config, Config)
-    inner = found.mamba_expand * found.hidden_size
     decoder = granite.granite_decoder(found, config)
     return replace(
         decoder,
@@ -79,19 +100,8 @@ def read(config: Mapping[str, object]) -> DecoderConfig:
         block=BlockConfig(mlp="shared_mlp."),
         mlp=replace(decoder.mlp, first=("input_linear",), second="output_linear"),
         layer_ropes=() if found.position_embedding_type == "rope" else (None,) * found.num_hidden_layers,
-        mamba=MambaConfig(
-            layers=found.mamba_layers,
-            num_heads=found.mamba_n_heads,
-            num_groups=found.mamba_n_groups,
-            value_size=inner // found.mamba_n_heads,
-            key_size=found.mamba_d_state,
-            width=found.mamba_d_conv,
-            has_conv_bias=found.mamba_conv_bias,
-            has_bias=found.mamba_proj_bias,
-            time_limits=found.time_limits,
-            epsilon=found.rms_norm_eps,
-        ),
-        keeps_states=True,
+        mamba=found.mamba,
+        keeps_states=bool(found.mamba_layers),
     )
 
 

@@ -388,6 +388,17 @@ def test_the_text_model_of_a_published_folder_is_loaded_and_its_tower_is_not(tmp
     assert make_world(tmp_path).answers(PROMPTS[:3], max_new_tokens=8) == expected
 
 
+def test_a_granite_4_with_attention_in_all_layers_is_a_decoder_without_states() -> None:
+    config = make_granite(layer_types=["full_attention"] * 4, position_embedding_type="rope")
+    theirs, ours = pair(config, max_positions=128)
+    assert not isinstance(ours, StatefulModel)
+    token_ids = torch.randint(0, 96, (NUM_TOKENS,))
+    expected = theirs(token_ids.unsqueeze(0)).logits[0]
+    torch.testing.assert_close(Stepper(ours).run(token_ids.tolist(), [9]), expected, atol=3e-5, rtol=1e-5)
+    read = plugins.load("families", "granitemoehybrid")
+    assert read({**config.to_dict(), "mamba_n_heads": 7}) == read(config.to_dict())
+
+
 @pytest.mark.parametrize("make", [make_newer, make_granite])
 def test_other_activations_are_refused_by_name(make: Callable[..., PreTrainedConfig]) -> None:
     config = make(hidden_act="gelu").to_dict()
