@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +13,8 @@ from aioengine import models
 from aioengine.models._base import ModelOptions, VisionModel
 from aioengine.runner import weights
 from aioengine.runner.device_memory import image_memory
-from tests.compute.models.test_images import TEXTS, Saved, check, run
+from tests.compute.models.test_image_answers import check_session
+from tests.compute.models.test_images import TEXTS, Saved, check, run, their_states, vector
 from tests.compute.runner_world import World, make_settings
 from tests.kit.vision_models import GREEDY, MODELS, Pictures, prompt_of, save_vision_model
 
@@ -85,6 +87,17 @@ def test_a_second_question_is_answered_from_kept_pages(saved: Saved) -> None:
         assert (world.num_cached[uid] > 0) is bool(uid)
     assert GREEDY.is_greedy
     world.runner.close()
+
+
+def test_vectors_are_those_of_transformers(saved: Saved) -> None:
+    prompt = prompt_of(TEXTS[0], saved.pictures.draw(8, 12), TEXTS[1])
+    world = gpu_world(saved, dtype="float32", graphs=0, chunk_tokens=64)
+    np.testing.assert_allclose(vector(world, prompt), their_states(saved, prompt)[-1].cpu().numpy(), atol=2e-3)
+    world.runner.close()
+
+
+async def test_sessions_answer_about_the_pictures_of_earlier_turns(tmp_path: Path) -> None:
+    await check_session("qwen2_vl", tmp_path, "cuda")
 
 
 def test_weights_that_are_made_up_give_finite_features(tmp_path: Path) -> None:

@@ -179,11 +179,15 @@ async def test_an_engine_answers_questions_about_pictures(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("model_type", ["qwen2_vl", pytest.param("smolvlm", marks=pytest.mark.slow)])
 async def test_sessions_answer_about_the_pictures_of_earlier_turns(model_type: str, tmp_path: Path) -> None:
-    """Also after the scheduler was killed, which knew their pages."""
-    theirs, one, two = made(tmp_path, model_type), drawing(5), drawing(6, (30, 80))
+    await check_session(model_type, tmp_path, "cpu")
+
+
+async def check_session(model_type: str, folder: Path, device: str) -> None:
+    """Turns have the answers of transformers, also after the scheduler was killed, which knew their pages."""
+    theirs, one, two = made(folder, model_type), drawing(5), drawing(6, (30, 80))
     mark = FAMILIES[model_type].prompt
 
-    async with AsyncEngine(tmp_path, device="cpu", context_length=256) as engine:
+    async with AsyncEngine(folder, device=device, dtype="float32", context_length=256) as engine:
         sid = await engine.open_session()
 
         async def turn(text: str, before: Any, image: object = None) -> Any:
@@ -195,12 +199,12 @@ async def test_sessions_answer_about_the_pictures_of_earlier_turns(model_type: s
 
         first = await turn(f"see {mark}.", None, png(one))
         second = await turn(" and?", first)
-        check(theirs, tmp_path, [one], second)
+        check(theirs, folder, [one], second)
         third = await turn(f" or {mark}", second, two)
-        check(theirs, tmp_path, [one, two], third)
+        check(theirs, folder, [one, two], third)
         assert third["meta_info"]["cached_tokens"] >= 16
         scheduler = next(each for each in engine.health()["processes"] if each["role"] == "scheduler")
         os.kill(scheduler["pid"], signal.SIGKILL)
         for before, images in ((third, [one, two]), (second, [one])):
-            check(theirs, tmp_path, images, await turn(" so?", before))
+            check(theirs, folder, images, await turn(" so?", before))
         assert engine.stats()["num_restarts"] == 1

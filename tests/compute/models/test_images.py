@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from msgspec.structs import replace as replace_struct
@@ -322,12 +323,17 @@ def test_vectors_of_prompts_with_images(llava: Saved) -> None:
     prompt = prompt_of(TEXTS[0], llava.pictures.draw(), TEXTS[1])
     settings = make_settings(llava.folder, chunk_tokens=16)
     world = World(replace_struct(settings, model=replace_struct(settings.model, task="embed")))
+    np.testing.assert_allclose(vector(world, prompt), their_states(llava, prompt)[-1].numpy(), atol=1e-3)
+
+
+def vector(world: World, prompt: Prompt) -> npt.NDArray[np.float32]:
+    """What a prompt is turned into."""
     submit = Submit(0, prompt.token_ids, Sampling(0), Limits(0), TextRules(), kind=RequestKind.POOL, media=prompt.media)
     world.core.requests.submit(submit)
     world.outputs[0], world.extras[0] = [], []
     world.run()
-    [vector] = [np.frombuffer(each.data, np.float32) for each in world.extras[0] if each.kind == POOLED_VECTOR]
-    np.testing.assert_allclose(vector, their_states(llava, prompt)[-1].numpy(), atol=1e-3)
+    [found] = [np.frombuffer(each.data, np.float32) for each in world.extras[0] if each.kind == POOLED_VECTOR]
+    return found
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
