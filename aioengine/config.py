@@ -209,7 +209,8 @@ class ModelSettings(Struct, frozen=True, kw_only=True):
 
 
 class MemorySettings(Struct, frozen=True, kw_only=True):
-    """The KV pool. ``num_pages`` None: as many as fit into ``mem_fraction_static`` of the memory, found by the runner.
+    """The KV pool. ``num_pages``: for so many pages of tokens (``PageGroups.pages_in``); None: as many as fit into
+    ``mem_fraction_static`` of the memory, found by the runner.
     ``kv_dtype``: of keys and values; None: that of the model.
     """
 

@@ -34,6 +34,7 @@ FLOORS = {
             "logs",
             "file_descriptors",
             "foreign_names",
+            "page_groups",
         ),
         "0",
         "msgspec regex",

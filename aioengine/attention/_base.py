@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
+from aioengine.page_groups import layer_groups
+
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
@@ -19,9 +21,6 @@ if TYPE_CHECKING:
     from aioengine.kernels.rotate_and_write import KVTarget
 
     Ints = npt.NDArray[np.int32]
-
-
-NO_LIMIT = 1 << 62
 
 
 class BackendUnavailableError(ValueError):
@@ -52,6 +51,8 @@ class ForwardBatch:
         kv_lengths: R host ints, positions of the row that have K and V once this step has written its own.
         host_pages: ``page_table`` on the host, for backends that look for pages that rows share; None: they need not.
         whole_images: for ``AttentionShape.has_whole_images``.
+        parts: where the groups of layers have page tables of their own, the batch of each: with another
+            ``slot_mapping`` and ``page_table``. What a group does not see any more stands on the padding page there.
     """
 
     slot_mapping: Tensor
@@ -60,6 +61,7 @@ class ForwardBatch:
     kv_lengths: list[int]
     host_pages: Ints | None = None
     whole_images: Sequence[WholeImage] = ()
+    parts: Sequence[ForwardBatch] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,14 +96,15 @@ class AttentionShape:
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The layers that have the same window, those that attend furthest first."""
-        if not self.is_causal or len(set(self.windows)) < 2:
+        """The layers of each part of attention; those of a part have the same window (``layer_groups``)."""
+        if not self.is_causal or not self.windows:
             return (tuple(range(self.num_layers)),)
-        reaches = sorted({window or NO_LIMIT for window in self.windows}, reverse=True)
-        return tuple(
-            tuple(layer for layer, window in enumerate(self.windows) if (window or NO_LIMIT) == reach)
-            for reach in reaches
-        )
+        return layer_groups(self.windows)[0]
+
+    @property
+    def page_windows(self) -> tuple[int | None, ...]:
+        """The window of each of ``groups`` where these have page tables of their own; empty: all have the same."""
+        return layer_groups(self.windows)[1] if self.is_causal else ()
 
     def part(self, layers: tuple[int, ...]) -> AttentionShape:
         """The shape of these layers alone."""
@@ -200,6 +203,7 @@ class DecodeBuffers:
         last_lengths: [R], positions on the last page of each row.
         page_ids: the page tables one after the other.
         max_pages: pages of the longest possible row.
+        parts: where the groups of layers have page tables of their own, the buffers of each.
     """
 
     slot_mapping: Tensor
@@ -207,6 +211,7 @@ class DecodeBuffers:
     last_lengths: Tensor
     page_ids: Tensor
     max_pages: int
+    parts: Sequence[DecodeBuffers] = ()
 
 
 class FixedDecode(StepAttention, Protocol):

@@ -1,11 +1,13 @@
-"""Attention of models whose layers have different windows: the layers of each window have a backend of their own.
+"""Attention of models whose layers have different windows: the layers of each window have backends of their own.
 
-So a backend plans for one window, and models with one window for all layers pay nothing for the others.
+So a backend plans for one window and one page table, and models with one window for all layers pay nothing for the
+others.
 T packed tokens, H query heads, K kv heads, E head size, L layers of a part, N pages of the pool, S page size.
 """
 
 from __future__ import annotations
 
+from itertools import repeat
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from aioengine.attention._base import (
@@ -62,16 +64,16 @@ class MixedAttention(_Layers[AttentionBackend]):
     """Implements ``AttentionBackend``."""
 
     def prepare(self, batch: ForwardBatch) -> None:
-        for part in self.parts:
-            part.prepare(batch)
+        for part, its_batch in zip(self.parts, batch.parts or repeat(batch), strict=False):
+            part.prepare(its_batch)
 
 
 class MixedGPUAttention(_Layers[CapturableAttention]):
     """Implements ``CapturableAttention``."""
 
     def prepare(self, batch: ForwardBatch) -> None:
-        for part in self.parts:
-            part.prepare(batch)
+        for part, its_batch in zip(self.parts, batch.parts or repeat(batch), strict=False):
+            part.prepare(its_batch)
 
     def attend_into(self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, out: Tensor) -> None:
         """q [T, H, E], k and v [T, K, E] -> out [T, H, E]."""
@@ -84,7 +86,8 @@ class MixedGPUAttention(_Layers[CapturableAttention]):
 
     def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> MixedDecode:
         """Decode steps of ``num_rows`` rows."""
-        return MixedDecode([part.fixed_decode(num_rows, buffers) for part in self.parts], self.groups)
+        each = zip(self.parts, buffers.parts or repeat(buffers), strict=False)
+        return MixedDecode([part.fixed_decode(num_rows, its_buffers) for part, its_buffers in each], self.groups)
 
 
 class MixedDecode(_Layers[FixedDecode]):

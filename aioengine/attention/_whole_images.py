@@ -58,13 +58,22 @@ class WholeImages(Generic[Inner]):
         self._shape = shape
         self._kv_pool = keys_and_values(kv_layers, shape)
         self._is_on_gpu = kv_layers[0].is_cuda
-        self._images: list[tuple[WholeImage, Tensor]] = []  # with their pages
+        self._groups = shape.groups
+        self._images: list[tuple[WholeImage, list[Tensor]]] = []  # with their pages in each layer
 
     def prepare(self, batch: ForwardBatch) -> None:
         self._inner.prepare(batch)
+        if not batch.whole_images:
+            self._images = []
+            return
         page_size = self._kv_pool[0][0].shape[2]
+        tables = [batch.page_table] * self._shape.num_layers
+        for layers, part in zip(self._groups, batch.parts, strict=False):
+            for layer in layers:
+                tables[layer] = part.page_table
         self._images = [
-            (image, batch.page_table[image.row, : -(-image.stop // page_size)]) for image in batch.whole_images
+            (image, [table[image.row, : -(-image.stop // page_size)] for table in tables])
+            for image in batch.whole_images
         ]
 
     def target(self, layer: int) -> KVTarget | WriteKV:
@@ -78,7 +87,8 @@ class WholeImages(Generic[Inner]):
 
     def _see_images(self, q: Tensor, layer: int, out: Tensor) -> None:
         """The tokens of images: q [T, H, E] -> out [T, H, E]."""
-        for image, pages in self._images:
+        for image, pages_of_layers in self._images:
+            pages = pages_of_layers[layer]
             window = self._shape.window(layer, image.stop)
             first = 0 if window is None else max(image.start - BLOCK - window, 0)  # whole blocks see no further back
             page_size = self._kv_pool[layer][0].shape[2]

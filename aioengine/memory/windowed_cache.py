@@ -23,8 +23,8 @@ from aioengine.memory.radix import Node, RadixTree
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from aioengine.memory.page_groups import PageGroups
     from aioengine.memory.radix import Key, Salt
+    from aioengine.page_groups import PageGroups
 
 GIVEN_BACK: Final = -1
 """In a page table, in place of a page."""

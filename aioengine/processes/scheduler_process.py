@@ -428,6 +428,7 @@ def build_service(
         page_size=page_size,
         num_adapter_slots=num_slots,
         num_snapshots=snapshots if isinstance(snapshots, int) else 0,
+        windows=page_windows(runner.facts),
     )
     profile = Profile(report)
     core = SchedulerCore(scheduler, runner, settings.scheduler.depth, clock=time.monotonic, trace=profile)
@@ -442,6 +443,12 @@ def build_service(
     if can_adapt is not None and lora is not None:
         service.adapters = Adapters(can_adapt, core.requests, Copies(lora.max_loaded, lora.max_bytes))
     return service
+
+
+def page_windows(facts: Mapping[str, str | int | float | bool]) -> tuple[int | None, ...]:
+    """``PageGroups.windows`` of a runner, from its facts; empty: all layers have the same page table."""
+    found = facts.get("page_windows", "")
+    return tuple(int(word) or None for word in found.split()) if isinstance(found, str) else ()
 
 
 def load_factory(name: str) -> RunnerFactory:

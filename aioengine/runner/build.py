@@ -24,6 +24,7 @@ from aioengine.model_files import folder_files
 from aioengine.model_files.checkpoint import check_unchanged
 from aioengine.model_files.vocabulary import sampled_vocab_size
 from aioengine.models._base import AdaptableModel, ModelOptions, StatefulModel
+from aioengine.page_groups import PageGroups
 from aioengine.protocol.messages import Progress
 from aioengine.runner import weights
 from aioengine.runner.device_memory import (
@@ -115,15 +116,13 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         states=states,
     )
     facts: Facts = {
-        "num_pages": num_pages,
-        "page_size": page_size,
-        "max_total_tokens": num_pages * page_size,
+        "max_total_tokens": demand.groups.tokens_in(num_pages, settings.model.context_length),
         "dtype": settings.model.dtype,
         "device": str(device),
         "attention_backend": choice.name,
         "weights_bytes": weights_bytes,
-        "kv_pool_bytes": kv_pool.num_bytes,
         "num_threads": torch.get_num_threads(),
+        **kv_pool.facts,
     }
     facts |= {} if states is None else states.facts
     if adapters is not None:
@@ -224,10 +223,12 @@ def _versions() -> Facts:
 
 
 def _demand(settings: Settings, shape: AttentionShape, kv_dtype: torch.dtype) -> Demand:
+    num_pages, page_size = settings.memory.num_pages, settings.memory.page_size
+    min_tokens = max(1, settings.scheduler.whole_image_tokens)
     return Demand(
-        num_pages=settings.memory.num_pages,
-        page_size=settings.memory.page_size,
-        bytes_per_token=kv_bytes_per_token(shape, kv_dtype),
+        num_tokens=None if num_pages is None else num_pages * page_size,
+        groups=PageGroups(windows=shape.page_windows or (None,), page_size=page_size, min_tokens=min_tokens),
+        page_bytes=kv_bytes_per_token(shape, kv_dtype) * page_size,
         context_length=settings.model.context_length,
         max_tokens=settings.model.context_length * settings.scheduler.max_running,
     )

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from aioengine.attention._base import AttentionShape, WriteKV
     from aioengine.layers.adapters import AdapterRows
     from aioengine.models._base import Model
+    from aioengine.page_groups import PageGroups
 
 _MIB, _GIB = 1 << 20, 1 << 30
 
@@ -260,19 +261,21 @@ class Demand:
     """The requested size of the pool.
 
     Attributes:
-        num_pages: the requested number; None: as many as fit, for at most ``max_tokens`` tokens.
+        num_tokens: the requested number of tokens; None: as many as fit, at most ``max_tokens``.
+        groups: the groups of layers that have pages.
+        page_bytes: of a page of one group.
         max_tokens: a pool of more tokens would never be full.
     """
 
-    num_pages: int | None
-    page_size: int
-    bytes_per_token: int
+    num_tokens: int | None
+    groups: PageGroups
+    page_bytes: int
     context_length: int
     max_tokens: int
 
-    @property
-    def page_bytes(self) -> int:
-        return self.page_size * self.bytes_per_token
+    def pages_in(self, num_tokens: int) -> int:
+        """The pages for this many tokens of requests of the context length."""
+        return self.groups.pages_in(num_tokens, self.context_length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,8 +299,9 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def kv_bytes_per_token(shape: AttentionShape, dtype: torch.dtype) -> int:
-    """Keys and values of one token in all layers."""
-    return math.prod(kv_pool_shape(shape, num_pages=1, page_size=1)) * dtype.itemsize
+    """Keys and values of one token in the layers of a page: in all, or in those of the largest group."""
+    part = shape.part(shape.groups[0]) if shape.page_windows else shape
+    return math.prod(kv_pool_shape(part, num_pages=1, page_size=1)) * dtype.itemsize
 
 
 def fit_pages(demand: Demand, budget: PoolBudget) -> int:
@@ -306,14 +310,15 @@ def fit_pages(demand: Demand, budget: PoolBudget) -> int:
     Raises:
         ValueError: the requested pages do not fit, or not even one context fits.
     """
-    if demand.num_pages is not None:
-        return _check_given(demand, demand.num_pages, budget)
-    most = _pages_for(demand.max_tokens, demand)
+    if demand.num_tokens is not None:
+        return _check_given(demand, demand.num_tokens, budget)
+    most = demand.pages_in(demand.max_tokens)
     num_pages = min(budget.usable_bytes // demand.page_bytes, most) if demand.page_bytes else most
-    if num_pages * demand.page_size < demand.context_length:
-        need = _pages_for(demand.context_length, demand) * demand.page_bytes
+    if num_pages < demand.groups.pages_for(demand.context_length):
+        need = demand.pages_in(demand.context_length) * demand.page_bytes
+        num_tokens = demand.groups.tokens_in(max(num_pages, 0), demand.context_length)
         message = (
-            f"the KV pool has room for {num_pages * demand.page_size} tokens, but one context has "
+            f"the KV pool has room for {num_tokens} tokens, but one context has "
             f"{demand.context_length} and needs {format_bytes(need)}; {budget.explanation}. Lower context_length, "
             "raise mem_fraction_static, or free some memory"
         )
@@ -331,8 +336,8 @@ def fit_states(num_wanted: int, slot_bytes: int, demand: Demand, budget: PoolBud
         ValueError: not even those of one request fit.
     """
     room = budget.usable_bytes // 2
-    if demand.num_pages is not None:
-        room = budget.free_bytes - demand.num_pages * demand.page_bytes
+    if demand.num_tokens is not None:
+        room = budget.free_bytes - demand.pages_in(demand.num_tokens) * demand.page_bytes
     num_slots = min(num_wanted, room // slot_bytes - 1)
     if num_slots < 1:
         message = (
@@ -352,32 +357,31 @@ def fit_snapshots(slot_bytes: int, num_rows: int, demand: Demand, budget: PoolBu
     They take a quarter of the memory at most, or what a pool of a requested size leaves of it; never that of one
     context. More than a few for each of the ``num_rows`` requests that run at once would hardly be used again.
     """
-    num_pages, limit = demand.num_pages, budget.free_bytes
-    if num_pages is None:
-        num_pages, limit = _pages_for(demand.context_length, demand), budget.usable_bytes
-    room = min(limit // 4, limit - num_pages * demand.page_bytes)
+    num_tokens, limit = demand.num_tokens, budget.free_bytes
+    if num_tokens is None:
+        num_tokens, limit = demand.context_length, budget.usable_bytes
+    room = min(limit // 4, limit - demand.pages_in(num_tokens) * demand.page_bytes)
     num_snapshots = max(min(SNAPSHOTS_PER_ROW * num_rows, room // slot_bytes), 0)
     taken = num_snapshots * slot_bytes
     explanation = f"{budget.explanation}; {num_snapshots} snapshots of states take {format_bytes(taken)}"
     return num_snapshots, PoolBudget(budget.free_bytes - taken, budget.usable_bytes - taken, explanation)
 
 
-def _check_given(demand: Demand, num_pages: int, budget: PoolBudget) -> int:
+def _check_given(demand: Demand, num_tokens: int, budget: PoolBudget) -> int:
+    num_pages = demand.pages_in(num_tokens)
     if num_pages < 1:
-        message = f"the KV pool must have at least one page of {demand.page_size} tokens, not {num_pages} pages"
+        message = (
+            f"the KV pool must have at least one page of {demand.groups.page_size} tokens, not {num_tokens} tokens"
+        )
         raise ValueError(message)
     need = num_pages * demand.page_bytes
     if need > budget.free_bytes:
         message = (
-            f"a KV pool of {num_pages * demand.page_size} tokens needs {format_bytes(need)}, but there is room for "
+            f"a KV pool of {num_tokens} tokens needs {format_bytes(need)}, but there is room for "
             f"{format_bytes(budget.free_bytes)}; {budget.explanation}. Lower max_total_tokens"
         )
         raise ValueError(message)
     return num_pages
-
-
-def _pages_for(num_tokens: int, demand: Demand) -> int:
-    return -(-num_tokens // demand.page_size)
 
 
 def free_memory(device: torch.device, *, root: Path = Path("/")) -> int:

@@ -91,6 +91,13 @@ def is_usual(model: Model, inputs: ModelInputs) -> bool:
     return inputs.outputs is not None and not has_given_embeds and inputs.deepstack is None
 
 
+def _with_parts(batch: ForwardBatch, slots_GT: Ints, tables_GRP: npt.NDArray[np.int32], upload: Upload) -> ForwardBatch:
+    """With the batch of each of G groups of layers: slots_GT [G, T] and their page tables, tables_GRP [G, R, P]."""
+    each = zip(upload(slots_GT), upload(tables_GRP), tables_GRP, strict=True)
+    parts = [replace(batch, slot_mapping=slots, page_table=table, host_pages=host) for slots, table, host in each]
+    return replace(batch, parts=parts)
+
+
 def _token_types(rows: StepRows, row_of_token: Ints, positions: Ints, upload: Upload) -> Tensor | None:
     """[T] int64 from the row and the position of each token; None where no row is a pair."""
     starts = np.array([request.second_text for request in rows.requests])
@@ -157,7 +164,7 @@ class InputBuilder:
     def is_valid(self, rows: StepRows) -> bool:
         """Whether all rows can be computed; ``find_errors`` says which cannot."""
         missing = rows.counts - rows.num_known
-        room = self.table.num_pages[rows.row_indices] * self.page_size - rows.starts - rows.counts
+        room = self.table.page_tables.counts[rows.row_indices] * self.page_size - rows.starts - rows.counts
         # none of these may be negative: their signs are looked at together
         signs = (rows.counts - 1) | rows.starts | missing | (1 - missing) | room
         ids = rows.known_ids
@@ -175,7 +182,7 @@ class InputBuilder:
             return "the runner does not know this request"
         if row.start < 0 or row.count < 1 or not 0 <= row.count - len(row.token_ids) <= 1:
             return f"{len(row.token_ids)} token ids for {row.count} positions from {row.start} on"
-        room = int(self.table.num_pages[request.row_index]) * self.page_size
+        room = int(self.table.page_tables.counts[request.row_index]) * self.page_size
         if row.start + row.count > room:
             return f"positions up to {row.start + row.count}, but its pages hold {room}"
         wrong = [i for i in row.token_ids if not 0 <= i < self._num_embeddings]
@@ -202,7 +209,7 @@ class InputBuilder:
         page_size = self.page_size
         kv_lengths = rows.starts + rows.counts
         num_pages = -(-int(kv_lengths.max()) // page_size)
-        page_table_RP = self.table.page_table[rows.row_indices, :num_pages]
+        tables_GRP = self.table.page_tables.of_step(rows.row_indices, rows.starts, num_pages)
         num_tokens = int(rows.token_ends[-1])
         outputs = None
         if num_tokens == len(rows.requests):
@@ -215,7 +222,7 @@ class InputBuilder:
             outputs[: len(rows.requests)] = wanted
             outputs = outputs if others is None else np.concatenate([outputs, others])
         page_places = positions // page_size
-        slot_mapping = positions + (page_table_RP[row_of_token, page_places] - page_places) * page_size
+        slots = [positions + (table[row_of_token, page_places] - page_places) * page_size for table in tables_GRP]
         images, spans = self.table.images, self._image_spans(rows)
         inputs = model_inputs(
             model,
@@ -233,14 +240,14 @@ class InputBuilder:
         if images and spans:
             inputs = images.fill_in(spans, inputs, upload)
         batch = ForwardBatch(
-            slot_mapping=upload(slot_mapping),
-            page_table=upload(page_table_RP),
+            slot_mapping=upload(slots[0]),
+            page_table=upload(tables_GRP[0]),
             query_lengths=rows.counts.tolist(),
             kv_lengths=kv_lengths.tolist(),
-            host_pages=page_table_RP,
+            host_pages=tables_GRP[0],
             whole_images=images.whole(spans) if images and spans and model.attention_shape.has_whole_images else (),
         )
-        return inputs, batch
+        return inputs, batch if len(slots) == 1 else _with_parts(batch, np.stack(slots), tables_GRP, upload)
 
     def _positions(self, model: Model, rows: StepRows, places: Ints, row_of_token: Ints, *, spans: list[Span]) -> Ints:
         """The positions [T], or [3, T], of tokens at ``places`` [T] of their requests."""

@@ -25,6 +25,7 @@ from aioengine.runner.inputs import InputBuilder, is_usual
 from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.logprobs import Logprobs
 from aioengine.runner.lora.row_adapters import RowAdapters
+from aioengine.runner.page_tables import PageTables
 from aioengine.runner.pooler import Pooler
 from aioengine.runner.rows import RowTable
 from aioengine.runner.sampling.sampler import FAILED, Sampler
@@ -80,10 +81,14 @@ class DeviceParts:
     adapters: AdapterPool | None = None
     states: StatePool | None = None
 
-    @property
-    def max_row_pages(self) -> int:
-        """Pages of the longest request: no position past the context is computed, not even by a step in flight."""
-        return min(-(-self.context_length // self.kv_pool.page_size), self.kv_pool.num_pages)
+    def page_tables(self) -> PageTables:
+        """For as many pages as the longest request has: no position past the context is computed, not even by a step in
+        flight. One that gives pages back has more of them in the course of time than there are in the pool.
+        """
+        pool = self.kv_pool
+        longest = -(-self.context_length // pool.page_size)
+        most = longest if pool.groups is not None else min(longest, pool.num_pages)
+        return PageTables(max_rows=self.max_rows, max_row_pages=most, num_pages=pool.num_pages, groups=pool.groups)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,8 +136,7 @@ class ModelRunner:
         processors = logits_processors.load(self._custom)
         num_embeddings = parts.model.vocab_size
         self._table = RowTable(
-            max_row_pages=parts.max_row_pages,
-            num_pages=parts.kv_pool.num_pages,
+            page_tables=parts.page_tables(),
             num_embeddings=num_embeddings,
             device=parts.device,
             processors=processors,
@@ -292,7 +296,7 @@ class ModelRunner:
             request = self._table.requests.get(row.uid) if row.new_pages else None
             if request is not None:
                 try:
-                    self._table.add_pages(request, row.new_pages)
+                    self._table.page_tables.add(request.row_index, row.new_pages)
                 except ValueError as error:
                     self._failed.add(row.uid, str(error))
 

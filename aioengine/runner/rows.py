@@ -16,7 +16,6 @@ import torch
 
 from aioengine.protocol.columns import NO_TOKEN
 from aioengine.protocol.messages import ALL_STATES, SEED_MASK, RequestKind
-from aioengine.runner.kv_pool import FIRST_PAGE, PADDING_PAGE
 from aioengine.runner.logits import LogitsRow
 from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.lora.row_adapters import RowAdapters
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from aioengine.protocol.packed_logprobs import LogprobRules
     from aioengine.runner.images import Images
     from aioengine.runner.logits import Constraint, LogitsProcessor
+    from aioengine.runner.page_tables import PageTables
     from aioengine.runner.token_lists import TokenLists
     from aioengine.scheduler.plan import NewRow, Row
 
@@ -140,16 +140,13 @@ class RowTable:
     """The open requests and their tables, whose memory never moves: CUDA graphs read it.
 
     Args:
-        max_row_pages: pages of the longest request.
-        num_pages: pages of the pool that plans may name.
+        page_tables: for ``max_rows`` requests.
         num_embeddings: token ids are below this.
         max_rows: requests that can be open at once.
 
     Attributes:
         requests: the open requests by uid.
-        page_table: [max_rows, max_row_pages] int32 on the host, pages of the pool: the first ``num_pages`` of a row
-            are its own, the others are the padding page.
-        num_pages: [max_rows] int64 on the host.
+        page_tables: their pages.
         last_tokens: [2 * max_rows] int64 on the device, by row index; those from ``max_rows`` on are memory for other
             tokens of a step.
         sampling: [max_rows] of SAMPLING_RECORD.
@@ -165,8 +162,7 @@ class RowTable:
     def __init__(
         self,
         *,
-        max_row_pages: int,
-        num_pages: int,
+        page_tables: PageTables,
         num_embeddings: int,
         device: torch.device,
         processors: tuple[LogitsProcessor, ...],
@@ -174,8 +170,7 @@ class RowTable:
         images: Images | None = None,
     ) -> None:
         self.requests: dict[int, RequestRow] = {}
-        self.page_table = np.zeros((max_rows, max_row_pages), dtype=np.int32)  # takes memory as far as it is used
-        self.num_pages = np.zeros(max_rows, dtype=np.int64)
+        self.page_tables = page_tables
         self.last_tokens = torch.zeros(2 * max_rows, dtype=torch.int64, device=device)
         self.sampling = np.zeros(max_rows, dtype=SAMPLING_RECORD)
         self.upload = upload_to(device)
@@ -187,7 +182,6 @@ class RowTable:
         self.num_with_embeds = 0
         self.images = images
         self.adapters = RowAdapters(max_rows)
-        self._pool_pages = num_pages
         self._num_embeddings = num_embeddings
         self._processors = processors
         self.mask_bit = sum(1 << i for i, processor in enumerate(processors) if isinstance(processor, GrammarMask))
@@ -244,9 +238,8 @@ class RowTable:
             request.prompt_states = []
         if opened.kind is RequestKind.GENERATE:
             self.sampling[row_index] = self._record(opened.sampling)
-        self.num_pages[row_index] = 0
-        self.page_table[row_index] = PADDING_PAGE
-        self.add_pages(request, opened.pages)
+        self.page_tables.open(row_index)
+        self.page_tables.add(row_index, opened.pages)
 
     def close(self, uid: int) -> None:
         """Close a request; an unknown one is ignored."""
@@ -275,26 +268,12 @@ class RowTable:
     def pages(self, uid: int) -> list[int]:
         """Pages of the pool that a request has, in order; empty for one that is not known."""
         request = self.requests.get(uid)
-        return (
-            [] if request is None else self.page_table[request.row_index, : self.num_pages[request.row_index]].tolist()
-        )
+        return [] if request is None else self.page_tables.pages(request.row_index)
 
-    def add_pages(self, request: RequestRow, pages: list[int]) -> None:
-        """Append to its page table. ``pages`` count from 0, as in plans: they leave the padding page out.
-
-        Raises:
-            ValueError: more pages than the longest request can have, or a page that is not in the pool.
-        """
-        start = int(self.num_pages[request.row_index])
-        end = start + len(pages)
-        if end > self.page_table.shape[1]:
-            message = f"{end} pages, but the longest request has {self.page_table.shape[1]}"
-            raise ValueError(message)
-        if pages and not (min(pages) >= 0 and max(pages) < self._pool_pages):
-            message = f"pages {pages} are not all in the pool of {self._pool_pages}"
-            raise ValueError(message)
-        self.page_table[request.row_index, start:end] = [page + FIRST_PAGE for page in pages]
-        self.num_pages[request.row_index] = end
+    @property
+    def page_table(self) -> npt.NDArray[np.int32]:
+        """[max_rows, max_row_pages] on the host: the page table of the first group of layers, or of all."""
+        return self.page_tables.tables[0]
 
     def sampled(self, requests: list[RequestRow], row_indices: Ints, positions: Ints) -> SampledRows:
         """These requests as S rows that sample: row_indices [S], positions [S]."""

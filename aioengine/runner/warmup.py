@@ -101,9 +101,11 @@ def warm_up_device(
     limits = settings.scheduler
     longest = longest_graph(settings, parts.model.num_active) if runner.prompt_graphs else 0
     load_kernels(parts.model, token_counts(limits.max_step_tokens, longest))
-    pages = parts.kv_pool.num_pages
+    groups = parts.kv_pool.groups
+    num_groups = 1 if groups is None else groups.num_groups
+    pages = parts.kv_pool.num_pages // num_groups
     samples = parts.model.task is Task.GENERATE
-    bounds = WarmupLimits(limits.max_running, limits.chunk_tokens, parts.context_length, pages, samples)
+    bounds = WarmupLimits(limits.max_running, limits.chunk_tokens, parts.context_length, pages, samples, num_groups)
     run_warmup_steps(runner, bounds, report)
     times.end("warmup")
 
@@ -188,8 +190,9 @@ def _prompt_graphs(parts: DeviceParts) -> PieceGraphs | EncoderGraphs | None:
 
 
 class WarmupLimits(NamedTuple):
-    """Bounds of warm-up steps: rows and tokens of a step, positions of a request, pages of the pool. ``samples``: False
-    for a model that gives vectors alone.
+    """Bounds of warm-up steps: rows and tokens of a step, positions of a request, pages of the pool for each of
+    ``num_groups`` groups of layers with page tables of their own. ``samples``: False for a model that gives vectors
+    alone.
     """
 
     max_rows: int
@@ -197,6 +200,7 @@ class WarmupLimits(NamedTuple):
     context_length: int
     num_pages: int
     samples: bool = True
+    num_groups: int = 1
 
 
 def run_warmup_steps(runner: ModelRunner, limits: WarmupLimits, report: Callable[[Progress], None]) -> None:
@@ -210,26 +214,27 @@ def run_warmup_steps(runner: ModelRunner, limits: WarmupLimits, report: Callable
     report(Progress("warming up", 0, total))
     gives = TOKENS if limits.samples else VECTOR
     for num_done, size in enumerate(sizes, 1):
-        plans = [*_many_rows(size, page_size)] if limits.samples else []
+        plans = [*_many_rows(size, page_size, limits.num_groups)] if limits.samples else []
         if size < limits.context_length and -(-(size + 1) // page_size) <= limits.num_pages:
-            plans += _one_prompt(size, page_size, gives)
+            plans += _one_prompt(size, page_size, gives, num_groups=limits.num_groups)
         for plan in plans:
             if plan.num_tokens <= limits.max_tokens:
                 runner.collect(runner.launch(plan))
         report(Progress("warming up", num_done, total))
     for size in ADAPTER_SIZES if runner.num_adapter_slots else ():
         if size <= min(limits.max_tokens, limits.context_length - 1, limits.num_pages * page_size - 1):
-            for plan in _one_prompt(size, page_size, gives, adapter_slot=1):  # an empty slot changes nothing
+            # an empty slot changes nothing
+            for plan in _one_prompt(size, page_size, gives, adapter_slot=1, num_groups=limits.num_groups):
                 runner.collect(runner.launch(plan))
     for plan in _full_step(limits, page_size, gives):
         runner.collect(runner.launch(plan))
     report(Progress("warming up", total, total))
 
 
-def _many_rows(size: int, page_size: int) -> Iterator[Plan]:
+def _many_rows(size: int, page_size: int, num_groups: int) -> Iterator[Plan]:
     """Prompts of one token, a decode step, decode rows beside longer prompts and beside chunks that give no token."""
     uids = list(range(size))
-    num_pages = -(-NUM_TOKENS // page_size)
+    num_pages = -(-NUM_TOKENS // page_size) * num_groups
     pages = [list(range(uid * num_pages, (uid + 1) * num_pages)) for uid in uids]
     for samplings in (_PLAIN, _MIXED):
         picked = list(islice(cycle(samplings), size))
@@ -246,8 +251,8 @@ def _many_rows(size: int, page_size: int) -> Iterator[Plan]:
         yield Plan([], closed=uids)
 
 
-def _one_prompt(size: int, page_size: int, gives: int, *, adapter_slot: int = 0) -> Iterator[Plan]:
-    ids, pages = [_TOKEN] * size, [*range(-(-(size + 1) // page_size))]
+def _one_prompt(size: int, page_size: int, gives: int, *, adapter_slot: int = 0, num_groups: int = 1) -> Iterator[Plan]:
+    ids, pages = [_TOKEN] * size, [*range(-(-(size + 1) // page_size) * num_groups)]
     yield Plan([Row(0, 0, size, gives, ids)], [NewRow(0, _PLAIN[0], size, ids, pages, adapter_slot=adapter_slot)])
     yield Plan([], closed=[0])
 
@@ -258,7 +263,7 @@ def _full_step(limits: WarmupLimits, page_size: int, gives: int) -> Iterator[Pla
     if not num_rows:
         return
     size = min(limits.max_tokens // num_rows, limits.context_length - 1, limits.num_pages // num_rows * page_size)
-    ids, num_pages = [_TOKEN] * size, -(-size // page_size)
+    ids, num_pages = [_TOKEN] * size, -(-size // page_size) * limits.num_groups
     pages = [list(range(uid * num_pages, (uid + 1) * num_pages)) for uid in range(num_rows)]
     opened = [NewRow(uid, _PLAIN[0], size, ids, pages[uid]) for uid in range(num_rows)]
     yield Plan([Row(uid, 0, size, gives, ids) for uid in range(num_rows)], opened)

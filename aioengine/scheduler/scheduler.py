@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import asdict
 
-from aioengine.memory.page_groups import PageGroups
 from aioengine.memory.prefix_cache import PrefixCache
 from aioengine.memory.snapshots import Snapshots
 from aioengine.memory.windowed_cache import WindowedCache
+from aioengine.page_groups import PageGroups
 from aioengine.protocol.columns import POOLED_VECTOR
 from aioengine.protocol.messages import End, FinishCode, Stats, StepOutput
 from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS

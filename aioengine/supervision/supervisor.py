@@ -102,7 +102,8 @@ class Supervisor:
         took_s = time.monotonic() - began_at
         self._startup_timeout_s = min(self._startup_timeout_s, max(_MIN_PATIENCE_S, _PATIENCE * took_s))
         # Replacements get a pool of the same size, which was published, whatever memory is free by then.
-        if isinstance(num_pages := facts.get("num_pages"), int):
+        if isinstance(num_tokens := facts.get("max_total_tokens"), int):
+            num_pages = num_tokens // self._settings.memory.page_size
             memory = msgspec.structs.replace(self._settings.memory, num_pages=num_pages)
             self._settings = msgspec.structs.replace(self._settings, memory=memory)
         return facts

@@ -10,6 +10,8 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
@@ -18,6 +20,7 @@ from transformers import (
     YoutuConfig,
 )
 
+from aioengine.processes.scheduler_process import page_windows
 from aioengine.protocol.columns import Extra
 from aioengine.protocol.messages import End, Limits, Media, RequestKind, Sampling, Submit, TextRules
 from aioengine.runner.build import build
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
 FAMILIES: dict[str, type[PretrainedConfig]] = {
     "llama": LlamaConfig,
     "mistral": MistralConfig,
+    "gemma3_text": Gemma3TextConfig,
+    "gpt_oss": GptOssConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
     "youtu": YoutuConfig,
@@ -60,6 +65,8 @@ EXPERT_SIZES = {
 }
 EXTRA_SIZES: dict[str, dict[str, object]] = {
     "qwen3": {"head_dim": 16},
+    "gemma3_text": {"head_dim": 16, "sliding_window_pattern": 3},
+    "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32},
     "youtu": {**LATENT_SIZES},
     "deepseek_v3": {**LATENT_SIZES, **EXPERT_SIZES},
 }
@@ -111,11 +118,14 @@ class World:
 
     def __post_init__(self) -> None:
         self.runner: ModelRunner = build(self.settings, lambda _: None)
-        num_pages, page_size = self.settings.memory.num_pages, self.settings.memory.page_size
-        assert num_pages is not None
-        num_snapshots = int(self.runner.facts.get("num_snapshots", 0))
+        num_pages, page_size = self.runner.facts["num_pages"], self.settings.memory.page_size
+        assert isinstance(num_pages, int)
         scheduler = Scheduler(
-            self.settings.scheduler, num_pages=num_pages, page_size=page_size, num_snapshots=num_snapshots
+            self.settings.scheduler,
+            num_pages=num_pages,
+            page_size=page_size,
+            num_snapshots=int(self.runner.facts.get("num_snapshots", 0)),
+            windows=page_windows(self.runner.facts),
         )
         self.core: SchedulerCore[Ticket] = SchedulerCore(scheduler, self.runner, self.settings.scheduler.depth)
         self._next_uid = 0

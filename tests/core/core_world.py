@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from aioengine.memory.page_groups import PageGroups
+from aioengine.page_groups import PageGroups
 from aioengine.protocol.columns import POOLED_VECTOR, Extra
 from aioengine.protocol.messages import (
     End,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioengine.memory.page_groups import PageGroups
+from aioengine.page_groups import PageGroups
 from aioengine.protocol.messages import FinishCode, Limits
 from aioengine.testing.fake_runner import FakeModel
 from aioengine.testing.faults import Faults

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from aioengine.testing.fake_runner import FakeModel, FakeRunner, FakeTicket
 
 if TYPE_CHECKING:
-    from aioengine.memory.page_groups import PageGroups
+    from aioengine.page_groups import PageGroups
     from aioengine.scheduler.plan import Plan, Row
     from aioengine.testing.fake_runner import _FakeRow
     from aioengine.testing.faults import Faults

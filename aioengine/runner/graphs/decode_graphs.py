@@ -134,6 +134,39 @@ class DecodeStep:
     lasts: list[int] | None = None
 
 
+class _GroupMemory:
+    """What the graphs read of the page tables of groups of layers behind the first: the slots of the tokens of a step,
+    then the page ids; all else is that of the first group. G groups.
+    """
+
+    def __init__(self, num_groups: int, num_words: int, device: torch.device) -> None:
+        self._memory = torch.zeros(num_groups, num_words, dtype=torch.int32, device=device)
+        self._host = torch.zeros(num_groups, num_words, dtype=torch.int32, pin_memory=True)
+        self._num_used = 0
+
+    def buffers(self, size: int, first: DecodeBuffers) -> list[DecodeBuffers]:
+        """Of each group, for a graph of ``size`` rows; ``first``: those of the first group."""
+        return [first, *(replace(first, slot_mapping=words[:size], page_ids=words[size:]) for words in self._memory)]
+
+    def fill(self, size: int, slots_GR: Ints, ids: list[Ints]) -> None:
+        """Write a step for a graph of ``size`` rows: slots_GR [G, R], and of each group the page ids [X] of all rows."""
+        num_rows = slots_GR.shape[1]
+        self._num_used = size + len(ids[0]) + size - num_rows
+        for words, slots, own_ids in zip(self._host.numpy(), slots_GR, ids, strict=True):
+            words[:num_rows] = slots
+            words[num_rows:size] = 0
+            words[size : size + len(own_ids)] = own_ids
+            words[size + len(own_ids) : self._num_used] = PADDING_PAGE
+
+    def copy(self) -> None:
+        """Queue the copy of the step to the device."""
+        for words, host in zip(self._memory, self._host, strict=True):
+            words[: self._num_used].copy_(host[: self._num_used], non_blocking=True)
+
+    def clear(self) -> None:
+        self._memory.zero_()
+
+
 class DecodeGraphs:
     """The graphs of a model that read one table of requests."""
 
@@ -158,6 +191,7 @@ class DecodeGraphs:
         self._kernels: SamplingKernels | None = None  # the graphs write to its memory
         self._memory = torch.empty(0, dtype=torch.int32, device=self._device)
         self._host = torch.empty(0, dtype=torch.int32)
+        self._groups: _GroupMemory | None = None
 
     @property
     def sizes(self) -> list[int]:
@@ -174,6 +208,9 @@ class DecodeGraphs:
         capacity = _COLUMNS * max_rows + max_rows + 1 + max_rows * self._table.page_table.shape[1]
         self._memory = torch.zeros(capacity, dtype=torch.int32, device=self._device)
         self._host = torch.zeros(capacity, dtype=torch.int32, pin_memory=True)
+        num_groups, _, max_pages = self._table.page_tables.tables.shape
+        if num_groups > 1:
+            self._groups = _GroupMemory(num_groups - 1, max_rows * (max_pages + 1), self._device)
         kernels = SamplingKernels(max_rows=max_rows, vocab_size=self._vocab_size, device=self._device)
         self._kernels = kernels
         pool = torch.cuda.graph_pool_handle()
@@ -241,6 +278,8 @@ class DecodeGraphs:
             chosen.attention.plan(self._host[ends : ends + size + 1], self._host[3 * size : 4 * size])
         when_ready()
         self._memory[:num_words].copy_(self._host[:num_words], non_blocking=True)
+        if self._groups is not None:
+            self._groups.copy()
         self._copied.record()
         chosen.graph.replay()
         token_ids = chosen.token_ids[:num_rows] if is_drawn else None
@@ -309,7 +348,8 @@ class DecodeGraphs:
         page_places = row_starts // page_size
         last_lengths = row_starts - page_places * page_size + 1
         num_pages = int(page_places.max()) + 1
-        page_table_RP = self._table.page_table[row_indices, :num_pages]
+        tables_GRP = self._table.page_tables.of_step(row_indices, row_starts, num_pages)
+        page_table_RP = tables_GRP[0]
         last_pages = page_table_RP[np.arange(num_rows), page_places]
         columns[0, :num_rows] = spread_rows.sources if spread_rows else row_indices
         columns[1, :num_rows] = rows.shifted(row_starts, self._model.input_spec.short_length, order)
@@ -343,6 +383,10 @@ class DecodeGraphs:
             is_used_RP &= places >= first_pages[:, None]
         ids[:num_used] = page_table_RP[is_used_RP]
         ids[num_used:] = PADDING_PAGE
+        if self._groups is not None:
+            last_GR = tables_GRP[1:, np.arange(num_rows), page_places]
+            slots = last_GR * page_size + last_lengths - 1
+            self._groups.fill(size, slots, [table[is_used_RP] for table in tables_GRP[1:]])
         return first + len(ids)
 
     def _columns(self, size: int) -> Tensor:
@@ -351,13 +395,14 @@ class DecodeGraphs:
 
     def _buffers(self, size: int) -> DecodeBuffers:
         columns, first = self._columns(size), _COLUMNS * size + size + 1
-        return DecodeBuffers(
+        buffers = DecodeBuffers(
             slot_mapping=columns[2],
             starts=self._memory[_COLUMNS * size : first],
             last_lengths=columns[3],
             page_ids=self._memory[first:],
             max_pages=self._table.page_table.shape[1],
         )
+        return buffers if self._groups is None else replace(buffers, parts=self._groups.buffers(size, buffers))
 
     def _compile_kernels(self, steps: list[tuple[int, FixedDecode]], kernels: SamplingKernels) -> None:
         """Compile the kernels of all steps at once, before the first capture waits for its own."""
@@ -373,6 +418,8 @@ class DecodeGraphs:
     def _step(self, size: int, attention: FixedDecode, kernels: SamplingKernels, tiles: Tiles | None = None) -> _Step:
         columns = self._columns(size)
         self._memory.zero_()
+        if self._groups is not None:
+            self._groups.clear()
         attention.plan_first(np.ones(size, dtype=np.int32))
         remembered = columns[4], self._last_tokens
         token_ids = torch.zeros(size, dtype=torch.int64, device=self._device)

@@ -43,21 +43,27 @@ class PaddedInputs:
 
     Attributes:
         inputs: with ``outputs`` [R], the last token of each row.
-        slot_mapping: [T] int64, as in ``ForwardBatch``.
+        slots: [G, T] int64, ``ForwardBatch.slot_mapping`` of all layers, or of each of G groups with page tables of
+            their own.
         adapters: of graphs for steps with adapters, which ``inputs.adapters`` refer to.
         states: those that ``inputs.states`` refer to; None for a model that keeps none.
     """
 
     inputs: ModelInputs
-    slot_mapping: Tensor
+    slots: Tensor
     adapters: PaddedAdapters | None = None
     states: StatePool | None = None
+
+    @property
+    def slot_mapping(self) -> Tensor:
+        """[T], of the first group."""
+        return self.slots[0]
 
     @classmethod
     def zeros(
         cls, model: Model, num_tokens: int, num_rows: int, device: torch.device, *, states: StatePool | None = None
     ) -> PaddedInputs:
-        spec = model.input_spec
+        spec, num_groups = model.input_spec, max(1, len(model.attention_shape.page_windows))
 
         def zeros(*size: int) -> Tensor:
             """[*size] int64 zeros."""
@@ -74,7 +80,7 @@ class PaddedInputs:
             outputs=zeros(num_rows),
             states=None if states is None else states.padded(num_tokens, num_rows),
         )
-        return cls(inputs, zeros(num_tokens), states=states)
+        return cls(inputs, zeros(num_groups, num_tokens), states=states)
 
     def first(self, num_tokens: int, num_rows: int) -> PaddedInputs:
         """The part that a graph of ``num_tokens`` tokens and ``num_rows`` rows reads: views."""
@@ -88,13 +94,13 @@ class PaddedInputs:
             outputs=inputs.outputs[:num_rows],
             states=None if inputs.states is None else first_rows(inputs.states, num_tokens, num_rows),
         )
-        return PaddedInputs(part, self.slot_mapping[:num_tokens], states=self.states)
+        return PaddedInputs(part, self.slots[:, :num_tokens], states=self.states)
 
     def with_adapters(self, adapters: PaddedAdapters) -> PaddedInputs:
         """The same inputs for a graph of steps with adapters."""
         assert self.inputs.outputs is not None
         fixed = adapters.of(len(self.slot_mapping), len(self.inputs.outputs))
-        return PaddedInputs(replace(self.inputs, adapters=fixed), self.slot_mapping, adapters, self.states)
+        return PaddedInputs(replace(self.inputs, adapters=fixed), self.slots, adapters, self.states)
 
     def fill(self, inputs: ModelInputs, batch: ForwardBatch) -> None:
         """Write a step that is no larger.
@@ -112,8 +118,9 @@ class PaddedInputs:
         ):
             if target is not None and source is not None:
                 target[:num_tokens].copy_(source)
-        self.slot_mapping[:num_tokens].copy_(batch.slot_mapping)
-        self.slot_mapping[num_tokens:].zero_()
+        for slots, part in zip(self.slots, batch.parts or (batch,), strict=True):
+            slots[:num_tokens].copy_(part.slot_mapping)
+        self.slots[:, num_tokens:].zero_()
         assert into.outputs is not None
         assert inputs.outputs is not None
         into.outputs[:num_rows].copy_(inputs.outputs[:num_rows])

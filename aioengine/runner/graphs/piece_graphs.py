@@ -59,10 +59,10 @@ class _Handed:
 class _Seams:
     """Stands in for attention during the capture: where a layer calls attention, one graph ends and the next begins."""
 
-    def __init__(self, kv_pool: list[tuple[Tensor, Tensor]], slot_mapping: Tensor, handed: _Handed) -> None:
-        """kv_pool: of each layer, keys [N, K, S, E] and values [N, K, S, V]; slot_mapping [T]."""
+    def __init__(self, kv_pool: list[tuple[Tensor, Tensor]], slots: list[Tensor], handed: _Handed) -> None:
+        """Of each layer, kv_pool: keys [N, K, S, E] and values [N, K, S, V]; slots: [T], where those of tokens go."""
         self._kv_pool = kv_pool
-        self._slots = slot_mapping
+        self._slots = slots
         self.handed = handed
         self._pool: torch.cuda._POOL_HANDLE | None = None
         self.graphs: list[torch.cuda.CUDAGraph] = []
@@ -83,7 +83,7 @@ class _Seams:
 
     def target(self, layer: int) -> KVTarget:
         keys, values = self._kv_pool[layer]
-        return KVTarget(self._slots, keys, values, self.handed.heads)
+        return KVTarget(self._slots[layer], keys, values, self.handed.heads)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """End a graph and begin the next; returns the memory [T, H * V] that attention writes between them."""
@@ -130,6 +130,7 @@ class PieceGraphs:
         self._model = model
         self._attention = attention
         self._kv_pool = keys_and_values(kv_layers, model.attention_shape)
+        self._group_of_layer = _group_of_layer(model.attention_shape)
         self._device = kv_layers[0].device
         self._max_rows = max_rows
         self._stream = torch.cuda.Stream(self._device)
@@ -158,7 +159,7 @@ class PieceGraphs:
         for num_done, size in enumerate(reversed(sizes), 1):
             num_rows = min(self._max_rows, size)  # each has at least one token
             step = inputs.first(size, num_rows)
-            seams = _Seams(self._kv_pool, step.slot_mapping, handed.first(size))
+            seams = _Seams(self._kv_pool, [step.slots[group] for group in self._group_of_layer], handed.first(size))
             # Run the kernels once before: they must not be compiled or loaded during the capture.
             if size in (max_tokens, num_rows):
                 self._compute(step, seams)
@@ -208,6 +209,13 @@ class PieceGraphs:
         for graph in seams.graphs:
             graph.replay()  # the first replay takes longer than the others
         return _Pieces(seams.graphs, inputs, seams.handed, hidden)
+
+
+def _group_of_layer(shape: AttentionShape) -> list[int]:
+    """By layer, the group whose page table it has."""
+    if not shape.page_windows:
+        return [0] * shape.num_layers
+    return [group for _, group in sorted((layer, i) for i, layers in enumerate(shape.groups) for layer in layers)]
 
 
 def _parts(heads: Tensor, shape: AttentionShape) -> Heads:

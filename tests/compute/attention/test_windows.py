@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+from aioengine.protocol.packed_logprobs import LogprobRules
 from tests.compute.runner_world import World, make_settings, save_model
+from tests.kit.tiny_sizes import CONTEXT_LENGTH
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,40 +27,83 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
             "layer_types": ["sliding_attention", "full_attention"] * 2,
         },
     ),
+    "gemma3": ("gemma3_text", {"sliding_window": 9, "num_hidden_layers": 4, "tie_word_embeddings": False}),
+    "gpt_oss": ("gpt_oss", {"sliding_window": 6, "num_hidden_layers": 4}),
 }
+WITH_GROUPS = {"in all layers": 1, "in upper layers": 2, "in every other layer": 2, "gemma3": 4, "gpt_oss": 2}
+"""How many page tables each has."""
 START = [(7 * i) % 250 + 1 for i in range(60)]
-PROMPTS = [START[:9], START, [*START[:45], *range(100, 120)], [*range(30, 100)], [*START, *range(5, 50)]]
-NUM_NEW = 60
+PROMPTS = [START[:9], START, [*START[:45], *range(100, 120)], [*START, *range(5, 50)]]
+NUM_NEW = 40
+
+
+@dataclass(frozen=True)
+class Windowed:
+    """A folder, what transformers answers to ``PROMPTS``, and how many page tables the model has."""
+
+    folder: Path
+    answers: list[list[int]]
+    num_groups: int
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def windowed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
-    """A folder, and what transformers answers to ``PROMPTS``."""
+def windowed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Windowed:
     family, fields = MODELS[request.param]
     folder = tmp_path_factory.mktemp("windowed")
-    model = save_model(family, folder, **fields)
+    model = save_model(family, folder, dtype=torch.float32, **fields)
     answers: list[list[int]] = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
         output = model.generate(ids, max_new_tokens=NUM_NEW, do_sample=False)  # type: ignore[operator]
         answers.append(output[0, len(prompt) :].tolist())
-    return folder, answers
+    return Windowed(folder, answers, WITH_GROUPS[request.param])
 
 
-@pytest.mark.parametrize(("page_size", "chunk_tokens"), [(16, 23), (1, 60)])
-def test_answers_are_those_of_transformers(
-    windowed: tuple[Path, list[list[int]]], page_size: int, chunk_tokens: int
-) -> None:
-    folder, expected = windowed
-    world = World(make_settings(folder, page_size=page_size, num_pages=1000 // page_size, chunk_tokens=chunk_tokens))
-    assert world.answers(PROMPTS, max_new_tokens=NUM_NEW) == expected
-    again = [world.answers([prompt], max_new_tokens=NUM_NEW)[0] for prompt in PROMPTS]
-    assert again == expected, "each finds pages of the first time"
-    assert any(world.num_cached.values())
+def run(world: World) -> tuple[list[list[int]], list[list[bytes]]]:
+    """The answers to ``PROMPTS`` and the numbers of their logprobs."""
+    rules = LogprobRules(num_top=3)
+    uids = [world.submit(prompt, max_new_tokens=NUM_NEW, logprobs=rules) for prompt in PROMPTS]
+    world.run()
+    return [world.outputs[uid] for uid in uids], [[extra.data for extra in world.extras[uid]] for uid in uids]
 
 
-def test_answers_of_preempted_requests_are_the_same(windowed: tuple[Path, list[list[int]]]) -> None:
-    folder, expected = windowed
-    world = World(make_settings(folder, page_size=4, num_pages=50, chunk_tokens=40))
-    assert world.answers(PROMPTS, max_new_tokens=NUM_NEW) == expected
+def test_answers_are_those_of_transformers_with_the_same_bits_in_any_pages(windowed: Windowed) -> None:
+    world = World(make_settings(windowed.folder, page_size=16, num_pages=62, chunk_tokens=23))
+    assert str(world.runner.facts["page_windows"]).count(" ") == windowed.num_groups - 1
+    answers, bits = run(world)
+    assert answers == windowed.answers
+    again = run(world)
+    assert again == (answers, bits)
+    assert any(world.num_cached.values()), "they find pages of the first time"
+    other = World(make_settings(windowed.folder, page_size=1, num_pages=1000, chunk_tokens=60))
+    assert run(other) == (answers, bits)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_answers_of_preempted_requests_are_the_same(windowed: Windowed, depth: int) -> None:
+    """There is room for one request of the context length."""
+    num_pages = CONTEXT_LENGTH // 4
+    world = World(make_settings(windowed.folder, page_size=4, num_pages=num_pages, chunk_tokens=40, depth=depth))
+    uids = [world.submit(prompt, max_new_tokens=NUM_NEW) for prompt in PROMPTS]
+    num_steps = 0
+    while world.core.has_work:
+        world.step()
+        num_steps += 1
+        if num_steps % 13 == 0 and world.core.requests.running:
+            world.core.requests.preempt()
+    assert [world.outputs[uid] for uid in uids] == windowed.answers
     assert world.num_preemptions
+    world.core.scheduler.check_integrity()
+
+
+def test_windows_save_room(windowed: Windowed) -> None:
+    """As many requests of the context length as there is room for run side by side."""
+    world = World(make_settings(windowed.folder, page_size=4, num_pages=4 * CONTEXT_LENGTH // 4, chunk_tokens=64))
+    num_pages, tokens = world.runner.facts["num_pages"], world.runner.facts["max_total_tokens"]
+    assert tokens == 4 * CONTEXT_LENGTH
+    assert isinstance(num_pages, int)
+    assert num_pages < 4 * CONTEXT_LENGTH // 4 * windowed.num_groups
+    for i in range(4):
+        world.submit([i, *range(2, 200)], max_new_tokens=50)
+    world.run()
+    assert not world.num_preemptions

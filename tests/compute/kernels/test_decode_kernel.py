@@ -22,6 +22,7 @@ from aioengine.models._base import InputSpec
 from aioengine.protocol.messages import Sampling
 from aioengine.runner.graphs.decode_graphs import DecodeGraphs
 from aioengine.runner.inputs import InputBuilder
+from aioengine.runner.page_tables import PageTables
 from aioengine.runner.rows import RowTable
 from aioengine.runner.graphs.cascade import SharedPrefixes
 from aioengine.runner.graphs.spread import can_spread, spread
@@ -41,7 +42,8 @@ shape = AttentionShape(
 )
 pool = torch.randn(kv_pool_shape(shape, num_pages=NUM_PAGES + 1, page_size=PAGE_SIZE))
 table = RowTable(
-    max_row_pages=60, num_pages=NUM_PAGES, num_embeddings=9, device=torch.device("cpu"), processors=(), max_rows=64
+    page_tables=PageTables(max_rows=64, max_row_pages=60, num_pages=NUM_PAGES),
+    num_embeddings=9, device=torch.device("cpu"), processors=(), max_rows=64
 )
 inputs = InputBuilder(table, page_size=PAGE_SIZE, num_embeddings=9)
 graphs = DecodeGraphs(None, None, inputs, 9)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from aioengine.attention._base import AttentionShape
+from aioengine.page_groups import PageGroups
 from aioengine.planning import plan
 from aioengine.runner.device_memory import Demand, PoolBudget, fit_pages, format_bytes, free_memory, kv_bytes_per_token
 from tests.compute.runner_world import World, make_settings, save_model
@@ -20,7 +21,13 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 GIB = 1 << 30
-DEMAND = Demand(num_pages=None, page_size=16, bytes_per_token=1024, context_length=2048, max_tokens=1 << 40)
+DEMAND = Demand(
+    num_tokens=None,
+    groups=PageGroups(windows=(None,), page_size=16),
+    page_bytes=16 * 1024,
+    context_length=2048,
+    max_tokens=1 << 40,
+)
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -115,14 +122,14 @@ def test_not_even_one_context() -> None:
 
 
 def test_a_given_number_of_pages() -> None:
-    given = replace(DEMAND, num_pages=3)
+    given = replace(DEMAND, num_tokens=48)
     assert fit_pages(given, room(GIB)) == 3
     with pytest.raises(
         ValueError, match=r"48 tokens needs 0 MiB, but there is room for 0 MiB; these.*Lower max_total_tokens"
     ):
         fit_pages(given, room(1000))
     with pytest.raises(ValueError, match="at least one page of 16 tokens, not 0"):
-        fit_pages(replace(DEMAND, num_pages=0), room(GIB))
+        fit_pages(replace(DEMAND, num_tokens=0), room(GIB))
 
 
 def test_bytes_in_words() -> None:

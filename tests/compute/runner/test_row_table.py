@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from aioengine.protocol.messages import Sampling
+from aioengine.runner.page_tables import PageTables
 from aioengine.runner.rows import RowTable
 from aioengine.scheduler.plan import NewRow
 
@@ -21,7 +22,11 @@ def test_room_for_many_long_requests_costs_memory_as_far_as_it_is_used() -> None
 
     before = held()
     table = RowTable(
-        max_row_pages=4096, num_pages=9, num_embeddings=9, device=torch.device("cpu"), processors=(), max_rows=16_384
+        page_tables=PageTables(max_rows=16_384, max_row_pages=4096, num_pages=9),
+        num_embeddings=9,
+        device=torch.device("cpu"),
+        processors=(),
+        max_rows=16_384,
     )
     table.open(NewRow(5, Sampling(0), 1, [1], [7, 8]))
     assert table.page_table.nbytes == 256 << 20
@@ -32,7 +37,11 @@ def test_room_for_many_long_requests_costs_memory_as_far_as_it_is_used() -> None
 
 def test_no_more_requests_are_open_than_there_are_slots() -> None:
     table = RowTable(
-        max_row_pages=4, num_pages=9, num_embeddings=9, device=torch.device("cpu"), processors=(), max_rows=2
+        page_tables=PageTables(max_rows=2, max_row_pages=4, num_pages=9),
+        num_embeddings=9,
+        device=torch.device("cpu"),
+        processors=(),
+        max_rows=2,
     )
     place = table.last_tokens.data_ptr()
     for uid in (1, 2):

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from aioengine.memory.page_groups import PageGroups
 from aioengine.memory.windowed_cache import GIVEN_BACK, WindowedCache, WindowedHold
+from aioengine.page_groups import PageGroups
 
 WINDOWS = st.sampled_from([(1,), (4,), (None, 3), (None, 5, 2), (6, 6)])
 

@@ -13,6 +13,7 @@ from aioengine.attention.torch import TorchAttention
 from aioengine.protocol.messages import Sampling
 from aioengine.runner.graphs.cascade import Group, SharedPrefixes, find_groups
 from aioengine.runner.inputs import InputBuilder
+from aioengine.runner.page_tables import PageTables
 from aioengine.runner.rows import RowTable
 from aioengine.scheduler.plan import TOKENS, NewRow, Row
 from tests.compute.stepping import make_batch, write_and_attend
@@ -99,7 +100,11 @@ def check(tables: list[list[int]], found: list[Group]) -> None:
 
 def test_the_rows_of_a_step_in_their_new_order() -> None:
     table = RowTable(
-        max_row_pages=8, num_pages=64, num_embeddings=100, device=torch.device("cpu"), processors=(), max_rows=64
+        page_tables=PageTables(max_rows=64, max_row_pages=8, num_pages=64),
+        num_embeddings=100,
+        device=torch.device("cpu"),
+        processors=(),
+        max_rows=64,
     )
     pages = {0: [1, 2, 3, 10], 1: [5, 6, 7, 11], 2: [1, 2, 3, 12], 3: [1, 2, 3, 13], 4: [20, 21, 22, 23]}
     for uid, row in pages.items():

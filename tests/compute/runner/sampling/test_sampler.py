@@ -8,6 +8,7 @@ import torch
 
 from aioengine.protocol.messages import Sampling
 from aioengine.runner import logits as logits_processors
+from aioengine.runner.page_tables import PageTables
 from aioengine.runner.rows import RowTable, SampledRows
 from aioengine.runner.sampling.sampler import FAILED, Sampler, greedy
 from aioengine.scheduler.plan import NewRow
@@ -29,8 +30,7 @@ def make(
 ) -> tuple[Sampler, SampledRows]:
     processors = logits_processors.load()
     table = RowTable(
-        max_row_pages=4,
-        num_pages=4,
+        page_tables=PageTables(max_rows=max(len(samplings), 1), max_row_pages=4, num_pages=4),
         num_embeddings=width,
         device=CPU,
         processors=processors,

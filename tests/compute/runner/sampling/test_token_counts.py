@@ -14,6 +14,7 @@ from aioengine.protocol.messages import Sampling
 from aioengine.runner import logits as logits_processors
 from aioengine.runner.logits import LogitsRow
 from aioengine.runner.logits.penalties import Penalties
+from aioengine.runner.page_tables import PageTables
 from aioengine.runner.rows import RowTable
 from aioengine.runner.sampling.token_counts import TokenCounts
 from aioengine.scheduler.plan import NewRow
@@ -21,7 +22,8 @@ from aioengine.scheduler.plan import NewRow
 WIDTH = 3000
 processors = logits_processors.load()
 cpu = torch.device("cpu")
-table = RowTable(max_row_pages=4, num_pages=4, num_embeddings=WIDTH, device=cpu, processors=processors, max_rows=64)
+page_tables = PageTables(max_rows=64, max_row_pages=4, num_pages=4)
+table = RowTable(page_tables=page_tables, num_embeddings=WIDTH, device=cpu, processors=processors, max_rows=64)
 generator = np.random.default_rng(0)
 samplings = [
     Sampling(0, frequency_penalty=0.5, presence_penalty=0.25),

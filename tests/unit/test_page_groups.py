@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioengine.memory.page_groups import PageGroups
+from aioengine.page_groups import PageGroups
 
 GROUPS = st.builds(
     lambda windows, page_size, min_tokens: PageGroups(

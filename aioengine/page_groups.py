@@ -8,7 +8,35 @@ behind them is given back.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Final
+
 from msgspec import Struct
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_MAX_PADDED: Final = 1.25
+"""Layers that pages have place for, by those that there are: where groups would waste more, all layers have one page
+table, and no page is given back.
+"""
+
+
+def layer_groups(windows: Sequence[int | None]) -> tuple[tuple[tuple[int, ...], ...], tuple[int | None, ...]]:
+    """The groups of layers with these windows, those that attend furthest first, and the window of each group; empty
+    where pages are not given back: then all groups have the same page table.
+
+    All layers of a group have the same window. Pages of groups have the same size, so those of the furthest window are
+    one group, and the others are divided into groups of as many layers.
+    """
+    reaches = sorted(set(windows), key=lambda window: (window is not None, -(window or 0)))
+    found = [tuple(layer for layer, window in enumerate(windows) if window == reach) for reach in reaches]
+    if not found or reaches == [None]:
+        return tuple(found), ()
+    size = len(found[0])
+    divided = [layers[i : i + size] for layers in found for i in range(0, len(layers), size)]
+    if len(divided) * size > _MAX_PADDED * len(windows):
+        return tuple(found), ()
+    return tuple(divided), tuple(windows[layers[0]] for layers in divided)
 
 
 class PageGroups(Struct, frozen=True, kw_only=True):
