@@ -234,7 +234,7 @@ class PrefixCache:
         hold.num_ready = index
         hold.border = (index + 1) * size
         if self.snapshots is not None and hold.snapshots is not None:
-            self.snapshots.passed(hold.snapshots, hold.path, num_ready=index, num_computed=num_computed)
+            self.snapshots.passed(hold.snapshots, hold.path, num_computed)
 
     def unlock(self, hold: Hold, *, is_invalid: bool = False) -> None:
         """Release the pages: computed ones stay cached, all others are free. A second call changes nothing.

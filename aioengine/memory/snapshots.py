@@ -161,15 +161,17 @@ class Snapshots:
             own.copies.append(_Copy(position, slot, is_rolling))
         return slot
 
-    def passed(self, own: RequestSnapshots, path: list[Node], *, num_ready: int, num_computed: int) -> None:
-        """Positions before ``num_computed`` have a result; the first ``num_ready`` of its nodes are computed."""
+    def passed(self, own: RequestSnapshots, path: list[Node], num_computed: int) -> None:
+        """Positions before ``num_computed`` have a result. ``path``: its nodes, of which some may be missing while
+        another request computes the same.
+        """
         while own.makes and own.makes[0].position <= num_computed:
             self._forget_maker(own.makes.popleft().node, own)
         while own.copies and own.copies[0].position <= num_computed:
             copy = own.copies.popleft()
             num_pages = copy.position // self._page_size
-            node = path[num_pages - 1] if num_pages <= num_ready else None
-            if node is None or node in self._slots:  # another request computes, or has kept, the same
+            node = path[num_pages - 1] if num_pages <= len(path) else None
+            if node is None or node in self._slots:  # another request has kept the same
                 self._free.append(copy.slot)
                 continue
             self._slots[node] = copy.slot
