@@ -92,10 +92,10 @@ def _folder(name: str, value: object) -> str:
 
 def _template(name: str, value: object) -> str:
     """The text of a template, or a path; which of them, and the file, is checked at the start."""
-    given = str(value) if isinstance(value, PurePath) else value
-    if given == "":
+    given = checks.text(name, str(value) if isinstance(value, PurePath) else value, max_bytes=MAX_TEMPLATE_BYTES)
+    if not given:
         raise checks.wrong_value(name, "the text of a template, or the path of a file with one", given)
-    return checks.text(name, given, max_bytes=MAX_TEMPLATE_BYTES)
+    return given
 
 
 def _words(*words: str, **meanings: str) -> checks.Check:

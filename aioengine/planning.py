@@ -50,7 +50,7 @@ _SAMPLED_ROWS: Final = 256
 """Rows whose logits are there in fp32 at a time."""
 _SNAPSHOTS_PER_ROW: Final = 4
 """Snapshots of states for each request that runs at once, at most."""
-_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(|[KMGT]i?B?)\s*", re.IGNORECASE)
+_SIZE: Final = re.compile(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*(|[KMGT]i?B?)\s*", re.IGNORECASE)
 _UNITS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _MAX_MEMORY: Final = 1 << 50
 _SMI: Final = ("nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")

@@ -87,7 +87,7 @@ class Arguments(argparse.Namespace):
 
     def config(self) -> EngineConfig:
         """The config of the engine."""
-        return engine_config(self.model or self.model_path, self.engine())
+        return engine_config(self.model_path if self.model is None else self.model, self.engine())
 
     def engine(self) -> dict[str, object]:
         """The constructor's other arguments that were given."""

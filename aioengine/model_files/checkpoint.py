@@ -19,7 +19,7 @@ from aioengine.model_files.gguf_header import BLOCKS
 from aioengine.model_files.gguf_model import tensors_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
     from typing import BinaryIO
 
     Renamed = tuple[tuple[str, str], ...]
@@ -104,14 +104,19 @@ def check_folder(
         ValueError: a file is missing or damaged, or the tensors are not those of the model.
     """
     found = read_headers(folder, prefix, renamed)
-    if num_layers > len(found):
-        raise ValueError(
-            f"the weights in {folder} do not fit the model (config.json): they are {len(found)} tensors, for "
-            f"num_hidden_layers={num_layers}"
-        )
+    check_num_layers(found, num_layers, folder)
     shapes = make_shapes()
     entries = [entry for entry in found if entry.name in shapes or not is_ignored(entry.name)]
     check_entries(entries, shapes, folder, types=types)
+
+
+def check_num_layers(entries: Sized, num_layers: int, folder: Path) -> None:
+    """Raise ValueError if there are fewer tensors than layers."""
+    if num_layers > len(entries):
+        raise ValueError(
+            f"the weights in {folder} do not fit the model (config.json): they are {len(entries)} tensors, for "
+            f"num_hidden_layers={num_layers}"
+        )
 
 
 def check_entries(

@@ -256,7 +256,7 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
         weights = _stored_weights(folder, decoder, is_looked_at=is_looked_at, load_format=wanted.load_format)
         layers = linear_layers(decoder) if isinstance(decoder, DecoderConfig) else {}
     else:
-        weights, layers = _fallback_weights(folder, decoder.vocab_size, is_looked_at=is_looked_at)
+        weights, layers = _fallback_weights(folder, decoder, is_looked_at=is_looked_at)
     text = config.text_config or _TextConfig()
     eos = dict.fromkeys((*_ids(generation.eos_token_id), *_ids(config.eos_token_id), *_ids(text.eos_token_id)))
     return ModelFacts(
@@ -307,7 +307,7 @@ def _stored_weights(folder: Path, decoder: TransformerConfig, *, is_looked_at: b
 
 
 def _fallback_weights(
-    folder: Path, vocab_size: int, *, is_looked_at: bool
+    folder: Path, decoder: TransformerConfig, *, is_looked_at: bool
 ) -> tuple[StoredWeights, dict[str, tuple[int, int]]]:
     """The files of the weights of a model that transformers computes, and its linear layers as far as they say. Which
     tensors it needs is known to transformers alone, and checked when they are loaded.
@@ -318,9 +318,11 @@ def _fallback_weights(
         raise ValueError(f"{str(folder)!r} is a GGUF file, which model_impl='transformers' does not read")
     missing = checkpoint.missing_weights(folder)
     shapes = {} if missing else {entry.name: entry.shape for entry in checkpoint.read_headers(folder, "")}
+    if is_looked_at and not missing:
+        checkpoint.check_num_layers(shapes, decoder.num_layers, folder)
     files = checkpoint.file_states(checkpoint.model_files(folder, with_weights=is_looked_at and not missing))
     weights = StoredWeights(missing=missing if is_looked_at else None, files=files)
-    return weights, foreign_layers(shapes, vocab_size)
+    return weights, foreign_layers(shapes, decoder.vocab_size)
 
 
 def family_config(wanted: ModelConfig) -> TransformerConfig:

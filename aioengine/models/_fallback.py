@@ -26,6 +26,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from aioengine import checks
 from aioengine.families._config import Task
 from aioengine.layers.placement import Placement, Target
 from aioengine.model_files import checkpoint, folder_files
@@ -402,4 +403,4 @@ def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {checks.cut(str(error))}"

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 
 class _PanicsAsErrors:
-    """Turns a panic of the Rust library, which is a BaseException, into a RuntimeError.
+    """Turns a panic of the Rust library, which is a BaseException, and its plain Exception into a RuntimeError.
 
-    Its class cannot be imported.
+    The class of the panic cannot be imported.
     """
 
     def __enter__(self) -> None:
@@ -48,6 +48,8 @@ class _PanicsAsErrors:
     ) -> None:
         if exc_type is not None and exc_type.__name__ == "PanicException":
             raise RuntimeError(f"the tokenizers library panicked: {exc}") from exc
+        if exc_type is Exception:
+            raise RuntimeError(f"the tokenizer failed: {exc}") from exc
 
 
 _panics_as_errors = _PanicsAsErrors()
@@ -166,7 +168,7 @@ class Tokenizer:
         Raises:
             TypeError: a text is no ``str``.
             ValueError: a text holds half of a surrogate pair, which no text file could.
-            RuntimeError: the tokenizers library panicked; the tokenizer can still be used.
+            RuntimeError: the tokenizers library failed or panicked; the tokenizer can still be used.
         """
         for text in texts:
             _check_text(text)
@@ -194,7 +196,7 @@ class Tokenizer:
         """The ids of texts, or of pairs of texts, with special tokens; other Python threads run meanwhile.
 
         Raises:
-            RuntimeError: the tokenizers library panicked; the tokenizer can still be used.
+            RuntimeError: the tokenizers library failed or panicked; the tokenizer can still be used.
         """
         inputs = [first if second is None else (first, second) for first, second in pairs]
         with _panics_as_errors:

@@ -99,7 +99,7 @@ def test_the_model_of_an_embedder_keeps_no_keys(tmp_path: Path) -> None:
     assert plan.max_requests == 1024
 
 
-@pytest.mark.parametrize("value", ["", "80 apples", 0, -5, True, 1.5, "9999999TB"])
+@pytest.mark.parametrize("value", ["", "80 apples", 0, -5, True, 1.5, "9999999TB", "9" * 5000])
 def test_sizes_that_are_refused(value: object) -> None:
     with pytest.raises((TypeError, ValueError), match="device_memory"):
         planning.plan(device_memory=value)  # type: ignore[arg-type]
@@ -144,6 +144,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "4,096 tokens" in capsys.readouterr().out
     assert main(["info", "--device-memory", "80GiB"]) == 2
     assert main(["info", path, "--model", path]) == 2
+    assert main(["info", ""]) == 1
+    assert "model_path is empty" in capsys.readouterr().err
     assert main(["info", path, "--device-memory", "lots"]) == 2
     assert "device_memory must be" in capsys.readouterr().err
     assert main(["info", str(tmp_path / "none")]) == 1

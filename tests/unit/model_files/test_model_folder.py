@@ -61,6 +61,10 @@ def test_facts_of_a_model_that_transformers_computes(tmp_path: Path) -> None:
         find_facts(ModelConfig(path=str(tmp_path), load_format="dummy", implementation="aioengine"))
     with pytest.raises(ValueError, match=r"'gpt9', as model_impl='transformers' reads it: .*missing .*hidden_size"):
         read_facts(folder(tmp_path, {"model.safetensors": None}, **{**given, "n_embd": None}))
+    (tmp_path / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
+    path = folder(tmp_path, {"model.safetensors": None}, **{**given, "n_layer": 16_384})
+    with pytest.raises(ValueError, match="they are 0 tensors, for num_hidden_layers=16384"):
+        find_facts(ModelConfig(path=path))
 
 
 @pytest.mark.parametrize(

@@ -431,6 +431,15 @@ def test_files_that_would_end_the_process_are_refused(fields: dict[str, object],
         Tokenizer(tmp_path)
 
 
+def test_a_text_that_a_tokenizer_has_no_tokens_for_is_an_error(tmp_path: Path) -> None:
+    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "other"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.encode("a") == [0]
+    with pytest.raises(RuntimeError, match=r"the tokenizer failed: .*Missing \[UNK\] token"):
+        tokenizer.encode("b")
+
+
 def test_prefixes_and_replacements_as_models_have_them_are_read(tmp_path: Path) -> None:
     fields = {"model": merged("##", [["a", "##b"]]), "normalizer": replacing(" ", "\u2581")}
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", **fields}))
