@@ -149,7 +149,7 @@ class _GroupMemory:
         return [first, *(replace(first, slot_mapping=words[:size], page_ids=words[size:]) for words in self._memory)]
 
     def fill(self, size: int, slots_GR: Ints, ids: list[Ints]) -> None:
-        """Write a step for a graph of ``size`` rows: slots_GR [G, R], and of each group the page ids [X] of all rows."""
+        """Write a step for a graph of ``size`` rows: slots_GR [G, R], and of each group the page ids [X] of all."""
         num_rows = slots_GR.shape[1]
         self._num_used = size + len(ids[0]) + size - num_rows
         for words, slots, own_ids in zip(self._host.numpy(), slots_GR, ids, strict=True):

@@ -130,7 +130,8 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(kind: str, tmp_path:
     assert any(chunked.num_cached.values())
     short_of_pages = world(tmp_path, num_pages=16)
     assert short_of_pages.answers(prompts, max_new_tokens=num) == answers
-    assert short_of_pages.num_preemptions > 0
+    gives_back = "page_windows" in short_of_pages.runner.facts  # then there is room for both
+    assert short_of_pages.num_preemptions > 0 or gives_back
 
 
 def greedy(model: PreTrainedModel, prompt: list[int], num: int) -> list[int]:
