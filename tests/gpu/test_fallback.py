@@ -98,8 +98,8 @@ def test_logits_are_those_of_transformers(theirs: Any) -> None:
 def settings_of(folder: Path, graphs: int, *, depth: int = 1, context_length: int = 64) -> Settings:
     return small_settings(
         path=str(folder), dtype="float32", load_format="auto", context_length=context_length, vocab_size=96,
-        max_running=8, chunk_tokens=16, depth=depth, device="cuda", attention_backend="triton", fallback_backend="torch",
-        cuda_graph_max_rows=graphs, implementation="transformers",
+        max_running=8, chunk_tokens=16, depth=depth, device="cuda", attention_backend="triton",
+        fallback_backend="torch", cuda_graph_max_rows=graphs, implementation="transformers",
     )  # fmt: skip
 
 
