@@ -70,7 +70,7 @@ def save(config: PreTrainedConfig, folder: Path) -> Any:
 
 def load(folder: Path, dtype: torch.dtype) -> models.Model:
     options = ModelOptions(dtype=dtype, device=CUDA, max_positions=64)
-    model = models.foreign(folder, Task.GENERATE, trust_remote_code=False, has_weights=True).load(options)
+    model = models.fallback(folder, Task.GENERATE, trust_remote_code=False, has_weights=True).load(options)
     weights.load(model, folder, load_format="safetensors", seed=0, report=lambda *_: None)
     return model
 

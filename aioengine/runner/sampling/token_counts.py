@@ -48,7 +48,7 @@ class TokenCounts:
         """Penalize ``users`` among the rows of the step from ``start`` on, whose logits [S, V] fp32 these are."""
         requests = [rows.requests[start + user] for user in users.tolist()]
         positions = rows.positions[start + users].tolist()
-        places = [self._count(request, position) for request, position in zip(requests, positions, strict=True)]
+        places = [self._count(request) for request in requests]
         indices = np.array([place.index for place in places], dtype=np.int32)
         self._count_last(places, requests, positions, indices)
         upload = self._table.upload
@@ -62,7 +62,7 @@ class TokenCounts:
         )
         penalize(logits, self._counts, columns)
 
-    def _count(self, request: RequestRow, position: int) -> _Place:
+    def _count(self, request: RequestRow) -> _Place:
         """The request's row, which counts at least the tokens that it was opened with."""
         place = self._places.get(request.row_index)
         if place is not None and place.request is request:
