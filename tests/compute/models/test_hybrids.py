@@ -26,6 +26,7 @@ from aioengine.grammars import Grammars
 from aioengine.machine import DeviceFacts
 from aioengine.model_files.model_folder import find_facts
 from aioengine.models._base import StatefulModel
+from aioengine.page_groups import PageGroups
 from aioengine.protocol.messages import Sampling
 from aioengine.protocol.packed_logprobs import LogprobRules
 from aioengine.resolve import resolve
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from aioengine.config import Settings
 
 NUM_TOKENS = 70
+GROUPS = PageGroups(windows=(None,), page_size=4)
 SIZES = {
     "vocab_size": 96,
     "hidden_size": 48,
@@ -285,14 +287,14 @@ def test_a_request_goes_on_behind_the_tokens_that_it_gave(folder: Path, expected
 
 
 def test_there_are_as_many_slots_as_the_memory_has_room_for() -> None:
-    demand = Demand(num_pages=None, page_size=4, bytes_per_token=1, context_length=8, max_tokens=100)
+    demand = Demand(num_tokens=None, groups=GROUPS, page_bytes=4, context_length=8, max_tokens=100)
     budget = PoolBudget(free_bytes=3000, usable_bytes=2000, explanation="3000 bytes are free")
     assert fit_states(50, 100, demand, budget) == (
         9,
         PoolBudget(2000, 1000, "3000 bytes are free; the states of 9 requests take 0 MiB"),
     )
     assert fit_states(3, 100, demand, budget)[0] == 3
-    given = dataclasses.replace(demand, num_pages=500)
+    given = dataclasses.replace(demand, num_tokens=2000)
     assert fit_states(50, 100, given, budget)[0] == 9
     with pytest.raises(ValueError, match=r"states of a request.*Lower max_total_tokens"):
         fit_states(50, 600, demand, budget)
@@ -318,7 +320,7 @@ def test_snapshots_stand_at_borders_of_pages(page_size: int, expected: int, fold
 
 
 def test_there_are_as_many_snapshots_as_a_quarter_of_the_memory_holds() -> None:
-    demand = Demand(num_pages=None, page_size=4, bytes_per_token=10, context_length=8, max_tokens=100)
+    demand = Demand(num_tokens=None, groups=GROUPS, page_bytes=40, context_length=8, max_tokens=100)
     budget = PoolBudget(free_bytes=3000, usable_bytes=2000, explanation="3000 bytes are free")
     assert fit_snapshots(100, 50, demand, budget) == (
         5,
@@ -328,7 +330,7 @@ def test_there_are_as_many_snapshots_as_a_quarter_of_the_memory_holds() -> None:
     assert fit_snapshots(600, 50, demand, budget) == (0, dataclasses.replace(budget, explanation=ANY))
     long = dataclasses.replace(demand, context_length=180)
     assert fit_snapshots(100, 50, long, budget)[0] == 2
-    given = dataclasses.replace(demand, num_pages=70)
+    given = dataclasses.replace(demand, num_tokens=280)
     assert fit_snapshots(100, 50, given, budget)[0] == 2
 
 
