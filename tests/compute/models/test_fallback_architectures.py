@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 GUIDE = ROOT / "examples" / "guides" / "models.md"
-RUN = re.findall(r"`([^`]+)`", re.findall(r"^Compared with transformers: (.*)$", GUIDE.read_text(), re.MULTILINE)[0])
+RUN = re.findall(r"`([^`]+)`", GUIDE.read_text().partition("\nCompared with transformers: ")[2].partition("\n\n")[0])
 SMALL = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 96),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), 48),
