@@ -230,7 +230,9 @@ ARGUMENTS: Final[dict[str, Argument]] = {
     "revision": Argument("model.revision", _text, "branch, tag or commit of the hub", "the main branch"),
     "download_dir": Argument("model.download_dir", _path, "where downloads go", "the hub's cache"),
     "load_format": Argument(
-        "model.load_format", _words("auto", "safetensors", "dummy"), "auto, safetensors, or dummy weights"
+        "model.load_format",
+        _words("auto", "safetensors", "gguf", "dummy"),
+        "auto, safetensors, gguf, or dummy weights",
     ),
     "dtype": Argument("model.dtype", _dtype, "auto, bfloat16, float16 or float32"),
     "context_length": Argument("model.context_length", whole_from(1), "tokens of prompt and output", "the model's"),

@@ -180,7 +180,8 @@ def _model_settings(config: EngineConfig, model: ModelFacts, dtype: str) -> Mode
     stored = "gguf" if model.path.endswith(".gguf") else "safetensors"
     wanted = stored if config.model.load_format == "auto" else config.model.load_format
     if wanted not in {stored, "dummy"}:
-        raise ValueError(f"load_format={wanted!r}, and {model.path!r} is a GGUF file; load_format='auto' works")
+        kind = "a GGUF file" if stored == "gguf" else "no GGUF file"
+        raise ValueError(f"load_format={wanted!r}, and {model.path!r} is {kind}; load_format='auto' works")
     return ModelSettings(
         path=model.path,
         dtype=dtype,

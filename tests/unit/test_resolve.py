@@ -180,6 +180,8 @@ def test_inconsistent_settings_are_refused() -> None:
         settings(replace(MODEL, tokenizer_path=None), tokenizer_path="elsewhere")
     with pytest.raises(ValueError, match="no weights here"):
         settings(replace(MODEL, weights=StoredWeights(missing="no weights here")))
+    with pytest.raises(ValueError, match="load_format='gguf', and '/model' is no GGUF file"):
+        settings(load_format="gguf")
     assert (
         settings(replace(MODEL, weights=StoredWeights(missing="x")), load_format="dummy").model.load_format == "dummy"
     )
