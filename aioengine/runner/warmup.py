@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import warnings
 from contextlib import contextmanager
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, NamedTuple
@@ -126,7 +127,9 @@ def why_it_waits(model: Model, device: torch.device) -> str:
     """
     ids = torch.zeros(2, dtype=torch.int64, device=device)
     for mode in ("default", "error"):  # libraries may wait when they are first used
-        torch.cuda.set_sync_debug_mode(mode)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+            torch.cuda.set_sync_debug_mode(mode)
         try:
             model.compute_logits(model.forward(model_inputs(model, ids, ids), NoAttention()))
         except RuntimeError as error:
