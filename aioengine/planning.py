@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -18,11 +18,12 @@ from msgspec.structs import replace
 from aioengine import checks, machine
 from aioengine.args import engine_config
 from aioengine.config import OWN
-from aioengine.families._memory import kv_numbers, num_parameters, state_bytes, step_numbers
+from aioengine.families._memory import kv_numbers, num_parameters, page_numbers, state_bytes, step_numbers
 from aioengine.families._towers import num_tower_parameters
 from aioengine.families._vision import VisionConfig
 from aioengine.frontend.startup import read_adapters
 from aioengine.model_files import checkpoint, folder_files, model_folder
+from aioengine.page_groups import PageGroups
 from aioengine.resolve import resolve
 
 if TYPE_CHECKING:
@@ -66,12 +67,15 @@ class Plan(Struct, frozen=True, kw_only=True):
         weights_bytes: of the weights in ``dtype``, with those of a vision tower; exactly. With transformers' code, of
             the tensors in the files.
         kv_bytes_per_token: of keys and values, or of what a model has in their place; exactly, but with transformers'
-            code as the names of sizes in config.json tell. state_bytes_per_request: of layers that keep a state of each
-            request instead; snapshots of these lessen the pool.
+            code as the names of sizes in config.json tell. kv_bytes_per_request: the most that one of the context
+            length takes of the pool; layers with windows give back what no token sees any more.
+            state_bytes_per_request: of layers that keep a state of each request instead; snapshots of these lessen the
+            pool.
         activations_bytes: what the largest step takes beside weights and pool, with CUDA graphs, the slots of adapters
             and the features of images that are kept; estimated.
         device_memory: of the GPU in all, or what is free of the memory of a CPU's machine.
-        kv_pool_bytes: of the KV pool. max_total_tokens: its size in tokens; 0: the model does not fit.
+        kv_pool_bytes: of the KV pool. max_total_tokens: its size in tokens of requests of the context length; 0: the
+            model does not fit.
         longest_context: the most tokens of one request that have room; 0: the weights alone do not fit.
         max_requests: the most requests of ``context_length`` tokens that run at a time.
     """
@@ -88,6 +92,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     attention_backend: str
     weights_bytes: int
     kv_bytes_per_token: int
+    kv_bytes_per_request: int
     state_bytes_per_request: int
     activations_bytes: int
     device_memory: int
@@ -106,7 +111,7 @@ class Plan(Struct, frozen=True, kw_only=True):
         """A table with a line for each fact."""
         kind = f"{self.architecture}, model_type {self.model_type}, task {self.task}"
         whose = "free" if self.device == "cpu" else "in all"
-        state = self.state_bytes_per_request
+        state, longest, length = self.state_bytes_per_request, self.kv_bytes_per_request, self.context_length
         pool = f"{_shown(self.kv_pool_bytes)}: {self.max_total_tokens:,} tokens"
         served = f"{self.max_requests:,} of this length at a time"
         if not self.fits:
@@ -123,7 +128,8 @@ class Plan(Struct, frozen=True, kw_only=True):
             "weights": _shown(self.weights_bytes),
             "activations": f"about {_shown(self.activations_bytes)}",
             "KV cache": f"{_shown(self.kv_bytes_per_token)} a token"
-            + (f", {_shown(state)} a request" if state else ""),
+            + (f", {_shown(state)} a request" if state else "")
+            + (f", at most {_shown(longest)} a request" if longest < self.kv_bytes_per_token * length else ""),
             "KV pool": pool,
             "context": f"{self.context_length:,} tokens",
             "requests": served,
@@ -169,21 +175,24 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
     itemsize = _DTYPE_BYTES[settings.model.dtype]
     weights_bytes, activations = count * itemsize, _activations(family, settings, itemsize)
     activations += _adapter_numbers(settings, facts.linear_layers) * itemsize
-    kv_bytes, page_size = kv_numbers(family) * itemsize, settings.memory.page_size
+    kv_bytes, page_size, length = (
+        kv_numbers(family) * itemsize,
+        settings.memory.page_size,
+        settings.model.context_length,
+    )
+    pages = _Pages.of(family, settings, itemsize)
     room = _room(settings, device_memory, weights_bytes=weights_bytes, activations=activations)
     states, max_running = state_bytes(family, itemsize), settings.scheduler.max_running
     if states:
-        most = (
-            room // 2 if settings.memory.num_pages is None else room - settings.memory.num_pages * page_size * kv_bytes
-        )
+        most = room // 2 if settings.memory.num_pages is None else room - pages.bytes_in(settings.memory.num_pages)
         max_running = max(min(max_running, most // states - 1), 0)
         room -= (max_running + 1) * states
     if states and settings.scheduler.prefix_cache:
-        least = settings.memory.num_pages or -(-settings.model.context_length // page_size)
-        num_snapshots = min(room // 4, room - least * page_size * kv_bytes) // states
+        least = settings.memory.num_pages or -(-length // page_size)
+        num_snapshots = min(room // 4, room - pages.bytes_in(least)) // states
         room -= max(min(_SNAPSHOTS_PER_ROW * max_running, num_snapshots), 0) * states
-    num_pages = _num_pages(settings, room, kv_bytes * page_size, max_running=max_running)
-    length = settings.model.context_length
+    num_pages = pages.num_fitting(room, settings.memory.num_pages, max_running=max_running)
+    tokens = pages.groups.tokens_in(num_pages, length)
     return Plan(
         model_path=facts.path,
         model_type=facts.model_type,
@@ -197,14 +206,15 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
         attention_backend=settings.runner.attention_backend,
         weights_bytes=weights_bytes,
         kv_bytes_per_token=kv_bytes,
+        kv_bytes_per_request=pages.groups.pages_for(length) * pages.page_bytes,
         state_bytes_per_request=states,
         activations_bytes=activations,
         device_memory=device_memory,
-        kv_pool_bytes=(num_pages + 1) * page_size * kv_bytes if num_pages else 0,  # and the page for padding
-        max_total_tokens=num_pages * page_size,
+        kv_pool_bytes=(num_pages + 1) * pages.page_bytes if num_pages else 0,  # and the page for padding
+        max_total_tokens=tokens,
         context_length=length,
-        longest_context=min(max(room, 0) // (kv_bytes * page_size) * page_size if kv_bytes else length, length),
-        max_requests=min(num_pages // -(-length // page_size), max_running),
+        longest_context=pages.longest(room),
+        max_requests=min(tokens // (-(-length // page_size) * page_size), max_running),
     )
 
 
@@ -249,14 +259,42 @@ def _room(settings: Settings, device_memory: int, *, weights_bytes: int, activat
     return int(device_memory * share) - _CUDA_BYTES - weights_bytes - activations
 
 
-def _num_pages(settings: Settings, room: int, page_bytes: int, *, max_running: int) -> int:
-    """Pages of the pool; 0: there is no room for one request, or for as many as are asked for."""
-    size = settings.memory.page_size
-    if settings.memory.num_pages is not None:
-        return settings.memory.num_pages if settings.memory.num_pages * page_bytes <= room else 0
-    most = -(-settings.model.context_length * max_running // size)
-    num_pages = min(room // page_bytes, most) if page_bytes else most if room > 0 else 0
-    return num_pages if num_pages * size >= settings.model.context_length else 0
+class _Pages(NamedTuple):
+    """The pages of a model: their groups, the bytes of one, and the longest request."""
+
+    groups: PageGroups
+    page_bytes: int
+    context_length: int
+
+    @classmethod
+    def of(cls, family: TransformerConfig, settings: Settings, itemsize: int) -> _Pages:
+        page_size, length = settings.memory.page_size, settings.model.context_length
+        numbers, windows = page_numbers(family, length)
+        min_tokens = max(1, settings.scheduler.whole_image_tokens)
+        groups = PageGroups(windows=windows, page_size=page_size, min_tokens=min_tokens)
+        return cls(groups, numbers * itemsize * page_size, length)
+
+    def of_tokens(self, num_pages: int) -> int:
+        """The pages for ``num_pages`` pages of tokens."""
+        return self.groups.pages_in(num_pages * self.groups.page_size, self.context_length)
+
+    def bytes_in(self, num_pages: int) -> int:
+        """Bytes of a pool for ``num_pages`` pages of tokens."""
+        return self.of_tokens(num_pages) * self.page_bytes
+
+    def num_fitting(self, room: int, wanted: int | None, *, max_running: int) -> int:
+        """Pages of the pool; 0: there is no room for one request, or for as many as are ``wanted``, pages of tokens."""
+        if wanted is not None:
+            return self.of_tokens(wanted) if self.bytes_in(wanted) <= room else 0
+        most = self.groups.pages_in(self.context_length * max_running, self.context_length)
+        num_pages = min(room // self.page_bytes, most) if self.page_bytes else most if room > 0 else 0
+        return num_pages if num_pages >= self.groups.pages_for(self.context_length) else 0
+
+    def longest(self, room: int) -> int:
+        """The most tokens of a request that have room."""
+        if not self.page_bytes:
+            return self.context_length
+        return min(self.groups.tokens_in(max(room, 0) // self.page_bytes, self.context_length), self.context_length)
 
 
 def _tower_parameters(family: TransformerConfig, folder: Path) -> int:

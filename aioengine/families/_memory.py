@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from aioengine.families._block_config import MambaConfig, ShortConvConfig
 from aioengine.families._config import DecoderConfig
 from aioengine.families._tensors import tensor_shapes
+from aioengine.page_groups import layer_groups
 
 if TYPE_CHECKING:
     from aioengine.families._config import TransformerConfig
@@ -49,6 +50,18 @@ def kv_numbers(config: TransformerConfig) -> int:
     sides = 1 if is_latent else 2  # keys and values, or what both are made of
     has_states = [isinstance(config, DecoderConfig) and config.keeps_state(layer) for layer in range(config.num_layers)]
     return sides * has_states.count(False) * config.num_kv_heads * config.head_size
+
+
+def page_numbers(config: TransformerConfig, context_length: int) -> tuple[int, tuple[int | None, ...]]:
+    """Numbers that a page of the KV pool has of a token, and the windows of the groups of layers with pages of their
+    own (``PageGroups``), in rows of up to ``context_length`` tokens.
+    """
+    numbers = kv_numbers(config)
+    reached = [None if window is None or window >= context_length else window for window in config.windows]
+    groups, windows = layer_groups(reached)
+    if not config.is_causal or not windows:
+        return numbers, (None,)
+    return numbers // len(reached) * len(groups[0]), windows
 
 
 def state_bytes(config: TransformerConfig, itemsize: int) -> int:

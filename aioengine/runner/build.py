@@ -36,7 +36,7 @@ from aioengine.runner.device_memory import (
     fit_pages,
     fit_snapshots,
     fit_states,
-    kv_bytes_per_token,
+    page_bytes,
 )
 from aioengine.runner.kv_pool import KVPool
 from aioengine.runner.lora.pool import AdapterPool, slots_bytes
@@ -228,7 +228,7 @@ def _demand(settings: Settings, shape: AttentionShape, kv_dtype: torch.dtype) ->
     return Demand(
         num_tokens=None if num_pages is None else num_pages * page_size,
         groups=PageGroups(windows=shape.page_windows or (None,), page_size=page_size, min_tokens=min_tokens),
-        page_bytes=kv_bytes_per_token(shape, kv_dtype) * page_size,
+        page_bytes=page_bytes(shape, kv_dtype, page_size),
         context_length=settings.model.context_length,
         max_tokens=settings.model.context_length * settings.scheduler.max_running,
     )

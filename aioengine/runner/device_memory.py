@@ -299,9 +299,14 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def kv_bytes_per_token(shape: AttentionShape, dtype: torch.dtype) -> int:
-    """Keys and values of one token in the layers of a page: in all, or in those of the largest group."""
+    """Keys and values of one token in all layers."""
+    return math.prod(kv_pool_shape(shape, num_pages=1, page_size=1)) * dtype.itemsize
+
+
+def page_bytes(shape: AttentionShape, dtype: torch.dtype, page_size: int) -> int:
+    """Of a page: for all layers, or for those of the largest group, where groups have pages of their own."""
     part = shape.part(shape.groups[0]) if shape.page_windows else shape
-    return math.prod(kv_pool_shape(part, num_pages=1, page_size=1)) * dtype.itemsize
+    return kv_bytes_per_token(part, dtype) * page_size
 
 
 def fit_pages(demand: Demand, budget: PoolBudget) -> int:

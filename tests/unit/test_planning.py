@@ -55,6 +55,18 @@ def test_a_large_model_on_another_machine(tmp_path: Path) -> None:
     assert max(map(len, table.splitlines())) < 120
 
 
+def test_windows_save_memory_of_long_requests(tmp_path: Path) -> None:
+    mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "max_position_embeddings": 32768}
+    whole = aioengine.plan(folder(tmp_path, **mistral, sliding_window=None), device_memory="40GiB")
+    found = aioengine.plan(folder(tmp_path, **mistral, sliding_window=4096), device_memory="40GiB")
+    assert found.kv_bytes_per_token == whole.kv_bytes_per_token
+    assert whole.kv_bytes_per_request == 32768 * whole.kv_bytes_per_token
+    assert found.kv_bytes_per_request == (4096 + 32) * found.kv_bytes_per_token
+    assert found.max_requests == found.max_total_tokens // 32768 > 7 * whole.max_requests
+    assert "at most 516.0 MiB a request" in str(found)
+    assert "a request" not in str(whole).replace("a request of", "")
+
+
 def test_a_device_that_is_too_small(tmp_path: Path) -> None:
     plan = aioengine.plan(folder(tmp_path, max_position_embeddings=131072), device_memory=24 * 10**9)
     assert (plan.fits, plan.max_requests, plan.kv_pool_bytes, plan.max_total_tokens) == (False, 0, 0, 0)

@@ -136,10 +136,22 @@ def test_bytes_in_words() -> None:
     assert (format_bytes(3 << 20), format_bytes(GIB + GIB // 2)) == ("3 MiB", "1.5 GiB")
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+WINDOWS: dict[str, dict[str, object]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 20},
+    "qwen3": {
+        "use_sliding_window": True,
+        "sliding_window": 20,
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention", *["sliding_attention"] * 3],
+    },
+}
+
+
+@pytest.mark.parametrize("family", WINDOWS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_plan_has_the_sizes_of_the_engine(tmp_path: Path, family: str, dtype: str) -> None:
-    save_model(family, tmp_path)
+    save_model(family, tmp_path, dtype=torch.float32, **WINDOWS[family])
     facts = World(make_settings(tmp_path, dtype=dtype, page_size=16, num_pages=64)).runner.facts
     planned = plan(tmp_path, device="cpu", dtype=dtype, page_size=16, max_total_tokens=1024)
     assert planned.weights_bytes == facts["weights_bytes"]
