@@ -45,10 +45,17 @@ MAX_SIZES: Final = {
     "shared_expert_intermediate_size": 2**24,
     "num_nextn_predict_layers": 2**14,
     "num_mtp_layers": 2**14,
+    "num_shared_experts": 2**14,
 }
 """Far beyond all models: a larger value is a mistake, which would cost hours and memory before it is noticed."""
 
-_MAY_BE_ZERO: Final = ("num_experts", "num_local_experts", "num_nextn_predict_layers", "num_mtp_layers")
+_MAY_BE_ZERO: Final = (
+    "num_experts",
+    "num_local_experts",
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+    "num_shared_experts",
+)
 """Of ``MAX_SIZES``; a model with no experts is dense, and ``check_experts`` is for others."""
 _MIN_FACTOR, _MAX_FACTOR = 1e-6, 1e6
 
@@ -138,6 +145,8 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     def check_head(self, head_size: int) -> None:
         """Raise ValueError where heads of this size cannot be rotated so."""
         size = self.rotary_size(head_size)
+        if self.rope_type == "dynamic" and size < 4:
+            not_implemented("head_dim", head_size, "at least 4 rotated numbers with rope_type 'dynamic'")
         if size % 2 or not size:
             not_implemented(
                 "partial_rotary_factor", self.partial_rotary_factor, f"an even part of heads of {head_size}"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from aioengine.families._config import RopeConfig
+from aioengine.families._config import RopeConfig, not_implemented
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,6 +100,8 @@ def frequencies(
     ``num_positions``: of the longest sequence that will be computed.
     """
     original = config.original_max_position_embeddings or max_position_embeddings
+    if original < 2 and config.rope_type in {"longrope", "yarn"}:
+        not_implemented("original_max_position_embeddings", original, f"at least 2 with rope_type {config.rope_type!r}")
     match config.rope_type:
         case "llama3":
             return _llama3(config, head_size, original), 1.0

@@ -174,6 +174,8 @@ def test_the_context_of_gemma3_has_its_scaling_already() -> None:
         ("granite", {"logits_scaling": 1e-320}, "logits_scaling"),
         ("gemma3_text", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
         ("gemma2", {"is_causal": False}, "is_causal"),
+        ("llama", {"head_dim": 2, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "head_dim 2.*dynamic"),
+        ("llama", {"max_position_embeddings": 1, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "at least 2"),
         ("phi", {"tie_word_embeddings": True}, "tie_word_embeddings True"),
         ("gptj", {"tie_word_embeddings": True}, "tie_word_embeddings True"),
         ("llama", {"is_causal": None}, "is_causal"),
@@ -201,8 +203,11 @@ def test_every_model_has_a_family() -> None:
 
 def test_layers_behind_the_last_one_are_not_counted_for_ever() -> None:
     fields = {**SIZES, "model_type": "deepseek_v3", "num_key_value_heads": 4, "num_nextn_predict_layers": 2**40}
+    fields |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1}
     with pytest.raises(ValueError, match="num_nextn_predict_layers 1099511627776 is not implemented"):
-        models.build({**fields, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1}, options())
+        models.build(fields, options())
+    with pytest.raises(ValueError, match="n_shared_experts -1 is not implemented"):
+        models.build({**fields, "num_nextn_predict_layers": 1, "n_shared_experts": -1}, options())
 
 
 def test_missing_size_is_named() -> None:
