@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from aioengine.errors import EngineError, EngineStartupError
 from aioengine.frontend.image_intake import ImageIntake, ImagesOfPrompt
-from aioengine.frontend.image_sources import ImageSource, check_number
+from aioengine.frontend.image_sources import NOT_TRUNCATED, ImageSource, check_number
 from aioengine.frontend.prompts import ChatIds, ChatPrompt, EmbedsIds, MediaIds
 from aioengine.machine import num_threads
 from aioengine.media._placing import check_count, image_ids, placed
@@ -48,6 +48,8 @@ def check_images(request: CallRequest, place: int, images: PromptImages | None) 
         raise ValueError(f"{what}, and this model takes text alone")
     if not _has_pillow():
         raise EngineError("images need Pillow, which is not installed: pip install 'aioengine[images]'")
+    if own and isinstance(prompt, ChatPrompt) and prompt.rules.keep_last is not None:
+        raise ValueError(NOT_TRUNCATED)
     images.sources(request, place, own)
 
 

@@ -28,6 +28,7 @@ ALLOWED: Final = "a path, a URL, base64 text, bytes or a PIL image"
 CONTENT: Final = ("image", "url", "path", "base64")
 """Keys of a part ``{"type": "image", ...}`` that may hold its image."""
 
+NOT_TRUNCATED: Final = "truncate_prompt_tokens is for prompts without images, which cannot be cut; shorten the text"
 MAX_PATH: Final = 4096
 _WEB: Final = ("http://", "https://")
 _DECODING: Final = tuple(threading.Lock() for _ in range(61))
@@ -86,7 +87,9 @@ def image_source(name: str, value: object) -> ImageSource:
         text = str.__str__(value).strip()
         if not text:
             raise ValueError(f"{name} is empty; give {ALLOWED}")
-        return ImageSource("web" if text[:8].lower().startswith(_WEB) else "text", text)
+        if text[:8].lower().startswith(_WEB):
+            return ImageSource("web", checks.text(name, text))
+        return ImageSource("text", text)
     if isinstance(value, bytes | bytearray | memoryview):
         return ImageSource("bytes", bytes(value))
     if isinstance(value, os.PathLike):

@@ -19,7 +19,7 @@ from aioengine import checks
 from aioengine.answers import StateReader
 from aioengine.args import ALIASES, ARGUMENTS
 from aioengine.foreign_names import our_way
-from aioengine.frontend.image_sources import GivenImages, Picture
+from aioengine.frontend.image_sources import NOT_TRUNCATED, GivenImages, Picture
 from aioengine.frontend.loaded_adapters import AdapterChoice, adapter_choice  # the first: a field of a Struct
 from aioengine.frontend.params_together import ParamsTogether
 from aioengine.frontend.pooling import Pooled  # a field of a Struct
@@ -461,6 +461,8 @@ def call_request(
     if options:
         request = _with_options(request, options)
         if (images := options.get("image_data")) is not None and not (isinstance(images, list) and not images):
+            if options.get("truncate_prompt_tokens") is not None:
+                raise ValueError(NOT_TRUNCATED)
             given.images = GivenImages(images, is_batch=given.is_batch, num_prompts=num_prompts)
     request.check_more()
     return request

@@ -195,6 +195,15 @@ async def test_wrong_types_are_refused_at_the_call(engine: AsyncEngine) -> None:
         engine.async_generate("<image>", image_data=5)
     with pytest.raises(ValueError, match="image_data has 1 entries for 2 prompts"):
         engine.async_generate(["a", "b"], image_data=[b"x"])
+    with pytest.raises(ValueError, match="image_data must be text that UTF-8 can encode"):
+        engine.async_generate("<image>", image_data="http://\ud800/x.png")
+    chat = [{"role": "user", "content": [{"type": "image", "image": b"x"}]}]
+    for call in (
+        lambda: engine.async_generate("<image>", image_data=b"x", truncate_prompt_tokens=5),
+        lambda: engine.async_chat(chat, truncate_prompt_tokens=5),
+    ):
+        with pytest.raises(ValueError, match="truncate_prompt_tokens is for prompts without images"):
+            call()
     with pytest.raises(ValueError, match="image_data is for prompts that have token ids"):
         engine.async_generate(input_embeds=[[0.5]], image_data=b"x")
     for part, words in (
