@@ -113,14 +113,19 @@ class Shape:
         run(steps, num_rows, num_cached=self._num_cached, num_steps=NUM_STEPS, first_uid=0)
         median = {name: statistics.median(values) for name, values in steps.parts.items()}
         if prints_kernels:
-            print(kernels(steps, 5), flush=True)
+            with profiled(5):
+                for _ in range(5):
+                    steps.step()
         hits = self._hits_of_rows(steps, num_rows)
         finish(steps)
         return Measured(median["wall"], median["wall"] - median["collect"], hits)
 
-    def prompt(self, num_tokens: int) -> Measured:
+    def prompt(self, num_tokens: int, *, prints_kernels: bool) -> Measured:
         """A prompt until its first token."""
         total = prompts(self.steps(), num_tokens, 1)
+        if prints_kernels:
+            with profiled(4):
+                prompts(self.steps(), num_tokens, 1)  # of four prompts
         with self._without_graphs(), routed() as seen:
             prompts(self.steps(), num_tokens, 1)
         hits = [count(chosen) for chosen in seen if len(chosen.experts) == num_tokens]
@@ -175,19 +180,19 @@ def count(chosen: Chosen, num_tokens: int | None = None) -> int:
     return len(chosen.experts[:num_tokens].unique())
 
 
-def kernels(steps: Steps, num_steps: int) -> str:
-    """The kernels that take longest: microseconds a step, how often they run, their names; they may overlap."""
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        for _ in range(num_steps):
-            steps.step()
+@contextmanager
+def profiled(num_steps: int) -> Iterator[None]:
+    """Print the kernels that take longest: microseconds a step, how often they run, their names; they may overlap."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        yield
         torch.cuda.synchronize()
     found = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
-    return "    " + ", ".join(
+    lines = [
         f"{event.self_device_time_total / num_steps:.0f} us {event.count / num_steps:.0f} x "
         f"{event.key.removeprefix('void ')[:NAME_LENGTH]}"
         for event in found[:NUM_KERNELS]
-    )
+    ]
+    print("    " + ", ".join(lines), flush=True)
 
 
 def measured(name: str, num_layers: int, cases: list[Case], options: argparse.Namespace) -> list[Measured]:
@@ -197,7 +202,9 @@ def measured(name: str, num_layers: int, cases: list[Case], options: argparse.Na
     backend, gigabytes = facts["attention_backend"], int(facts["weights_bytes"]) / 1e9
     print(f"  {num_layers} layers, {gigabytes:.1f} GB, built in {shape.built_s:.1f} s, {backend}", flush=True)
     found = [
-        shape.decode(case.num_rows, prints_kernels=options.kernels) if case.num_before else shape.prompt(case.num_new)
+        shape.decode(case.num_rows, prints_kernels=options.kernels)
+        if case.num_before
+        else shape.prompt(case.num_new, prints_kernels=options.kernels)
         for case in cases
     ]
     shape.close()

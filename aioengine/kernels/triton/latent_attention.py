@@ -37,8 +37,10 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-NARROW = Tile(64, 32, 8, 2)
-"""For 16-bit numbers. 64 rows are the fewest for the tensor cores of Hopper; more positions do not fit beside them."""
+NARROW = Tile(64, 64, 8, 2)
+"""For 16-bit numbers. 64 rows are the fewest for the tensor cores of Hopper. All queries are read for each block of
+positions, so it is as large as the fast memory of a core allows.
+"""
 WIDE = Tile(16, 32, 4, 1)
 """For fp32, which is multiplied without tensor cores."""
 
