@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from aioengine.families._config import Task, decode_config, not_implemented, read_rope
+from aioengine.families._config import Task, decode_config, not_implemented, read_layer_rope
 from aioengine.families._encoders import GELU, EncoderConfig, EncoderFamily, HeadConfig, LinearShape
 
 if TYPE_CHECKING:
@@ -29,9 +29,16 @@ class Config(EncoderFamily, frozen=True, kw_only=True):
     global_rope_theta: float = 160_000.0
     local_rope_theta: float | None = 10_000.0
     rope_parameters: dict[LayerType, dict[str, object]] | None = None
+    rope_scaling: dict[str, object] | None = None
+    sliding_window: int | None = None
     classifier_pooling: Literal["cls", "mean"] = "cls"
     classifier_bias: bool = False
     classifier_activation: Literal["gelu"] = "gelu"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sliding_window not in (None, self.local_attention // 2):
+            not_implemented("sliding_window", self.sliding_window, "null, or half of local_attention")
 
     def types(self) -> list[LayerType]:
         """Of each layer."""
@@ -45,7 +52,7 @@ class Config(EncoderFamily, frozen=True, kw_only=True):
 
     def rope(self, kind: LayerType, theta: float) -> RopeConfig:
         """Of the layers of this type; ``theta`` where older files name it."""
-        return read_rope({"rope_theta": theta, "rope_parameters": (self.rope_parameters or {}).get(kind)})
+        return read_layer_rope((self.rope_parameters or {}).get(kind), self.rope_scaling, theta)
 
 
 def read(config: Mapping[str, object]) -> EncoderConfig:

@@ -20,6 +20,7 @@ from transformers import (
 
 from aioengine import models
 from aioengine.attention.packed import PackedAttention
+from aioengine.families import modernbert
 from aioengine.models._base import ModelInputs
 from tests.compute.stepping import make_batch, options
 from tests.kit.tiny_sizes import SIZES
@@ -146,6 +147,14 @@ def test_older_files_of_modernbert_name_the_bases_and_every_how_many_layers_atte
     assert newer.attention_shape.windows == (None, 4, 4)
 
 
+def test_the_scaling_in_older_files_of_modernbert_is_that_of_all_layers() -> None:
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    config = ModernBertConfig(**{**ENCODER, **SPECIAL, "rope_scaling": {**scaling}})
+    older = {**config.to_dict(), "rope_parameters": None, "rope_scaling": scaling}
+    assert modernbert.read(older) == modernbert.read(config.to_dict())
+    assert [rope.factor for rope in modernbert.read(older).ropes] == [2.0, 2.0]
+
+
 def test_only_the_tokens_that_are_pooled_go_through_the_last_mlp() -> None:
     _, ours = pair(BertConfig(**ENCODER))
     rows = random_rows()
@@ -195,6 +204,7 @@ def test_bidirectional_decoders_are_those_of_transformers(lengths: list[int], mo
         (RobertaConfig, {"max_position_embeddings": 2}, "max_position_embeddings 2 "),
         (ModernBertConfig, {"layer_types": ["full_attention"]}, "layer_types .*of 1 layers"),
         (ModernBertConfig, {"hidden_activation": "silu"}, "silu"),
+        (ModernBertConfig, {"sliding_window": 6}, "sliding_window 6"),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_name(
