@@ -35,7 +35,7 @@ from aioengine.protocol.media import (
 )
 from aioengine.supervision.media_jobs import NUM_FETCHES, MediaProcess
 from aioengine.supervision.tasks import WorkerThread, post
-from aioengine.transport.addresses import MEDIA_SUFFIX, PrivateDirectory
+from aioengine.transport.addresses import MEDIA_SUFFIX, PrivateDirectory, remove_stale
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -393,7 +393,7 @@ class ImageIntake:
         """The folder of the files. On a thread, one of which makes it."""
         with self._making_folder:
             if self._folder is None and not self._is_closed:
-                self._folder = PrivateDirectory(_base())
+                self._folder = PrivateDirectory(folder_base())
             if self._folder is None:
                 raise FileNotFoundError("the engine was shut down")
             return self._folder.path
@@ -422,9 +422,10 @@ class ImageIntake:
         self._files_thread.submit(partial(Path(path).unlink, missing_ok=True))
 
 
-def _base() -> str:
+def folder_base() -> str:
     """Where the folder of the files is: in memory where there is much of it, which spares a disk short-lived files."""
     try:
+        remove_stale(SHARED_MEMORY)  # first: they may have what is missing
         shared = os.statvfs(SHARED_MEMORY)
     except OSError:
         return tempfile.gettempdir()

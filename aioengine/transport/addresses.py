@@ -52,7 +52,7 @@ class PrivateDirectory:
             OSError: no writable directory was found.
         """
         base = base or _choose_base()
-        _remove_stale(base)
+        remove_stale(base)
         # It gets its final name when it is locked: before that another engine would take it for a stale one.
         draft = tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=base)
         self._lock = os.open(draft, os.O_RDONLY | os.O_DIRECTORY)
@@ -133,8 +133,12 @@ def _choose_base() -> str:
     return next((base for base in usable if len(os.fsencode(base)) <= max_length), usable[0])
 
 
-def _remove_stale(base: str) -> None:
-    """Remove the directories of dead engines of this user: those with such a name, and nothing else in them."""
+def remove_stale(base: str) -> None:
+    """Remove the directories of dead engines of this user: those with such a name, and nothing else in them.
+
+    Raises:
+        OSError: ``base`` cannot be read.
+    """
     with os.scandir(base) as entries:
         names = [entry.path for entry in entries if _OURS.fullmatch(entry.name)]
     for path in names:

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -24,7 +25,7 @@ from safetensors.numpy import load_file
 
 from aioengine import AsyncEngine, EngineError, RequestError
 from aioengine.frontend import image_prompts
-from aioengine.frontend.image_intake import ImageIntake
+from aioengine.frontend.image_intake import ImageIntake, folder_base
 from aioengine.frontend.startup import Blueprint
 from aioengine.media._base import find_image_model
 from aioengine.processes.media_process import MediaWorker, PixelGate
@@ -515,3 +516,15 @@ async def test_the_media_process_dies_with_its_program(folder: Path) -> None:
     await until(lambda: not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE)
     PrivateDirectory(str(Path(place).parent)).remove()  # as the next engine makes it
     assert not await asyncio.to_thread(Path(place).exists)
+
+
+async def test_images_that_a_dead_engine_left_in_shared_memory_take_no_room_of_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = PrivateDirectory(str(tmp_path))
+    await asyncio.to_thread(Path(left.path, "1.media").write_bytes, bytes(1000))
+    os.close(left._lock)  # as the end of its program does
+    monkeypatch.setattr("aioengine.frontend.image_intake.SHARED_MEMORY", str(tmp_path))
+    monkeypatch.setattr("aioengine.frontend.image_intake.MIN_SHARED_BYTES", 1 << 60)
+    assert folder_base() == tempfile.gettempdir()
+    assert not await asyncio.to_thread(Path(left.path).exists)
