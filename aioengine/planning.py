@@ -49,7 +49,7 @@ _RANKS: Final = 16
 """Slots of adapters have room for a multiple of so many ranks."""
 _SAMPLED_ROWS: Final = 256
 """Rows whose logits are there in fp32 at a time."""
-_SNAPSHOTS_PER_ROW: Final = 4
+_SNAPSHOTS_PER_ROW: Final = 16
 """Snapshots of states for each request that runs at once, at most."""
 _SIZE: Final = re.compile(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*(|[KMGT]i?B?)\s*", re.IGNORECASE)
 _UNITS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}

@@ -45,7 +45,7 @@ SAMPLED_ROWS = 256
 MAX_IMAGE_TOKENS = 16_384
 """Of the largest image for which memory is reserved: the limit in the files of Qwen's models."""
 
-SNAPSHOTS_PER_ROW = 4
+SNAPSHOTS_PER_ROW = 16
 """Snapshots of states for each request that runs at once, at most."""
 
 _WARMUP_ROWS = 1, 2, 17, 33, 65

@@ -27,10 +27,11 @@ from aioengine.machine import DeviceFacts
 from aioengine.model_files.model_folder import find_facts
 from aioengine.models._base import StatefulModel
 from aioengine.page_groups import PageGroups
+from aioengine.planning import plan
 from aioengine.protocol.messages import Sampling
 from aioengine.protocol.packed_logprobs import LogprobRules
-from aioengine.resolve import resolve
-from aioengine.runner.device_memory import Demand, PoolBudget, fit_snapshots, fit_states, kv_bytes_per_token
+from aioengine.resolve import CPU_MEMORY_FRACTION, resolve
+from aioengine.runner.device_memory import Demand, PoolBudget, fit_pages, fit_snapshots, fit_states, kv_bytes_per_token
 from aioengine.scheduler.gates import Gate
 from tests.compute.models.test_expert_families import pair as saved_pair
 from tests.compute.models.test_families import pair
@@ -326,12 +327,29 @@ def test_there_are_as_many_snapshots_as_a_quarter_of_the_memory_holds() -> None:
         5,
         PoolBudget(2500, 1500, "3000 bytes are free; 5 snapshots of states take 0 MiB"),
     )
-    assert fit_snapshots(100, 1, demand, budget)[0] == 4
+    assert fit_snapshots(10, 1, demand, budget)[0] == 16
     assert fit_snapshots(600, 50, demand, budget) == (0, dataclasses.replace(budget, explanation=ANY))
     long = dataclasses.replace(demand, context_length=180)
     assert fit_snapshots(100, 50, long, budget)[0] == 2
     given = dataclasses.replace(demand, num_tokens=280)
     assert fit_snapshots(100, 50, given, budget)[0] == 2
+
+
+@pytest.mark.parametrize("device_memory", [1 << 20, 2 << 20, 1 << 26])
+def test_a_plan_counts_states_and_snapshots_as_the_runner_does(device_memory: int, folder: Path) -> None:
+    found = plan(folder, device="cpu", dtype="float32", device_memory=device_memory, page_size=4)
+    slot_bytes, room = found.state_bytes_per_request, int((device_memory - found.weights_bytes) * CPU_MEMORY_FRACTION)
+    demand = Demand(
+        num_tokens=None,
+        groups=GROUPS,
+        page_bytes=4 * found.kv_bytes_per_token,
+        context_length=found.context_length,
+        max_tokens=found.context_length * 64,
+    )
+    num_rows, left = fit_states(64, slot_bytes, demand, PoolBudget(room, room, ""))
+    num_snapshots, left = fit_snapshots(slot_bytes, num_rows, demand, left)
+    assert num_snapshots > 0
+    assert found.max_total_tokens == 4 * fit_pages(demand, left)
 
 
 @pytest.mark.parametrize("depth", [0, 1])
