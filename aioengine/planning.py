@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from aioengine import checks, machine
 from aioengine.args import engine_config
 from aioengine.config import OWN
-from aioengine.families._memory import kv_numbers, num_parameters, page_numbers, state_bytes, step_numbers
+from aioengine.families._memory import num_parameters, page_numbers, state_bytes, step_numbers
 from aioengine.families._towers import num_tower_parameters
 from aioengine.families._vision import VisionConfig
 from aioengine.frontend.startup import read_adapters
@@ -67,10 +67,9 @@ class Plan(Struct, frozen=True, kw_only=True):
         weights_bytes: of the weights in ``dtype``, with those of a vision tower; exactly. With transformers' code, of
             the tensors in the files.
         kv_bytes_per_token: of keys and values, or of what a model has in their place; exactly, but with transformers'
-            code as the names of sizes in config.json tell. kv_bytes_per_request: the most that one of the context
-            length takes of the pool; layers with windows give back what no token sees any more.
-            state_bytes_per_request: of layers that keep a state of each request instead; snapshots of these lessen the
-            pool.
+            code as the names of sizes in config.json tell. Where layers have windows, a token's part of a request of
+            the context length: these layers keep what the next token sees. state_bytes_per_request: of layers that keep
+            a state of each request instead; snapshots of these lessen the pool.
         activations_bytes: what the largest step takes beside weights and pool, with CUDA graphs, the slots of adapters
             and the features of images that are kept; estimated.
         device_memory: of the GPU in all, or what is free of the memory of a CPU's machine.
@@ -92,7 +91,6 @@ class Plan(Struct, frozen=True, kw_only=True):
     attention_backend: str
     weights_bytes: int
     kv_bytes_per_token: int
-    kv_bytes_per_request: int
     state_bytes_per_request: int
     activations_bytes: int
     device_memory: int
@@ -111,7 +109,7 @@ class Plan(Struct, frozen=True, kw_only=True):
         """A table with a line for each fact."""
         kind = f"{self.architecture}, model_type {self.model_type}, task {self.task}"
         whose = "free" if self.device == "cpu" else "in all"
-        state, longest, length = self.state_bytes_per_request, self.kv_bytes_per_request, self.context_length
+        state = self.state_bytes_per_request
         pool = f"{_shown(self.kv_pool_bytes)}: {self.max_total_tokens:,} tokens"
         served = f"{self.max_requests:,} of this length at a time"
         if not self.fits:
@@ -128,8 +126,7 @@ class Plan(Struct, frozen=True, kw_only=True):
             "weights": _shown(self.weights_bytes),
             "activations": f"about {_shown(self.activations_bytes)}",
             "KV cache": f"{_shown(self.kv_bytes_per_token)} a token"
-            + (f", {_shown(state)} a request" if state else "")
-            + (f", at most {_shown(longest)} a request" if longest < self.kv_bytes_per_token * length else ""),
+            + (f", {_shown(state)} a request" if state else ""),
             "KV pool": pool,
             "context": f"{self.context_length:,} tokens",
             "requests": served,
@@ -175,11 +172,7 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
     itemsize = _DTYPE_BYTES[settings.model.dtype]
     weights_bytes, activations = count * itemsize, _activations(family, settings, itemsize)
     activations += _adapter_numbers(settings, facts.linear_layers) * itemsize
-    kv_bytes, page_size, length = (
-        kv_numbers(family) * itemsize,
-        settings.memory.page_size,
-        settings.model.context_length,
-    )
+    page_size, length = settings.memory.page_size, settings.model.context_length
     pages = _Pages.of(family, settings, itemsize)
     room = _room(settings, device_memory, weights_bytes=weights_bytes, activations=activations)
     states, max_running = state_bytes(family, itemsize), settings.scheduler.max_running
@@ -192,7 +185,7 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
         num_snapshots = min(room // 4, room - pages.bytes_in(least)) // states
         room -= max(min(_SNAPSHOTS_PER_ROW * max_running, num_snapshots), 0) * states
     num_pages = pages.num_fitting(room, settings.memory.num_pages, max_running=max_running)
-    tokens = pages.groups.tokens_in(num_pages, length)
+    tokens, whole = pages.groups.tokens_in(num_pages, length), -(-length // page_size)
     return Plan(
         model_path=facts.path,
         model_type=facts.model_type,
@@ -205,8 +198,7 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
         dtype=settings.model.dtype,
         attention_backend=settings.runner.attention_backend,
         weights_bytes=weights_bytes,
-        kv_bytes_per_token=kv_bytes,
-        kv_bytes_per_request=pages.groups.pages_for(length) * pages.page_bytes,
+        kv_bytes_per_token=pages.bytes_in(whole) // (whole * page_size),
         state_bytes_per_request=states,
         activations_bytes=activations,
         device_memory=device_memory,
@@ -214,7 +206,7 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
         max_total_tokens=tokens,
         context_length=length,
         longest_context=pages.longest(room),
-        max_requests=min(tokens // (-(-length // page_size) * page_size), max_running),
+        max_requests=min(tokens // (whole * page_size), max_running),
     )
 
 
