@@ -22,6 +22,7 @@ from aioengine.runner.graphs.piece_graphs import PieceGraphs
 from aioengine.runner.inputs import model_inputs
 from tests.compute.runner_world import World, make_settings, save_model
 from tests.compute.stepping import make_batch, make_inputs
+from tests.kit.tiny_sizes import CONTEXT_LENGTH
 
 Given = TypeVar("Given", ForwardBatch, ModelInputs)
 HEADS = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
@@ -42,10 +43,21 @@ def load(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
 PROMPTS = [[(7 * i + 3 * j) % 290 + 1 for j in range(3 + 5 * i)] for i in range(12)]
 
 
+CONTEXT_PAGES = CONTEXT_LENGTH // 16
+"""Room for one request of the context length."""
+
+
 def run(
-    folder: Path, samplings: list[Sampling], *, depth: int, graphs: int, backend: str, dtype: str = "bfloat16"
+    folder: Path,
+    samplings: list[Sampling],
+    *,
+    depth: int,
+    graphs: int,
+    backend: str,
+    dtype: str = "bfloat16",
+    num_pages: int = 256,
 ) -> list[list[int]]:
-    settings = make_settings(folder, dtype=dtype, depth=depth, page_size=16)
+    settings = make_settings(folder, dtype=dtype, depth=depth, page_size=16, num_pages=num_pages)
     runner = msgspec.structs.replace(
         settings.runner, device="cuda", attention_backend=backend, cuda_graph_max_rows=graphs
     )
@@ -85,12 +97,14 @@ def test_greedy_in_fp32_equals_transformers(model: tuple[Path, torch.nn.Module],
             "qwen3",
             {"use_sliding_window": True, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
         ),
+        ("gemma3_text", {"sliding_window": 9, "num_hidden_layers": 4}),
+        ("gpt_oss", {"sliding_window": 7, "num_hidden_layers": 4}),
     ],
 )
 def test_windowed_models_in_fp32_equal_transformers(
     tmp_path: Path, family: str, fields: dict[str, object], graphs: int
 ) -> None:
-    save_model(family, tmp_path, **{**HEADS, **fields, "num_hidden_layers": 2})
+    save_model(family, tmp_path, **{**HEADS, "num_hidden_layers": 2, **fields})
     reference = load(tmp_path, torch.float32)
     expected = []
     for prompt in PROMPTS:
@@ -98,6 +112,8 @@ def test_windowed_models_in_fp32_equal_transformers(
         out = reference.generate(ids, max_new_tokens=24, do_sample=False, pad_token_id=0, use_cache=True)
         expected.append(out[0, len(prompt) :].tolist())
     assert run(tmp_path, greedy(), depth=1, graphs=graphs, backend="triton", dtype="float32") == expected
+    few = run(tmp_path, greedy(), depth=1, graphs=graphs, backend="triton", dtype="float32", num_pages=CONTEXT_PAGES)
+    assert few == expected
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "torch"])

@@ -46,7 +46,7 @@ table = RowTable(
     num_embeddings=9, device=torch.device("cpu"), processors=(), max_rows=64
 )
 inputs = InputBuilder(table, page_size=PAGE_SIZE, num_embeddings=9)
-graphs = DecodeGraphs(None, None, inputs, 9)
+graphs = DecodeGraphs(SimpleNamespace(input_spec=InputSpec()), None, inputs, 9)
 order = np.random.default_rng(0).permutation(NUM_PAGES).tolist()
 long, short = [order.pop() for _ in range(17)], [order.pop() for _ in range(3)]
 beginnings = [short, long, [], long, short, long, [], long]

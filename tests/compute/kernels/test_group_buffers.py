@@ -1,0 +1,68 @@
+"""What a graph of a decode step is told where groups of layers have page tables of their own."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.compute.interpreted import run_interpreted
+
+PROGRAM = """
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from aioengine.models._base import InputSpec
+from aioengine.page_groups import PageGroups
+from aioengine.protocol.messages import Sampling
+from aioengine.runner.graphs.decode_graphs import DecodeGraphs, _GroupMemory
+from aioengine.runner.inputs import InputBuilder
+from aioengine.runner.page_tables import PageTables
+from aioengine.runner.rows import RowTable
+from aioengine.scheduler.plan import TOKENS, NewRow, Row
+
+torch.cuda.Event = SimpleNamespace
+zeros = torch.zeros
+torch.zeros = lambda *size, pin_memory=False, **options: zeros(*size, **options)
+PAGE_SIZE, NUM_PAGES, SIZE, WINDOWS = 4, 400, 8, (None, 10, 5)
+groups = PageGroups(windows=WINDOWS, page_size=PAGE_SIZE)
+table = RowTable(
+    page_tables=PageTables(max_rows=8, max_row_pages=30, num_pages=NUM_PAGES, groups=groups),
+    num_embeddings=9, device=torch.device("cpu"), processors=(), max_rows=8
+)
+inputs = InputBuilder(table, page_size=PAGE_SIZE, num_embeddings=9)
+graphs = DecodeGraphs(SimpleNamespace(input_spec=InputSpec()), None, inputs, 9)
+graphs._groups = _GroupMemory(2, 8 * 31, torch.device("cpu"))
+order = np.random.default_rng(0).permutation(NUM_PAGES).tolist()
+lengths = [1, 4, 5, 37, 60]
+for uid, length in enumerate(lengths):
+    pages = [order.pop() for _ in range(-(-length // PAGE_SIZE) * 3)]
+    if length == 37:
+        pages[1:3] = [-1, -1]  # given back before it was opened
+    table.open(NewRow(uid, Sampling(uid), length, [1] * length, pages))
+rows = inputs.read([Row(uid, length - 1, 1, TOKENS) for uid, length in enumerate(lengths)])
+sampled = table.sampled(rows.requests, rows.row_indices, rows.starts + rows.counts)
+_, batch = inputs.build(SimpleNamespace(input_spec=InputSpec()), rows, None, num_outputs=len(lengths))
+host = np.full(4000, 77, dtype=np.int32)
+graphs._fill(host, SIZE, rows, sampled, cascade=None, is_drawn=False)
+graphs._memory = torch.from_numpy(host)
+graphs._groups.copy()
+parts = graphs._buffers(SIZE).parts
+assert len(parts) == len(batch.parts) == 3
+for part, own_batch, window in zip(parts, batch.parts, WINDOWS, strict=True):
+    assert part.slot_mapping[: len(lengths)].tolist() == own_batch.slot_mapping.tolist()
+    assert not part.slot_mapping[len(lengths) :].any()
+    for i, length in enumerate(lengths):
+        start, end = part.starts[i : i + 2].tolist()
+        page_ids = part.page_ids[start:end].tolist()
+        assert page_ids == own_batch.page_table[i, : end - start].tolist()
+        first_seen = 0 if window is None else max(0, length - window)
+        assert [page > 0 for page in page_ids] == [index >= first_seen // PAGE_SIZE for index in range(end - start)]
+    padded = part.page_ids[part.starts[len(lengths)] : part.starts[SIZE]].tolist()
+    assert padded == [0] * (SIZE - len(lengths))
+"""
+
+
+@pytest.mark.slow
+def test_each_group_reads_its_own_pages_as_far_as_it_sees() -> None:
+    run_interpreted(PROGRAM)
