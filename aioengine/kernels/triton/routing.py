@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
     from aioengine.kernels.expert_types import Routing
 
-FEW_PAIRS = 4096
-"""Up to this number, each program of ``_align_kernel`` counts all pairs itself; more are counted before it."""
+FEW_PAIRS = 2048
+"""Up to this number, each program of ``_align_kernel`` counts all pairs itself; more are counted before it, in blocks,
+each of which then has a program for each expert.
+"""
 BLOCK_OF_FEW, BLOCK_OF_MANY = 1024, 4096
 """The most pairs that a program reads at a time."""
 COUNTS_AT_A_TIME = 8192
@@ -113,37 +115,41 @@ def _align_kernel(
     num_pairs: tl.tensor, max_tiles: tl.tensor, BINS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     IS_COUNTED: tl.constexpr, COUNTS: tl.constexpr, DEPENDENT: tl.constexpr,
 ) -> None:  # fmt: skip
-    expert = tl.program_id(0)
+    expert, own_block = tl.program_id(0), tl.program_id(1)
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
     bins = tl.arange(0, BINS)
-    counts = tl.zeros((BINS,), tl.int32)
+    counts, before = tl.zeros((BINS,), tl.int32), tl.zeros((BINS,), tl.int32)  # before: in the blocks before this one
     if IS_COUNTED:
         num_blocks = tl.cdiv(num_pairs, BLOCK)
-        for first in range(0, num_blocks, COUNTS):
-            blocks = (first + tl.arange(0, COUNTS))[:, None]
-            counts += tl.sum(tl.load(counted + blocks * BINS + bins[None, :], mask=blocks < num_blocks, other=0), 0)
+        for start in range(0, num_blocks, COUNTS):
+            blocks = (start + tl.arange(0, COUNTS))[:, None]
+            numbers = tl.load(counted + blocks * BINS + bins[None, :], mask=blocks < num_blocks, other=0)
+            counts += tl.sum(numbers, 0)
+            before += tl.sum(tl.where(blocks < own_block, numbers, 0), 0)
     else:
         for start in range(0, num_pairs, BLOCK):
             counts += _counted(experts, start, num_pairs, BINS, BLOCK)
     needed = (counts + (ROWS - 1)) // ROWS
-    if expert == 0:
-        tl.store(num_tiles, tl.sum(needed))
-    count = tl.sum(tl.where(bins == expert, counts, 0))
-    if count > 0:
-        first = tl.sum(tl.where(bins < expert, counts, 0))
+    first = tl.sum(tl.where(bins < expert, counts, 0))
+    if own_block == 0:
+        if expert == 0:
+            tl.store(num_tiles, tl.sum(needed))
+        count = tl.sum(tl.where(bins == expert, counts, 0))
         tile = tl.sum(tl.where(bins < expert, needed, 0))
         for begin in range(0, count, ROWS):
             tl.store(tiles + tile, expert)
             tl.store(tiles + max_tiles + tile, first + begin)
             tl.store(tiles + 2 * max_tiles + tile, first + tl.minimum(begin + ROWS, count))
             tile += 1
-        for start in range(0, num_pairs, BLOCK):
-            pairs = start + tl.arange(0, BLOCK)
-            is_own = (tl.load(experts + pairs, mask=pairs < num_pairs, other=-1) == expert).to(tl.int32)
-            tl.store(order + first + tl.cumsum(is_own, 0) - 1, pairs, mask=is_own > 0)
-            first += tl.sum(is_own)
+    first += tl.sum(tl.where(bins == expert, before, 0))
+    end = (own_block + 1) * BLOCK if IS_COUNTED else num_pairs
+    for start in range(own_block * BLOCK, end, BLOCK):
+        pairs = start + tl.arange(0, BLOCK)
+        is_own = (tl.load(experts + pairs, mask=pairs < num_pairs, other=-1) == expert).to(tl.int32)
+        tl.store(order + first + tl.cumsum(is_own, 0) - 1, pairs, mask=is_own > 0)
+        first += tl.sum(is_own)
 
 
 _route = Launcher(_route_kernel)
@@ -202,10 +208,10 @@ def align(chosen: Chosen, *, num_experts: int, rows: int) -> Tiling:
     order, tiles, num_tiles = (experts.new_empty(shape) for shape in (num_pairs, (COLUMNS, max_tiles), 1))
     bins, is_dependent = next_power_of_2(num_experts), has_dependent_launch()
     is_counted = num_pairs > FEW_PAIRS
-    block = BLOCK_OF_MANY if is_counted else min(max(next_power_of_2(num_pairs), 16), BLOCK_OF_FEW)
-    num_warps = 8 if is_counted else 4
-    key = num_experts, block, experts.data_ptr() % 16
-    counted = experts
+    block = BLOCK_OF_MANY if num_pairs > 4 * BLOCK_OF_MANY else min(max(next_power_of_2(num_pairs), 16), BLOCK_OF_FEW)
+    num_warps = 8 if block == BLOCK_OF_MANY else 4
+    key = num_experts, is_counted, block, experts.data_ptr() % 16
+    counted, num_blocks = experts, 1
     if is_counted:
         num_blocks = -(-num_pairs // block)
         counted = experts.new_empty((num_blocks, bins))
@@ -215,5 +221,5 @@ def align(chosen: Chosen, *, num_experts: int, rows: int) -> Tiling:
         *(experts, counted, order, tiles, num_tiles, num_pairs, max_tiles),
         *(bins, rows, block, is_counted, max(COUNTS_AT_A_TIME // bins, 1), is_dependent),
     )
-    _align((num_experts, 1, 1), (*key, rows), arguments, options(num_warps))
+    _align((num_experts, num_blocks, 1), (*key, rows), arguments, options(num_warps))
     return Tiling(order, tiles, num_tiles, rows, chosen)

@@ -266,21 +266,24 @@ def zeros(*shape, dtype=torch.bfloat16):
     return torch.zeros((), dtype=dtype).expand(*shape)
 
 
-for num_experts, top_k, size, inner, gate in ((128, 8, 2048, 768, SILU), (32, 4, 2880, 2880, Gate(7.0, 1.702))):
+for num_experts, top_k, size, inner, gate, dtype, pairs_of_an_expert in (
+    (128, 8, 2048, 768, SILU, torch.bfloat16, (0, 4, 400)),
+    (32, 4, 2880, 2880, Gate(7.0, 1.702), torch.bfloat16, (0, 16, 40)),
+    (6, 2, 256, 320, SILU, torch.float32, (0, 4)),
+):
     has_bias = gate is not SILU
     bias = zeros(num_experts, dtype=torch.float32) if has_bias else None
     routing.route(zeros(2, num_experts), bias, Routing(top_k, "sigmoid" if has_bias else "softmax"))
-    for dtype, pairs_of_an_expert in ((torch.bfloat16, (0, 4, 16, 40, 400)), (torch.float32, (0, 4))):
-        biases = (zeros(num_experts, 2 * inner, dtype=dtype), zeros(num_experts, size, dtype=dtype))
-        gate_up, down = zeros(num_experts, 2 * inner, size, dtype=dtype), zeros(num_experts, size, inner, dtype=dtype)
-        weights = ExpertWeights(gate_up, down, *(biases if has_bias else (None, None)), gate)
-        for count in pairs_of_an_expert:
-            num_tokens = count * num_experts // top_k or 1
-            x = zeros(num_tokens, size, dtype=dtype)
-            chosen = Chosen(zeros(num_tokens, top_k, dtype=torch.int32), zeros(num_tokens, top_k, dtype=torch.float32))
-            shared = Shared(x, None if has_bias else zeros(num_tokens, 1, dtype=dtype))
-            experts.compute(x, chosen, weights, shared, batch_invariant=False)
-        experts.compute(x, chosen, weights, None, batch_invariant=True)
+    biases = (zeros(num_experts, 2 * inner, dtype=dtype), zeros(num_experts, size, dtype=dtype))
+    gate_up, down = zeros(num_experts, 2 * inner, size, dtype=dtype), zeros(num_experts, size, inner, dtype=dtype)
+    weights = ExpertWeights(gate_up, down, *(biases if has_bias else (None, None)), gate)
+    for count in pairs_of_an_expert:
+        num_tokens = count * num_experts // top_k or 1
+        x = zeros(num_tokens, size, dtype=dtype)
+        chosen = Chosen(zeros(num_tokens, top_k, dtype=torch.int32), zeros(num_tokens, top_k, dtype=torch.float32))
+        shared = Shared(x, None if has_bias else zeros(num_tokens, 1, dtype=dtype))
+        experts.compute(x, chosen, weights, shared, batch_invariant=False)
+    experts.compute(x, chosen, weights, None, batch_invariant=not has_bias)
 """
 
 
