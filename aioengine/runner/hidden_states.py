@@ -43,7 +43,7 @@ class PromptStates(NamedTuple):
     places: Ints
 
 
-class StepStates:
+class StepHiddenStates:
     """The hidden states of a step, on their way to the host."""
 
     def __init__(self) -> None:
@@ -88,11 +88,11 @@ class HiddenStates:
 
     def __init__(self, upload: Upload) -> None:
         self._upload = upload
-        self._step = StepStates()
+        self._step = StepHiddenStates()
 
-    def take(self) -> StepStates:
+    def take(self) -> StepHiddenStates:
         """The hidden states of the step."""
-        step, self._step = self._step, StepStates()
+        step, self._step = self._step, StepHiddenStates()
         return step
 
     def find_prompts(self, rows: StepRows) -> PromptStates | None:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from aioengine.runner.constrained_rows import Awaited
     from aioengine.runner.graphs.decode_graphs import DecodeGraphs
     from aioengine.runner.graphs.piece_graphs import PieceGraphs
-    from aioengine.runner.hidden_states import StepStates
+    from aioengine.runner.hidden_states import StepHiddenStates
     from aioengine.runner.inputs import StepRows
     from aioengine.runner.kv_pool import KVPool
     from aioengine.runner.logits import Grammars, LogitsProcessor
@@ -112,7 +112,7 @@ class Ticket:
     values: Readback
     failed: dict[int, str]
     logprobs: StepLogprobs | None = None
-    states: StepStates | None = None
+    states: StepHiddenStates | None = None
     pooled: PooledVectors | None = None
     constrained: list[Awaited] = field(default_factory=list["Awaited"])
     jumps: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
