@@ -9,7 +9,7 @@ tree may have one, of the state behind its page, in a slot of the runner's pool.
   the next turn,
 - where a prompt leaves what is cached: its beginning has come a second time, without a snapshot,
 - where a waiting request leaves the prompt of one that is being computed,
-- at multiples that rows come to anyway: of each request the newest ``NUM_ROLLING``, for its next turn, and to resume it.
+- at multiples that rows come to anyway: of each request the newest ``NUM_ROLLING``, for its next turn and to resume it.
 
 Steps end at the first three, its *stops*. A request may wait until another one has passed a place: the other one is
 that node's *maker*. A snapshot counts when the step that copied it has a result. It is never locked, since a request
@@ -133,8 +133,8 @@ class Snapshots:
         return own
 
     def stop_before(self, own: RequestSnapshots, start: int, end: int) -> None:
-        """Have a request stop at the last place before ``end``, where others may go on, if from ``start`` up to there it
-        computes at least ``LEAST_GAIN`` spans.
+        """Have a request stop at the last place before ``end``, where others may go on, if it computes at least
+        ``LEAST_GAIN`` spans from ``start`` to there.
         """
         position = (end - 1) // self.span * self.span
         if position - start >= LEAST_GAIN * self.span:
