@@ -311,9 +311,12 @@ class RunnerSettings(Struct, frozen=True, kw_only=True):
 
 
 class TextSettings(Struct, frozen=True, kw_only=True):
-    """The detokenizer. ``tokenizer_path`` None: no tokenizer, ids pass through without text."""
+    """The detokenizer. ``tokenizer_path`` None: no tokenizer, ids pass through without text. ``files``: path -> state
+    of the tokenizer's files, as ``checkpoint.file_states`` has it.
+    """
 
     tokenizer_path: str | None
+    files: dict[str, str] = {}
 
 
 class Settings(Struct, frozen=True, kw_only=True):

@@ -44,6 +44,7 @@ def facts(model_path: str | None, engine_arguments: Mapping[str, object]) -> Fac
             f"{section}.{name}": value
             for section, values in _plain(settings, "random_seed", "log_level").items()
             for name, value in cast("dict[str, object]", values).items()
+            if name != "files"
         },
     }
 

@@ -28,6 +28,7 @@ from aioengine.logs import log, show_logs, warn_caller
 from aioengine.media._base import ImageModel, find_image_model
 from aioengine.model_files import model_folder
 from aioengine.model_files.adapter_folder import read_folder
+from aioengine.model_files.checkpoint import check_unchanged
 from aioengine.protocol.messages import Progress
 from aioengine.resolve import resolve
 from aioengine.supervision.processes import Events, Processes
@@ -38,7 +39,7 @@ from aioengine.tokenization.chat_template import check_files, checked_template
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from aioengine.config import EngineConfig
+    from aioengine.config import EngineConfig, TextSettings
     from aioengine.frontend.image_intake import ImageIntake
     from aioengine.model_files.adapter_folder import AdapterFolder
     from aioengine.model_files.model_folder import ModelFacts
@@ -138,7 +139,7 @@ def blueprint_of(config: EngineConfig) -> Blueprint:
         images=_images(config, facts),
         eos_token_ids=facts.eos_token_ids,
         stream_interval=config.stream_interval,
-        load_tokenizer=None if tokenizer_path is None else partial(_load_tokenizer, tokenizer_path, chat_template),
+        load_tokenizer=None if tokenizer_path is None else partial(_load_tokenizer, settings.text, chat_template),
         make_processes=make_processes,
         adapters=adapters,
     )
@@ -171,11 +172,14 @@ def _chat_template(config: EngineConfig) -> str | None:
     return checked_template(given)
 
 
-def _load_tokenizer(path: str, chat_template: str | None) -> Tokenizer:
+def _load_tokenizer(settings: TextSettings, chat_template: str | None) -> Tokenizer:
     """Read it, and import what reads it: on the thread that has time, while the processes start."""
     from aioengine.tokenization.tokenizer import Tokenizer
 
-    return Tokenizer(path, chat_template=chat_template)
+    assert settings.tokenizer_path is not None
+    tokenizer = Tokenizer(settings.tokenizer_path, chat_template=chat_template)
+    check_unchanged(settings.files, "since the engine was made")
+    return tokenizer
 
 
 class _Inbox:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from aioengine import checks, logs, plugins
 from aioengine.config import OWN, TRANSFORMERS, PoolingSettings
@@ -50,10 +51,12 @@ class StoredWeights(Struct, frozen=True, kw_only=True):
     Attributes:
         missing: why the folder has no weights to load; None: it has.
         files: path -> state of config.json and of the files of the weights, as ``checkpoint.file_states`` has it.
+        tokenizer_files: the same of tokenizer.json and the files beside it.
     """
 
     missing: str | None = None
     files: dict[str, str] = {}
+    tokenizer_files: dict[str, str] = {}
 
 
 class Heads(Struct, frozen=True, kw_only=True):
@@ -257,6 +260,8 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
         layers = linear_layers(decoder) if isinstance(decoder, DecoderConfig) else {}
     else:
         weights, layers = _fallback_weights(folder, decoder, is_looked_at=is_looked_at)
+    if wanted.tokenizer and is_looked_at:
+        weights = replace(weights, tokenizer_files=_tokenizer_files(tokenizer))
     text = config.text_config or _TextConfig()
     eos = dict.fromkeys((*_ids(generation.eos_token_id), *_ids(config.eos_token_id), *_ids(text.eos_token_id)))
     return ModelFacts(
@@ -281,6 +286,16 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
         linear_layers=layers,
         implementation=implementation,
     )
+
+
+def _tokenizer_files(folder: Path) -> dict[str, str]:
+    """The states of the files that say which ids a text has, as ``checkpoint.file_states`` has them."""
+    if folder_files.is_gguf(folder):
+        return checkpoint.file_states([folder])
+    paths = [
+        folder / name for name in (folder_files.TOKENIZER, folder_files.TOKENIZER_CONFIG, folder_files.SPECIAL_TOKENS)
+    ]
+    return checkpoint.file_states(path for path in paths if folder_files.is_file(path))
 
 
 def _stored_weights(folder: Path, decoder: TransformerConfig, *, is_looked_at: bool, load_format: str) -> StoredWeights:

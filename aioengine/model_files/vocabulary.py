@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from aioengine.model_files import folder_files
+from aioengine.model_files.checkpoint import check_unchanged
 
 if TYPE_CHECKING:
     from aioengine.config import Settings
@@ -55,6 +56,14 @@ def _texts(vocab: dict[str, int] | list[msgspec.Raw]) -> set[str]:
 
 
 def sampled_vocab_size(settings: Settings) -> int:
-    """Ids beyond the tokenizer are padding of the model's vocabulary; without a tokenizer all may be sampled."""
+    """Ids beyond the tokenizer are padding of the model's vocabulary; without a tokenizer all may be sampled.
+
+    Raises:
+        ValueError: the tokenizer cannot be read, or was changed since the engine was made.
+    """
     path = settings.text.tokenizer_path
-    return settings.model.vocab_size if path is None else min(settings.model.vocab_size, num_token_ids(path))
+    if path is None:
+        return settings.model.vocab_size
+    num_ids = num_token_ids(path)
+    check_unchanged(settings.text.files, "since the engine was made")
+    return min(settings.model.vocab_size, num_ids)

@@ -13,6 +13,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
 
 from aioengine.errors import RequestError, describe
+from aioengine.model_files.checkpoint import check_unchanged
 from aioengine.processes.child import Child, run_child
 from aioengine.processes.host import limit_threads
 from aioengine.processes.open_text import OpenText, TextSource
@@ -364,10 +365,11 @@ def build_service(settings: Settings, board: CrashBoard | None = None) -> Detoke
 
     Raises:
         OSError: its file cannot be read.
-        ValueError: it holds no tokenizer.
+        ValueError: it holds no tokenizer, or was changed since the engine was made.
     """
     start = time.monotonic()
     source = TextSource(settings.text.tokenizer_path)
+    check_unchanged(settings.text.files, "since the engine was made")
     return DetokenizerService(source, facts={"detokenizer_load_s": round(time.monotonic() - start, 3)}, board=board)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,10 @@ from tokenizers import Tokenizer
 
 import aioengine
 from aioengine import Engine
-from aioengine.model_files.vocabulary import num_token_ids
+from aioengine.args import engine_config
+from aioengine.frontend.startup import blueprint_of
+from aioengine.model_files.vocabulary import num_token_ids, sampled_vocab_size
+from aioengine.processes.detokenizer_process import build_service
 from aioengine.tokenization.tokenizer import Tokenizer as OwnTokenizer
 from tests.compute.runner_world import save_model
 
@@ -21,6 +25,22 @@ DEMO = Path(aioengine.__file__).parent / "demo"
 def test_the_vocabulary_size_of_the_demo_model() -> None:
     ids = Tokenizer.from_file(str(DEMO / "tokenizer.json")).get_vocab(with_added_tokens=True).values()
     assert num_token_ids(str(DEMO)) == max(ids) + 1
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_tokenizer_that_changed_since_the_engine_was_made_is_refused(name: str, tmp_path: Path) -> None:
+    shutil.copytree(DEMO, tmp_path / "m")
+    config = engine_config(str(tmp_path / "m"), {"device": "cpu"})
+    blueprint = blueprint_of(config)
+    settings, load = blueprint.settings, blueprint.load_tokenizer
+    assert load is not None
+    assert load().vocab_size == sampled_vocab_size(settings)
+    file = tmp_path / "m" / name
+    file.chmod(0o644)
+    file.write_bytes(file.read_bytes() + b" ")
+    for use in (load, partial(sampled_vocab_size, settings), partial(build_service, settings)):
+        with pytest.raises(ValueError, match=f"{name} was changed since the engine was made"):
+            use()
 
 
 @pytest.mark.parametrize(
