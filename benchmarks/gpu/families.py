@@ -29,6 +29,7 @@ from aioengine.args import engine_config
 from aioengine.layers import experts as expert_layers
 from aioengine.machine import device_facts
 from aioengine.model_files.model_folder import find_facts
+from aioengine.processes.scheduler_process import page_windows
 from aioengine.protocol.messages import Limits, Sampling, Submit, TextRules
 from aioengine.resolve import resolve
 from aioengine.runner.build import build
@@ -105,7 +106,9 @@ class Shape:
     def steps(self) -> Steps:
         num_pages = int(self.runner.facts["num_pages"])
         page_size = self._settings.memory.page_size
-        return Steps(self.runner, Scheduler(self._settings.scheduler, num_pages=num_pages, page_size=page_size))
+        windows = page_windows(self.runner.facts)
+        scheduler = Scheduler(self._settings.scheduler, num_pages=num_pages, page_size=page_size, windows=windows)
+        return Steps(self.runner, scheduler)
 
     def decode(self, num_rows: int, *, prints_kernels: bool) -> Measured:
         """A step of ``num_rows`` rows."""
