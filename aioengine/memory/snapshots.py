@@ -5,8 +5,8 @@ newest token alone, so a prefix is reused up to a place where a copy of the stat
 tree may have one, of the state behind its page, in a slot of the runner's pool. Snapshots stand at multiples of
 ``span`` tokens, which are borders of pages, and are taken where reuse is likely (as in Marconi, arXiv 2411.19379):
 
-- behind the last multiple within the tokens that a request begins with, if these are many: for the same prompt, and for
-  the next turn,
+- behind the last multiple within the tokens that a request begins with, if these are many: for the same prompt, and
+  for the next turn,
 - where a prompt leaves what is cached: its beginning has come a second time, without a snapshot,
 - where a waiting request leaves the prompt of one that is being computed,
 - at multiples that rows come to anyway: of each request the newest ``NUM_ROLLING``, for its next turn and to resume it.
@@ -134,7 +134,11 @@ class Snapshots:
 
     def stop_before(self, own: RequestSnapshots, start: int, end: int) -> None:
         """Have a request stop at the last place before ``end``, where others may go on, if it computes at least
+<<<<<<< Updated upstream
         ``LEAST_GAIN`` spans from ``start`` to there.
+=======
+        ``LEAST_GAIN`` spans from ``start`` up to there.
+>>>>>>> Stashed changes
         """
         position = (end - 1) // self.span * self.span
         if position - start >= LEAST_GAIN * self.span:
