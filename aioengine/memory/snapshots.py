@@ -134,11 +134,7 @@ class Snapshots:
 
     def stop_before(self, own: RequestSnapshots, start: int, end: int) -> None:
         """Have a request stop at the last place before ``end``, where others may go on, if it computes at least
-<<<<<<< Updated upstream
         ``LEAST_GAIN`` spans from ``start`` to there.
-=======
-        ``LEAST_GAIN`` spans from ``start`` up to there.
->>>>>>> Stashed changes
         """
         position = (end - 1) // self.span * self.span
         if position - start >= LEAST_GAIN * self.span:
