@@ -52,6 +52,8 @@ logger = logging.getLogger(__name__)
 
 _NUM_TRIED: Final = 3
 """Tokens of the run that finds out how layers attend."""
+_FIRST_TRIED: Final = 10
+"""The smallest id of these tokens: smaller ones may stand for padding."""
 
 _IMPLEMENTATION: Final = "_attn_implementation"
 """The attribute of a config of transformers with the name of the function for attention."""
@@ -122,12 +124,18 @@ class TransformersModel:
     @torch.inference_mode()
     def _try(self) -> None:
         """Find out how the layers attend, and the sizes of the results."""
-        ids = torch.arange(_NUM_TRIED, device=self._device)
-        tables = _PositionTables()
-        self._step.found = []
+        positions = torch.arange(_NUM_TRIED, device=self._device)[None]
+        ids = positions.flip(1) + _FIRST_TRIED
+        tables, own_tables = _PositionTables(), _PositionTables()
         try:
+            self._step.found = []
+            with own_tables:
+                self._body(input_ids=ids, use_cache=False)
+            self._step.found = []
             with tables:
-                output = self._body(input_ids=ids.flip(0)[None], position_ids=ids[None], use_cache=False)
+                output = self._body(input_ids=ids, position_ids=positions, use_cache=False)
+            if tables.found != own_tables.found:
+                refuse(self._step.model_type, "it looks up position 0 at another place of its table than at the first")
             tables.check(self._step)
             self._given.output_type = type(output)
             self._head = _with_body(self._model, self._body, self._given)
@@ -261,12 +269,17 @@ class _GivenStates(nn.Module):
         return self.output_type(last_hidden_state=self.hidden)
 
 
+def _check_config(config: PreTrainedConfig) -> None:
+    """Raises ValueError for a model of several parts."""
+    if config.is_encoder_decoder:
+        refuse(config.model_type, "it has an encoder and a decoder")
+    if config.get_text_config() is not config:
+        refuse(config.model_type, "it is made of several models, of which one is for text")
+
+
 def _check_model(model: PreTrainedModel, body: nn.Module) -> None:
     """Raises ValueError for a model that has more than attention through the interface."""
-    config = model.config
-    kind = config.model_type
-    if config.is_encoder_decoder:
-        refuse(kind, "it has an encoder and a decoder")
+    kind = model.config.model_type
     if model._is_stateful:
         refuse(kind, "its layers keep states beside keys and values")
     if not model._supports_attention_backend:
@@ -309,18 +322,19 @@ class _PositionTables(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._found: list[tuple[int, int]] = []
+        self.found: list[tuple[int, int]] = []
+        """Of each table, the first index and the size."""
 
     def __torch_function__(self, func: object, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.embedding:
             indices = args[0].flatten().tolist()
             if len(indices) == _NUM_TRIED and indices == [indices[0] + place for place in range(_NUM_TRIED)]:
-                self._found.append((indices[0], args[1].shape[0]))
+                self.found.append((indices[0], args[1].shape[0]))
         return cast("Callable[..., Any]", func)(*args, **(kwargs or {}))
 
     def check(self, step: PackedStep) -> None:
         """Raises ValueError if a request may have more positions than a table."""
-        for first, size in self._found:
+        for first, size in self.found:
             if first + step.max_positions > size:
                 longest = size - first
                 refuse(step.model_type, f"it has a table of {longest} positions; context_length={longest} works")
@@ -372,6 +386,7 @@ def build_module(
     Raises:
         ValueError: transformers has no such model, or refuses its config.
     """
+    _check_config(config)
     layers.register()
     config.use_cache = config.output_attentions = config.output_hidden_states = False
     config.return_dict = True

@@ -24,6 +24,7 @@ from transformers import (
     MixtralConfig,
     OPTConfig,
     PhiConfig,
+    XLMRobertaConfig,
 )
 
 from aioengine import models
@@ -160,9 +161,14 @@ def test_it_computes_what_our_own_code_computes(family: str, tmp_path: Path) -> 
             65,
             "=64 works",
         ),
+        (
+            XLMRobertaConfig(**{**SIZES, "is_decoder": True, "pad_token_id": 1}),
+            32,
+            "looks up position 0 at another place",
+        ),
         (OPTConfig(**SIZES, ffn_dim=64, word_embed_proj_dim=48), 65, "has a table of 64 positions; context_length=64"),
     ],
-    ids=["states", "both directions", "positions of the longest text", "positions beyond a table"],
+    ids=["states", "both directions", "positions of the longest text", "other positions", "positions beyond a table"],
 )
 def test_what_cannot_run_is_refused_by_name(
     config: PreTrainedConfig, max_positions: int, message: str, tmp_path: Path
