@@ -80,6 +80,8 @@ class AttentionShape:
         value_size: of latent attention (arXiv 2405.04434), whose values are the first ``value_size`` numbers of the
             keys; None: values of their own, as large as keys.
         has_whole_images: tokens of an image attend to all of it, though other tokens are causal.
+        batch_invariant: on a GPU, the bits of a token must not depend on its batch and chunk. Backends that can do
+            faster without that are then asked for the slower way.
     """
 
     num_layers: int
@@ -93,6 +95,7 @@ class AttentionShape:
     sinks: tuple[Tensor, ...] = ()
     value_size: int | None = None
     has_whole_images: bool = False
+    batch_invariant: bool = True
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:

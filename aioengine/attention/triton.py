@@ -3,7 +3,8 @@
 It is batch-invariant: a token's result has the same bits whatever else is in the batch (``kernels/triton/attention.py``
 says how). FlashInfer is faster and does not promise that.
 
-Latent attention has kernels of its own (``kernels/triton/latent_attention.py``).
+Latent attention has kernels of its own (``kernels/triton/latent_attention.py``), and is batch-invariant where the shape
+asks for it.
 
 T packed tokens, R rows, H query heads, K kv heads, E head size, V value size, N pages of the pool, S page size.
 """
@@ -115,7 +116,8 @@ def _attend_into(shared: _Shared, step: _Step, q: Tensor, layer: int, *, out: Te
         else:
             attention_kernels.attend_splits(q, pool, rows, splits, scale=scale, out=out, rules=rules)
     elif splits.num_programs == 1:
-        latent_kernels.attend(q, pool, rows, step.tiles, scale=scale, out=out)
+        invariant = shared.shape.batch_invariant
+        latent_kernels.attend(q, pool, rows, step.tiles, scale=scale, out=out, batch_invariant=invariant)
     else:
         latent_kernels.attend_splits(q, pool, rows, splits, scale=scale, out=out)
 

@@ -64,6 +64,7 @@ class Decoder:
                 placement.empty(config.num_heads) for _ in range(config.num_layers * config.attention.has_sinks)
             ),
             value_size=None if config.attention.latent is None else config.attention.latent.rank,
+            batch_invariant=options.batch_invariant,
         )
         self.task = config.task
         is_longer = options.max_positions > config.short_length

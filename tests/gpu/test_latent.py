@@ -37,7 +37,9 @@ SIZES = [(16, 512, 64), (128, 512, 64), (20, 256, 32), (4, 48, 16)]
 """Heads, values and the rest of keys."""
 
 
-def shape_of(num_heads: int, value_size: int, more: int, *, num_layers: int = 1) -> AttentionShape:
+def shape_of(
+    num_heads: int, value_size: int, more: int, *, num_layers: int = 1, batch_invariant: bool = True
+) -> AttentionShape:
     return AttentionShape(
         num_layers=num_layers,
         num_heads=num_heads,
@@ -45,6 +47,7 @@ def shape_of(num_heads: int, value_size: int, more: int, *, num_layers: int = 1)
         head_size=value_size + more,
         scale=192**-0.5,
         value_size=value_size,
+        batch_invariant=batch_invariant,
     )
 
 
@@ -57,10 +60,13 @@ def some_heads(shape: AttentionShape, num_tokens: int, dtype: torch.dtype) -> tu
 
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("sizes", SIZES)
-def test_attention_against_torch(sizes: tuple[int, int, int], rows: list[tuple[int, int]]) -> None:
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_attention_against_torch(
+    batch_invariant: bool, sizes: tuple[int, int, int], rows: list[tuple[int, int]]
+) -> None:
     from aioengine.attention.triton import TritonAttention
 
-    shape = shape_of(*sizes, num_layers=2)
+    shape = shape_of(*sizes, num_layers=2, batch_invariant=batch_invariant)
     size = kv_pool_shape(shape, num_pages=test_attention.NUM_PAGES, page_size=PAGE_SIZE)
     for dtype, error in ((torch.bfloat16, 1e-2), (torch.float32, 1e-5)):
         pool = torch.randn(size, device="cuda", dtype=dtype)

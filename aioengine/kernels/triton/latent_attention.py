@@ -2,7 +2,8 @@
 
 All query heads share one key of each position, and its first numbers are the value: so a key is read once, for the
 scores and for the sums. The splits of a row are those of ``kernels/triton/attention.py``, and again a split is computed
-in one way only: the result of a token has the same bits in any batch, chunk or decode step.
+in one way only: the result of a token has the same bits in any batch, chunk or decode step, unless ``attend`` may take
+a row in one go.
 
 A tile is some tokens of one row with all of their heads, or one token with ``ROWS`` of them.
 
@@ -128,6 +129,7 @@ def _attend_kernel(
     MORE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    IN_SPLITS: tl.constexpr,
 ) -> None:
     row = tl.load(tiles + 2 * tl.program_id(0))
     tile_start = tl.load(tiles + 2 * tl.program_id(0) + 1)
@@ -144,18 +146,24 @@ def _attend_kernel(
     queries, rotated = _load_queries(q, offsets, is_member, KEY_SIZE, VALUE_SIZE, COLUMNS, MORE)
     last = length - count + tl.minimum(token, count - 1)
     stop = length - count + tl.minimum(tile_start + ROWS // GROUP, count)
-    highest = tl.full((ROWS,), MASKED, tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-    index = tl.full((), 0, tl.int32)
-    while split_start(index) < stop:
-        start, end = split_start(index), tl.minimum(split_start(index + 1), stop)
-        split_highest, split_total, split_sums = _attend_split(
-            *(queries, rotated, keys, page_ids + first_page, start, end, last),
+    if IN_SPLITS:
+        highest = tl.full((ROWS,), MASKED, tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+        index = tl.full((), 0, tl.int32)
+        while split_start(index) < stop:
+            start, end = split_start(index), tl.minimum(split_start(index + 1), stop)
+            split_highest, split_total, split_sums = _attend_split(
+                *(queries, rotated, keys, page_ids + first_page, start, end, last),
+                *(scale, PAGE_SIZE, KEY_SIZE, VALUE_SIZE, BLOCK),
+            )
+            highest, total, sums = merged(highest, total, sums, split_highest, split_total, split_sums)
+            index += 1
+    else:
+        highest, total, sums = _attend_split(
+            *(queries, rotated, keys, page_ids + first_page, 0, stop, last),
             *(scale, PAGE_SIZE, KEY_SIZE, VALUE_SIZE, BLOCK),
         )
-        highest, total, sums = merged(highest, total, sums, split_highest, split_total, split_sums)
-        index += 1
     columns = tl.arange(0, COLUMNS)[None, :]
     targets = (tokens * NUM_HEADS + heads)[:, None] * VALUE_SIZE + columns
     inside = is_member[:, None] & (columns < VALUE_SIZE)
@@ -247,12 +255,23 @@ def _options(dtype: torch.dtype) -> dict[str, object]:
     return {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
 
 
-def attend(q: Tensor, pool: tuple[Tensor, Tensor], rows: Rows, tiles: Tensor, *, scale: float, out: Tensor) -> None:
+def attend(
+    q: Tensor,
+    pool: tuple[Tensor, Tensor],
+    rows: Rows,
+    tiles: Tensor,
+    *,
+    scale: float,
+    out: Tensor,
+    batch_invariant: bool = True,
+) -> None:
     """q [T, H, E] over keys [N, 1, S, E], whose first numbers are the values [N, 1, S, V], into ``out`` [T, H, V].
 
-    tiles: [Y, 2] int32, the row of a tile and its first token, counted among those of the row.
+    Args:
+        tiles: [Y, 2] int32, the row of a tile and its first token, counted among those of the row.
+        batch_invariant: False: in one go, which is faster; ``attend_splits`` gives other bits then.
     """
-    sizes, keys = _sizes(q, pool), pool[0]
+    sizes, keys = (*_sizes(q, pool), batch_invariant), pool[0]
     tensors = (q, keys, rows.query_starts, rows.page_starts, rows.last_lengths, rows.page_ids, tiles, out)
     key = (q.dtype, sizes, *(tensor.data_ptr() % 16 for tensor in (q, keys, out)))
     grid = tiles.shape[0], head_tiles(q.shape[1], q.dtype), 1

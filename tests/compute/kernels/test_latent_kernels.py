@@ -24,7 +24,7 @@ rows = attention.Rows(ints, ints, ints, ints)
 for num_heads, value_size, more, dtypes in (
     (16, 512, 64, (torch.bfloat16, torch.float32)),
     (128, 512, 64, (torch.float16,)),
-    (20, 24, 12, (torch.bfloat16,)),
+    (20, 512, 64, (torch.bfloat16,)),
 ):
     for dtype in dtypes:
         size = value_size + more
@@ -32,7 +32,8 @@ for num_heads, value_size, more, dtypes in (
         q, out = heads[:, :-1], torch.zeros(2, num_heads, value_size, dtype=dtype)
         keys = torch.zeros(3, 1, 16, size, dtype=dtype)
         pool = keys, keys[..., :value_size]
-        latent_attention.attend(q, pool, rows, ints.view(-1, 1).expand(-1, 2), scale=0.1, out=out)
+        tiles, invariant = ints.view(-1, 1).expand(-1, 2), num_heads != 20
+        latent_attention.attend(q, pool, rows, tiles, scale=0.1, out=out, batch_invariant=invariant)
         splits = attention.SplitPlan(4, 2)
         latent_attention.attend_splits(q, pool, rows, splits, scale=0.1, out=out)
         both = torch.zeros(2, num_heads * (64 + more) + size, dtype=dtype)

@@ -37,7 +37,9 @@ def some_heads(num_tokens, num_heads=HEADS + 2 * KV_HEADS):
     return torch.randn(num_tokens, num_heads, HEAD_SIZE)
 
 
-def check(rows, num_heads, num_kv_heads, value_size=None, window=None, soft_cap=None, has_sinks=False):
+def check(
+    rows, num_heads, num_kv_heads, value_size=None, window=None, soft_cap=None, has_sinks=False, batch_invariant=True
+):
     shape = AttentionShape(
         num_layers=1,
         num_heads=num_heads,
@@ -48,6 +50,7 @@ def check(rows, num_heads, num_kv_heads, value_size=None, window=None, soft_cap=
         windows=(window,),
         soft_cap=soft_cap,
         sinks=(torch.randn(num_heads) * 3,) if has_sinks else (),
+        batch_invariant=batch_invariant,
     )
     pool = torch.randn(kv_pool_shape(shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE))
     expected_pool = pool.clone()
@@ -80,7 +83,7 @@ for rows in ([(15, 1), (300, 1)], [(40, 1), (0, 3)]):
     check(rows, 71, 1)  # a token alone has more heads than a tile has rows
 for rows in ([(15, 1), (300, 1)], [(0, 9), (280, 5)]):
     for num_heads, value_size in ((6, 24), (20, 32)):  # with 20, a token alone has more heads than a tile has rows
-        check(rows, num_heads, 1, value_size)
+        check(rows, num_heads, 1, value_size, batch_invariant=num_heads == 6)
 rules = (100, None, False), (1, None, True), (None, 0.7, True), (333, 5.0, True)
 for window, soft_cap, has_sinks in rules:
     for rows in ([(0, 1), (15, 1), (300, 1), (127, 1), (900, 1)], [(40, 1), (0, 33), (280, 70)]):
