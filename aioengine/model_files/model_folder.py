@@ -161,7 +161,7 @@ def _gguf_in(folder: Path) -> Path | None:
         return None
     found = sorted(path for path in folder.absolute().glob(f"*{folder_files.GGUF}") if folder_files.is_gguf(path))
     if len(found) > 1:
-        names = ", ".join(path.name for path in found[:10])
+        names = ", ".join(checks.name(path.name) for path in found[:10])
         raise ValueError(f"{str(folder)!r} holds {len(found)} GGUF files; give the path of one of them: {names}")
     return found[0] if found else None
 
@@ -195,7 +195,7 @@ def _nearest_parent(folder: Path) -> str:
     parent = next((parent for parent in folder.parents if parent.is_dir()), Path())
     if not os.access(parent, os.R_OK | os.X_OK):
         return f"{str(parent)!r} may not be read"
-    names = sorted(entry.name for entry in parent.iterdir() if entry.is_dir())[:10]
+    names = [checks.name(name) for name in sorted(entry.name for entry in parent.iterdir() if entry.is_dir())[:10]]
     return f"{str(parent)!r} holds {'the folders ' + ', '.join(names) if names else 'no folders'}"
 
 

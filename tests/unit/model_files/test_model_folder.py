@@ -177,6 +177,9 @@ def test_folders_are_located_or_refused_with_a_hint(tmp_path: Path, monkeypatch:
         locate("./modell")
     with pytest.raises(ValueError, match="is a file; give the folder"):
         locate("file")
+    (tmp_path / "\x1b[31m").mkdir()
+    with pytest.raises(ValueError, match=r"'\.' holds the folders '\\x1b\[31m', model"):
+        locate("./modell")
     with pytest.raises(ValueError, match="tokenizer_path './words': there is no such folder"):
         locate("./words", argument="tokenizer_path")
     with pytest.raises(ValueError, match="model_path is empty; give a folder or hub id, or leave it out"):
