@@ -282,7 +282,8 @@ def missing_weights(folder: Path) -> str | None:
         )
     return (
         f"{str(folder)!r} holds its weights as {checks.name(foreign[0])}, which is not read: that may run code. "
-        'Convert a model that you trust to safetensors, and copy its tokenizer files: python -c "from transformers import '
+        "Convert a model that you trust to safetensors, and copy its tokenizer files: "
+        'python -c "from transformers import '
         f"AutoModelForCausalLM as M; M.from_pretrained({str(folder)!r}, dtype='auto').save_pretrained('NEW_FOLDER')\""
     )
 
