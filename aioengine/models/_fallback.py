@@ -94,6 +94,7 @@ class TransformersModel:
         self._scores = getattr(model, "score", None)
         self._given = _GivenStates()
         self._head: nn.Module = model
+        self._tables: list[tuple[int, int]] = []
         self._swaps = self._swap(options)
         setattr(config, _IMPLEMENTATION, PAGED)
         self.attention_shape = layers.use_layers(self._step, config.num_hidden_layers)
@@ -102,9 +103,13 @@ class TransformersModel:
 
     def _swap(self, options: ModelOptions) -> Swaps:
         """Try the model, put our layers into it, and try it again: some code reads more of its layers than results."""
+        self._try(gives_positions=False)
+        own_positions = self._tables
         noted = NotedCalls(self._model)
         self._try()
         noted.end()
+        if self._tables != own_positions:
+            refuse(self._step.model_type, "it looks up position 0 at another place of its table than at the first")
         placement = Placement(
             dtype=options.dtype,
             device=options.device,
@@ -122,21 +127,18 @@ class TransformersModel:
         return swaps
 
     @torch.inference_mode()
-    def _try(self) -> None:
-        """Find out how the layers attend, and the sizes of the results."""
+    def _try(self, *, gives_positions: bool = True) -> None:
+        """Find out how the layers attend, which tables of positions they read, and the sizes of the results."""
         positions = torch.arange(_NUM_TRIED, device=self._device)[None]
         ids = positions.flip(1) + _FIRST_TRIED
-        tables, own_tables = _PositionTables(), _PositionTables()
+        given = {"position_ids": positions} if gives_positions else {}
+        tables = _PositionTables()
+        self._step.found = []
         try:
-            self._step.found = []
-            with own_tables:
-                self._body(input_ids=ids, use_cache=False)
-            self._step.found = []
             with tables:
-                output = self._body(input_ids=ids, position_ids=positions, use_cache=False)
-            if tables.found != own_tables.found:
-                refuse(self._step.model_type, "it looks up position 0 at another place of its table than at the first")
+                output = self._body(input_ids=ids, use_cache=False, **given)
             tables.check(self._step)
+            self._tables = tables.found
             self._given.output_type = type(output)
             self._head = _with_body(self._model, self._body, self._given)
             if self.task is Task.GENERATE:
