@@ -215,6 +215,8 @@ class Planner:
                 start = request.num_computed
                 is_first = start == request.hold.num_matched * self._requests.cache.page_size
                 count = images.limited(request.submit.media, start, count, is_first=is_first)
+                if self._extend(request, count) < count:  # an image that is not divided: it waits for its pages
+                    count = 0
             if count and self._snapshots is not None:
                 cut = self._up_to_snapshot(self._snapshots, request, count)
                 budget.left += count - cut
