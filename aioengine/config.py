@@ -253,6 +253,11 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     short_length: int = 0
 
     @property
+    def min_tokens(self) -> int:
+        """Tokens of a request that are computed in one step at the least: not more are needed for it to advance."""
+        return max(1, self.whole_image_tokens) if self.splits_prompts else self.context_length
+
+    @property
     def max_step_tokens(self) -> int:
         """Tokens of the largest step. Prompts get an eighth of ``chunk_tokens`` even where all rows decode; one image
         that is not divided may be beyond the budget.

@@ -262,8 +262,7 @@ class _Pages(NamedTuple):
     def of(cls, family: TransformerConfig, settings: Settings, itemsize: int) -> _Pages:
         page_size, length = settings.memory.page_size, settings.model.context_length
         numbers, windows = page_numbers(family, length)
-        min_tokens = max(1, settings.scheduler.whole_image_tokens)
-        groups = PageGroups(windows=windows, page_size=page_size, min_tokens=min_tokens)
+        groups = PageGroups(windows=windows, page_size=page_size, min_tokens=settings.scheduler.min_tokens)
         return cls(groups, numbers * itemsize * page_size, length)
 
     def of_tokens(self, num_pages: int) -> int:

@@ -224,10 +224,11 @@ def _versions() -> Facts:
 
 def _demand(settings: Settings, shape: AttentionShape, kv_dtype: torch.dtype) -> Demand:
     num_pages, page_size = settings.memory.num_pages, settings.memory.page_size
-    min_tokens = max(1, settings.scheduler.whole_image_tokens)
     return Demand(
         num_tokens=None if num_pages is None else num_pages * page_size,
-        groups=PageGroups(windows=shape.page_windows or (None,), page_size=page_size, min_tokens=min_tokens),
+        groups=PageGroups(
+            windows=shape.page_windows or (None,), page_size=page_size, min_tokens=settings.scheduler.min_tokens
+        ),
         page_bytes=page_bytes(shape, kv_dtype, page_size),
         context_length=settings.model.context_length,
         max_tokens=settings.model.context_length * settings.scheduler.max_running,

@@ -81,7 +81,7 @@ class Planner:
         self._decode_cost = settings.decode_cost
         self._splits_prompts = settings.splits_prompts
         self._keeps_images = settings.whole_image_tokens > 0
-        self._min_tokens = max(1, settings.whole_image_tokens)
+        self._min_tokens = settings.min_tokens
         self._is_overlapped = False
         self._requests = requests
         self._snapshots = requests.cache.snapshots
@@ -186,7 +186,7 @@ class Planner:
         while hold.room < request.num_computed + count:
             pages = self._requests.cache.grow(hold)
             if pages is None:
-                return hold.room - request.num_computed
+                return hold.room - request.num_computed if self._splits_prompts else 0
             hold.unsent += pages
         return count
 

@@ -53,8 +53,7 @@ class Scheduler:
 
         num_snapshots: of states that have room.
         """
-        min_tokens = max(1, settings.whole_image_tokens)
-        groups = PageGroups(windows=windows or (None,), page_size=page_size, min_tokens=min_tokens)
+        groups = PageGroups(windows=windows or (None,), page_size=page_size, min_tokens=settings.min_tokens)
         enabled, span, snapshots = settings.prefix_cache, settings.snapshot_tokens, None
         if span:  # without a snapshot nothing can be reused
             enabled = enabled and num_snapshots > 0 and not windows

@@ -134,7 +134,7 @@ class World:
     def __post_init__(self) -> None:
         runner = FakeRunner(self.model, num_pages=self.num_pages, page_size=self.page_size, faults=self.faults)
         if self.windows:
-            groups = PageGroups(windows=self.windows, page_size=self.page_size)
+            groups = PageGroups(windows=self.windows, page_size=self.page_size, min_tokens=self.settings.min_tokens)
             runner = WindowedFakeRunner(self.model, groups, num_pages=self.num_pages, faults=self.faults)
         self.runner = WatchedRunner(runner, gives_one=self.model.tokens_per_step == "1")
         self.scheduler = Scheduler(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from aioengine.page_groups import PageGroups
-from aioengine.protocol.messages import FinishCode, Limits
+from aioengine.protocol.messages import FinishCode, Limits, RequestKind
 from aioengine.testing.fake_runner import FakeModel
 from aioengine.testing.faults import Faults
 from tests.core.core_world import MODEL, NO_EOS, World, random_requests, settings_of, submit_of
@@ -149,3 +150,13 @@ def test_a_hit_is_cut_back_to_where_the_window_has_its_pages() -> None:
     world.submit(submit_of(1, [*prompt, 9]))
     world.run()
     world.check_all_over()
+
+
+def test_prompts_that_are_not_divided_wait_for_all_their_pages() -> None:
+    settings = settings_of(chunk_tokens=32, context_length=100, prefix_cache=False, splits_prompts=False)
+    world = World(settings, num_pages=30, page_size=4, model=NO_EOS, windows=(8,))
+    pooled = (submit_of(uid, [uid] * (17 * uid + 10)) for uid in range(6))
+    world.submit(*(msgspec.structs.replace(submit, kind=RequestKind.POOL) for submit in pooled))
+    world.run()
+    world.check_all_over()
+    assert sorted(row.count for plan in world.runner.plans for row in plan.rows) == [17 * uid + 10 for uid in range(6)]

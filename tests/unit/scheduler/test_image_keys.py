@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from aioengine.config import SchedulerSettings
+from aioengine.page_groups import PageGroups
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import Continuation, FirstToken, Limits, Media, Sampling, Submit, TextRules
 from aioengine.scheduler.image_keys import ImageBudget, with_image_keys
@@ -121,3 +122,27 @@ def test_images_that_are_computed_in_one_step() -> None:
     assert budget.limited(images, 8, 3, is_first=False) == 6, "one may exceed the budget"
     assert budget.limited(images, 8, 3, is_first=False) == 0, "and no second one"
     assert ImageBudget(50, keeps_whole=True).limited(images, 10, 0, is_first=True) == 4, "of which a part is cached"
+
+
+def test_whole_images_wait_for_pages_where_windows_give_some_back() -> None:
+    settings = SchedulerSettings(
+        max_running=8, chunk_tokens=8, context_length=128, policy="fcfs", prefix_cache=True, depth=0,
+        whole_image_tokens=6,
+    )  # fmt: skip
+    groups = PageGroups(windows=(None, 8), page_size=4, min_tokens=6)
+    of = Scheduler(settings, num_pages=groups.pages_for(128) + 8, page_size=4, windows=groups.windows)
+    for uid in range(5):
+        of.requests.submit(submit(uid, [*[9] * (10 + uid), str(uid), 3, "b", 5], max_new_tokens=30))
+    rooms: dict[int, int] = {}
+    for _ in range(200):
+        if of.requests.is_idle:
+            break
+        plan = step(of)
+        rooms |= {new.uid: len(new.pages) * 2 for new in plan.new_rows}
+        for row in plan.rows:
+            rooms[row.uid] += len(row.new_pages) * 2
+            assert row.start + row.count <= rooms[row.uid]
+            for start in (10 + row.uid, 17 + row.uid):
+                assert not start < row.start + row.count < start + 6, "no image is divided"
+    assert of.requests.is_idle
+    assert of.cache.clear()
