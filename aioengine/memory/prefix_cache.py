@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from aioengine.memory.radix import Key, Salt
-    from aioengine.memory.snapshots import Place, RequestSnapshots, Snapshots
+    from aioengine.memory.snapshots import Boundary, RequestSnapshots, Snapshots
 
 
 class PageAllocator:
@@ -81,7 +81,7 @@ class Match(NamedTuple):
     path: list[Node]
     pending: Node | None
     salt: Salt = ""
-    missing: Place | None = None
+    missing: Boundary | None = None
 
 
 class Hold:
@@ -166,7 +166,7 @@ class PrefixCache:
         if (snapshots := self.snapshots) is not None:
             num_usable = snapshots.num_usable(path)
             missing = snapshots.missing(path, num_usable)
-            is_coming = missing is not None and snapshots.has_maker(missing.node)
+            is_coming = missing is not None and snapshots.has_producer(missing.node)
             return Match(path[:num_usable], missing.node if missing and is_coming else None, salt, missing)
         if path and path[-1].is_pending:
             return Match([node for node in path if not node.is_pending], path[-1], salt)
@@ -302,8 +302,8 @@ class PrefixCache:
         return self.num_cached == 0
 
     def check_integrity(self, holds: Iterable[Hold]) -> None:
-        """Raises RuntimeError unless free, cached and owned pages add up, ``holds`` being all there are; and slots of
-        snapshots.
+        """Raises RuntimeError unless free, cached and owned pages add up, ``holds`` being all there are; and ids
+        of snapshots.
         """
         holds = list(holds)
         num_owned = sum(hold.num_owned for hold in holds)

@@ -141,9 +141,9 @@ class InputBuilder:
         if not snapshots or self.states is None:
             return
         row_indices = {request.uid: request.row_index for request in rows.requests}
-        for uid, snapshot in snapshots:
+        for uid, snapshot_id in snapshots:
             if uid in row_indices:
-                self.states.take_snapshot(row_indices[uid], snapshot)
+                self.states.take_snapshot(row_indices[uid], snapshot_id)
 
     def read(self, rows: list[Row]) -> StepRows:
         """The columns of these rows, whose requests must be open."""

@@ -43,8 +43,8 @@ class StatePool:
     Nothing is cleared: a row that begins at position 0 takes its state for zero. Steps read and write in the order of
     their launches, so a slot can have a new request while the last step of the one before still runs.
 
-    Snapshots are copies, in slots of their own. They too are read and written between two steps in the order of the
-    launches.
+    Snapshots are copies, in slots behind those of requests. They too are read and written between two steps, in the
+    order of the launches.
 
     Attributes:
         tensors: [L, N, ...] for each tensor of a layer; the slot behind those of ``max_rows`` requests is for rows that
@@ -63,13 +63,13 @@ class StatePool:
         self._max_rows = max_rows
         self._copy(max_rows, max_rows)  # loads the kernel of a GPU
 
-    def take_snapshot(self, row_index: int, snapshot: int) -> None:
-        """Copy the states of a row to a slot for snapshots, behind all that was launched."""
-        self._copy(row_index, self._max_rows + 1 + snapshot)
+    def take_snapshot(self, row_index: int, snapshot_id: int) -> None:
+        """Copy the states of a row to a snapshot, behind all that was launched."""
+        self._copy(row_index, self._max_rows + 1 + snapshot_id)
 
-    def restore(self, snapshot: int, row_index: int) -> None:
-        """Copy a snapshot to the slot of a row, whose first token is not at position 0."""
-        self._copy(self._max_rows + 1 + snapshot, row_index)
+    def restore(self, snapshot_id: int, row_index: int) -> None:
+        """Copy a snapshot to the states of a row, whose first token is not at position 0."""
+        self._copy(self._max_rows + 1 + snapshot_id, row_index)
 
     def _copy(self, source: int, target: int) -> None:
         for tensor in self.tensors:

@@ -66,7 +66,7 @@ class Admission:
         request.wait_for(match.pending)
         if match.pending is not None:
             if self._cache.snapshots is not None and match.missing is not None:
-                self._cache.snapshots.ask_for(match.missing)
+                self._cache.snapshots.stop_at(match.missing)
             return Refusal.LATER
         return match if self._fits(request, match, running) else Refusal.FULL
 
@@ -75,7 +75,7 @@ class Admission:
         node, snapshots = request.waits_for, self._cache.snapshots
         if node is None:
             return False
-        return node.is_pending if snapshots is None else snapshots.has_maker(node)
+        return node.is_pending if snapshots is None else snapshots.has_producer(node)
 
     def _fits(self, request: Request, match: Match, running: Sequence[Request]) -> bool:
         cache = self._cache

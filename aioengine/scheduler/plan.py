@@ -63,7 +63,7 @@ class NewRow(Struct, array_like=True, gc=False):
     embeds, media: as in ``Submit``.
     is_long: its rotations are those of long texts (``InputSpec.short_length``).
     adapter_slot: the slot of its adapter, from 1; 0: it uses the base model. It keeps this slot until it is closed.
-    snapshot: the slot of the snapshot with which its states begin; -1: its first row begins at position 0.
+    snapshot: the id of the snapshot with which its states begin; -1: its first row begins at position 0.
     """
 
     uid: int
@@ -84,7 +84,7 @@ class NewRow(Struct, array_like=True, gc=False):
 class Plan(Struct, array_like=True, gc=False):
     """The work of one step, in this order: forget ``closed``, add ``new_rows``, compute ``rows``, take ``snapshots``.
 
-    snapshots: uids of rows, and the slots to which the states behind these rows are copied.
+    snapshots: uids of rows, and the ids of the snapshots to which the states behind these rows are copied.
 
     ``closed`` may name a uid that the runner does not know (a launch had failed) or whose row is still in flight.
     """

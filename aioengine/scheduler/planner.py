@@ -237,9 +237,9 @@ class Planner:
         for row, hold in zip(flight.plan.rows, flight.holds, strict=True):
             end = row.start + row.count
             if end % snapshots.span == 0 and hold.snapshots is not None:
-                slot = snapshots.take(hold.snapshots, end)
-                if slot != NO_SNAPSHOT:
-                    flight.plan.snapshots.append((row.uid, slot))
+                snapshot_id = snapshots.take(hold.snapshots, end)
+                if snapshot_id != NO_SNAPSHOT:
+                    flight.plan.snapshots.append((row.uid, snapshot_id))
 
     def _admit(self, budget: TokenBudget, num_partial: int, now: float) -> Iterator[Request]:
         """Admit waiting requests, one by one; the caller takes the share of each from ``budget`` in between."""

@@ -48,14 +48,14 @@ class StateRunner(WatchedRunner):
             state += [*row.token_ids, *held]
             assert len(state) == row.start + row.count
             self.computed[row.uid] = self.computed.get(row.uid, 0) + row.count
-        for uid, slot in plan.snapshots:
-            self.snapshots[slot] = list(self.seen[uid])
+        for uid, snapshot_id in plan.snapshots:
+            self.snapshots[snapshot_id] = list(self.seen[uid])
         return ticket
 
 
 @dataclass
 class StateWorld(World):
-    """A world with slots for snapshots."""
+    """A world with snapshots."""
 
     num_snapshots: int = 8
     states: StateRunner = field(init=False)
@@ -211,7 +211,7 @@ def test_a_preempted_request_resumes_from_its_newest_snapshot() -> None:
     world.check_all_over()
 
 
-def test_the_snapshot_unused_for_longest_gives_its_slot_away() -> None:
+def test_the_snapshot_unused_for_longest_is_replaced() -> None:
     world = world_of(num_snapshots=2)
     prompts = [[uid] * 20 for uid in range(3)]
     for uid, prompt in enumerate(prompts[:2]):

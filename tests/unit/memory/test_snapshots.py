@@ -29,13 +29,13 @@ class Running:
 
 
 class World:
-    """A cache, and by slot the tokens that the state there has seen."""
+    """A cache, and by the id of a snapshot the tokens that its state has seen."""
 
     def __init__(self, cache: PrefixCache) -> None:
         self.cache = cache
         assert cache.snapshots is not None
         self.snapshots = cache.snapshots
-        self.slots: dict[int, list[int]] = {}
+        self.seen_by_id: dict[int, list[int]] = {}
         self.running: list[Running] = []
 
     def open(self, token_ids: list[int], salt: str = "") -> Running | None:
@@ -43,7 +43,7 @@ class World:
         match = self.cache.match(token_ids, salt)
         if match.pending is not None:
             assert match.missing is not None
-            self.snapshots.ask_for(match.missing)
+            self.snapshots.stop_at(match.missing)
             return None
         if self.cache.num_left(match, len(token_ids), []) < 0:
             return None
@@ -51,7 +51,7 @@ class World:
         own = hold.snapshots
         assert own is not None
         num_cached = len(match.path) * self.cache.page_size
-        seen = self.slots[own.source] if own.source != NO_SNAPSHOT else []
+        seen = self.seen_by_id[own.source] if own.source != NO_SNAPSHOT else []
         assert seen == [*token_ids[:num_cached], *([salt] if num_cached else [])]
         self.snapshots.stop_before(own, num_cached, len(token_ids))
         self.running.append(Running(token_ids, hold, num_cached))
@@ -63,8 +63,8 @@ class World:
         assert hold.snapshots is not None
         end = self.snapshots.end_of_row(hold.snapshots, start, min(start + num_tokens, length), length)
         assert start < end <= length
-        if end % self.snapshots.span == 0 and (slot := self.snapshots.take(hold.snapshots, end)) != NO_SNAPSHOT:
-            self.slots[slot] = [*request.token_ids[:end], hold.salt]  # type: ignore[list-item]
+        if end % self.snapshots.span == 0 and (snapshot_id := self.snapshots.take(hold.snapshots, end)) != NO_SNAPSHOT:
+            self.seen_by_id[snapshot_id] = [*request.token_ids[:end], hold.salt]  # type: ignore[list-item]
         request.num_computed = end
         if end >= hold.border:
             self.cache.insert(hold, request.token_ids, end)
