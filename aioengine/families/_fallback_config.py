@@ -5,7 +5,7 @@ transformers itself reads all else, in the scheduler process. No torch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
 
@@ -16,6 +16,7 @@ from aioengine.families._config import (
     Task,
     TransformerConfig,
     check_sizes,
+    not_implemented,
     task_of,
 )
 
@@ -51,6 +52,12 @@ _NO_LINEAR: Final = frozenset(
 """Embeddings and heads, which have weights of the shape of linear layers."""
 
 
+_FLOAT: Final = "__float__"
+"""The key of an object that stands for a number which JSON does not have, in files of transformers."""
+_EPSILONS: Final = ("norm_eps", "norm_epsilon", "rms_eps")
+"""How names end of what keeps a norm from dividing by zero."""
+
+
 class _Sizes(msgspec.Struct, frozen=True, kw_only=True):
     """Raises ValueError for a value that cannot be."""
 
@@ -76,6 +83,7 @@ def read_fallback_config(raw: Mapping[str, object]) -> TransformerConfig:
     Raises:
         ValueError: one of them is missing or cannot be, or the model is for another task.
     """
+    _check_numbers(raw)
     given: dict[str, object] = {}
     for usual, names in _NAMES.items():
         value = next((raw[name] for name in names if isinstance(raw.get(name), int)), None)
@@ -109,6 +117,25 @@ def read_fallback_config(raw: Mapping[str, object]) -> TransformerConfig:
         prefix="",
         rope=_rope(raw),
     )
+
+
+def _check_numbers(raw: Mapping[str, object]) -> None:
+    """Raise ValueError for a number that is none, and for an epsilon of norms that is not a small number above 0."""
+    left = list(raw.items())
+    while left:
+        name, value = left.pop()
+        if isinstance(value, list):
+            left += [(name, each) for each in cast("list[object]", value)]
+        elif isinstance(value, dict) and _FLOAT not in value:
+            left += cast("dict[str, object]", value).items()
+        elif value == {_FLOAT: "NaN"}:
+            not_implemented(name, value, "a number")
+        elif name.endswith(_EPSILONS) and value is not None and not _is_epsilon(value):
+            not_implemented(name, value, "more than 0, at most 1")
+
+
+def _is_epsilon(value: object) -> bool:
+    return isinstance(value, int | float) and 0 < value <= 1
 
 
 def linear_layers(shapes: Mapping[str, tuple[int, ...]], vocab_size: int) -> dict[str, tuple[int, int]]:

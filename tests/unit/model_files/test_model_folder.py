@@ -68,6 +68,23 @@ def test_facts_of_a_model_that_transformers_computes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rms_norm_eps": {"__float__": "NaN"}}, r"rms_norm_eps .*__float__.* is not implemented"),
+        ({"layer_norm_epsilon": -1e-5}, r"layer_norm_epsilon -1e-05 is not implemented.*more than 0"),
+        ({"norm_eps": {"__float__": "Infinity"}}, "norm_eps .*more than 0"),
+        ({"parts": [[{"logit_scale": {"__float__": "NaN"}}]]}, "logit_scale .* is not implemented; .* a number"),
+    ],
+)
+def test_numbers_with_which_transformers_would_compute_nothing(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = folder(tmp_path, **changes, time_step_limit=[0.0, {"__float__": "Infinity"}])
+    with pytest.raises(ValueError, match=message):
+        find_facts(ModelConfig(path=path, load_format="dummy", implementation="transformers"))
+
+
+@pytest.mark.parametrize(
     ("rope", "expected"),
     [
         (None, 1024),
