@@ -83,20 +83,19 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
     dtype = _dtype(settings.model.dtype, device)
     kv_dtype = _dtype(settings.memory.kv_dtype or settings.model.dtype, device)
     memory = DeviceMemory(device)
-    page_size = settings.memory.page_size
     vocab_size = sampled_vocab_size(settings)
     model, choice, weights_bytes = load_model(
         settings, dtype, memory, kv_dtype=kv_dtype, vocab_size=vocab_size, report=report, times=times
     )
     shape = model.attention_shape
     adapters = _take_adapters(model, settings, memory, dtype)
-    num_captured = longest_graph(settings, model.num_active)
-    budget = _pool_budget(model, settings, memory, adapters, num_captured=num_captured)
     demand = _demand(settings, shape, kv_dtype)
+    budget = _pool_budget(model, settings, memory, adapters)
     settings, num_snapshots, budget = _with_states(model, settings, demand, budget)
     num_pages = fit_pages(demand, budget)
     times.end("largest_step")
     with memory.take("the KV pool and attention's workspace", advice=_LESS_POOL):
+        page_size = settings.memory.page_size
         kv_pool = KVPool(shape, num_pages=num_pages, page_size=page_size, dtype=kv_dtype, device=device)
         attention = choice.build(shape, kv_pool.tensors)
         states = _take_states(model, settings, device, num_snapshots)
@@ -115,34 +114,40 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         adapters=adapters,
         states=states,
     )
-    facts: Facts = {
-        "max_total_tokens": demand.groups.tokens_in(num_pages, settings.model.context_length),
-        "dtype": settings.model.dtype,
-        "device": str(device),
-        "attention_backend": choice.name,
-        "weights_bytes": weights_bytes,
-        "num_threads": torch.get_num_threads(),
-        **kv_pool.facts,
-    }
-    facts |= {} if states is None else states.facts
-    if adapters is not None:
-        facts["adapters_bytes"] = adapters.num_bytes
-    if choice.warning:
-        facts["warning"] = choice.warning
+    max_total_tokens = demand.groups.tokens_in(num_pages, settings.model.context_length)
+    facts = _facts(parts, settings.model.dtype, choice)
+    facts |= {"max_total_tokens": max_total_tokens, "weights_bytes": weights_bytes}
     with memory.take("CUDA graphs", advice=_LESS_GRAPHS):
         runner = ModelRunner(parts, facts)
         if device.type == "cuda":
             warm_up_device(runner, parts, settings, report=report, times=times)
-    facts |= memory.facts() | _versions() | times.facts()
+    runner.facts |= memory.facts() | _versions() | times.facts()
     return runner
 
 
-def _pool_budget(
-    model: Model, settings: Settings, memory: DeviceMemory, adapters: AdapterPool | None, *, num_captured: int
-) -> PoolBudget:
-    """Memory for pages and states, beside the largest step; ``num_captured``: as in ``LargestStep``."""
+def _facts(parts: DeviceParts, dtype: str, choice: AttentionChoice) -> Facts:
+    """What the supervisor is to know of the parts of a runner."""
+    facts: Facts = {
+        "dtype": dtype,
+        "device": str(parts.device),
+        "attention_backend": choice.name,
+        "num_threads": torch.get_num_threads(),
+        **parts.kv_pool.facts,
+    }
+    if parts.states is not None:
+        facts |= parts.states.facts
+    if parts.adapters is not None:
+        facts["adapters_bytes"] = parts.adapters.num_bytes
+    if choice.warning:
+        facts["warning"] = choice.warning
+    return facts
+
+
+def _pool_budget(model: Model, settings: Settings, memory: DeviceMemory, adapters: AdapterPool | None) -> PoolBudget:
+    """Memory for pages and states, beside the largest step."""
     limits = settings.scheduler
     image_tokens = min(settings.model.context_length, MAX_IMAGE_TOKENS)
+    num_captured = longest_graph(settings, model.num_active)
     largest = LargestStep(limits.max_step_tokens, limits.max_running, num_captured, image_tokens)
     with_adapters = None
     if adapters is not None:

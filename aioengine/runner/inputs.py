@@ -98,6 +98,24 @@ def _with_parts(batch: ForwardBatch, slots_GT: Ints, tables_GRP: npt.NDArray[np.
     return replace(batch, parts=parts)
 
 
+def _packed(rows: StepRows, kv_lengths: Ints) -> tuple[Ints, Ints]:
+    """The row [T] and the position [T] in its request of each token of the step; kv_lengths [R]."""
+    num_rows, num_tokens = len(rows.requests), int(rows.token_ends[-1])
+    if num_tokens == num_rows:
+        return np.arange(num_tokens), rows.starts
+    row_of_token = np.repeat(np.arange(num_rows), rows.counts)
+    return row_of_token, np.arange(num_tokens) + np.repeat(kv_lengths - rows.token_ends, rows.counts)
+
+
+def _outputs(rows: StepRows, wanted: Ints | None, others: Ints | None, num_outputs: int) -> Ints | None:
+    """``ModelInputs.outputs`` from the arguments of ``InputBuilder.build``; None: the model returns every token."""
+    if wanted is None or (others is None and int(rows.token_ends[-1]) == len(rows.requests)):
+        return None
+    outputs = np.zeros(num_outputs, dtype=np.int64)
+    outputs[: len(rows.requests)] = wanted
+    return outputs if others is None else np.concatenate([outputs, others])
+
+
 def _token_types(rows: StepRows, row_of_token: Ints, positions: Ints, upload: Upload) -> Tensor | None:
     """[T] int64 from the row and the position of each token; None where no row is a pair."""
     starts = np.array([request.second_text for request in rows.requests])
@@ -206,27 +224,13 @@ class InputBuilder:
         those beyond are of the first token of the step. Behind these come those of the tokens ``others`` [N].
         """
         upload = cast("Upload", torch.from_numpy) if on_host else self.table.upload
-        page_size = self.page_size
         kv_lengths = rows.starts + rows.counts
-        num_pages = -(-int(kv_lengths.max()) // page_size)
-        tables_GRP = self.table.page_tables.of_step(rows.row_indices, rows.starts, num_pages)
-        num_tokens = int(rows.token_ends[-1])
-        outputs = None
-        if num_tokens == len(rows.requests):
-            row_of_token, positions = np.arange(num_tokens), rows.starts
-        else:
-            row_of_token = np.repeat(np.arange(len(rows.requests)), rows.counts)
-            positions = np.arange(num_tokens) + np.repeat(kv_lengths - rows.token_ends, rows.counts)
-        if wanted is not None and (num_tokens > len(rows.requests) or others is not None):
-            outputs = np.zeros(num_outputs, dtype=np.int64)
-            outputs[: len(rows.requests)] = wanted
-            outputs = outputs if others is None else np.concatenate([outputs, others])
-        page_places = positions // page_size
-        slots = [positions + (table[row_of_token, page_places] - page_places) * page_size for table in tables_GRP]
+        row_of_token, positions = _packed(rows, kv_lengths)
+        outputs = _outputs(rows, wanted, others, num_outputs)
         images, spans = self.table.images, self._image_spans(rows)
         inputs = model_inputs(
             model,
-            upload(rows.known_ids) if on_host else self._token_ids(rows, num_tokens),
+            upload(rows.known_ids) if on_host else self._token_ids(rows, len(positions)),
             upload(self._positions(model, rows, positions, row_of_token, spans=spans)),
             rows=upload(row_of_token) if model.input_spec.rows else None,
             token_types=_token_types(rows, row_of_token, positions, upload) if model.input_spec.token_types else None,
@@ -239,15 +243,28 @@ class InputBuilder:
             inputs = self._with_embeds(model, rows, inputs)
         if images and spans:
             inputs = images.fill_in(spans, inputs, upload)
+        batch = self._batch(rows, kv_lengths, row_of_token, positions, upload=upload)
+        if images and spans and model.attention_shape.has_whole_images:
+            batch = replace(batch, whole_images=images.whole(spans))
+        return inputs, batch
+
+    def _batch(
+        self, rows: StepRows, kv_lengths: Ints, row_of_token: Ints, positions: Ints, *, upload: Upload
+    ) -> ForwardBatch:
+        """Where attention finds the keys and values of the step: kv_lengths [R], row_of_token and positions [T]."""
+        page_size = self.page_size
+        num_pages = -(-int(kv_lengths.max()) // page_size)
+        tables_GRP = self.table.page_tables.of_step(rows.row_indices, rows.starts, num_pages)
+        page_places = positions // page_size
+        slots = [positions + (table[row_of_token, page_places] - page_places) * page_size for table in tables_GRP]
         batch = ForwardBatch(
             slot_mapping=upload(slots[0]),
             page_table=upload(tables_GRP[0]),
             query_lengths=rows.counts.tolist(),
             kv_lengths=kv_lengths.tolist(),
             host_pages=tables_GRP[0],
-            whole_images=images.whole(spans) if images and spans and model.attention_shape.has_whole_images else (),
         )
-        return inputs, batch if len(slots) == 1 else _with_parts(batch, np.stack(slots), tables_GRP, upload)
+        return batch if len(slots) == 1 else _with_parts(batch, np.stack(slots), tables_GRP, upload)
 
     def _positions(self, model: Model, rows: StepRows, places: Ints, row_of_token: Ints, *, spans: list[Span]) -> Ints:
         """The positions [T], or [3, T], of tokens at ``places`` [T] of their requests."""

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from aioengine.runner.rows import SampledRows
 
     Ints = npt.NDArray[np.int32]
+    Ints64 = npt.NDArray[np.int64]
 
 _COLUMNS = 5 + NUM_COLUMNS
 """Columns of B numbers in the memory of a step: row indices, positions, slot_mapping, last_lengths, the indices at
@@ -165,6 +166,50 @@ class _GroupMemory:
 
     def clear(self) -> None:
         self._memory.zero_()
+
+
+def _fill_draws(
+    columns: Ints, rows: StepRows, sampled: SampledRows, order: Ints64 | slice, *, is_spread: bool, is_drawn: bool
+) -> None:
+    """Write the last of ``_COLUMNS``: where the table stores the drawn tokens, and the words of the draws. ``order``:
+    the row of the step that each row of the graph belongs to.
+    """
+    num_rows = int(rows.token_ends[-1])
+    columns[0] = -1
+    if is_spread:
+        columns[0, rows.token_ends - 1] = rows.row_indices
+    elif is_drawn:
+        columns[0, :num_rows] = rows.row_indices[order]
+    draw_words(sampled, columns[1:, : len(rows.requests)])
+    if not isinstance(order, slice):
+        columns[1:, :num_rows] = columns[1:, order]
+
+
+def _fill_pages(
+    words: Ints, size: int, page_table_RP: Ints, last_places: Ints64, *, num_shared: Ints64 | None
+) -> tuple[int, npt.NDArray[np.bool_]]:
+    """Write where the page ids of each of ``size`` rows start, then these: the padding page for rows beyond R.
+
+    words: [X]. last_places [R]: in page_table_RP [R, P], of the page with the token of each row. num_shared [R]: of the
+    first pages, to which a cascade attends; None: there is none. Returns the number of words written, and which entries
+    of the table were [R, P].
+    """
+    num_rows = len(last_places)
+    starts = words[: size + 1]
+    starts[0] = 0
+    places = np.arange(page_table_RP.shape[1])
+    is_used_RP = places <= last_places[:, None]
+    counts = last_places + 1
+    if num_shared is not None:
+        is_used_RP &= places >= num_shared[:, None]
+        counts -= num_shared
+    np.cumsum(counts, out=starts[1 : num_rows + 1])
+    num_used = int(starts[num_rows])
+    starts[num_rows + 1 :] = np.arange(num_used + 1, num_used + 1 + size - num_rows)
+    ids = words[size + 1 : size + 1 + num_used + size - num_rows]
+    ids[:num_used] = page_table_RP[is_used_RP]
+    ids[num_used:] = PADDING_PAGE
+    return size + 1 + len(ids), is_used_RP
 
 
 class DecodeGraphs:
@@ -340,54 +385,32 @@ class DecodeGraphs:
         is_drawn: bool,
     ) -> int:
         """Write to ``host`` [words] what the graph of ``size`` rows reads; returns the number of words written."""
-        num_rows, page_size = int(rows.token_ends[-1]), self._page_size
-        columns = host[: _COLUMNS * size].reshape(_COLUMNS, size)
+        page_size, ends = self._page_size, _COLUMNS * size
         order = cascade.order if cascade else spread_rows.order if spread_rows else slice(None)
         row_indices = rows.row_indices[order]
         row_starts = spread_rows.positions if spread_rows else rows.starts[order]
         page_places = row_starts // page_size
         last_lengths = row_starts - page_places * page_size + 1
-        num_pages = int(page_places.max()) + 1
-        tables_GRP = self._table.page_tables.of_step(row_indices, row_starts, num_pages)
-        page_table_RP = tables_GRP[0]
-        last_pages = page_table_RP[np.arange(num_rows), page_places]
+        tables_GRP = self._table.page_tables.of_step(row_indices, row_starts, int(page_places.max()) + 1)
+        num_rows = len(row_starts)
+        columns = host[:ends].reshape(_COLUMNS, size)
         columns[0, :num_rows] = spread_rows.sources if spread_rows else row_indices
         columns[1, :num_rows] = rows.shifted(row_starts, self._model.input_spec.short_length, order)
         if (images := self._table.images) is not None:
             columns[1, :num_rows] += images.deltas[row_indices]
-        columns[2, :num_rows] = last_pages * page_size + last_lengths - 1
+        columns[2, :num_rows] = tables_GRP[0][np.arange(num_rows), page_places] * page_size + last_lengths - 1
         columns[3, :num_rows] = last_lengths
-        columns[4] = -1
-        if spread_rows:
-            columns[4, rows.token_ends - 1] = rows.row_indices
-        elif is_drawn:
-            columns[4, :num_rows] = row_indices
-        draw_words(sampled, columns[5:, : len(rows.requests)])
-        if not isinstance(order, slice):
-            columns[5:, :num_rows] = columns[5:, order]
+        _fill_draws(columns[4:], rows, sampled, order, is_spread=spread_rows is not None, is_drawn=is_drawn)
         if num_rows < size:
             columns[:3, num_rows:] = 0
             columns[3, num_rows:] = 1
             columns[5:, num_rows:] = 0
-        starts = host[_COLUMNS * size : _COLUMNS * size + size + 1]
-        starts[0] = 0
-        first_pages = cascade.num_shared if cascade else np.zeros(num_rows, dtype=np.int64)
-        np.cumsum(page_places + 1 - first_pages, out=starts[1 : num_rows + 1])
-        num_used = int(starts[num_rows])
-        starts[num_rows + 1 :] = np.arange(num_used + 1, num_used + 1 + size - num_rows)
-        first = _COLUMNS * size + size + 1
-        ids = host[first : first + num_used + size - num_rows]
-        places = np.arange(num_pages)
-        is_used_RP = places <= page_places[:, None]
-        if cascade:
-            is_used_RP &= places >= first_pages[:, None]
-        ids[:num_used] = page_table_RP[is_used_RP]
-        ids[num_used:] = PADDING_PAGE
+        num_shared = cascade.num_shared if cascade else None
+        num_words, is_used_RP = _fill_pages(host[ends:], size, tables_GRP[0], page_places, num_shared=num_shared)
         if self._groups is not None:
-            last_GR = tables_GRP[1:, np.arange(num_rows), page_places]
-            slots = last_GR * page_size + last_lengths - 1
-            self._groups.fill(size, slots, [table[is_used_RP] for table in tables_GRP[1:]])
-        return first + len(ids)
+            slots_GR = tables_GRP[1:, np.arange(num_rows), page_places] * page_size + last_lengths - 1
+            self._groups.fill(size, slots_GR, [table_RP[is_used_RP] for table_RP in tables_GRP[1:]])
+        return ends + num_words
 
     def _columns(self, size: int) -> Tensor:
         """The columns [_COLUMNS, size] in the memory of a step."""
