@@ -108,7 +108,9 @@ def _packed(rows: StepRows, kv_lengths: Ints) -> tuple[Ints, Ints]:
 
 
 def _outputs(rows: StepRows, wanted: Ints | None, others: Ints | None, num_outputs: int) -> Ints | None:
-    """``ModelInputs.outputs`` from the arguments of ``InputBuilder.build``; None: the model returns every token."""
+    """``ModelInputs.outputs`` [num_outputs + N], from the arguments of ``InputBuilder.build``; None: the model returns
+    every token.
+    """
     if wanted is None or (others is None and int(rows.token_ends[-1]) == len(rows.requests)):
         return None
     outputs = np.zeros(num_outputs, dtype=np.int64)
