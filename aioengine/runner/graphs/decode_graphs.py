@@ -171,8 +171,8 @@ class _GroupMemory:
 def _fill_draws(
     columns: Ints, rows: StepRows, sampled: SampledRows, order: Ints64 | slice, *, is_spread: bool, is_drawn: bool
 ) -> None:
-    """Write ``columns`` [1 + NUM_COLUMNS, B], the last of ``_COLUMNS``: where the table stores the drawn tokens, and the
-    words of the draws. order [R]: the row of the step that each row of the graph belongs to.
+    """Write ``columns`` [1 + NUM_COLUMNS, B], the last of ``_COLUMNS``: where the table stores the drawn tokens, and
+    the words of the draws. order [R]: the row of the step that each row of the graph belongs to.
     """
     num_rows = int(rows.token_ends[-1])
     columns[0] = -1
