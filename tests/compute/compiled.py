@@ -28,8 +28,11 @@ TYPES = {
 
 def compile_for_hopper(
     launcher: Any, _grid: tuple[int, int, int], _key: Hashable, arguments: tuple[Any, ...], options: Mapping[str, Any]
-) -> None:
-    """Stands in for ``Launcher.__call__``: compiles the specialization of these arguments, and launches nothing."""
+) -> Any:
+    """Stands in for ``Launcher.__call__``: compiles the specialization of these arguments, and launches nothing.
+
+    Returns Triton's compiled kernel.
+    """
     kernel = launcher._kernel
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}
@@ -46,3 +49,4 @@ def compile_for_hopper(
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=HOPPER, options=dict(options))
     assert compiled.metadata.shared <= SHARED_BYTES, f"{kernel.__name__}: {compiled.metadata.shared} bytes"
+    return compiled

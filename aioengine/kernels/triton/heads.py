@@ -318,7 +318,8 @@ def rotate_apart(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
         *(num_query, num_kv, half, next_power_of_2(half), HEADS, has_dependent_launch()),
     )
     key = (q.dtype, num_query, num_kv, half, _forms((q, k, cos, sin), strides))
-    _rotate_apart((num_tokens, -(-(num_query + num_kv) // HEADS), 1), key, arguments, options(4))
+    grid = num_tokens, -(-(num_query + num_kv) // HEADS), 1
+    _rotate_apart(grid, key, arguments, options(4, fuses=False))
     return out_q, out_k
 
 

@@ -110,9 +110,14 @@ def has_dependent_launch() -> bool:
 
 
 @lru_cache(maxsize=32)
-def options(num_warps: int) -> dict[str, object]:
-    """Launch options of a kernel that itself waits for the one before it."""
-    return {"num_warps": num_warps, "launch_pdl": has_dependent_launch()}
+def options(num_warps: int, *, fuses: bool = True) -> dict[str, object]:
+    """Launch options of a kernel that itself waits for the one before it.
+
+    fuses: a sum may be computed in one instruction with a product in it, which is not rounded then: not even where the
+    kernel asks for that, if the product is one of 16-bit numbers.
+    """
+    found: dict[str, object] = {"num_warps": num_warps, "launch_pdl": has_dependent_launch()}
+    return found if fuses else found | {"enable_fp_fusion": False}
 
 
 @lru_cache(maxsize=64)

@@ -36,7 +36,7 @@ CASES = [
 ]
 """
 AGREES = """
-heads.has_dependent_launch, heads.options = lambda: False, lambda num_warps: {}
+heads.has_dependent_launch, heads.options = lambda: False, lambda num_warps, fuses=True: {}
 heads.Launcher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
 for num_query, num_kv, size, dtype in CASES:
     q, k, v = of_one_tensor(num_query, num_kv, size, dtype)
@@ -54,12 +54,20 @@ for num_query, num_kv, size, dtype in CASES:
         assert out is None or torch.equal(out, torch.cat(wanted, dim=1))
 """
 COMPILES = """
+from aioengine.kernels.triton import launcher
 from tests.compute.compiled import compile_for_hopper
 
-heads.Launcher.__call__ = compile_for_hopper
-heads.has_dependent_launch = lambda: True
-heads.options = lambda num_warps: {"num_warps": num_warps, "launch_pdl": True}
-for num_query, num_kv, size, dtype in ((32, 8, 128, torch.bfloat16), (6, 6, 80, torch.float32)):
+
+def compiled(launcher, *call):
+    code = compile_for_hopper(launcher, *call).asm["ptx"]
+    if launcher is heads._rotate_apart:
+        assert "mul" in code and "fma" not in code, "products are not rounded before they are added"
+
+
+heads.Launcher.__call__ = compiled
+heads.has_dependent_launch = launcher.has_dependent_launch = lambda: True
+for size, dtype in ((128, torch.bfloat16), (128, torch.float16), (80, torch.float32)):
+    num_query, num_kv = 32, 8
     q, k, v = (each[0].transpose(0, 1) for each in of_one_tensor(num_query, num_kv, size, dtype))
     heads.rotate_apart(q, k, *torch.zeros(2, 5, size, dtype=dtype))
     for out in (None, torch.zeros(5, num_query + 2 * num_kv, size, dtype=dtype)):
