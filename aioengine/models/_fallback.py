@@ -32,7 +32,7 @@ from aioengine.layers.placement import Placement, Target
 from aioengine.model_files import checkpoint, folder_files
 from aioengine.models import _fallback_attention as layers
 from aioengine.models._base import InputSpec
-from aioengine.models._fallback_attention import PAGED, TRYING, PackedStep, StopError, refuse
+from aioengine.models._fallback_attention import NUM_TRIED, PAGED, TRYING, PackedStep, StopError, refuse
 from aioengine.models._fallback_swaps import NotedCalls, Swaps
 from aioengine.models._fallback_weights import by_stored_name
 
@@ -50,10 +50,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_NUM_TRIED: Final = 3
-"""Tokens of the run that finds out how layers attend."""
 _FIRST_TRIED: Final = 10
-"""The smallest id of these tokens: smaller ones may stand for padding."""
+"""The smallest id of the tokens that are tried: smaller ones may stand for padding."""
 
 _IMPLEMENTATION: Final = "_attn_implementation"
 """The attribute of a config of transformers with the name of the function for attention."""
@@ -129,7 +127,7 @@ class TransformersModel:
     @torch.inference_mode()
     def _try(self, *, gives_positions: bool = True) -> None:
         """Find out how the layers attend, which tables of positions they read, and the sizes of the results."""
-        positions = torch.arange(_NUM_TRIED, device=self._device)[None]
+        positions = torch.arange(NUM_TRIED, device=self._device)[None]
         ids = positions.flip(1) + _FIRST_TRIED
         given = {"position_ids": positions} if gives_positions else {}
         tables = _PositionTables()
@@ -195,11 +193,12 @@ class TransformersModel:
     def forward(self, inputs: ModelInputs, attention: StepAttention) -> Tensor:
         """[T, D], or [S, D] of ``inputs.outputs``; see ``Model.forward``."""
         step = self._step
-        step.attention, step.adapters = attention, inputs.adapters
+        step.attention, step.adapters, step.outputs = attention, inputs.adapters, inputs.outputs
         try:
             hidden = self._run(inputs.token_ids, inputs.embeddings, inputs.positions)
         finally:
-            step.attention = step.adapters = None
+            step.attention = step.adapters = step.outputs = None
+            step.is_behind = False
         return hidden if inputs.outputs is None else hidden.index_select(0, inputs.outputs)
 
     def _run(self, token_ids: Tensor | None, embeddings: Tensor | None, positions: Tensor) -> Tensor:
@@ -220,6 +219,7 @@ class TransformersModel:
             pass
         finally:
             step.attention = step.last_layer = None
+            step.is_behind = False
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[S, D] -> [S, V]; of a classifier, its scores; without a head, what is given."""
@@ -330,7 +330,7 @@ class _PositionTables(TorchFunctionMode):
     def __torch_function__(self, func: object, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.embedding:
             indices = args[0].flatten().tolist()
-            if len(indices) == _NUM_TRIED and indices == [indices[0] + place for place in range(_NUM_TRIED)]:
+            if len(indices) == NUM_TRIED and indices == [indices[0] + place for place in range(NUM_TRIED)]:
                 self.found.append((indices[0], args[1].shape[0]))
         return cast("Callable[..., Any]", func)(*args, **(kwargs or {}))
 

@@ -25,11 +25,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import StepAttention
-    from aioengine.layers.adapters import AdapterRows
+    from aioengine.layers.adapters import AdapterRows, Grouping
 
 TRYING: Final = "aioengine_trying"
 PAGED: Final = "aioengine"
 """Names of our functions in transformers' interface: for the run that finds out how layers attend, and after it."""
+
+NUM_TRIED: Final = 3
+"""Tokens of the run that finds out how layers attend."""
 
 _STEP: Final = "aioengine_step"
 _LAYER: Final = "aioengine_layer"
@@ -57,6 +60,8 @@ class PackedStep:
     Attributes:
         attention: prepared; None between steps.
         adapters: the rows of the step by adapter; None: no row has one.
+        outputs: [S] int64, the tokens whose hidden states are wanted; None: all.
+        is_behind: whether the last layer has attended: from there on no token needs another one.
         found: how the layers attend, in the order of their calls, while that is found out.
         max_positions: positions that a request can have.
     """
@@ -65,8 +70,23 @@ class PackedStep:
     max_positions: int
     attention: StepAttention | None = None
     adapters: AdapterRows | None = None
+    outputs: Tensor | None = None
+    is_behind: bool = False
     found: list[FoundLayer] = field(default_factory=list["FoundLayer"])
     last_layer: int | None = None
+
+    def of_wanted(self, compute: Callable[[Tensor, Grouping | None], Tensor], x: Tensor) -> Tensor:
+        """What ``compute`` makes of tokens [N, D] and their adapters, for x [1, T, D] -> [1, T, O].
+
+        Behind the last attention only of the tokens that are wanted; the others get zeros.
+        """
+        rows, adapters, wanted = x.reshape(-1, x.shape[-1]), self.adapters, self.outputs if self.is_behind else None
+        if wanted is None or len(wanted) >= len(rows):
+            y = compute(rows, None if adapters is None else adapters.tokens)
+        else:
+            found = compute(rows.index_select(0, wanted), None if adapters is None else adapters.outputs)
+            y = found.new_zeros(len(rows), found.shape[1]).index_copy_(0, wanted, found)
+        return y.view(*x.shape[:-1], -1)
 
 
 class FoundLayer(NamedTuple):
@@ -165,6 +185,7 @@ class _Layer:
     def __init__(self, step: PackedStep, index: int, found: FoundLayer, shape: AttentionShape) -> None:
         self._step = step
         self._index = index
+        self._is_last = index == shape.num_layers - 1
         self._missing = shape.head_size - found.value_size
         self._value_size = found.value_size
         self._factor = None if found.scale == shape.scale else found.scale / shape.scale
@@ -182,6 +203,7 @@ class _Layer:
             v = functional.pad(v, (0, self._missing))
         q, k, v = write_heads(q, k, v, target=step.attention.target(self._index))
         attended = step.attention.attend(q, k, v, self._index).view(1, *q.shape)
+        step.is_behind = self._is_last
         return attended[..., : self._value_size] if self._missing else attended
 
 

@@ -28,6 +28,7 @@ from aioengine.kernels.rotate_apart import reference as rotated
 from aioengine.kernels.rotate_apart import rotate_apart, takes
 from aioengine.layers.linear import Linear
 from aioengine.layers.norm import RMSNorm
+from aioengine.models._fallback_attention import NUM_TRIED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.kernels.linear import Matmul
+    from aioengine.layers.adapters import Grouping
     from aioengine.layers.placement import Placement
     from aioengine.models._fallback_attention import PackedStep
 
@@ -106,20 +108,18 @@ class _LinearGroup:
         assert self._layer is not None, "the layers have their own weights"
         return self._layer
 
-    def of_all(self, x: Tensor) -> Tensor:
-        """x [..., D] -> [..., O] of all layers; [..., O / 2] if they are gated."""
-        rows, adapters = x.reshape(-1, x.shape[-1]), self._step.adapters
+    def of_rows(self, rows: Tensor, adapters: Grouping | None) -> Tensor:
+        """rows [N, D] -> [N, O] of all layers; [N, O / 2] if they are gated."""
         if self._layer is not None:
-            y = self._layer(rows, None if adapters is None else adapters.tokens)
-        else:
-            y = torch.cat([module(rows) for module in self._modules], dim=1)
-            y = activate_and_mul(y, "silu") if self._is_gated else y
-        return y.view(*x.shape[:-1], -1)
+            return self._layer(rows, adapters)
+        y = torch.cat([module(rows) for module in self._modules], dim=1)
+        return activate_and_mul(y, "silu") if self._is_gated else y
 
     def of_one(self, x: Tensor, index: int) -> Tensor:
-        """x [..., D] -> [..., O] of one layer; the results of the others are kept until they are asked for."""
+        """x [1, T, D] -> [1, T, O] of one layer; the results of the others are kept until they are asked for."""
         if x is not self._input or index not in self._results:
-            self._input, self._results = x, dict(enumerate(self.of_all(x).split([*self._parts.values()], dim=-1)))
+            y = self._step.of_wanted(self.of_rows, x)
+            self._input, self._results = x, dict(enumerate(y.split([*self._parts.values()], dim=-1)))
         result = self._results.pop(index)
         if not self._results:
             self._input = None
@@ -162,17 +162,22 @@ class _TiedHead(nn.Module):
 class _GatedMLP(nn.Module):
     """Takes the place of an MLP: second(activation(gates) * others)."""
 
-    def __init__(self, first: _LinearGroup, second: _LinearGroup, activation: Activation) -> None:
+    def __init__(self, first: _LinearGroup, second: _LinearGroup, activation: Activation, step: PackedStep) -> None:
         super().__init__()
         self._first, self._second = first, second
         self._activation: Activation = activation
+        self._step = step
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., D]."""
-        inner = self._first.of_all(x)
+        """[1, T, D] -> [1, T, D]."""
+        return self._step.of_wanted(self._of_rows, x)
+
+    def _of_rows(self, rows: Tensor, adapters: Grouping | None) -> Tensor:
+        """[N, D] -> [N, D]."""
+        inner = self._first.of_rows(rows, adapters)
         if self._activation != "silu":
-            inner = activate_and_mul(inner.view(-1, inner.shape[-1]), self._activation).view(*x.shape[:-1], -1)
-        return self._second.of_all(inner)
+            inner = activate_and_mul(inner, self._activation)
+        return self._second.of_rows(inner, adapters)
 
 
 class _Norm(nn.Module):
@@ -246,7 +251,7 @@ class Swaps:
         """Whether it is a linear layer through which all tokens of a step go in their order: [1, T, D]."""
         if type(module) is not nn.Linear or module not in self._free:
             return False
-        return module.weight.dtype == self._placement.dtype == given.dtype and given.dim() == 3 and len(given) == 1
+        return module.weight.dtype == self._placement.dtype == given.dtype and given.shape[:-1] == (1, NUM_TRIED)
 
     def _gated_mlp(self, prefix: str, module: nn.Module, given: Tensor) -> _GatedMLP | None:
         """Our MLP in the place of a module that gets ``given`` [1, T, D]; None: it is no such MLP."""
@@ -267,7 +272,7 @@ class Swaps:
         names, activation = found
         ordered = {name: first[name] for name in names}
         gates = self._group(prefix, ordered, is_gated=activation == "silu")
-        return _GatedMLP(gates, self._group(prefix, second), activation)
+        return _GatedMLP(gates, self._group(prefix, second), activation, self._step)
 
     def _group(self, prefix: str, modules: dict[str, nn.Linear], *, is_gated: bool = False) -> _LinearGroup:
         is_head = self._head in modules.values()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import sys
@@ -31,9 +32,11 @@ from aioengine import models
 from aioengine.families._config import Task
 from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.kernels.write_heads import write_heads
+from aioengine.layers.linear import Linear
 from aioengine.protocol.messages import Sampling
 from aioengine.runner import weights
 from aioengine.runner.device_memory import NoAttention
+from aioengine.runner.inputs import model_inputs
 from tests.compute.runner_world import World, make_settings, save_model
 from tests.compute.stepping import Stepper, options
 
@@ -133,6 +136,42 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(kind: str, tmp_path:
     assert short_of_pages.answers(prompts, max_new_tokens=num) == answers
     gives_back = "page_windows" in short_of_pages.runner.facts  # then there is room for both
     assert short_of_pages.num_preemptions > 0 or gives_back
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@torch.inference_mode()
+def test_behind_the_last_attention_only_wanted_tokens_are_computed(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(CONFIGS[kind], tmp_path)
+    model, numbers = load(tmp_path), list[int]()
+    attention, positions = Attention(), torch.arange(9)
+    inputs = model_inputs(model, torch.randint(3, 96, (9,)), positions)
+    whole = model.forward(inputs, attention)
+    call = Linear.__call__
+
+    def counted(self: Linear, x: torch.Tensor, *others: Any) -> torch.Tensor:
+        """x [N, D] -> [N, O]."""
+        numbers.append(len(x))
+        return call(self, x, *others)
+
+    monkeypatch.setattr(Linear, "__call__", counted)
+    for outputs in ([8], [3, 8, 0, 0], list(range(9))):
+        numbers.clear()
+        found = model.forward(dataclasses.replace(inputs, outputs=torch.tensor(outputs)), attention)
+        torch.testing.assert_close(found, whole[outputs], rtol=1e-4, atol=1e-5)
+        assert numbers[0] == 9
+        assert numbers[-1] == len(outputs)
+        assert {*numbers} == {9, len(outputs)}
+    assert torch.equal(model.forward(inputs, attention), whole)
+
+
+class Attention(NoAttention):
+    """Adds a sum over all tokens to each query."""
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
+        """q [T, H, E] -> [T, H * E]."""
+        return (q + v[:, :1].sum(0) + layer).flatten(1).contiguous()
 
 
 def greedy(model: PreTrainedModel, prompt: list[int], num: int) -> list[int]:
