@@ -1,6 +1,7 @@
 """What an engine would take and serve, before anything is loaded: ``aioengine.plan``.
 
-Nothing is started, and torch is not imported; of a model on the hub the config files alone are fetched.
+Nothing is started, and torch is not imported; of a model on the hub the config files alone are fetched, and of one that
+transformers' code would compute the headers of its weights.
 """
 
 from __future__ import annotations
@@ -218,16 +219,15 @@ def _reason(facts: ModelFacts, wanted: str) -> str:
 
 
 def _num_parameters(family: TransformerConfig, facts: ModelFacts) -> int:
-    """Of the model; where transformers' code computes it, those in its files. Raises ValueError: they are not here."""
-    folder = Path(facts.path)
+    """Of the model; where transformers' code computes it, those in its files. Raises ValueError: there are none."""
     if facts.implementation == OWN:
-        return num_parameters(family) + _tower_parameters(family, folder)
-    if missing := checkpoint.missing_weights(folder):
+        return num_parameters(family) + _tower_parameters(family, Path(facts.path))
+    if not facts.num_stored:
         raise ValueError(
             f"transformers' own code would compute this model, of type {checks.shown(facts.model_type)}, and the size "
-            f"of its weights is found in their files: {missing}"
+            f"of its weights is found in their files: {checkpoint.missing_weights(Path(facts.path))}"
         )
-    return sum(entry.num_numbers for entry in checkpoint.read_headers(folder, ""))
+    return facts.num_stored
 
 
 def _activations(family: TransformerConfig, settings: Settings, itemsize: int) -> int:

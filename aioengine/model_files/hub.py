@@ -59,7 +59,7 @@ def download(
             name, file.filename, revision=file.commit_hash, cache_dir=download_dir
         )
 
-    try:
+    with _errors_named(argument, name, revision):
         with suppress(errors.DryRunError):  # the hub cannot be reached, and all may be in the cache
             with _bars(are_shown=False):
                 found: list[huggingface_hub.DryRunFileInfo] = find(dry_run=True)
@@ -68,13 +68,43 @@ def download(
         with _bars(are_shown=False):
             folder: str = find()
             return folder
+
+
+def weight_shapes(name: str, *, revision: str | None) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of a model's tensors, of whose files the headers alone are fetched.
+
+    Raises:
+        ValueError: as ``download``; or the model has no safetensors files, or damaged ones.
+    """
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        with _errors_named("model_path", name, revision), _bars(are_shown=False):
+            found = huggingface_hub.HfApi().get_safetensors_metadata(name, revision=revision)
+    except errors.NotASafetensorsRepoError as error:
+        raise ValueError(f"the hub's model {name!r} has no *.safetensors files; other forms are not read") from error
+    except errors.SafetensorsParsingError as error:
+        raise ValueError(f"the *.safetensors files of the hub's model {name!r} cannot be read: {error}") from error
+    files = found.files_metadata.values()
+    return {tensor: tuple(info.shape) for file in files for tensor, info in file.tensors.items()}
+
+
+@contextmanager
+def _errors_named(argument: str, name: str, revision: str | None) -> Generator[None]:
+    """Errors of the hub as ValueErrors that say what to do."""
+    from huggingface_hub import errors
+
+    http = errors.HTTPError  # pyright: ignore[reportPrivateImportUsage]  # of the library that this version uses
+    try:
+        yield
     except (errors.HFValidationError, errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
         wanted = f"revision {revision!r} of this model" if revision else "model of this name"
         raise ValueError(
             f"{_not_here(argument, name)}, and the hub has no {wanted} that you may read; check the spelling, "
             "and for a private or gated model log in with `hf auth login` or set HF_TOKEN"
         ) from error
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError, OSError) as error:
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, http, OSError) as error:
         is_offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise ValueError(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from aioengine.families._vision import VisionConfig
 from aioengine.model_files import checkpoint, folder_files
 from aioengine.model_files.adapter_folder import linear_layers
 from aioengine.model_files.embedder_files import is_embedder, read_pooling
-from aioengine.model_files.hub import download
+from aioengine.model_files.hub import download, weight_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -80,6 +81,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
         task: "generate", "embed" or "classify". is_causal: a token attends to no later position.
         linear_layers: those that an adapter may change: name in the checkpoint -> (outputs, inputs).
         implementation: whose code computes it: "aioengine" or "transformers".
+        num_stored: numbers in the files of the weights, where transformers' code computes the model; 0: there are none.
     """
 
     path: str
@@ -102,6 +104,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     pooling: PoolingSettings = PoolingSettings()
     linear_layers: dict[str, tuple[int, int]] = {}
     implementation: str = OWN
+    num_stored: int = 0
 
 
 # ---------------------------------------------------------------- finding the folder
@@ -233,7 +236,8 @@ class _GenerationConfig(Struct):
 def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: bool = False) -> ModelFacts:
     """Locate the model that is asked for, and its tokenizer if that is elsewhere, and read what they are.
 
-    ``configs_only``: no weights are fetched or looked at.
+    ``configs_only``: no weights are fetched or looked at, but the headers of their files where transformers' code
+    computes the model: its size is known from these alone.
 
     Raises:
         ValueError: one of them cannot be found, or the model cannot be served; the message says what could be.
@@ -254,12 +258,14 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
         )
     config, decoder, pooling, implementation = _read_config(folder, wanted)
     generation = folder_files.read_json(folder / "generation_config.json", _GenerationConfig) or _GenerationConfig()
-    is_looked_at = not configs_only
+    is_looked_at, num_stored = not configs_only, 0
     if implementation == OWN:
         weights = _stored_weights(folder, decoder, is_looked_at=is_looked_at, load_format=wanted.load_format)
         layers = linear_layers(decoder) if isinstance(decoder, DecoderConfig) else {}
     else:
-        weights, layers = _fallback_weights(folder, decoder, is_looked_at=is_looked_at)
+        shapes = _fallback_shapes(folder, wanted, configs_only=configs_only)
+        weights = _fallback_weights(folder, decoder, shapes, is_looked_at=is_looked_at)
+        layers, num_stored = foreign_layers(shapes, decoder.vocab_size), sum(map(math.prod, shapes.values()))
     if wanted.tokenizer and is_looked_at:
         weights = replace(weights, tokenizer_files=_tokenizer_files(tokenizer))
     text = config.text_config or _TextConfig()
@@ -285,6 +291,7 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
         pooling=pooling,
         linear_layers=layers,
         implementation=implementation,
+        num_stored=num_stored,
     )
 
 
@@ -321,23 +328,35 @@ def _stored_weights(folder: Path, decoder: TransformerConfig, *, is_looked_at: b
     return StoredWeights(missing=missing, files=files)
 
 
-def _fallback_weights(
-    folder: Path, decoder: TransformerConfig, *, is_looked_at: bool
-) -> tuple[StoredWeights, dict[str, tuple[int, int]]]:
-    """The files of the weights of a model that transformers computes, and its linear layers as far as they say. Which
-    tensors it needs is known to transformers alone, and checked when they are loaded.
+def _fallback_shapes(folder: Path, wanted: ModelConfig, *, configs_only: bool) -> dict[str, tuple[int, ...]]:
+    """The tensors in the files of a model that transformers computes; none where there are no files.
 
-    Raises ValueError for a GGUF file, and for files that are missing or damaged.
+    Raises ValueError for a GGUF file, for files that are missing or damaged, and where the hub cannot be asked.
     """
     if folder_files.is_gguf(folder):
         raise ValueError(f"{str(folder)!r} is a GGUF file, which model_impl='transformers' does not read")
+    if checkpoint.missing_weights(folder) is None:
+        return {entry.name: entry.shape for entry in checkpoint.read_headers(folder, "")}
+    if configs_only and wanted.path is not None and needs_download(wanted.path):
+        return weight_shapes(wanted.path, revision=wanted.revision)
+    return {}
+
+
+def _fallback_weights(
+    folder: Path, decoder: TransformerConfig, shapes: Mapping[str, tuple[int, ...]], *, is_looked_at: bool
+) -> StoredWeights:
+    """The files of the weights of a model that transformers computes. Which tensors it needs is known to transformers
+    alone, and checked when they are loaded.
+
+    Raises ValueError for other numbers of layers than config.json names.
+    """
+    if not is_looked_at:
+        return StoredWeights(files=checkpoint.file_states(checkpoint.model_files(folder, with_weights=False)))
     missing = checkpoint.missing_weights(folder)
-    shapes = {} if missing else {entry.name: entry.shape for entry in checkpoint.read_headers(folder, "")}
-    if is_looked_at and not missing:
+    if not missing:
         checkpoint.check_num_layers(shapes, decoder.num_layers, folder)
-    files = checkpoint.file_states(checkpoint.model_files(folder, with_weights=is_looked_at and not missing))
-    weights = StoredWeights(missing=missing if is_looked_at else None, files=files)
-    return weights, foreign_layers(shapes, decoder.vocab_size)
+    files = checkpoint.file_states(checkpoint.model_files(folder, with_weights=not missing))
+    return StoredWeights(missing=missing, files=files)
 
 
 def family_config(wanted: ModelConfig) -> TransformerConfig:

@@ -53,14 +53,22 @@ class _Handler(BaseHTTPRequestHandler):
         super().__init__(*arguments)
 
     def do_HEAD(self) -> None:
-        self._answer(self._hub.files[self._name], is_whole=False)
+        if self._name in self._hub.files:
+            self._answer(self._hub.files[self._name], is_whole=False)
+        else:
+            self.send_response(404)
+            self.send_header("X-Error-Code", "EntryNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
 
     def do_GET(self) -> None:
         hub = self._hub
         if "/resolve/" in self.path:
             hub.fetched.append(self._name)
             is_stuck = fnmatch(self._name, hub.stuck)
-            self._answer(hub.files[self._name], is_whole=not is_stuck)
+            first, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
+            part = slice(int(first), int(last) + 1 if last else None)
+            self._answer(hub.files[self._name][part], is_whole=not is_stuck)
             if is_stuck:
                 self.wfile.write(hub.files[self._name][:1])
                 self.wfile.flush()

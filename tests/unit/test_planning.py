@@ -143,6 +143,25 @@ def test_of_a_model_on_the_hub_config_files_alone_are_fetched(tmp_path: Path, mo
     assert plan.num_parameters == 8_030_261_248
 
 
+def test_of_a_model_that_transformers_computes_the_headers_of_weights_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = {"model.embed_tokens.weight": (128256, 64), "model.layers.0.self_attn.q_proj.weight": (64, 64)}
+    asked: list[tuple[str, str | None]] = []
+
+    def weight_shapes(name: str, *, revision: str | None) -> dict[str, tuple[int, int]]:
+        asked.append((name, revision))
+        return shapes
+
+    monkeypatch.setattr(model_folder, "download", lambda *_, **__: str(folder(tmp_path, model_type="nemotron")))
+    monkeypatch.setattr(model_folder, "weight_shapes", weight_shapes)
+    plan = aioengine.plan("owner/name", device_memory="80GiB", revision="main")
+    assert asked == [("owner/name", "main")]
+    assert (plan.implementation, plan.num_parameters) == ("transformers", 128256 * 64 + 64 * 64)
+    with pytest.raises(ValueError, match="size of its weights is found in their files: .*holds no weights"):
+        aioengine.plan(tmp_path, device_memory="80GiB")
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(folder(tmp_path))
     assert main(["info", path, "--device-memory", "80GiB", "--json"]) == 0

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import huggingface_hub
+import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from aioengine.model_files import hub
 from aioengine.model_files.model_folder import locate
@@ -55,6 +58,28 @@ def test_for_a_plan_config_files_alone_are_fetched(double: HubDouble, monkeypatc
         assert [file.name for file in folder.iterdir()] == ["config.json"]
         assert double.fetched == ["config.json"]
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+def test_shapes_of_weights_are_read_from_the_headers_of_their_files(
+    double: HubDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = [{"a": np.zeros((2, 3), np.float32)}, {f"b.{each}": np.zeros(each, np.float16) for each in range(3000)}]
+    files = {f"model-{number}.safetensors": save(named) for number, named in enumerate(tensors)}
+    index = {"weight_map": {name: file for file, named in zip(files, tensors, strict=True) for name in named}}
+    shapes = {name: each.shape for named in tensors for name, each in named.items()}
+    with pytest.raises(ValueError, match=r"'owner/name' has no \*.safetensors files; other forms are not read"):
+        hub.weight_shapes("owner/name", revision=None)
+    double.files = files | {"model.safetensors.index.json": json.dumps(index).encode()}
+    assert hub.weight_shapes("owner/name", revision=None) == shapes
+    double.files = {"model.safetensors": save(tensors[0])}
+    assert hub.weight_shapes("owner/name", revision="main") == {"a": (2, 3)}
+    double.files = {"model.safetensors": b"\0" * 64}
+    with pytest.raises(ValueError, match="'owner/name' cannot be read: "):
+        hub.weight_shapes("owner/name", revision=None)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{filename}")
+    with pytest.raises(ValueError, match="could not be fetched: "):
+        hub.weight_shapes("owner/name", revision=None)
 
 
 def test_a_file_that_cannot_be_fetched_is_an_error(double: HubDouble, monkeypatch: pytest.MonkeyPatch) -> None:
