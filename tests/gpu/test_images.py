@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from aioengine import models
+from aioengine import Engine, models
 from aioengine.models._base import ModelOptions, VisionModel
 from aioengine.runner import weights
 from aioengine.runner.device_memory import image_memory
-from tests.compute.models.test_image_answers import check_session
+from tests.compute.models.test_image_answers import Served, check_session, made
 from tests.compute.models.test_images import TEXTS, Saved, check, run, their_states, vector
 from tests.compute.runner_world import World, make_settings
 from tests.kit.vision_models import GREEDY, MODELS, Pictures, prompt_of, save_vision_model
@@ -96,8 +96,10 @@ def test_vectors_are_those_of_transformers(saved: Saved) -> None:
     world.runner.close()
 
 
-async def test_sessions_answer_about_the_pictures_of_earlier_turns(tmp_path: Path) -> None:
-    await check_session("qwen2_vl", tmp_path, "cuda")
+def test_sessions_answer_about_the_pictures_of_earlier_turns(tmp_path: Path) -> None:
+    theirs = made(tmp_path, "qwen2_vl")
+    with Engine(tmp_path, device="cuda", dtype="float32", context_length=256) as llm:
+        check_session(Served(llm, tmp_path, theirs, "qwen2_vl"))
 
 
 def test_weights_that_are_made_up_give_finite_features(tmp_path: Path) -> None:

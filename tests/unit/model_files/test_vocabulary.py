@@ -11,13 +11,11 @@ import pytest
 from tokenizers import Tokenizer
 
 import aioengine
-from aioengine import Engine
 from aioengine.args import engine_config
 from aioengine.frontend.startup import blueprint_of
 from aioengine.model_files.vocabulary import num_token_ids, sampled_vocab_size
 from aioengine.processes.detokenizer_process import build_service
 from aioengine.tokenization.tokenizer import Tokenizer as OwnTokenizer
-from tests.compute.runner_world import save_model
 
 DEMO = Path(aioengine.__file__).parent / "demo"
 
@@ -97,18 +95,3 @@ def test_added_tokens_of_another_form_are_an_error_that_names_the_file(tmp_path:
     (tmp_path / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"3072": "<end>"}}')
     with pytest.raises(ValueError, match=r"added_tokens_decoder in .*tokenizer_config\.json"):
         num_token_ids(str(tmp_path))
-
-
-@pytest.mark.process
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("is_described", [True, False])
-def test_an_added_end_of_text_is_sampled_and_ends_the_answer(tmp_path: Path, is_described: bool) -> None:
-    num_ids = num_token_ids(str(DEMO))
-    save_model("llama", tmp_path, vocab_size=num_ids + 28)
-    shutil.copy(DEMO / "tokenizer.json", tmp_path)
-    described = {"added_tokens_decoder": {str(num_ids): ADDED}} if is_described else {}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>", **described}))
-    with Engine(str(tmp_path), max_total_tokens=1000) as engine:
-        assert engine.tokenizer.eos_token_id == num_ids
-        out = engine.generate("Hello", {"temperature": 0, "max_new_tokens": 5, "logit_bias": {str(num_ids): 100.0}})
-    assert out["meta_info"]["finish_reason"] == {"type": "stop", "matched": num_ids}
