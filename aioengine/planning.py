@@ -222,12 +222,12 @@ def _num_parameters(family: TransformerConfig, facts: ModelFacts) -> int:
     """Of the model; where transformers' code computes it, those in its files. Raises ValueError: there are none."""
     if facts.implementation == OWN:
         return num_parameters(family) + _tower_parameters(family, Path(facts.path))
-    if not facts.num_stored:
+    if not facts.weights.num_numbers:
         raise ValueError(
             f"transformers' own code would compute this model, of type {checks.shown(facts.model_type)}, and the size "
             f"of its weights is found in their files: {checkpoint.missing_weights(Path(facts.path))}"
         )
-    return facts.num_stored
+    return facts.weights.num_numbers
 
 
 def _activations(family: TransformerConfig, settings: Settings, itemsize: int) -> int:

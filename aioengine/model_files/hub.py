@@ -95,7 +95,7 @@ def _errors_named(argument: str, name: str, revision: str | None) -> Generator[N
     """Errors of the hub as ValueErrors that say what to do."""
     from huggingface_hub import errors
 
-    http = errors.HTTPError  # pyright: ignore[reportPrivateImportUsage]  # of the library that this version uses
+    http: type[Exception] = vars(errors)["HTTPError"]  # of the library that this version of it uses
     try:
         yield
     except (errors.HFValidationError, errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:

@@ -53,11 +53,13 @@ class StoredWeights(Struct, frozen=True, kw_only=True):
         missing: why the folder has no weights to load; None: it has.
         files: path -> state of config.json and of the files of the weights, as ``checkpoint.file_states`` has it.
         tokenizer_files: the same of tokenizer.json and the files beside it.
+        num_numbers: in the files of a model that transformers' code computes; 0: there are none.
     """
 
     missing: str | None = None
     files: dict[str, str] = {}
     tokenizer_files: dict[str, str] = {}
+    num_numbers: int = 0
 
 
 class Heads(Struct, frozen=True, kw_only=True):
@@ -81,7 +83,6 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
         task: "generate", "embed" or "classify". is_causal: a token attends to no later position.
         linear_layers: those that an adapter may change: name in the checkpoint -> (outputs, inputs).
         implementation: whose code computes it: "aioengine" or "transformers".
-        num_stored: numbers in the files of the weights, where transformers' code computes the model; 0: there are none.
     """
 
     path: str
@@ -104,7 +105,6 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     pooling: PoolingSettings = PoolingSettings()
     linear_layers: dict[str, tuple[int, int]] = {}
     implementation: str = OWN
-    num_stored: int = 0
 
 
 # ---------------------------------------------------------------- finding the folder
@@ -258,14 +258,14 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
         )
     config, decoder, pooling, implementation = _read_config(folder, wanted)
     generation = folder_files.read_json(folder / "generation_config.json", _GenerationConfig) or _GenerationConfig()
-    is_looked_at, num_stored = not configs_only, 0
+    is_looked_at = not configs_only
     if implementation == OWN:
         weights = _stored_weights(folder, decoder, is_looked_at=is_looked_at, load_format=wanted.load_format)
         layers = linear_layers(decoder) if isinstance(decoder, DecoderConfig) else {}
     else:
         shapes = _fallback_shapes(folder, wanted, configs_only=configs_only)
         weights = _fallback_weights(folder, decoder, shapes, is_looked_at=is_looked_at)
-        layers, num_stored = foreign_layers(shapes, decoder.vocab_size), sum(map(math.prod, shapes.values()))
+        layers = foreign_layers(shapes, decoder.vocab_size)
     if wanted.tokenizer and is_looked_at:
         weights = replace(weights, tokenizer_files=_tokenizer_files(tokenizer))
     text = config.text_config or _TextConfig()
@@ -291,7 +291,6 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
         pooling=pooling,
         linear_layers=layers,
         implementation=implementation,
-        num_stored=num_stored,
     )
 
 
@@ -350,13 +349,12 @@ def _fallback_weights(
 
     Raises ValueError for other numbers of layers than config.json names.
     """
-    if not is_looked_at:
-        return StoredWeights(files=checkpoint.file_states(checkpoint.model_files(folder, with_weights=False)))
-    missing = checkpoint.missing_weights(folder)
-    if not missing:
+    missing = checkpoint.missing_weights(folder) if is_looked_at else None
+    is_loaded = is_looked_at and not missing
+    if is_loaded:
         checkpoint.check_num_layers(shapes, decoder.num_layers, folder)
-    files = checkpoint.file_states(checkpoint.model_files(folder, with_weights=not missing))
-    return StoredWeights(missing=missing, files=files)
+    files = checkpoint.file_states(checkpoint.model_files(folder, with_weights=is_loaded))
+    return StoredWeights(missing=missing, files=files, num_numbers=sum(map(math.prod, shapes.values())))
 
 
 def family_config(wanted: ModelConfig) -> TransformerConfig:
