@@ -2,9 +2,10 @@
 
     python -m benchmarks.gpu.families --models /tmp/bench-models [--shapes a3b oss] [--layers 8 16] [--kernels]
 
-Prints for each shape a decode step of each number of rows, and a prompt until its first token: milliseconds a step, of
-these the host's, the limit (``limits``; of experts those count that tokens of such a step really went through), by what
-to read and by what to compute, and the share that the limit has. The weights are random and made on the device.
+Prints for each shape a decode step of each number of rows (fewer where more have no pages), and a prompt until its
+first token: milliseconds a step, of these the host's, the limit (``limits``; of experts those count that tokens of such
+a step really went through), by what to read and by what to compute, and the share that the limit has. The weights are
+random and made on the device.
 
 ``--layers`` takes shapes of fewer layers, which starts faster. With two numbers, times are those of all layers: what
 the second has more than the first, as often as it takes. They must be multiples of 4 (6 for gemma).
@@ -18,7 +19,7 @@ import json
 import statistics
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ from aioengine.args import engine_config
 from aioengine.layers import experts as expert_layers
 from aioengine.machine import device_facts
 from aioengine.model_files.model_folder import find_facts
+from aioengine.page_groups import PageGroups
 from aioengine.processes.scheduler_process import page_windows
 from aioengine.protocol.messages import Limits, Sampling, Submit, TextRules
 from aioengine.resolve import resolve
@@ -36,7 +38,7 @@ from aioengine.runner.build import build
 from aioengine.scheduler.scheduler import Scheduler
 from benchmarks.gpu import limits
 from benchmarks.gpu.models import MODELS
-from benchmarks.gpu.steps import Steps, finish, prompts, run
+from benchmarks.gpu.steps import NUM_WARM, Steps, finish, prompts, run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,6 +52,8 @@ SHAPES = "a3b", "oss", "gemma", "lite", "next"
 NUM_STEPS = 60
 MORE_TOKENS = 300
 """Tokens of the prompt that joins rows whose experts are counted: more than graphs of decode steps have rows."""
+MORE_STEPS = 12
+"""More than what follows those that are measured."""
 NUM_KERNELS = 10
 NAME_LENGTH = 24
 
@@ -68,16 +72,17 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Milliseconds of a step, and of the host's part of it (0: not known); experts hit in a layer."""
+    """Milliseconds of a step, and of the host's part of it (0: not known); its rows; experts hit in a layer."""
 
     total: float
     host: float
+    num_rows: int
     num_hit: float
 
     def deeper(self, other: Measured, factor: float) -> Measured:
         """What would come of ``factor`` times as many more layers as ``other`` has more."""
         total, host = (a + (b - a) * factor for a, b in ((self.total, other.total), (self.host, other.host)))
-        return Measured(total, host, other.num_hit)
+        return replace(other, total=total, host=host)
 
 
 class Shape:
@@ -111,8 +116,9 @@ class Shape:
         return Steps(self.runner, scheduler)
 
     def decode(self, num_rows: int, *, prints_kernels: bool) -> Measured:
-        """A step of ``num_rows`` rows."""
+        """A step of ``num_rows`` rows, or of as many as have pages at once."""
         steps = self.steps()
+        num_rows = min(num_rows, max(self._most_rows(), 1))
         run(steps, num_rows, num_cached=self._num_cached, num_steps=NUM_STEPS, first_uid=0)
         median = {name: statistics.median(values) for name, values in steps.parts.items()}
         if prints_kernels:
@@ -121,7 +127,21 @@ class Shape:
                     steps.step()
         hits = self._hits_of_rows(steps, num_rows)
         finish(steps)
-        return Measured(median["wall"], median["wall"] - median["collect"], hits)
+        return Measured(median["wall"], median["wall"] - median["collect"], num_rows, hits)
+
+    def _most_rows(self) -> int:
+        """Rows that have pages until the last step of ``decode``. While others are filled, one gets a token a step."""
+        memory, num_pages = self._settings.memory, int(self.runner.facts["num_pages"])
+        groups = PageGroups(windows=page_windows(self.runner.facts) or (None,), page_size=memory.page_size)
+        num_steps = NUM_WARM + NUM_STEPS + MORE_STEPS
+        chunk_tokens = self._settings.scheduler.chunk_tokens
+        num_pages -= groups.num_groups * -(-chunk_tokens // memory.page_size)  # of the chunk that is computed
+        most = 0
+        while True:
+            num_filling = -(-(most + 1) * self._num_cached // chunk_tokens)
+            if (most + 1) * groups.pages_for(self._num_cached + num_filling + num_steps) > num_pages:
+                return most
+            most += 1
 
     def prompt(self, num_tokens: int, *, prints_kernels: bool) -> Measured:
         """A prompt until its first token."""
@@ -132,7 +152,7 @@ class Shape:
         with self._without_graphs(), routed() as seen:
             prompts(self.steps(), num_tokens, 1)
         hits = [count(chosen) for chosen in seen if len(chosen.experts) == num_tokens]
-        return Measured(total, 0.0, statistics.fmean(hits) if hits else 0.0)
+        return Measured(total, 0.0, 1, statistics.fmean(hits) if hits else 0.0)
 
     def _hits_of_rows(self, steps: Steps, num_rows: int) -> float:
         """Experts that the rows go through: those of a step with another prompt, which runs without a graph."""
@@ -217,6 +237,7 @@ def measured(name: str, num_layers: int, cases: list[Case], options: argparse.Na
 def line(case: Case, found: Measured, config: DecoderConfig) -> str:
     """A row of the table."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    case = replace(case, num_rows=found.num_rows)
     step = limits.Step(case.num_rows, case.num_new, case.num_before, found.num_hit)
     limit = limits.limits(config, step, limits.peaks_of(name))
     reading, computing = limit.reading * 1000, limit.computing * 1000

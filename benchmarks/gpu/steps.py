@@ -32,6 +32,11 @@ if TYPE_CHECKING:
     from aioengine.runner.model_runner import ModelRunner
     from aioengine.scheduler.plan import Plan, StepResult
 
+ENDLESS = 1 << 20
+"""More tokens than any of the programs here waits for."""
+NUM_WARM = 8
+"""Decode steps of a full batch before those that are measured."""
+
 
 class Steps:
     """The loop of ``SchedulerCore`` at depth 1, with a clock between its parts."""
@@ -66,15 +71,21 @@ class Steps:
 
 
 def run(steps: Steps, batch: int, *, num_cached: int, num_steps: int, first_uid: int) -> None:
-    """Fill the batch, then take ``num_steps`` decode steps whose times alone are kept."""
+    """Fill the batch, then take ``num_steps`` decode steps whose times alone are kept. The rows go on until ``finish``.
+
+    Raises:
+        RuntimeError: the pages do not suffice for all rows at once.
+    """
     for uid in range(first_uid, first_uid + batch):
         prompt = [(uid * 7919 + place * 31) % 10_000 for place in range(num_cached)]
-        limits = Limits(num_steps + 40)
-        steps.scheduler.requests.submit(Submit(uid, prompt, Sampling(uid, temperature=0.6), limits, TextRules()))
+        sampling, limits = Sampling(uid, temperature=0.6), Limits(ENDLESS)
+        steps.scheduler.requests.submit(Submit(uid, prompt, sampling, limits, TextRules()))
     steps.step()
     while steps.in_flight[-1][0].num_tokens > batch or len(steps.in_flight[-1][0].rows) < batch:
         steps.step()
-    for _ in range(8):
+        if steps.scheduler.requests.outbox.totals.num_preemptions:
+            raise RuntimeError(f"{batch} rows of {num_cached} positions do not fit into the pages; take fewer rows")
+    for _ in range(NUM_WARM):
         steps.step()
     steps.parts.clear()
     for _ in range(num_steps):
@@ -82,6 +93,13 @@ def run(steps: Steps, batch: int, *, num_cached: int, num_steps: int, first_uid:
 
 
 def finish(steps: Steps) -> None:
+    """Drop all requests."""
+    steps.scheduler.requests.forget_all()
+    _take_all(steps)
+
+
+def _take_all(steps: Steps) -> None:
+    """Until all requests have ended."""
     while not steps.scheduler.requests.is_idle or steps.in_flight:
         steps.step()
 
@@ -132,7 +150,7 @@ def prompts(steps: Steps, length: int, count: int) -> float:
             sampling, limits = Sampling(uid, temperature=0.6), Limits(1)
             steps.scheduler.requests.submit(Submit(repeat * count + uid, prompt, sampling, limits, TextRules()))
         started = time.perf_counter()
-        finish(steps)
+        _take_all(steps)
         found.append((time.perf_counter() - started) * 1000)
     return statistics.median(found[1:])
 
