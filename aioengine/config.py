@@ -209,8 +209,9 @@ class ModelSettings(Struct, frozen=True, kw_only=True):
 
 
 class MemorySettings(Struct, frozen=True, kw_only=True):
-    """The KV pool. ``num_pages``: for so many pages of tokens (``PageGroups.pages_in``); None: as many as fit into
-    ``mem_fraction_static`` of the memory, found by the runner.
+    """The KV pool. ``num_pages``: its tokens in pages, of which groups of layers
+    take a multiple (``PageGroups.pages_in``); None: as many as fit into ``mem_fraction_static`` of the memory, found by
+    the runner.
     ``kv_dtype``: of keys and values; None: that of the model.
     """
 
@@ -230,12 +231,12 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
         tenant_weights: the share of each tenant; a tenant that is not named has 1.
         splits_prompts: False: a prompt is computed in one step, and nothing of it is cached, since its tokens attend in
             both directions, or all of them are pooled. A longer one than ``chunk_tokens`` is alone in its step.
-        decode_cost: what a decoding row takes from the token budget, since it takes as long as so many prompt tokens.
+        decode_cost: tokens that a decoding row takes from the token budget, as many prompt tokens as take its time.
         whole_image_tokens: tokens of an image that are computed in one step; 0: images are divided as texts are.
         short_length: requests with more tokens are computed with the rotations of long texts (longrope); 0: all have
             the same ones.
-        snapshot_tokens: states of layers are kept at multiples of so many tokens, a multiple of the page size, where
-            prefixes can be reused; 0: layers have no states.
+        snapshot_tokens: states of layers are kept at multiples of this, a multiple of the page size, where prefixes can
+            be reused; 0: layers have no states.
     """
 
     max_running: int

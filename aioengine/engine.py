@@ -246,8 +246,8 @@ class EngineFace(ABC):
     ) -> str:
         """Open a session, and return its id: requests with ``session_params`` go on from earlier ones of it.
 
-        ``session_id``: its id; None: one is drawn. ``timeout``: close it when none of its requests has run for so many
-        seconds (found out within a second). ``streaming``: it has one request at a time, each of which goes on from
+        ``session_id``: its id; None: one is drawn. ``timeout`` in seconds: close it when none of its requests has run
+        for so long (found out within a second). ``streaming``: it has one request at a time, each of which goes on from
         the last that was answered. ``capacity_of_str_len`` has no effect: the context length bounds a session.
 
         Raises:
@@ -307,7 +307,7 @@ class EngineFace(ABC):
 
     @property
     def tokenizer_manager(self) -> TokenizerNamespace:
-        """The old home of ``tokenizer`` and ``abort_request``."""
+        """``tokenizer`` and ``abort_request``, for programs that look for them here."""
         frontend = self._anywhere()
         return TokenizerNamespace(frontend.parts.tokenizer, frontend.abort_request)
 

@@ -129,7 +129,7 @@ def _shown(value: object) -> str:
 def describe(error: BaseException) -> str:
     """The type and the message of an error of any class, whose message may raise an error itself.
 
-    Other processes can be told it: it is not long, with escapes for what UTF-8 does not encode.
+    It can be sent to other processes: it is not long, with escapes for what UTF-8 does not encode.
     """
     try:
         described = f"{type(error).__name__}: {error}"

@@ -47,7 +47,7 @@ _GRAPH_BYTES: Final = 2 * _GIB
 _FEATURE_BYTES: Final = _GIB
 """Of images, which the runner keeps on a GPU."""
 _RANKS: Final = 16
-"""Slots of adapters have room for a multiple of so many ranks."""
+"""The ranks for which slots of adapters have room are a multiple of this."""
 _SAMPLED_ROWS: Final = 256
 """Rows whose logits are there in fp32 at a time."""
 _SNAPSHOTS_PER_ROW: Final = 16

@@ -1,4 +1,4 @@
-"""Plug-ins: one file, one implementation; the file's name is its public name, the module says ``PLUGIN = ...``.
+"""Plug-ins: one file, one implementation; the file's name is its public name, ``PLUGIN`` in it the class or function.
 
 A folder is named by its path inside the package, for example "scheduler/policies". Only the chosen file is imported,
 so a plug-in whose package is missing, or which is broken, affects no other. A leading underscore in a file's name

@@ -50,8 +50,8 @@ GPU_DECODE_COST: Final = 4
 tokens of a prompt.
 """
 SNAPSHOT_TOKENS: Final = 64, 256
-"""States are kept at multiples of so many tokens, on a CPU and on a GPU. What is computed again before a hit is less
-than this, which takes a GPU hardly longer than one token; and a step that ends there has to be worth it.
+"""States are kept at multiples of these numbers of tokens, on a CPU and on a GPU. What is computed again before a hit
+is less than this, which takes a GPU hardly longer than one token; and a step that ends there has to be worth it.
 """
 GPU_GRAPH_ROWS: Final = 1024
 FUSED_CHUNK: Final = 512

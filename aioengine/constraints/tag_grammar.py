@@ -143,7 +143,7 @@ class TagGrammar:
         )
 
     def repeated(self, parts: list[Part], pointer: str, least: int, most: int | None) -> Part:
-        """These parts so many times; ``most``: None: any number."""
+        """These parts ``least`` to ``most`` times; None: any number."""
         times = f"{{{least},{'' if most is None else most}}}"
         if _is_pattern(parts):
             return Pattern(f"({_expression(parts)}){times}", pointer)

@@ -29,7 +29,7 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.do_layer_norm_before:
-            not_implemented("do_layer_norm_before", self.do_layer_norm_before, "true, as of all but OPT-350M")
+            not_implemented("do_layer_norm_before", self.do_layer_norm_before, "true, as in all but OPT-350M")
         if self.word_embed_proj_dim not in (None, self.hidden_size):
             not_implemented(
                 "word_embed_proj_dim", self.word_embed_proj_dim, f"hidden_size, which is {self.hidden_size}"

@@ -34,7 +34,7 @@ MAX_EXTRA_BYTES: Final = 256 * 1024
 """Size of the extras that are read in one turn of the loop: 33,000 to 65,000 logprobs, some milliseconds."""
 
 EXTRA_BYTES: Final = 128
-"""Counted of every extra beside its data: the least of them takes about as long as so many bytes of logprobs."""
+"""Bytes that every extra counts beside its data: the least of them takes about as long as these bytes of logprobs."""
 
 
 NUM_READ_TOGETHER: Final = 8
@@ -135,14 +135,14 @@ class Router:
                 parts = self._waiting.pop(uid)
                 row, extras = self.rows.get(uid), parts[0].tokens.extras
                 if row is None:
-                    continue  # it was ended, and nobody reads what waits of it
+                    continue  # it was ended, and its waiting chunks have no reader
                 piece_bytes = min(unread_bytes, MAX_EXTRA_BYTES // NUM_READ_TOGETHER)
                 unread_bytes -= piece_bytes
                 try:
                     while extras and piece_bytes > 0:
                         piece_bytes -= len(extras[-1].data) + EXTRA_BYTES
                         row.put_extra(extras.pop())
-                except Exception as error:  # nobody else would end this row
+                except Exception as error:  # nothing else would end this row
                     failed = End(uid, FinishCode.FAILED, stage="deliver", message=describe(error))
                     parts = deque([TextChunks(ended=[failed])])
                     extras = []

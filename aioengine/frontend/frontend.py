@@ -289,8 +289,8 @@ class Frontend:
         """The engine's settings, and the scheduler's state."""
         reply = await self.controls.ask("server_info")
         parts = self.parts
-        told = cast("dict[str, object] | list[dict[str, object]]", json.loads(reply.data) if reply.data else {})
-        replicas = told if isinstance(told, list) else [told]
+        found = cast("dict[str, object] | list[dict[str, object]]", json.loads(reply.data) if reply.data else {})
+        replicas = found if isinstance(found, list) else [found]
         return {
             "status": "ready" if self.failure is None else self.state,
             **info.settings_info(parts.settings, parts.facts, parts.max_total_tokens),

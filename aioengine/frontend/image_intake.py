@@ -206,7 +206,7 @@ class ImageIntake:
         )
 
     def begin(self, prompt: ImagesOfPrompt) -> None:
-        """Read and prepare the images of a prompt, which is told when that is over. It may be, at once."""
+        """Read and prepare the images of a prompt, and report to it when that is over, which it may be at once."""
         self._waiting.extend(_Unit(prompt, place) for place in range(len(prompt.sources)))
         self._loop.call_soon(self._go_on)
 

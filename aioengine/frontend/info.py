@@ -64,7 +64,7 @@ class ModelInfo(TypedDict):
 
 
 class TokenizerNamespace:
-    """The old home of the tokenizer and of ``abort_request``."""
+    """Where the tokenizer and ``abort_request`` were in older programs."""
 
     def __init__(self, tokenizer: Tokenizer | None, abort_request: Callable[[str | None, bool], None]) -> None:
         self._tokenizer = tokenizer

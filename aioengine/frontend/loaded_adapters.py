@@ -298,7 +298,7 @@ class LoadedAdapters:
                 load = self._find(name)
             except ValueError as error:
                 return self._result(str(error))
-            load.is_leaving = True  # from now on nobody else finds it
+            load.is_leaving = True  # from now on no other call finds it
         try:
             if load.users:
                 load.idle.clear()

@@ -11,7 +11,7 @@ reader gets:
     open       rows have no end yet (``num_open``)                waits         waits
     finished   all rows have their ends                           its end       the answer
     failed     ``error`` is set                                   the error     the error
-    left       ``is_left``: nobody will read the rest             its end       RequestError
+    left       ``is_left``: the rest has no reader                its end       RequestError
 
 A reader has a cursor, which is open or *closed*: the reader has left, or another one is attached. Then a stream is at
 its end at once, whatever is ready. How reading ends (methods of ``Reader``, harmless when repeated):

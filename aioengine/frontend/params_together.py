@@ -22,7 +22,7 @@ MAX_CONSTRAINT_BYTES_OF_CALL: Final = 524_288
 """Of all different parameters of a call: schemas and patterns take up to 2 us a byte to check."""
 
 MAX_COST_AT_ONCE: Final = 32_768
-"""Behind parameters that take about so many microseconds, no further ones are checked in the same turn of the loop."""
+"""Microseconds, about: behind parameters that take these, none are checked in the same turn of the loop."""
 COST_PER_ENTRY: Final = 2
 COST_PER_CUSTOM_PARAMS: Final = 512
 

@@ -36,7 +36,7 @@ class PairTokenizer(Protocol):
 class PoolEncoder(NamedTuple):
     """Tokenizes texts of up to ``max_tokens`` tokens. On the tokenizer's threads.
 
-    ``in_text``: as of ``Encoder``.
+    ``in_text``: as in ``Encoder``.
     """
 
     tokenizer: PairTokenizer

@@ -43,10 +43,10 @@ class PoolOptions(TypedDict, total=False):
 class EncodeOptions(PoolOptions, total=False):
     """Keyword arguments of ``encode``: those of ``PoolOptions``, and
 
-    dimensions: the vector is cut to so many numbers, then normalised.
+    dimensions: the vector is cut to this length, then normalised.
     normalize: whether vectors have the length 1; None: as the model's files say.
     prompt_name: which of the model's prompts stands before each text ("query", "document"); None: its usual one.
-    image_data: as of ``RequestOptions``: the images of the texts, of a model that reads images.
+    image_data: as in ``RequestOptions``: the images of the texts, of a model that reads images.
     """
 
     dimensions: int | None

@@ -94,7 +94,7 @@ class RequestOptions(TypedDict, total=False):
     return_prompt_token_ids: answers and chunks carry ``prompt_token_ids``.
     add_special_tokens: whether the tokenizer adds its special tokens to a text, such as that of its beginning. None: to
         a ``prompt``, and not to a chat, whose template writes them.
-    truncate_prompt_tokens: the last so many tokens of each prompt are kept, special ones among them; None: all.
+    truncate_prompt_tokens: how many of the last tokens of each prompt are kept, special ones among them; None: all.
     image_data: the images of a prompt, which has a placeholder for each: one, or a list of them, as a path, a URL
         (``http://``, ``file://``, ``data:``), base64 text, bytes or a PIL image. A batch takes one for all prompts, or
         a list with one entry for each: an image, a list of images, or None.
@@ -108,7 +108,7 @@ class RequestOptions(TypedDict, total=False):
         request by its ``custom_params``; a batch takes one, or a list. None: none.
     session_params: go on from earlier requests of a session (``open_session``): a dict with its ``id`` and the ``rid``
         of the request to go on from, or a list with one for each prompt. The prompt is added to the prompt and the
-        output of that request. ``drop_previous_output`` leaves out its output, ``offset`` keeps so many ids of both;
+        output of that request. ``drop_previous_output`` leaves out its output, ``offset`` keeps that many ids of both;
         ``replace`` ends it, where it runs, and forgets what went on from it. Without ``rid`` the prompt begins anew
         (``replace``: and all else is forgotten). A session with ``streaming=True`` goes on from its last answer.
     return_logprob: ``meta_info`` gets the logprobs of the output tokens, of the distribution that ``logprobs_mode`` of

@@ -50,7 +50,7 @@ MAX_SESSION_TOKENS: Final = 1 << 25
 """Of all sessions together; four bytes each."""
 
 TOKENS_PER_TURN: Final = 128
-"""Each turn counts as so many tokens more than it has: about the memory of its objects."""
+"""Tokens that each turn counts beside those that it has: about the memory of its objects."""
 
 MAX_ID_BYTES: Final = 512
 MAX_TIMEOUT_S: Final = 1e9
@@ -287,7 +287,7 @@ class Sessions:
         self._num_opened = 0
         self._num_tokens = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._unpinned: list[Session] = []  # of which the scheduler is told in the next turn of the loop
+        self._unpinned: list[Session] = []  # reported to the scheduler in the next turn of the loop
 
     def __len__(self) -> int:
         return len(self._by_id)

@@ -337,7 +337,7 @@ class Submitter:
                 self.checks.check_size(prompt)
         except RequestTooLargeError as error:
             return error
-        if self._encoder is None:  # ids, and no thread to check so many of them
+        if self._encoder is None:  # ids, and no thread to check this many of them
             return self._ids_if_known(checked(prompt, self.checks.check_ids), is_pooled=is_pooled)
         return None
 

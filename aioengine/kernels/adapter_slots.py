@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 RANKS = 16
 """Ranks are padded to a multiple of this with zeros."""
 UNIT = 16
-"""Matrices begin at multiples of so many numbers in a slot, and the size of a slot is one."""
+"""Numbers: matrices begin at multiples of this in a slot, and the size of a slot is one."""
 TABLE_COLUMNS = 4
 """Of the entry of a part in the table at the beginning of a slot, int32: its rank in ``RANKS``, where A [rank, I] and
 B [O, rank] begin in ``UNIT``, and 0.
@@ -59,7 +59,7 @@ class AdapterWeights:
 
 
 def rows_of_tile(num_rows: int, *, batch_invariant: bool) -> int:
-    """The rows of a tile in a step of so many rows."""
+    """The rows of a tile in a step of ``num_rows`` rows."""
     return FEW_ROWS_OF_TILE if batch_invariant or num_rows <= _MANY_ROWS else MANY_ROWS_OF_TILE
 
 

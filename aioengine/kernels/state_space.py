@@ -67,7 +67,7 @@ def state_space(
         channels: [T, C], x of all heads, then b, then c of all groups.
         steps: [T, H], whose rows may be parts of longer ones.
         state: [N, H, K, V] fp32, changed in place.
-        in_blocks: as of ``gated_delta``.
+        in_blocks: as in ``gated_delta``.
 
     Returns:
         [T, H, V] in the dtype of ``channels``.

@@ -47,7 +47,7 @@ class StateShape:
 
     def one_row(self, num_tokens: int, device: torch.device) -> StepStates:
         """The states of a row of ``num_tokens`` tokens from its start, in memory of one layer that all layers share:
-        for steps whose results nobody reads.
+        for steps whose results are not read.
         """
         pool = tuple(
             torch.zeros(1, 1, *tensor.shape, dtype=tensor.dtype, device=device).expand(

@@ -136,7 +136,7 @@ class AdapterSlots:
     __slots__ = ("_by_key", "_first", "_keys", "_num_uses", "_pins", "_quantum", "_slots", "is_changed", "line")
 
     def __init__(self, num_slots: int, *, quantum: int, turn: Callable[[str], float] = lambda _: 0.0) -> None:
-        """``turn``: as of ``Line``."""
+        """``turn``: as in ``Line``."""
         self._slots = [_Slot(number) for number in range(1, num_slots + 1)]
         self._quantum = max(1, quantum)
         self._by_key: dict[Key, _Slot] = {}

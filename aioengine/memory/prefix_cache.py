@@ -183,7 +183,7 @@ class PrefixCache:
 
     def num_left(self, match: Match, num_tokens: int, running: Iterable[tuple[Hold, int]]) -> int:
         """Allocatable pages once a request with this prefix has those for its ``num_tokens`` tokens, and the running
-        ones, each with its known tokens, those for theirs. Negative: so many are missing.
+        ones, each with its known tokens, those for theirs. Negative: the number that is missing.
         """
         return self.num_available(match) - self.pages_for(num_tokens) + len(match.path)
 
@@ -323,13 +323,13 @@ class PrefixCache:
         return self._allocator.allocate(count)
 
     def _announce(self, hold: Hold, token_ids: list[int]) -> None:
-        """Put the full pages still to be computed into the tree, as far as nobody else has them there."""
+        """Put the full pages still to be computed into the tree, as far as no other request has them there."""
         parent = hold.path[-1] if hold.path else self._tree.root
         first = hold.num_ready
         hold.path += self._tree.announce(parent, self._tree.keys(token_ids, first, hold.salt), hold.pages[first:])
 
     def _attach(self, hold: Hold, key: Key) -> bool:
-        """Continue the path by a computed page; False while somebody else is computing the same."""
+        """Continue the path by a computed page; False while another request is computing the same."""
         parent = hold.path[-1] if hold.path else self._tree.root
         if hold.salt and not hold.path:
             key = (*key, hold.salt)
@@ -345,7 +345,7 @@ class PrefixCache:
 
 
 def _is_used_by_none_but(hold: Hold, index: int) -> bool:
-    """Whether a node of the path has the request's own page, nobody else keeps it, and nobody's page continues it."""
+    """Whether a node of the path has the request's own page, which nothing else keeps and no page continues."""
     node = hold.path[index]
     is_own = node.page == hold.pages[index] and node.num_locks == 1 and not node.num_pins
     return is_own and all(child in hold.path[index + 1 : index + 2] for child in node.children.values())

@@ -77,7 +77,7 @@ class Snapshots:
     """The snapshots 0 ... num_snapshots - 1 and the nodes that have them, the one unused for longest first.
 
     Attributes:
-        span: snapshots stand at multiples of so many tokens, a multiple of the page size.
+        span: tokens; snapshots stand at multiples of it. A multiple of the page size.
     """
 
     __slots__ = ("_free", "_ids", "_page_size", "_producers", "num_snapshots", "span")

@@ -251,7 +251,7 @@ class WindowedCache(PrefixCache):
         hold.firsts[group] = max(first, hold.firsts[group])
 
     def _attach(self, hold: Hold, key: Key) -> bool:
-        """Continue the path by a computed page; False while somebody else is computing the same."""
+        """Continue the path by a computed page; False while another request is computing the same."""
         parent = hold.path[-1] if hold.path else self._tree.root
         if hold.salt and not hold.path:
             key = (*key, hold.salt)

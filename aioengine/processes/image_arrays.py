@@ -29,7 +29,7 @@ _MIN_PIXELS = 1 << 16
 """Of an image whose channels are worth threads of their own."""
 
 MAX_SHRINKING = 4
-"""A picture with more than so many times the pixels of the result is not moved to the device, but resized first."""
+"""Times the pixels of the result: a picture with more is not moved to the device, but resized first."""
 
 _channels = ThreadPoolExecutor(12, "channel")
 

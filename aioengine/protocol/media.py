@@ -1,4 +1,4 @@
-"""What the frontend and the media process say to each other: one JSON object a line, over a pair of sockets.
+"""Messages between the frontend and the media process: one JSON object a line, over a pair of sockets.
 
 frontend --> media process      MediaOrders (first), then FetchJob, PrepareJob, and CancelJob for one that is not over
 media process --> frontend      MediaReady (first), Waits, and for each job one of ``JobEnd``

@@ -45,8 +45,8 @@ fewer than steps can be in flight.
 """
 
 ROWS_PER_TOKEN: Final = 16
-"""For so many rows of a step a jump has one token more. All of them wait for the tokens of one that jumps, which costs
-more the more they are, and it saves steps for itself alone: with 256 rows short jumps make all slower.
+"""The least jump is one token longer for every 16 rows of the step: all of them wait for the tokens of the row that
+jumps, and it alone saves steps. With 256 rows short jumps make all slower.
 """
 
 

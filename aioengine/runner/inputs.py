@@ -150,7 +150,7 @@ class InputBuilder:
         """Open a request in the table, with its states as they are behind what it does not compute.
 
         Raises:
-            ValueError: as of ``RowTable.open``.
+            ValueError: as in ``RowTable.open``.
         """
         self.table.open(opened)
         if opened.snapshot >= 0 and self.states is not None:

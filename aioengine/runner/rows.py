@@ -41,7 +41,9 @@ RECENT_TOKENS: Final = 512
 """Of a request with bad words: one more than those that a bad word can have in front of its last token."""
 
 FEW_VALUES = 64
-"""Logprobs of a position: requests for up to so many are computed together, for the largest of these numbers."""
+"""Requests for up to this number of logprobs at a position are computed together, all for the largest number among
+them.
+"""
 
 SAMPLING_RECORD = np.dtype(
     [

@@ -64,7 +64,7 @@ _MIXED = (
 
 
 def longest_graph(settings: Settings, num_active: int) -> int:
-    """Tokens of the largest step with prompts that gets CUDA graphs; 0: none does. ``num_active``: as of ``Model``."""
+    """Tokens of the largest step with prompts that gets CUDA graphs; 0: none does. ``num_active``: as in ``Model``."""
     if not settings.runner.cuda_graph_max_rows:
         return 0
     is_whole = settings.runner.attention_backend == PACKED

@@ -364,7 +364,7 @@ class Incarnation:
 
     def _child_ended(self, child: RunningChild) -> None:
         if self._state is _State.FAILED and not any(one.is_alive for one in self._launcher.children):
-            self._close()  # else a dead engine that nobody shuts down would be held by its loop
+            self._close()  # else a dead engine that is not shut down would be held by its loop
         if self._state in (_State.ENDED, _State.FAILED) or self._handshake is None:
             return
         if child not in self._launcher.children:

@@ -303,7 +303,7 @@ class RestartWindow:
 
     @property
     def num_taken(self) -> int:
-        """Restarts that count, as of the last ``take``."""
+        """Restarts that counted at the last ``take``."""
         return len(self._times)
 
     def take(self, now: float) -> bool:

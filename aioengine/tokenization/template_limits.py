@@ -1,6 +1,6 @@
 """How large the values of a chat template may become, and how long it may run.
 
-A template is code of the model's author, or of whoever sent a request. It can only act in small steps: a turn of a
+A template is code of the model's author, or of the sender of a request. It can only act in small steps: a turn of a
 loop, a call, a filter, an operator, a piece of output. Every step asks the budget of its chat first, so nothing has to
 be interrupted: the size of each value is limited before it is built, and the time is checked between two steps.
 

@@ -198,7 +198,7 @@ def compute(
 ) -> None:
     """Write the outputs [T, H, V] and the states of the rows with at least ``LEAST_TOKENS`` tokens.
 
-    channels: [T, C]. state: [N, H, K, V]. key: as of ``Launcher``, for these tensors.
+    channels: [T, C]. state: [N, H, K, V]. key: as in ``Launcher``, for these tensors.
     """
     assert rows.blocks is not None, "no row has several tokens"
     num_heads, key_size, value_size = state.shape[1:]

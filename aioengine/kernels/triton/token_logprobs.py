@@ -28,7 +28,7 @@ NUM_SEGMENTS = 16
 BLOCK = SEGMENT * NUM_SEGMENTS
 
 FEW, MANY = 8, 64
-"""The likeliest tokens for which the second kernel is compiled: up to so many."""
+"""The most likeliest tokens for which the second kernel is compiled."""
 
 _ASKED = 64
 

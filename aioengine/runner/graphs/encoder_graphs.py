@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from aioengine.models._base import InputSpec, Model
 
 TOKENS_PER_ROW = 16
-"""A graph has a row for so many of its tokens: attention starts a program for each row and part of the longest one."""
+"""Tokens of a graph for each of its rows: attention starts a program for each row and part of the longest one."""
 LEAST_ROWS = 8
 
 
@@ -132,7 +132,7 @@ class EncoderGraphs:
         self._steps = captured[::-1]
 
     def of_size(self, num_rows: int, num_tokens: int) -> EncoderStep | None:
-        """The smallest one for so many rows and tokens; None: there is none."""
+        """The smallest graph with at least this many rows and tokens; None: there is none."""
         for step in self._steps:
             if num_tokens <= step.columns.num_tokens and num_rows <= step.columns.num_rows:
                 return step

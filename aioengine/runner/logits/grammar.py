@@ -100,7 +100,7 @@ class GrammarMask:
         if begun is None:
             return None
         if begun.wait is not None:
-            begun.wait()  # also of masks that nobody wants any more: until then, constraints must not advance
+            begun.wait()  # also of masks that are not needed any more: until then, constraints must not advance
         return begun if begun.constraints == constraints else None
 
     def _memory(self, num_rows: int, num_masks: int, num_words: int, *, is_on_gpu: bool) -> npt.NDArray[np.int32]:
