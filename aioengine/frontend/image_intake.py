@@ -359,13 +359,13 @@ class ImageIntake:
 
     def _prepared(self, file: ImageFile, job: PrepareJob, end: JobEnd) -> None:
         self._jobs.pop(job.id, None)
+        self._remove(job.source)
         waiters, file.waiters = file.waiters, []
         found: ImageFile | ImageError = file
         if isinstance(end, Prepared):
             file.shape, file.num_bytes = end.shape, end.num_bytes
         else:
             del self.files[file.content]
-            self._remove(job.source)
             self._remove(file.path)
             found = _error_of(end)
         for unit in waiters:

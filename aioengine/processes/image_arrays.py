@@ -7,8 +7,8 @@ eighth of the bytes of what the processor gives. Channels are resized side by si
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -18,7 +18,7 @@ from PIL import Image
 from aioengine.processes import resampling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from aioengine.processes.resampling import RowsFirst
 
@@ -30,6 +30,8 @@ _MIN_PIXELS = 1 << 16
 
 MAX_SHRINKING = 4
 """Times the pixels of the result: a picture with more is not moved to the device, but resized first."""
+
+_KEPT_SIZES = 16
 
 _channels = ThreadPoolExecutor(12, "channel")
 
@@ -93,20 +95,55 @@ def faster(kind: type[Any]) -> type[Any]:
     return Faster
 
 
-def late(kind: type[Any], goal_of: Callable[..., tuple[int, int]], rows_first: RowsFirst) -> type[Any]:
-    """A form of ``faster(kind)`` for the processor of Qwen's models, which leaves resizing to the device.
+class LatePictures:
+    """What the device reads beside the bytes of a picture, for the processor of Qwen's models: resizing is left to it.
 
-    In place of ``pixels`` it gives the ``picture`` [height, width, C] as it was, and the passes that resize it
-    (``Taps``) as ``row_starts``, ``row_weights``, ``column_starts`` and ``column_weights``, with ``rows_first`` [1].
-    A picture that becomes much smaller is resized here, and one that is not resized bicubically.
-
-    goal_of: the function of transformers that gives the height and width of a result.
+    All of it follows from the size of the picture alone, and is kept: the next picture often has the same.
     """
-    waiting: Any = threading.local()
 
-    class Late(faster(kind)):
-        """``waiting.picture`` is the one that the processor works on in this thread."""
+    def __init__(
+        self,
+        kind: type[Any],
+        settings: Mapping[str, object],
+        goal_of: Callable[..., tuple[int, int]],
+        rows_first: RowsFirst,
+    ) -> None:
+        """kind: the image processor of transformers. goal_of: its function that gives height and width of a result."""
+        self._processor: Any = _sized(kind, goal_of).from_dict(dict(settings))
+        self._rows_first = rows_first
+        self.beside = lru_cache(_KEPT_SIZES)(self._beside)
 
+    def _beside(self, height: int, width: int) -> Mapping[str, npt.NDArray[Any]] | None:
+        """For a picture of this size; None: it is made ready by the processor itself.
+
+        They are the ``table`` and ``image_grid_thw`` of ``faster(kind)``, and the passes that resize the picture
+        (``Taps``), as ``row_starts``, ``row_weights``, ``column_starts`` and ``column_weights``, with ``rows_first``
+        [1]. A picture that becomes much smaller is resized here, and one that is not resized bicubically.
+
+        Raises ValueError where the processor refuses the size.
+        """
+        options = {"input_data_format": "channels_last", "return_tensors": "np", "do_convert_rgb": False}
+        try:
+            found = dict(self._processor(np.broadcast_to(np.uint8(0), (height, width, 3)), **options))
+        except _ResizedHereError:
+            return None
+        if "pixels" not in found:
+            return None
+        new_height, new_width = found.pop("pixels").shape[-2:]
+        found["row_starts"], found["row_weights"] = resampling.taps(height, new_height)
+        found["column_starts"], found["column_weights"] = resampling.taps(width, new_width)
+        found["rows_first"] = np.array([self._rows_first(height, width, new_height, new_width)])
+        return found
+
+
+class _ResizedHereError(Exception):
+    """The device does not resize this picture."""
+
+
+def _sized(kind: type[Any], goal_of: Callable[..., tuple[int, int]]) -> type[Any]:
+    """A form of ``faster(kind)`` whose ``pixels`` have a size, and no bytes."""
+
+    class Sized(faster(kind)):
         def resize(self, image: npt.NDArray[Any], *, size: Any, resample: Any, factor: int) -> npt.NDArray[Any]:
             height, width = image.shape[-2:]
             goal = goal_of(height, width, factor, size.shortest_edge, size.longest_edge)
@@ -114,28 +151,14 @@ def late(kind: type[Any], goal_of: Callable[..., tuple[int, int]], rows_first: R
             is_close = height * width <= MAX_SHRINKING * goal[0] * goal[1]
             is_known = resample == Image.Resampling.BICUBIC and height <= resampling.MAX_PROPORTION * width
             if not (is_byte and is_close and is_known):
-                return super().resize(image, size=size, resample=resample, factor=factor)
-            waiting.picture, waiting.goal = image, goal
-            return np.broadcast_to(np.uint8(0), (len(image), *goal))  # for its shape
+                raise _ResizedHereError
+            return np.broadcast_to(np.uint8(0), (len(image), *goal))
 
         def patchify(self, image: npt.NDArray[Any], patch_size: int, **options: Any) -> tuple[Any, int, int]:
             patches, rows, columns = super().patchify(image, patch_size, **options)
-            return patches[:0] if hasattr(waiting, "picture") else patches, rows, columns
+            return patches[:0], rows, columns
 
-        def _preprocess(self, *arguments: Any, **options: Any) -> Any:
-            vars(waiting).clear()  # the last one may have been refused half-way
-            found = super()._preprocess(*arguments, **options)
-            if hasattr(waiting, "picture"):
-                (height, width), (new_height, new_width) = waiting.picture.shape[-2:], waiting.goal
-                del found["pixels"]
-                found["picture"] = np.moveaxis(waiting.picture, 0, -1)
-                found["row_starts"], found["row_weights"] = resampling.taps(height, new_height)
-                found["column_starts"], found["column_weights"] = resampling.taps(width, new_width)
-                found["rows_first"] = np.array([rows_first(height, width, new_height, new_width)])
-                vars(waiting).clear()
-            return found
-
-    return Late
+    return Sized
 
 
 def values_of(images: list[npt.NDArray[Any]], table: npt.NDArray[np.float32] | None) -> list[npt.NDArray[Any]]:

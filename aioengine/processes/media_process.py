@@ -28,7 +28,8 @@ from aioengine.errors import describe
 from aioengine.media._base import ImageShape
 from aioengine.processes import resampling
 from aioengine.processes.host import die_with_parent, handle_signals, limit_threads, name_process
-from aioengine.processes.image_arrays import faster, late
+from aioengine.processes.image_arrays import LatePictures, faster
+from aioengine.processes.picture_bytes import bytes_of
 from aioengine.processes.web import Cancellation, WebLimits, fetch
 from aioengine.protocol.media import (
     Broken,
@@ -106,11 +107,13 @@ class PixelGate:
 class MediaWorker:
     """Does jobs. From any thread."""
 
-    def __init__(self, orders: MediaOrders, processor: Preprocess) -> None:
+    def __init__(self, orders: MediaOrders, processor: Preprocess, late: LatePictures | None = None) -> None:
+        """late: for pictures that the device resizes."""
         self._limits = WebLimits(orders.max_bytes, orders.timeout_s, orders.allows_private)
         self._options = orders.options
         self._max_pixels = orders.max_pixels
         self._processor = processor
+        self._late = late
         self._gate = PixelGate(orders.max_pixels)
         self._accepted: dict[int, Cancellation] = {}
 
@@ -157,11 +160,17 @@ class MediaWorker:
                 _check(cancellation)
                 decoded = pictures.decode(image)
                 _check(cancellation)
-                arrays = self._arrays(np.asarray(decoded))
+                arrays = self._late_arrays(decoded) or self._arrays(np.asarray(decoded))
         tensors = {name: array for name, array in arrays.items() if isinstance(array, np.ndarray)}
         save_file(tensors, job.path)
-        os.unlink(job.source)
         return Prepared(job.id, _shape(arrays), sum(array.nbytes for array in tensors.values()))
+
+    def _late_arrays(self, image: Image.Image) -> dict[str, object]:
+        """A picture as it is, with what the device needs to resize it; empty where that is done here. Raises ValueError
+        as ``_arrays`` does.
+        """
+        beside = None if self._late is None else self._late.beside(image.height, image.width)
+        return {} if beside is None else {"picture": bytes_of(image), **beside}
 
     def _arrays(self, image: Bytes) -> dict[str, object]:
         """What the image processor makes of a picture [height, width, 3], by its names.
@@ -200,17 +209,18 @@ def _shape(arrays: Mapping[str, object]) -> ImageShape:
     return ImageShape(int(height), int(width), (frames, grid_height, grid_width), (rows, columns))
 
 
-def load_processor(orders: MediaOrders) -> Preprocess:
-    """The image processor of the model."""
+def load_processor(orders: MediaOrders) -> tuple[Preprocess, LatePictures | None]:
+    """The image processor of the model, and what it does to pictures that the device resizes, where that is known."""
     # transformers imports torch wherever it finds it, which takes seconds, and these processors do not use it.
     if "torch" not in sys.modules:
         sys.modules["torch"] = cast("ModuleType", None)
     module_name, _, name = orders.processor.partition(":")
     module = importlib.import_module(module_name)
     kind, rows_first = getattr(module, name), resampling.find_order() if orders.leaves_resizing else None
+    late = None
     if rows_first is not None and hasattr(kind, "patchify"):
-        return late(kind, module.smart_resize, rows_first).from_dict(dict(orders.settings))
-    return faster(kind).from_dict(dict(orders.settings))
+        late = LatePictures(kind, orders.settings, module.smart_resize, rows_first)
+    return faster(kind).from_dict(dict(orders.settings)), late
 
 
 def main() -> None:
@@ -221,7 +231,7 @@ def main() -> None:
     die_with_parent(orders.parent_pid)
     limit_threads(1)
     pictures.limit_pixels(orders.max_pixels)
-    worker = MediaWorker(orders, load_processor(orders))
+    worker = MediaWorker(orders, *load_processor(orders))
     Image.init()  # loads the decoders, now and not for the first picture
     with contextlib.suppress(SystemExit, OSError):  # asked to end, or the frontend has ended
         _serve(socket.socket(fileno=orders.socket_fd), worker, orders.num_workers)

@@ -44,7 +44,7 @@ class FetchJob(Struct, tag="fetch", frozen=True):
 class PrepareJob(Struct, tag="prepare", frozen=True):
     """Decode the picture in the file ``source``, and write what the image processor makes of it to the file ``path``.
 
-    ``source`` is removed then. ``size``: (width, height) of a picture that is RGB bytes; (0, 0): it is a picture file.
+    ``size``: (width, height) of a picture that is RGB bytes; (0, 0): it is a picture file.
     """
 
     id: int

@@ -128,7 +128,7 @@ def tower_ms(folder: Path, repeat: int) -> float:
     assert isinstance(model, VisionModel)
     starts, products = map(torch.tensor, resampling.taps(SIDE, GRID * 14))
     arrays = {
-        "picture": torch.randint(0, 256, (SIDE, SIDE, 3), dtype=torch.uint8),
+        "picture": torch.randint(0, 256, (SIDE, SIDE, 4), dtype=torch.uint8),
         "table": torch.randn(3, 256),
         "image_grid_thw": torch.tensor([[1, GRID, GRID]]),
         "rows_first": torch.tensor([False]),
@@ -161,7 +161,7 @@ def prepare_ms(folder: Path, repeat: int) -> float:
         num_workers=1,
         leaves_resizing=True,
     )
-    worker = MediaWorker(orders, load_processor(orders))
+    worker = MediaWorker(orders, *load_processor(orders))
     source, made = folder / "source.jpg", folder / "image.safetensors"
     times: list[float] = []
     for seed in range(repeat):

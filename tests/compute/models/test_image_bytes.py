@@ -16,7 +16,8 @@ from aioengine.media._base import find_image_model
 from aioengine.models._image_pixels import looked_up, resized
 from aioengine.models._qwen_tower import cut
 from aioengine.processes import resampling
-from aioengine.processes.image_arrays import faster, late
+from aioengine.processes.image_arrays import LatePictures, faster
+from aioengine.processes.picture_bytes import bytes_of
 from tests.kit.image_models import FAMILIES, write_image_folder
 
 SIZES = [(90, 50), (20, 20), (64, 97), (700, 520)]
@@ -101,19 +102,48 @@ def test_a_picture_that_is_resized_late_has_the_same_values(options: dict[str, o
     plain, _ = processors("qwen2_vl", options, tmp_path)
     kind, rows_first = type(plain), resampling.find_order()
     assert rows_first is not None
-    fast = late(kind, importlib.import_module(kind.__module__).smart_resize, rows_first).from_dict(plain.to_dict())
+    late = LatePictures(kind, plain.to_dict(), importlib.import_module(kind.__module__).smart_resize, rows_first)
+    is_late = not options.keys() & {"do_normalize", "resample"}
     for width, height in ((64, 64), (56, 80)) if "do_resize" in options else SIZES:
+        found = late.beside(height, width)
+        assert (found is not None) == (is_late and height * width < 64 * 64 * 4), "a large one is resized before"
+        if found is None:
+            continue
         wanted = plain(picture(width, height), return_tensors="np")
-        found = dict(fast(picture(width, height), return_tensors="np"))
-        assert ("picture" in found) == (not options and height * width < 64 * 64 * 4), "a large one is resized before"
-        if "picture" in found:
-            assert found["picture"].shape == (height, width, 3)
-            arrays = {name: torch.tensor(array) for name, array in found.items()}
-            found["pixels"] = resized(arrays, rows_first=bool(found["rows_first"])).numpy()
-        if "pixels" in found:
-            values = looked_up(torch.tensor(found["pixels"]), torch.tensor(found["table"]))
-            found["pixel_values"] = cut(values, size=plain.patch_size, merge=plain.merge_size, frames=2).numpy()
-        assert all(np.array_equal(found[key], wanted[key]) for key in wanted)
+        arrays = {name: torch.tensor(array) for name, array in found.items()}
+        for stored in (np.asarray(picture(width, height)), bytes_of(picture(width, height))):
+            arrays["picture"] = torch.tensor(stored)
+            values = looked_up(resized(arrays, rows_first=bool(found["rows_first"])), arrays["table"])
+            patches = cut(values, size=plain.patch_size, merge=plain.merge_size, frames=2).numpy()
+            assert np.array_equal(patches, wanted["pixel_values"])
+        assert np.array_equal(found["image_grid_thw"], wanted["image_grid_thw"])
+        assert late.beside(height, width) is found, "it depends on the size alone"
+
+
+def test_a_size_that_the_processor_refuses_is_refused_late_too(tmp_path: Path) -> None:
+    plain, _ = processors("qwen2_vl", {}, tmp_path)
+    smart_resize = importlib.import_module(type(plain).__module__).smart_resize
+    late = LatePictures(type(plain), plain.to_dict(), smart_resize, lambda *_: False)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="aspect ratio"):
+            late.beside(1, 300)
+
+
+def test_bytes_of_a_picture_are_those_of_pillow_for_as_long_as_they_are_used() -> None:
+    for size in [*SIZES, (1, 1), (2048, 2048), (2049, 2048)]:
+        found = bytes_of(picture(*size))
+        others = [Image.new("RGB", size) for _ in range(3)]  # would take memory that was given back
+        assert np.array_equal(found[..., :3], np.asarray(picture(*size)))
+        assert others
+
+
+def test_bytes_of_a_picture_are_copied_where_pillow_lends_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_lent = hasattr(Image.new("RGB", (1, 1)).im, "__arrow_c_array__")
+    assert bytes_of(picture(9, 5)).shape == (5, 9, 4 if is_lent else 3)
+    monkeypatch.setattr(Image.core, "get_alignment", lambda: 16)  # as PILLOW_ALIGNMENT=16 has it
+    found = bytes_of(picture(9, 5))
+    assert found.shape == (5, 9, 3)
+    assert np.array_equal(found, np.asarray(picture(9, 5)))
 
 
 def test_an_order_of_passes_that_is_not_known_is_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
