@@ -16,7 +16,7 @@ import msgspec
 import zmq
 
 from aioengine.file_descriptors import raise_descriptor_limit
-from aioengine.processes.host import die_with_parent, handle_signals, name_process
+from aioengine.processes.host import AskedToEnd, die_with_parent, handle_signals, name_process
 from aioengine.processes.uplink import Uplink, encodable, forward_logs
 from aioengine.protocol.board import CrashBoard
 from aioengine.protocol.codec import fingerprint
@@ -82,7 +82,7 @@ class Child:
                 if outbox.to_frontend:
                     self.uplink.send(outbox.to_frontend)
                 self.uplink.flush()
-        except SystemExit:  # asked to end; after a failure nothing is cleaned up, which might fail as well
+        except AskedToEnd:  # after a failure nothing is cleaned up, which might fail as well
             service.close()
             raise
 
@@ -127,8 +127,8 @@ def run_child(work: Callable[[Child], None]) -> NoReturn:
     code = 0
     try:
         work(child)
-    except SystemExit:
-        pass  # asked to end
+    except AskedToEnd:
+        pass
     except BaseException as error:
         code = 1
         failed = Failed(orders.role, type(error).__name__, encodable(str(error)), encodable(traceback.format_exc()))

@@ -20,6 +20,10 @@ _KEPT_KERNELS = 128
 """Of 0.5 to 1 MB each. A model has about five shapes of weights, and rows are rounded to 20 to 30 numbers."""
 
 
+class AskedToEnd(SystemExit):
+    """This process is to end quietly. Any other SystemExit is of code that gave up, as models and libraries may do."""
+
+
 def name_process(name: str) -> None:
     """Show ``name`` (its first 15 bytes) where the system lists processes by their short name. Linux alone."""
     if sys.platform == "linux":
@@ -31,16 +35,21 @@ def die_with_parent(parent_pid: int) -> None:
 
     A thread waits for the end of standard input, whose other end the parent alone holds. On Linux the kernel kills
     this process as well, which needs no turn of the interpreter. Both take what this process started along.
+
+    Other code that reads standard input finds it empty from now on: a question to a user would never be answered.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
         _end()  # the parent died before the call above
-    threading.Thread(target=_wait_for_end, name="parent-watch", daemon=True).start()
+    watched, empty = os.dup(0), os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
+    threading.Thread(target=_wait_for_end, args=(watched,), name="parent-watch", daemon=True).start()
 
 
 def handle_signals() -> int:
-    """Leave Ctrl-C to the parent; end quietly on SIGTERM, through ``SystemExit`` in the main thread.
+    """Leave Ctrl-C to the parent; end quietly on SIGTERM, through ``AskedToEnd`` in the main thread.
 
     Returns a descriptor that is readable once a signal has come, for waits that begin just then.
     """
@@ -83,8 +92,8 @@ def keep_freed_memory() -> None:
         library.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
-def _wait_for_end() -> None:
-    while os.read(0, 4096):
+def _wait_for_end(watched: int) -> None:
+    while os.read(watched, 4096):
         pass
     _end()
 
@@ -97,4 +106,4 @@ def _end() -> NoReturn:
 
 
 def _leave(_number: int, _frame: object) -> NoReturn:
-    raise SystemExit(0)
+    raise AskedToEnd(0)

@@ -6,10 +6,16 @@ import json
 import subprocess
 import sys
 from functools import cache
+from typing import TYPE_CHECKING
 
 import pytest
 
+from aioengine.errors import EngineStartupError
 from tests.kit.source import ROOT
+from tests.processes.engine_kit import Frontend, fake_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 pytestmark = pytest.mark.process
 
@@ -92,6 +98,16 @@ def vanish(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def ask(*_: object) -> None:
+    """A factory whose code asks the user something."""
+    input("Do you trust this code? ")
+
+
+def give_up(*_: object) -> None:
+    """A factory whose code ends the program, as a library does that finds something missing."""
+    sys.exit("this model needs the package flash")
+
+
 @cache
 def run(setup: str, has_pidfd: bool, *scenes: str) -> dict[str, dict[str, object]]:
     """What was found in each scene, one after the other in one program."""
@@ -134,3 +150,11 @@ def test_a_known_exit_code_is_reported(has_pidfd: bool) -> None:
     found = run("default", has_pidfd, "killed")["killed"]
     assert (found["type"], found["exit_code"]) == ("EngineDeadError", -9)
     assert "was killed by signal 9" in str(found["text"])
+
+
+@pytest.mark.parametrize(("factory", "message"), [(ask, "EOFError: EOF when"), (give_up, "SystemExit: this model nee")])
+async def test_code_that_asks_or_ends_the_program_fails_the_start(factory: Callable[..., None], message: str) -> None:
+    """Standard input is empty: nobody could answer."""
+    frontend = Frontend(fake_settings(factory=f"{__name__}:{factory.__name__}"), startup_timeout_s=20.0)
+    with pytest.raises(EngineStartupError, match=message):
+        await frontend.supervisor.start()
