@@ -103,6 +103,13 @@ def test_every_folder_of_the_package_is_explained() -> None:
     assert found <= rooms
 
 
+def test_every_file_beside_the_folders_is_explained() -> None:
+    found = {file.stem for file in PACKAGE.glob("*.py")} - {"__init__", "__main__"}
+    rows = text_of(PACKAGE / "README.md")
+    named = {name for row in table(rows, "files") for name in names_in(row)}
+    assert found == named | {"grammars"}, "grammars is among the folders"
+
+
 def test_what_is_wrong_in_a_page_is_found(tmp_path: Path) -> None:
     assert headings("# A page\n## What's `new`?\n```\n# none\n```\n") == {"a-page", "whats-new"}
     assert [block[:2] for block in blocks("```python\na\n```\n\n```text\nb\n```\n")] == [("python", "a\n")]
