@@ -3,9 +3,11 @@
 On a CPU a row of the result is the same bits for every T. The order in which a library adds up a row can depend on T
 (one row often has another kernel than many, and matrix units split the columns into other blocks), so it is tested at
 the start. A packed weight is multiplied with few row counts only, those of ``ROW_COUNTS`` that gave the same bits: rows
-are padded to one of them, or split. In other dtypes rows are padded, with copies of themselves, to a row count from
-which on the bits do not change; where there is none, they are computed in blocks of ``BLOCK``. On a GPU the same holds
-with ``batch_invariant``.
+are padded to one of them, or split. Where few row counts agree in bf16 (with several threads, a library may divide a
+long sum among them, and add up the parts in another order for other rows), the matmul is done in fp32. In other dtypes
+rows are padded, with copies of themselves, to a row count from which on the bits do not change, and split where they
+are more than were tried. Where nothing agrees, rows are computed one by one. On a GPU the same holds with
+``batch_invariant``.
 
 oneDNN compiles code for every row count and weight shape, at least 0.5 MB in 0.5 to 4 ms, and keeps it: few row counts
 also save memory and time. ``processes.host.limit_kernel_cache`` limits the code that is kept.
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BLOCK = 64
+"""Rows of a matmul with a weight that is not packed: more are split."""
 ROW_COUNTS = (
     *(*range(1, 9), 10, 12, 14, 16, *range(20, 65, 4)),
     *(*range(72, 129, 8), *range(144, 257, 16), *range(288, 513, 32)),
@@ -36,6 +39,8 @@ TILED_COUNTS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 1
 """Row counts for matrix units, which multiply 16 rows in the time of one. All are tried with every weight."""
 COMMON_ROWS = 8
 """The row counts that give the same bits as this one are used."""
+LEAST_COUNT = 16
+"""Where fewer rows than these would be multiplied at a time, another dtype is tried."""
 FEW_ROWS = 32
 """Up to this row count, rows are padded rather than split."""
 MAX_TRIED_NUMBERS = 2 << 20
@@ -48,6 +53,14 @@ CACHED_BYTES = 1 << 20
 LONG_INPUTS = 8192
 FEW_ROWS_OF_LONG_INPUTS = 128
 TRIED_ROWS = (1, 2, 3, 4, 6, 8, 11, 12, 16, 17, 32, 33, BLOCK)
+DIFFERENT_OUTPUTS = 64
+"""Outputs of a weight that is tried; more are copies of these."""
+TRIED_TERMS = 1 << 13
+"""Terms of all sums of a trial, at least."""
+TRIED_POWERS = 4
+"""Numbers of a trial are larger or smaller by up to this power of two. In fp16, results stay finite."""
+ROUNDING = 2.0**-14
+"""About what is rounded off in sums of such numbers in fp32."""
 
 
 class Matmul(Protocol):
@@ -71,12 +84,12 @@ def packs(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def pack(weight: Tensor, *, has_bias: bool = False) -> Tensor:
-    """The weight [O, I] in oneDNN's layout where that is used, else the weight itself."""
+    """The weight [O, I] in oneDNN's layout where ``prepare`` takes that as it is, else the weight itself."""
     if weight.is_mkldnn or not packs(weight.dtype, weight.device):
         return weight
     out_features, in_features = weight.shape
     packing = choose_packing(out_features, in_features, weight.dtype, torch.get_num_threads(), has_bias=has_bias)
-    return _pack(weight, packing.for_rows)
+    return _pack(weight, packing.for_rows) if packing.dtype == weight.dtype else weight
 
 
 def unpack(weight: Tensor) -> Tensor:
@@ -95,13 +108,14 @@ def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = Fals
         return _invariant(weight, bias) if batch_invariant else _on_device(weight, bias)
     out_features, in_features = weight.shape
     num_threads = torch.get_num_threads()
-    if packs(weight.dtype, weight.device):
-        has_bias = bias is not None
-        packing = choose_packing(out_features, in_features, weight.dtype, num_threads, has_bias=has_bias)
+    if not packs(weight.dtype, weight.device):
+        return _in_rows(_plain(weight, bias), independent_rows(out_features, in_features, weight.dtype, num_threads))
+    packing = choose_packing(out_features, in_features, weight.dtype, num_threads, has_bias=bias is not None)
+    if packing.dtype == weight.dtype:
         return _in_pieces(_packed(weight, bias, packing.for_rows), packing.counts)
-    min_rows = independent_from(out_features, in_features, weight.dtype, num_threads)
-    matmul = _plain(weight, bias)
-    return _blocked(matmul) if min_rows is None else _padded(matmul, min_rows)
+    wide_bias = None if bias is None else bias.to(packing.dtype)
+    wide = _in_pieces(_packed(unpack(weight).to(packing.dtype), wide_bias, packing.for_rows), packing.counts)
+    return lambda x: wide(x.to(packing.dtype)).to(x.dtype)
 
 
 class Packing(NamedTuple):
@@ -110,43 +124,52 @@ class Packing(NamedTuple):
     Attributes:
         for_rows: the row count that oneDNN packs it for; None: any.
         counts: the row counts that then give the same bits, ascending.
+        dtype: in which it is multiplied.
     """
 
     for_rows: int | None
     counts: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @lru_cache(maxsize=256)
 def choose_packing(
     out_features: int, in_features: int, dtype: torch.dtype, num_threads: int, *, has_bias: bool = False
 ) -> Packing:
-    """The usual packing, and with a matrix unit for bf16 that for one row where not all numbers of rows agree with the
-    usual one: more of them agree then, but many rows take a third longer.
+    """The packing in ``dtype`` where enough row counts agree there, else in fp32; row by row where they do not there.
 
     ``num_threads`` only tells apart what was tried with other numbers of threads.
+    """
+    for tried in dict.fromkeys((dtype, torch.float32)):
+        packing = _try_packings(out_features, in_features, tried, has_bias=has_bias)
+        if packing.counts and packing.counts[-1] >= LEAST_COUNT:
+            return packing
+    return Packing(None, (1,), torch.float32)
+
+
+def _try_packings(out_features: int, in_features: int, dtype: torch.dtype, *, has_bias: bool) -> Packing:
+    """The usual packing, and with a matrix unit for bf16 that for one row where not all numbers of rows agree with the
+    usual one: more of them agree then, but many rows take a third longer.
     """
     is_slow_with_few = dtype == torch.bfloat16 and 2 * out_features * in_features > CACHED_BYTES
     least = FAST_ROWS if is_slow_with_few else 1
     most = max(BLOCK, MAX_TRIED_NUMBERS // out_features)
     counts = [count for count in TILED_COUNTS if least <= count <= most]
-    weight, x = _cancelling(out_features, in_features, dtype, num_threads)
-    bias = torch.zeros(out_features, dtype=dtype) if has_bias else None
+    trial = Trial(out_features, in_features, dtype)
 
     def agrees(for_rows: int | None) -> Callable[[int], bool]:
-        matmul = _packed(weight, bias, for_rows)
-        expected = matmul(x.expand(COMMON_ROWS, -1).contiguous())[:1]
-        return lambda count: torch.equal(*_rows_and_first(matmul, x, count, expected))
+        return trial.agreeing(_packed(trial.weight, trial.bias if has_bias else None, for_rows), COMMON_ROWS)
 
     if dtype == torch.bfloat16 and _has_matrix_unit():
         agree = agrees(None)
         if all(agree(count) for count in reversed(counts)):
-            return Packing(None, tuple(counts))
-        return Packing(1, tuple(filter(agrees(1), counts)))
+            return Packing(None, tuple(counts), dtype)
+        return Packing(1, tuple(filter(agrees(1), counts)), dtype)
     agreeing = tuple(filter(agrees(None), counts))
     differing = max({*counts} - {*agreeing}, default=0)
     if differing >= COMMON_ROWS:
-        return Packing(None, agreeing)
-    return Packing(None, tuple(count for count in ROW_COUNTS if count >= max(least, differing + 1)))
+        return Packing(None, agreeing, dtype)
+    return Packing(None, tuple(count for count in ROW_COUNTS if count >= max(least, differing + 1)), dtype)
 
 
 def _has_matrix_unit() -> bool:
@@ -154,41 +177,71 @@ def _has_matrix_unit() -> bool:
     return torch.cpu._is_amx_tile_supported()
 
 
-def _rows_and_first(matmul: Matmul, x: Tensor, num_rows: int, expected: Tensor) -> tuple[Tensor, Tensor]:
-    """The result [T, O] of the row ``x`` [1, I] repeated, and ``expected`` [1, O] repeated."""
-    return matmul(x.expand(num_rows, -1).contiguous()), expected.expand(num_rows, -1)
+class Trial:
+    """Rows whose results show in which order a matmul of a weight [O, I] and a bias [O] adds up.
 
+    The terms of a result cancel in pairs, at random places: what is left is the rounding of the sums on the way, and
+    the bias and a term without a pair, which are about as large. The terms are of very different sizes, so that sums of
+    few terms are rounded too; and there are more rows where results have few terms, or are few.
 
-def _cancelling(out_features: int, in_features: int, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor]:
-    """A weight [O, I] and a row [1, I] of which the second half takes back what the first adds to each result.
-
-    What is left is the rounding of the sum, so that a sum in another order shows.
+    Attributes:
+        weight: [O, I]. bias: [O]. x: [R, I].
     """
-    generator = torch.Generator().manual_seed(seed)
-    half = in_features // 2
-    some = torch.randn(min(out_features, 64), in_features, generator=generator)
-    x = torch.randn(1, in_features, generator=generator)
-    some[:, half : 2 * half] = -some[:, :half]
-    x[:, half : 2 * half] = x[:, :half]
-    weight = some.to(dtype).repeat(-(-out_features // some.shape[0]), 1)[:out_features]
-    return weight.contiguous(), x.to(dtype)
+
+    def __init__(self, out_features: int, in_features: int, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(0)
+        num_pairs = in_features // 2
+        order = torch.randperm(in_features, generator=generator)
+        added, taken_back, alone = order.split([num_pairs, num_pairs, in_features % 2])
+
+        def random(num_rows: int, size: int) -> Tensor:
+            """[num_rows, size] numbers, large and small ones."""
+            powers = torch.randint(-TRIED_POWERS, TRIED_POWERS + 1, (num_rows, size), generator=generator)
+            return torch.randn(num_rows, size, generator=generator) * 2.0**powers
+
+        num_different = min(out_features, DIFFERENT_OUTPUTS)
+        num_rows = min(1 + TRIED_TERMS // (num_different * in_features), BLOCK)
+        weight, x = random(num_different, in_features), random(num_rows, in_features)
+        weight[:, taken_back] = -weight[:, added]
+        x[:, taken_back] = x[:, added]
+        weight[:, alone] *= ROUNDING
+        times = -(-out_features // num_different)
+        self.weight = weight.to(dtype).repeat(times, 1)[:out_features].contiguous()
+        self.bias = (random(num_different, 1) * ROUNDING).to(dtype).repeat(times, 1)[:out_features, 0].contiguous()
+        self.x = x.to(dtype)
+
+    def agreeing(self, matmul: Matmul, common: int) -> Callable[[int], bool]:
+        """Tells of a row count whether with it all rows get the bits that they get ``common`` at a time."""
+        num_rows = self.x.shape[0]
+        expected = self._results(matmul, common, torch.arange(-(-num_rows // common) * common) % num_rows)[:num_rows]
+
+        def agrees(count: int) -> bool:
+            """Each row is computed at another place than before."""
+            chosen = (torch.arange(-(-num_rows // count) * count) + (count + 1) // 2) % num_rows
+            return torch.equal(self._results(matmul, count, chosen), expected[chosen])
+
+        return agrees
+
+    def _results(self, matmul: Matmul, count: int, chosen: Tensor) -> Tensor:
+        """[N, O] of the chosen rows [N], ``count`` at a time."""
+        results = [matmul(self.x[rows]) for rows in chosen.split(count)]
+        return torch.cat(results) if len(results) > 1 else results[0]
 
 
 @lru_cache(maxsize=256)
-def independent_from(out_features: int, in_features: int, dtype: torch.dtype, num_threads: int) -> int | None:
-    """From how many rows on a row's result is seen not to depend on their number; None: from none that was tried.
+def independent_rows(out_features: int, in_features: int, dtype: torch.dtype, num_threads: int) -> range:
+    """From how many up to how many rows a row's result is seen not to depend on their number; empty: none.
 
     ``num_threads`` only tells apart what was tried with other numbers of threads.
     """
-    weight, x = _cancelling(out_features, in_features, dtype, num_threads)
-    matmul = _plain(weight, None)
-    expected = matmul(x.expand(BLOCK, -1).contiguous())[:1]
-    first = None
+    trial = Trial(out_features, in_features, dtype)
+    agrees = trial.agreeing(_plain(trial.weight, None), BLOCK)
+    first = BLOCK + 1
     for num_rows in reversed(TRIED_ROWS):
-        if not torch.equal(*_rows_and_first(matmul, x, num_rows, expected)):
+        if not agrees(num_rows):
             break
         first = num_rows
-    return first
+    return range(first, BLOCK + 1)
 
 
 def _plain(weight: Tensor, bias: Tensor | None) -> Matmul:
@@ -292,8 +345,19 @@ def _first_piece(num_rows: int, counts: tuple[int, ...]) -> int:
     return smaller if smaller >= FEW_ROWS and 2 * larger >= 3 * num_rows else larger
 
 
-def _padded(matmul: Matmul, min_rows: int) -> Matmul:
-    return matmul if min_rows == 1 else lambda x: _of_rows(matmul, x, max(min_rows, x.shape[0]))
+def _in_rows(matmul: Matmul, counts: range) -> Matmul:
+    """``matmul``, of as many rows as one of ``counts``: padded, or split where they are more; one by one if empty."""
+    if not counts:
+        return _in_pieces(matmul, (1,))
+    least, most = counts[0], counts[-1]
+
+    def in_rows(x: Tensor) -> Tensor:
+        """[T, I] -> [T, O]."""
+        if x.shape[0] <= most:
+            return _of_rows(matmul, x, max(least, x.shape[0]))
+        return torch.cat([_of_rows(matmul, piece, max(least, piece.shape[0])) for piece in x.split(most)])
+
+    return in_rows
 
 
 def _of_rows(matmul: Matmul, x: Tensor, wanted: int) -> Tensor:
@@ -303,13 +367,3 @@ def _of_rows(matmul: Matmul, x: Tensor, wanted: int) -> Tensor:
         return matmul(x)
     copies, rest = divmod(wanted, num_rows)
     return matmul(torch.cat((*(x,) * copies, x[:rest])))[:num_rows]
-
-
-def _blocked(matmul: Matmul) -> Matmul:
-    def blocked(x: Tensor) -> Tensor:
-        """[T, I] -> [T, O], in blocks of ``BLOCK`` rows."""
-        num_rows = x.shape[0]
-        padded = functional.pad(x, (0, 0, 0, -num_rows % BLOCK))
-        return torch.cat([matmul(block) for block in padded.split(BLOCK)])[:num_rows]
-
-    return blocked

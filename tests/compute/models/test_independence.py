@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from functools import reduce
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -16,127 +14,13 @@ from aioengine.attention import fused
 from aioengine.attention._base import AttentionShape, kv_pool_shape
 from aioengine.attention.fused import CHUNK, FusedAttention
 from aioengine.attention.torch import TorchAttention
-from aioengine.kernels import linear
 from aioengine.kernels.rms_norm import rms_norm
 from aioengine.kernels.rope import rope
 from aioengine.kernels.silu_and_mul import silu_and_mul
 from tests.compute.stepping import Request, Stepper, make_batch, make_inputs, options, write_and_attend
 from tests.kit.decoders import ONE_OF_EACH, config_of
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-
 DTYPES = (torch.bfloat16, torch.float32)
-NUM_ROWS = (*range(1, 35), 47, 48, 64, 65, 100, 128, 255, 513)
-SHAPES = ((896, 1152), (896, 896), (896, 9728), (4864, 896), (256, 4096), (100, 37), (72, 56), (24, 40), (48, 1))
-
-
-@pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_linear_rows_do_not_depend_on_their_number(
-    shape: tuple[int, int], dtype: torch.dtype, num_threads: int
-) -> None:
-    torch.set_num_threads(num_threads)
-    torch.manual_seed(0)
-    in_features, out_features = shape
-    matmul = linear.prepare(torch.randn(out_features, in_features).to(dtype), torch.randn(out_features).to(dtype))
-    x = torch.randn(max(NUM_ROWS), in_features).to(dtype)
-    expected = matmul(x)
-    counts = NUM_ROWS if in_features * out_features < 5_000_000 else NUM_ROWS[::4]
-    assert [count for count in counts if not torch.equal(matmul(x[:count]), expected[:count])] == []
-    assert torch.equal(matmul(x[7:8]), expected[7:8])
-
-
-@pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(896, 1152), (4864, 896), (896, 256), (256, 896), (2048, 2048)])
-def test_sums_are_taken_in_the_same_order_for_any_number_of_rows(
-    shape: tuple[int, int], dtype: torch.dtype, num_threads: int
-) -> None:
-    torch.set_num_threads(num_threads)
-    weight, row = linear._cancelling(shape[1], shape[0], dtype, seed=3)
-    matmul = linear.prepare(weight, None)
-    x = row.repeat(max(NUM_ROWS), 1)
-    expected = matmul(x[:1])
-    different = [count for count in NUM_ROWS if not torch.equal(matmul(x[:count]), expected.expand(count, -1))]
-    assert different == []
-
-
-def test_numbers_of_rows_are_padded_or_split_to_those_that_agree() -> None:
-    seen: list[int] = []
-
-    def matmul(x: torch.Tensor) -> torch.Tensor:
-        seen.append(x.shape[0])
-        return x * 2
-
-    in_pieces = linear._in_pieces(matmul, (4, 8, 32, 96))
-    for num_rows, expected in {
-        1: [4], 5: [8], 8: [8], 9: [32], 33: [32, 4], 60: [32, 32], 70: [96], 96: [96], 97: [96, 4],
-        250: [96, 96, 32, 32],
-    }.items():  # fmt: skip
-        seen.clear()
-        x = torch.arange(num_rows, dtype=torch.float32).unsqueeze(1)
-        assert torch.equal(in_pieces(x), x * 2)
-        assert seen == expected, num_rows
-
-
-def differing_in(num_rows: set[int], for_one_row: Collection[int] = ()) -> Callable[..., linear.Matmul]:
-    """What makes a matmul that adds up in two halves where it has one of these numbers of rows."""
-
-    def prepare(weight: torch.Tensor, _: torch.Tensor | None, for_rows: int | None = None) -> linear.Matmul:
-        different = for_one_row if for_rows == 1 else num_rows
-
-        def matmul(x: torch.Tensor) -> torch.Tensor:
-            halves = (slice(0, 50), slice(50, 100)) if x.shape[0] in different else (slice(0, 100),)
-            terms = x[:, :, None].float() * weight.T.float()
-            sums = [reduce(torch.add, terms[:, half].unbind(1)) for half in halves]
-            return reduce(torch.add, sums).to(x.dtype)
-
-        return matmul
-
-    return prepare
-
-
-@pytest.mark.parametrize(
-    ("dtype", "has_unit", "differing", "for_rows", "expected"),
-    [
-        (torch.float32, True, set(), None, linear.ROW_COUNTS),
-        (torch.float32, True, {1}, None, linear.ROW_COUNTS[1:]),
-        (torch.bfloat16, False, {1, 2}, None, linear.ROW_COUNTS[2:]),
-        (torch.bfloat16, False, {64}, None, tuple(count for count in linear.TILED_COUNTS if count != 64)),
-        (torch.bfloat16, True, set(), None, linear.TILED_COUNTS),
-        (torch.bfloat16, True, {64}, 1, tuple(count for count in linear.TILED_COUNTS if count not in {16, 48})),
-    ],
-)
-def test_numbers_of_rows_with_which_a_sum_has_another_order_are_not_used(
-    dtype: torch.dtype,
-    has_unit: bool,
-    differing: set[int],
-    for_rows: int | None,
-    expected: tuple[int, ...],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(linear, "_packed", differing_in(differing, {16, 48}))
-    monkeypatch.setattr(linear, "_has_matrix_unit", lambda: has_unit)
-    assert linear.choose_packing.__wrapped__(48, 100, dtype, 1) == (for_rows, expected)
-
-
-def test_plain_products_are_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    for differing, expected in ((set(), 1), ({1, 2}, 3), ({17}, 32)):
-        monkeypatch.setattr(linear, "_plain", differing_in(differing))
-        assert linear.independent_from.__wrapped__(48, 100, torch.float32, 1) == expected
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_logits_of_a_large_vocabulary_do_not_depend_on_the_number_of_rows(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    weight = torch.randn(64, 256).to(dtype).repeat(2374, 1)
-    matmul = linear.prepare(weight, None)
-    x = torch.randn(64, 256).to(dtype)
-    expected = matmul(x)
-    assert expected.shape == (64, 151_936)
-    assert [count for count in (1, 2, 3, 5, 8, 31, 32) if not torch.equal(matmul(x[:count]), expected[:count])] == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

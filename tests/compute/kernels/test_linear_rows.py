@@ -1,0 +1,224 @@
+"""A row of a matmul on a CPU is the same bits whatever number of rows it is computed with."""
+
+from __future__ import annotations
+
+import itertools
+from functools import reduce
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from aioengine.kernels import linear
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+DTYPES = (torch.bfloat16, torch.float32)
+NUM_ROWS = (*range(1, 35), 47, 48, 64, 65, 100, 128, 255, 513)
+SHAPES = ((896, 1152), (896, 896), (896, 9728), (4864, 896), (256, 4096), (100, 37), (72, 56), (24, 40), (48, 1))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_linear_rows_do_not_depend_on_their_number(
+    shape: tuple[int, int], dtype: torch.dtype, num_threads: int
+) -> None:
+    torch.set_num_threads(num_threads)
+    torch.manual_seed(0)
+    in_features, out_features = shape
+    matmul = linear.prepare(torch.randn(out_features, in_features).to(dtype), torch.randn(out_features).to(dtype))
+    x = torch.randn(max(NUM_ROWS), in_features).to(dtype)
+    expected = matmul(x)
+    counts = NUM_ROWS if in_features * out_features < 5_000_000 else NUM_ROWS[::4]
+    assert [count for count in counts if not torch.equal(matmul(x[:count]), expected[:count])] == []
+    assert torch.equal(matmul(x[7:8]), expected[7:8])
+
+
+def cancelling(
+    out_features: int, in_features: int, num_rows: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A weight, rows and a bias whose products cancel in pairs, so that the rounding of sums is all that is left."""
+    weight, x = torch.randn(out_features, in_features), torch.randn(num_rows, in_features)
+    x *= 2.0 ** torch.randint(-8, 9, (in_features,))
+    added, taken_back = torch.randperm(in_features)[: in_features // 2 * 2].chunk(2)
+    weight[:, taken_back] = -weight[:, added]
+    x[:, taken_back] = x[:, added]
+    bias = torch.randn(out_features) * 2.0 ** torch.randint(-16, 4, (out_features,))
+    return weight.to(dtype), x.to(dtype), bias.to(dtype)
+
+
+def rows_that_differ(shape: tuple[int, int], dtype: torch.dtype, *, has_bias: bool) -> list[int]:
+    """The row counts with which rows of a matmul with a weight [O, I] of this shape have other bits."""
+    weight, x, bias = cancelling(*shape, 96, dtype)
+    own_bias = bias if has_bias else None
+    matmul = linear.prepare(linear.pack(weight, has_bias=has_bias), own_bias)
+    expected = matmul(x)
+    counts = (1, 2, 3, 5, 7, 9, 16, 23, 32, 41, 64, 80)
+    return [
+        count
+        for count in counts
+        if not torch.equal(torch.cat([matmul(x[rows]) for rows in torch.arange(96).split(count)]), expected)
+    ]
+
+
+SMALL_SHAPES = (
+    *((1, 5), (300, 10), (3, 12), (128, 12), (211, 23), (24, 16), (48, 32), (8, 36), (5, 15), (8, 60), (16, 107)),
+    *((240, 129), (256, 896), (32, 2880), (128, 2048), (8, 4096), (75, 6205)),
+)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_threads"),
+    [*itertools.product((torch.bfloat16, torch.float32), (1, 2)), (torch.bfloat16, 3), (torch.float16, 1)],
+)
+def test_rows_of_small_matmuls_do_not_depend_on_their_number(dtype: torch.dtype, num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
+    torch.manual_seed(0)
+    found = {
+        (shape, has_bias): rows_that_differ(shape, dtype, has_bias=has_bias)
+        for shape, has_bias in zip(SMALL_SHAPES, itertools.cycle([False, True]))
+    }
+    assert {key: counts for key, counts in found.items() if counts} == {}
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(896, 1152), (4864, 896), (896, 256), (256, 896), (2048, 2048)])
+def test_sums_are_taken_in_the_same_order_for_any_number_of_rows(
+    shape: tuple[int, int], dtype: torch.dtype, num_threads: int
+) -> None:
+    torch.set_num_threads(num_threads)
+    weight, row, _ = cancelling(shape[1], shape[0], 1, dtype)
+    matmul = linear.prepare(weight, None)
+    x = row.repeat(max(NUM_ROWS), 1)
+    expected = matmul(x[:1])
+    different = [count for count in NUM_ROWS if not torch.equal(matmul(x[:count]), expected.expand(count, -1))]
+    assert different == []
+
+
+def test_numbers_of_rows_are_padded_or_split_to_those_that_agree() -> None:
+    seen: list[int] = []
+
+    def matmul(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x.shape[0])
+        return x * 2
+
+    in_pieces = linear._in_pieces(matmul, (4, 8, 32, 96))
+    for num_rows, expected in {
+        1: [4], 5: [8], 8: [8], 9: [32], 33: [32, 4], 60: [32, 32], 70: [96], 96: [96], 97: [96, 4],
+        250: [96, 96, 32, 32],
+    }.items():  # fmt: skip
+        seen.clear()
+        x = torch.arange(num_rows, dtype=torch.float32).unsqueeze(1)
+        assert torch.equal(in_pieces(x), x * 2)
+        assert seen == expected, num_rows
+
+
+def differing_in(num_rows: Collection[int], for_one_row: Collection[int] = ()) -> Callable[..., linear.Matmul]:
+    """What makes a matmul that adds up in two halves where it has one of these numbers of rows."""
+
+    def prepare(weight: torch.Tensor, _: torch.Tensor | None, for_rows: int | None = None) -> linear.Matmul:
+        different = for_one_row if for_rows == 1 else num_rows
+
+        def matmul(x: torch.Tensor) -> torch.Tensor:
+            halves = (slice(0, 50), slice(50, 100)) if x.shape[0] in different else (slice(0, 100),)
+            terms = x[:, :, None].float() * weight.T.float()
+            sums = [reduce(torch.add, terms[:, half].unbind(1)) for half in halves]
+            return reduce(torch.add, sums).to(x.dtype)
+
+        return matmul
+
+    return prepare
+
+
+@pytest.mark.parametrize(
+    ("dtype", "has_unit", "differing", "for_rows", "expected"),
+    [
+        (torch.float32, True, set(), None, linear.ROW_COUNTS),
+        (torch.float32, True, {1}, None, linear.ROW_COUNTS[1:]),
+        (torch.bfloat16, False, {1, 2}, None, linear.ROW_COUNTS[2:]),
+        (torch.bfloat16, False, {64}, None, tuple(count for count in linear.TILED_COUNTS if count != 64)),
+        (torch.bfloat16, True, set(), None, linear.TILED_COUNTS),
+        (torch.bfloat16, True, {64}, 1, tuple(count for count in linear.TILED_COUNTS if count not in {16, 48})),
+    ],
+)
+def test_numbers_of_rows_with_which_a_sum_has_another_order_are_not_used(
+    dtype: torch.dtype,
+    has_unit: bool,
+    differing: set[int],
+    for_rows: int | None,
+    expected: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(linear, "_packed", differing_in(differing, {16, 48}))
+    monkeypatch.setattr(linear, "_has_matrix_unit", lambda: has_unit)
+    assert linear.choose_packing.__wrapped__(48, 100, dtype, 1) == (for_rows, expected, dtype)
+
+
+def test_plain_products_are_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    for differing, first in ((set[int](), 1), ({1, 2}, 3), ({17}, 32), ({64}, 64)):
+        monkeypatch.setattr(linear, "_plain", differing_in(differing))
+        assert linear.independent_rows.__wrapped__(48, 100, torch.float32, 1) == range(first, 65)
+
+
+def test_where_few_row_counts_agree_in_bf16_rows_are_multiplied_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_has_matrix_unit", lambda: False)
+    in_bf16, in_fp32 = differing_in(range(9, 600)), differing_in({1})
+
+    def packed(weight: torch.Tensor, bias: torch.Tensor | None, for_rows: int | None) -> linear.Matmul:
+        return (in_bf16 if weight.dtype == torch.bfloat16 else in_fp32)(weight, bias, for_rows)
+
+    monkeypatch.setattr(linear, "_packed", packed)
+    packing = linear.choose_packing.__wrapped__(48, 100, torch.bfloat16, 1)
+    assert packing == (None, linear.ROW_COUNTS[1:], torch.float32)
+    monkeypatch.setattr(linear, "choose_packing", lambda *_, **__: packing)
+    weight, x, _ = cancelling(48, 100, 20, torch.bfloat16)
+    assert linear.pack(weight) is weight
+    found = linear.prepare(weight, None)(x)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), x.double() @ weight.double().T, rtol=0.01, atol=0.01)
+
+
+def test_where_no_row_counts_agree_rows_are_multiplied_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(weight: torch.Tensor, *_: object) -> linear.Matmul:
+        def matmul(x: torch.Tensor) -> torch.Tensor:
+            """Rows differ by their place among the others."""
+            return x @ weight.T + torch.arange(x.shape[0], dtype=x.dtype).unsqueeze(1) / 8
+
+        return matmul
+
+    monkeypatch.setattr(linear, "_packed", prepare)
+    monkeypatch.setattr(linear, "_plain", prepare)
+    assert linear.choose_packing.__wrapped__(48, 100, torch.bfloat16, 1) == (None, (1,), torch.float32)
+    rows = linear.independent_rows.__wrapped__(48, 100, torch.float32, 1)
+    assert not rows
+    weight, x = torch.eye(4), torch.randn(5, 4)
+    assert torch.equal(linear._in_rows(prepare(weight), rows)(x), x)
+
+
+def test_more_rows_than_were_tried_are_split() -> None:
+    seen: list[int] = []
+
+    def matmul(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x.shape[0])
+        return x * 2
+
+    in_rows = linear._in_rows(matmul, range(3, 65))
+    for num_rows, expected in {1: [3], 3: [3], 64: [64], 65: [64, 3], 140: [64, 64, 12]}.items():
+        seen.clear()
+        x = torch.arange(num_rows, dtype=torch.float32).unsqueeze(1)
+        assert torch.equal(in_rows(x), x * 2)
+        assert seen == expected, num_rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logits_of_a_large_vocabulary_do_not_depend_on_the_number_of_rows(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(64, 256).to(dtype).repeat(2374, 1)
+    matmul = linear.prepare(weight, None)
+    x = torch.randn(64, 256).to(dtype)
+    expected = matmul(x)
+    assert expected.shape == (64, 151_936)
+    assert [count for count in (1, 2, 3, 5, 8, 31, 32) if not torch.equal(matmul(x[:count]), expected[:count])] == []
