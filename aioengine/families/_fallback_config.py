@@ -43,6 +43,9 @@ _NAMES: Final = {
 """The name of a size in most files -> all names of it, the usual one first."""
 
 
+_TASKS: Final = {"LMHeadModel": Task.GENERATE, **FamilyConfig.tasks}
+"""The end of an architecture's name -> its task; the first that fits counts."""
+
 _NO_LINEAR: Final = frozenset(
     (
         *("embed_tokens", "embed_positions", "embed_in", "word_embeddings", "position_embeddings", "wte", "wpe", "w"),
@@ -100,7 +103,7 @@ def read_fallback_config(raw: Mapping[str, object]) -> TransformerConfig:
     except msgspec.ValidationError as error:
         message = f"config.json of model_type {raw.get('model_type')!r}, as model_impl='transformers' reads it: {error}"
         raise ValueError(message) from error
-    task = task_of(labels.architectures, FamilyConfig.tasks)
+    task = task_of(labels.architectures, _TASKS)
     heads = sizes.num_attention_heads
     return TransformerConfig(
         task=task,

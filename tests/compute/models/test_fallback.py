@@ -29,7 +29,8 @@ from transformers import (
 )
 
 from aioengine import models
-from aioengine.families._config import Task
+from aioengine.families._config import Task, as_embedder
+from aioengine.families._fallback_config import read_fallback_config
 from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.kernels.write_heads import write_heads
 from aioengine.layers.linear import Linear
@@ -216,6 +217,13 @@ def test_what_cannot_run_is_refused_by_name(
     config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=rf"'{config.model_type}'.*{message}"):
         load(tmp_path, max_positions=max_positions)
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "XLMWithLMHeadModel", "LlamaForCausalLM"])
+def test_names_of_models_that_generate(name: str) -> None:
+    raw = json.loads(LlamaConfig(**SIZES).to_json_string()) | {"architectures": [name]}
+    assert read_fallback_config(raw).task is Task.GENERATE
+    assert read_fallback_config(as_embedder(raw)).task is Task.EMBED
 
 
 @torch.inference_mode()
