@@ -117,8 +117,8 @@ class PromptImages:
         num_open = own.count(None)
         if num_open != len(given):
             raise ValueError(
-                f"image_data has {len(given)} of the images, and the messages have {num_open} parts "
-                '{"type": "image"} without one of their own; write one for each'
+                f'the messages have {num_open} parts {{"type": "image"}} without an image of their own, and image_data '
+                f"has {len(given)} images; give one for each"
             )
         rest = iter(given)
         return tuple(next(rest) if source is None else source for source in own)

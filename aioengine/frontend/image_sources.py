@@ -98,7 +98,7 @@ def image_source(name: str, value: object) -> ImageSource:
     pillow = sys.modules.get("PIL.Image")  # who gives such a picture has imported it
     if pillow is not None and isinstance(value, pillow.Image):
         return ImageSource("picture", value)
-    raise checks.wrong_type(name, ALLOWED, value)
+    raise checks.wrong_type(name, f"{ALLOWED} (of an open file read(), of an array PIL.Image.fromarray(array))", value)
 
 
 def part_source(name: str, part: Mapping[str, object]) -> ImageSource | None:
@@ -224,7 +224,7 @@ def _read_text(text: str, limits: MediaConfig) -> bytes:
     if data is None:
         folder = limits.allowed_local_media_path
         file = "file that exists" if folder is None else f"file in allowed_local_media_path={folder!r}"
-        raise ValueError(f"it is neither a {file}, nor a URL, nor base64")
+        raise ValueError(f"it is neither a {file}, nor a URL (http, https, file, data), nor base64")
     return data
 
 

@@ -174,7 +174,7 @@ class ChatOptions(RequestOptions, total=False):
 _OFF: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     name: (allowed, feature)
     for feature, allowed, names in (
-        ("images in calls that rerank or search", ([],), "image_data"),
+        ("images in rerank, score and beam_search", ([],), "image_data"),
         ("audio and video", ([],), "audio_data video_data mm_hashes mm_content_hashes"),
         ("grammars that begin after the reasoning", (False,), "require_reasoning"),
         ("routed experts", (False,), "return_routed_experts"),

@@ -163,7 +163,7 @@ async def test_streams_and_constraints_work_as_without_images(engine: AsyncEngin
         ("<image>", [b"x"] * 4, "image_data has 4 images, and max_images_per_prompt=3 are allowed"),
         ("<image>", ["x"] * 10_000, "image_data has 10000 images"),
         ("<image><image>", [b"PICTURE", b"junk"], r"image 1 \(4 bytes\): it is no picture"),
-        ("<image>", "missing.png", r"image 0 \('missing.png'\): it is neither a file that exists, nor a URL, nor base"),
+        ("<image>", "missing.png", r"image 0 \('missing.png'\): it is neither a file that exists, nor a URL .*, nor base"),
         ("<image>", "data:image/png;base64,****", "is not base64"),
         ("<image>", "file://elsewhere/x.png", "names the host 'elsewhere'"),
         ("<image>", "/dev/zero", "it is no regular file"),
@@ -212,7 +212,7 @@ async def test_wrong_types_are_refused_at_the_call(engine: AsyncEngine) -> None:
         ({"type": "image", "source": {"data": "eA=="}}, "has source; an image is given as one of image, url, path"),
         ({"type": "image_url", "image_url": {}}, "image_url of part 0"),
         ({"type": "video"}, "is of type 'video'; there are text, image and image_url"),
-        ({"type": "image"}, "image_data has 0 of the images, and the messages have 1 parts"),
+        ({"type": "image"}, "the messages have 1 parts .* of their own, and image_data has 0 images"),
     ):
         with pytest.raises((TypeError, ValueError), match=words):
             engine.async_chat([{"role": "user", "content": [part]}])
