@@ -182,7 +182,7 @@ class EngineError(RuntimeError):
 
 
 class EngineStartupError(EngineError):
-    """The engine could not start; the message holds the child's own error."""
+    """The engine could not start; the message holds the child's own error, a note the traceback of it."""
 
 
 class EngineDeadError(EngineError):

@@ -177,8 +177,7 @@ def _decoding() -> Generator[None]:
 
 
 def _fail(error: Exception | str, status: int = FAILED) -> int:
-    """Print the error on one line (less the traceback of a process, which it may hold), and give the status."""
-    words = str(error).partition("\nTraceback (most recent call last)")[0]
-    text = "; ".join(line.strip() for line in words.splitlines() if line.strip()) or type(error).__name__
+    """Print the error on one line, and give the status."""
+    text = "; ".join(line.strip() for line in str(error).splitlines() if line.strip()) or type(error).__name__
     print(f"aioengine: {text}", file=sys.stderr)
     return status

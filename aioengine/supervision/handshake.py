@@ -54,7 +54,7 @@ class Handshake:
             self._progress[message.label] = f"{message.label}: {message.done} of {message.total} {message.unit}"
         elif isinstance(message, Failed):
             text = f"the {message.role} process could not start: {message.error_type}: {message.message}"
-            self.fail(f"{text}\n{message.traceback}".rstrip())
+            self.fail(text, message.traceback)
         elif message.fingerprint != fingerprint():
             self.fail(
                 f"the {message.role} process (pid {message.pid}) runs another version of aioengine: its protocol is "
@@ -76,10 +76,13 @@ class Handshake:
         text = "\n".join([text, *(f"  {child.role}: {line}" for line in log_lines)])
         asyncio.get_running_loop().call_later(_LAST_MESSAGE_S, self.fail, text)
 
-    def fail(self, text: str) -> None:
-        """End the wait with an error, unless it is over."""
+    def fail(self, text: str, note: str = "") -> None:
+        """End the wait with an error, unless it is over. ``note``: what is shown below it, such as a traceback."""
         if not self._done.done() and not self._done.get_loop().is_closed():
-            self._done.set_exception(EngineStartupError(text))
+            error = EngineStartupError(text)
+            if note:
+                error.add_note(note.rstrip())
+            self._done.set_exception(error)
             self._done.exception()  # marks it as retrieved: the wait may have been cancelled
 
     def _describe_timeout(self, timeout_s: float) -> str:

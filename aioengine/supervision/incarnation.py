@@ -183,7 +183,7 @@ class Incarnation:
         ``on_progress`` receives how far the children are with long work.
 
         Raises:
-            EngineStartupError: with the child's own error, message and traceback; none is left running.
+            EngineStartupError: with the child's own message, and its traceback as a note; none is left running.
         """
         self._on_progress = on_progress
         return await self._begin([(self._roles, self._launcher.launch)])

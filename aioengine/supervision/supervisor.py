@@ -94,7 +94,7 @@ class Supervisor:
         """Start the children, wait until all are ready, and return their facts. Once only.
 
         Raises:
-            EngineStartupError: with the child's own error, message and traceback; none is left running.
+            EngineStartupError: with the child's own message, and its traceback as a note; none is left running.
         """
         began_at = time.monotonic()
         facts = await self._incarnation.start(self._events.on_progress)
