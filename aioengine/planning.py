@@ -215,7 +215,9 @@ def _reason(facts: ModelFacts, wanted: str) -> str:
     """Why this implementation computes the model. ``wanted``: "auto", or one of them."""
     is_known = facts.model_type in model_folder.supported_model_types()
     there_is = f"there is {'a' if is_known else 'no'} file for model_type {checks.shown(facts.model_type)}"
-    return there_is if wanted == "auto" or facts.implementation == OWN else f"model_impl={wanted!r} asks for it"
+    if facts.implementation == OWN:
+        return there_is
+    return (there_is if wanted == "auto" else f"model_impl={wanted!r} asks for it") + "; it may refuse when it starts"
 
 
 def _num_parameters(family: TransformerConfig, facts: ModelFacts) -> int:
