@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import types
+import typing
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import ClassVar, Final, Literal, NoReturn, TypeVar
@@ -495,8 +498,29 @@ def decode_config(raw: Mapping[str, object], config_type: type[ConfigType]) -> C
     try:
         return msgspec.convert(raw, config_type)
     except msgspec.ValidationError as error:
-        message = f"config.json of model_type {shown(raw.get('model_type'))}: {cut(str(error))}"
+        wrong = cut(str(error)) + _what_works(error, config_type)
+        message = f"config.json of model_type {shown(raw.get('model_type'))}: {wrong}"
         raise ValueError(message) from error
+
+
+def _what_works(error: msgspec.ValidationError, config_type: type[msgspec.Struct]) -> str:
+    """ "; what works: ..." where the field that the error names may have a few values alone, else nothing."""
+    found = re.search(r"at `\$\.(\w+)", str(error))
+    names = {field.encode_name: field.name for field in msgspec.structs.fields(config_type)}
+    name = names.get(found[1]) if found else None
+    left = [typing.get_type_hints(config_type)[name]] if name else []
+    values: list[object] = []
+    while left:
+        kind = left.pop(0)
+        if kind is types.NoneType:
+            values.append(None)
+        elif typing.get_origin(kind) is Literal:
+            values += typing.get_args(kind)
+        elif typing.get_origin(kind) in (list, typing.Union, types.UnionType):
+            left += typing.get_args(kind)
+        else:
+            return ""
+    return "; what works: " + ", ".join(msgspec.json.encode(value).decode() for value in values) if values else ""
 
 
 def read_rope(raw: Mapping[str, object], *, partial: float | None = None) -> RopeConfig:

@@ -408,12 +408,13 @@ def _implementation(config: _Config, wanted: str) -> str:
     """
     known = supported_model_types()
     is_known = plugins.file_name(config.model_type or "") in known
-    architecture = (config.architectures or ["no architecture"])[0]
-    if not config.model_type or not config.architectures or (wanted == OWN and not is_known):
-        more = "" if wanted != OWN else "; with model_impl='auto', transformers' own code may compute others"
+    for name, example in (("model_type", '"llama"'), ("architectures", '["LlamaForCausalLM"]')):
+        if not getattr(config, name):
+            raise ValueError(f'{name} is missing; it says what the model is, as in "{name}": {example}')
+    if wanted == OWN and not is_known:
         raise ValueError(
-            f"a model of type {checks.shown(config.model_type)} ({architecture:.80}), which is not supported; "
-            f"what works are models of the types {', '.join(known)}{more}"
+            f"model_type {checks.shown(config.model_type)} has no code here; with model_impl='auto', transformers' own "
+            f"code may compute it; what works are models of the types {', '.join(known)}"
         )
     implementation = (OWN if is_known else TRANSFORMERS) if wanted == "auto" else wanted
     if config.quantization_config is not None:
