@@ -163,7 +163,7 @@ async def test_streams_and_constraints_work_as_without_images(engine: AsyncEngin
         ("<image>", [b"x"] * 4, "image_data has 4 images, and max_images_per_prompt=3 are allowed"),
         ("<image>", ["x"] * 10_000, "image_data has 10000 images"),
         ("<image><image>", [b"PICTURE", b"junk"], r"image 1 \(4 bytes\): it is no picture"),
-        ("<image>", "missing.png", r"image 0 \('missing.png'\): it is neither a file that exists, nor a URL .*, nor base"),
+        ("<image>", "missing.png", r"image 0 \('missing.png'\): it is neither a file that exists, nor a URL .*, nor"),
         ("<image>", "data:image/png;base64,****", "is not base64"),
         ("<image>", "file://elsewhere/x.png", "names the host 'elsewhere'"),
         ("<image>", "/dev/zero", "it is no regular file"),
