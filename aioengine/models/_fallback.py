@@ -271,12 +271,15 @@ class _GivenStates(nn.Module):
         return self.output_type(last_hidden_state=self.hidden)
 
 
-def _check_config(config: PreTrainedConfig) -> None:
+def check_config(config: PreTrainedConfig) -> None:
     """Raises ValueError for a model of several parts."""
     if config.is_encoder_decoder:
         refuse(config.model_type, "it has an encoder and a decoder")
     if config.get_text_config() is not config:
         refuse(config.model_type, "it is made of several models, of which one is for text")
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
+        if not isinstance(getattr(config, name, None), int):
+            refuse(config.model_type, f"its config has no {name}")
 
 
 def _check_model(model: PreTrainedModel, body: nn.Module) -> None:
@@ -388,7 +391,7 @@ def build_module(
     Raises:
         ValueError: transformers has no such model, or refuses its config.
     """
-    _check_config(config)
+    check_config(config)
     layers.register()
     config.use_cache = config.output_attentions = config.output_hidden_states = False
     config.return_dict = True

@@ -4,8 +4,7 @@
 
 Both models are in one process, each with its runner, CUDA graphs and KV pool; requests do not leave it. Prints, for a
 prompt and for decode steps of each number of rows, the milliseconds of both (medians of ``--rounds``, one after the
-other) and their ratio. With fewer layers than 32 the parts outside the blocks count for more; ours computes the MLP of
-the last layer for the last token of a prompt alone, which is a larger share of fewer layers too.
+other) and their ratio. With fewer layers than 32 the parts outside the blocks count for more.
 """
 
 from __future__ import annotations
