@@ -211,8 +211,7 @@ class SchedulerService:
             logger.warning("request %d was submitted twice", submit.uid)
         except Exception as error:
             logger.warning("request %d failed when it was queued", submit.uid, exc_info=True)
-            why = f"{describe(error)}"
-            self._refused.append(End(submit.uid, FinishCode.FAILED, stage="schedule", message=why))
+            self._refused.append(End(submit.uid, FinishCode.FAILED, stage="schedule", message=describe(error)))
 
     def _compile(self, submit: Submit) -> None:
         """Let a request wait until its grammar is compiled, beside the steps."""
@@ -413,28 +412,12 @@ def build_service(
         raise ValueError("enable_lora: the runner of this engine applies no LoRA adapters")
     if board is not None:
         runner = RecordedRunner(runner, board)
-    num_pages = runner.facts.get("num_pages")
-    if not isinstance(num_pages, int) or num_pages < 1:
-        raise ValueError(f"the runner of {settings.runner.factory!r} has {num_pages!r} pages; it needs at least 1")
-    page_size = settings.memory.page_size
-    num_slots = 0 if can_adapt is None else can_adapt.num_adapter_slots
-    limits = settings.scheduler
-    if isinstance(max_running := runner.facts.get("max_running_requests"), int):  # as many as it has room for
-        limits = msgspec.structs.replace(limits, max_running=min(limits.max_running, max_running))
-    snapshots = runner.facts.get("num_snapshots")
-    scheduler = Scheduler(
-        limits,
-        num_pages=num_pages,
-        page_size=page_size,
-        num_adapter_slots=num_slots,
-        num_snapshots=snapshots if isinstance(snapshots, int) else 0,
-        windows=page_windows(runner.facts),
-    )
+    scheduler = _scheduler(settings, runner.facts, 0 if can_adapt is None else can_adapt.num_adapter_slots)
     profile = Profile(report)
     core = SchedulerCore(scheduler, runner, settings.scheduler.depth, clock=time.monotonic, trace=profile)
     facts: Facts = {
-        "page_size": page_size,
-        "max_total_tokens": num_pages * page_size,
+        "page_size": settings.memory.page_size,
+        "max_total_tokens": scheduler.cache.num_pages * settings.memory.page_size,
         "load_s": round(time.monotonic() - start, 3),
         "start_imports_s": round(imports_s, 3),
         **runner.facts,
@@ -443,6 +426,28 @@ def build_service(
     if can_adapt is not None and lora is not None:
         service.adapters = Adapters(can_adapt, core.requests, Copies(lora.max_loaded, lora.max_bytes))
     return service
+
+
+def _scheduler(settings: Settings, facts: Mapping[str, str | int | float | bool], num_adapter_slots: int) -> Scheduler:
+    """For the pages and states for which the runner with these facts has memory.
+
+    Raises:
+        ValueError: it has no page.
+    """
+    num_pages, num_snapshots = facts.get("num_pages"), facts.get("num_snapshots")
+    if not isinstance(num_pages, int) or num_pages < 1:
+        raise ValueError(f"the runner of {settings.runner.factory!r} has {num_pages!r} pages; it needs at least 1")
+    limits = settings.scheduler
+    if isinstance(max_running := facts.get("max_running_requests"), int):
+        limits = msgspec.structs.replace(limits, max_running=min(limits.max_running, max_running))
+    return Scheduler(
+        limits,
+        num_pages=num_pages,
+        page_size=settings.memory.page_size,
+        num_adapter_slots=num_adapter_slots,
+        num_snapshots=num_snapshots if isinstance(num_snapshots, int) else 0,
+        windows=page_windows(facts),
+    )
 
 
 def page_windows(facts: Mapping[str, str | int | float | bool]) -> tuple[int | None, ...]:

@@ -202,8 +202,7 @@ class ModelRunner:
         vectors = None if pooled is None else pooled.vectors()
         self._inputs.take_snapshots(plan.snapshots, rows)
         uids = [each.uid for each in sampled], [each.uid for each in silent]
-        ticket = Ticket(wanted, *uids, values, failed, logprobs, states, vectors)
-        self._newest = ticket
+        ticket = self._newest = Ticket(wanted, *uids, values, failed, logprobs, states, vectors)
         if self._table.num_with_grammar:
             self._constrained.note(ticket, sampled, (rows.starts + rows.counts)[rows.samples])
         return ticket
@@ -319,33 +318,7 @@ class ModelRunner:
         if self._graphs is not None and self._graphs.fits(rows):
             return self._replay(self._graphs, rows)
         self._constrained.finish()
-        num_rows = len(rows.requests)
-        prompts = self._logprobs.find_prompts(rows) if self._table.num_with_logprobs else None
-        states = self._states.find_prompts(rows) if self._table.num_with_states else None
-        num_outputs = self._num_padded(num_rows)
-        graphs = self.prompt_graphs
-        whole = None
-        if isinstance(graphs, EncoderGraphs) and self._table.adapters.slots(rows.row_indices) is None:
-            whole = graphs.of_size(num_rows, int(rows.token_ends[-1]))
-        with part("prepare"):
-            places = [each.places for each in (states, prompts) if each is not None]
-            others = np.concatenate(places) if places else None
-            inputs, batch = self._inputs.build(
-                *(self._model, rows, self._pooler.outputs(rows)),
-                num_outputs=num_outputs,
-                others=others,
-                on_host=whole is not None,
-            )
-        if whole is not None:
-            hidden = whole.replay(inputs, batch)
-        else:
-            hidden = self._forward(inputs, batch, has_more_outputs=others is not None)
-        num_states = 0 if states is None else len(states.places)
-        if states is not None:
-            self._states.add_prompts(hidden[num_outputs : num_outputs + num_states], states)
-        if prompts is not None:
-            self._logprobs.add_prompts(hidden[num_outputs + num_states :], prompts)
-        hidden = self._pooler.states(hidden, rows)
+        hidden = self._last_states(rows)
         if pooled is not None:
             pooled.take(hidden)
         if len(sampled) == len(rows.requests):
@@ -360,6 +333,34 @@ class ModelRunner:
         sampled_rows = self._table.upload(np.flatnonzero(rows.samples))
         token_ids = self._sample(hidden[sampled_rows], self._table.sampled(sampled, row_indices, positions))
         return torch.cat([token_ids, silent])
+
+    def _last_states(self, rows: StepRows) -> Tensor:
+        """Forward without a decode graph: the states [R, D] from which rows are sampled or pooled. Hidden states and
+        logprobs of prompts that requests asked for are taken on the way.
+        """
+        prompts = self._logprobs.find_prompts(rows) if self._table.num_with_logprobs else None
+        states = self._states.find_prompts(rows) if self._table.num_with_states else None
+        num_outputs = self._num_padded(len(rows.requests))
+        graphs = self.prompt_graphs
+        whole = None
+        if isinstance(graphs, EncoderGraphs) and self._table.adapters.slots(rows.row_indices) is None:
+            whole = graphs.of_size(len(rows.requests), int(rows.token_ends[-1]))
+        with part("prepare"):
+            places = [each.places for each in (states, prompts) if each is not None]
+            others = np.concatenate(places) if places else None
+            inputs, batch = self._inputs.build(
+                *(self._model, rows, self._pooler.outputs(rows)),
+                num_outputs=num_outputs,
+                others=others,
+                on_host=whole is not None,
+            )
+        hidden = whole.replay(inputs, batch) if whole else self._forward(inputs, batch, has_more_outputs=bool(places))
+        num_states = 0 if states is None else len(states.places)
+        if states is not None:
+            self._states.add_prompts(hidden[num_outputs : num_outputs + num_states], states)
+        if prompts is not None:
+            self._logprobs.add_prompts(hidden[num_outputs + num_states :], prompts)
+        return self._pooler.states(hidden, rows)
 
     def _forward(self, inputs: ModelInputs, batch: ForwardBatch, *, has_more_outputs: bool) -> Tensor:
         """Hidden states [T, D] of all tokens, or, where ``inputs.outputs`` names some, of these: one token of each row,

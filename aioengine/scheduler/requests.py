@@ -148,9 +148,7 @@ class Requests:
         return self.is_stalled or not (self.waiting or self.running)
 
     def candidates(self) -> Iterable[Request]:
-        """The waiting requests, in the order in which to admit them. An admission can change the order of
-        those behind it.
-        """
+        """The waiting requests, in the order in which to admit them. An admission can reorder those behind it."""
         return self._tenants.in_turn(list(self._policy.candidates(self.waiting, self._num_cached)))
 
     # ------------------------------------------------------------ from outside
