@@ -31,7 +31,7 @@ from aioengine.families._config import Task
 from aioengine.layers.placement import Placement, Target
 from aioengine.model_files import checkpoint, folder_files
 from aioengine.models import _fallback_attention as layers
-from aioengine.models._base import InputSpec
+from aioengine.models._base import InputSpec, ModelInputs
 from aioengine.models._fallback_attention import NUM_TRIED, PAGED, TRYING, PackedStep, StopError, refuse
 from aioengine.models._fallback_swaps import NotedCalls, Swaps
 from aioengine.models._fallback_weights import by_stored_name
@@ -46,12 +46,16 @@ if TYPE_CHECKING:
 
     from aioengine.attention._base import StepAttention
     from aioengine.layers.linear import Linear
-    from aioengine.models._base import ModelInputs, ModelOptions
+    from aioengine.models._base import ModelOptions
 
 logger = logging.getLogger(__name__)
 
 _FIRST_TRIED: Final = 10
 """The smallest id of the tokens that are tried: smaller ones may stand for padding."""
+_NUM_COMPARED: Final = 3
+"""Tokens that are compared beside other tokens."""
+_MIXED: Final = 0.05
+"""The part of a token's state that may change with the tokens beside it, as sums of experts do by rounding."""
 
 _IMPLEMENTATION: Final = "_attn_implementation"
 """The attribute of a config of transformers with the name of the function for attention."""
@@ -135,6 +139,11 @@ class TransformersModel:
         try:
             with tables:
                 output = self._body(input_ids=ids, use_cache=False, **given)
+            if output.last_hidden_state.shape[:-1] != (1, NUM_TRIED):
+                refuse(
+                    self._step.model_type,
+                    f"of {NUM_TRIED} tokens it gives states {list(output.last_hidden_state.shape)}",
+                )
             tables.check(self._step)
             self._tables = tables.found
             self._given.output_type = type(output)
@@ -182,6 +191,20 @@ class TransformersModel:
 
     def finish_loading(self) -> None:
         self._swaps.finish_loading()
+        self._check_apart()
+
+    @torch.inference_mode()
+    def _check_apart(self) -> None:
+        """Raise ValueError if tokens depend on one another beside attention: the requests of a step would be mixed."""
+        positions, alone = torch.arange(NUM_TRIED, device=self._device), layers.SelfAttention()
+        for first in range(_FIRST_TRIED, _FIRST_TRIED + _NUM_COMPARED):  # with experts, one may be near a tie
+            others = ((first + 1, first + 2), (first + 3, first + 4))
+            given = [torch.tensor([before, first, behind], device=self._device) for before, behind in others]
+            inputs = [ModelInputs(positions=positions, token_ids=ids % self.vocab_size) for ids in given]
+            found, again = (self.forward(each, alone)[1].float() for each in inputs)
+            if not (found - again).norm() > _MIXED * found.norm():
+                return
+        refuse(self._step.model_type, "its tokens depend on one another beside attention, as by convolutions")
 
     def open_for_loading(self) -> None:
         self._swaps.open_for_loading()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from aioengine.attention._base import StepAttention
+    from aioengine.attention._base import StepAttention, WriteKV
     from aioengine.layers.adapters import AdapterRows, Grouping
 
 TRYING: Final = "aioengine_trying"
@@ -213,6 +213,17 @@ def _attend(
     """query [1, H, T, E], key [1, K, T, E], value [1, K, T, F] -> [1, T, H, F]."""
     layer: _Layer = getattr(module, _LAYER)
     return layer(query, key, value), None
+
+
+class SelfAttention:
+    """Implements ``StepAttention`` for tokens that each attend to itself alone."""
+
+    def target(self, layer: int) -> WriteKV:
+        return lambda k, v: None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        """q [T, H, E], v [T, K, F] -> [T, H * F]."""
+        return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1).flatten(1)
 
 
 def register() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import sys
@@ -21,6 +22,7 @@ from transformers import (
     Gemma2Config,
     GptOssConfig,
     LlamaConfig,
+    LlamaModel,
     MambaConfig,
     MixtralConfig,
     OPTConfig,
@@ -42,6 +44,7 @@ from tests.compute.runner_world import World, make_settings, save_model
 from tests.compute.stepping import Stepper, options
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -308,6 +311,31 @@ def test_code_of_a_folder_runs_with_trust_alone(tmp_path: Path, monkeypatch: pyt
     (folder / "own.py").write_text("import no_such_package\n" + CODE)
     with pytest.raises(ValueError, match=r"does not read .*no_such_package"):
         World(replace(settings, model=trusting))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda states: states + 0.2 * states.roll(1, 1), "tokens depend on one another beside attention"),
+        (lambda states: states + states.mean(1, keepdim=True), "tokens depend on one another beside attention"),
+        (lambda states: states[:, -1:], r"of 3 tokens it gives states \[1, 1, 48\]"),
+    ],
+)
+def test_code_that_mixes_the_tokens_of_a_step_is_refused(
+    change: Callable[[Any], Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(CONFIGS["plain"], tmp_path)
+    forward = LlamaModel.forward
+
+    @functools.wraps(forward)
+    def mixing(self: Any, **given: Any) -> Any:
+        output = forward(self, **given)
+        output.last_hidden_state = change(output.last_hidden_state)
+        return output
+
+    monkeypatch.setattr(LlamaModel, "forward", mixing)
+    with pytest.raises(ValueError, match=f"'llama' cannot run.*{message}"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize(
