@@ -257,6 +257,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._lock = Lock()
         self._vocabulary: _Vocabulary | None = None
+        self._num_computed = self.num_words  # words of the library's masks
         self._compiled: OrderedDict[tuple[str, str], list[_Template]] = OrderedDict()
         self._num_bytes = 0
         self._num_threads = max(1, num_threads() // 2)
@@ -328,7 +329,10 @@ class Grammars:
         return wait
 
     def _compute(self, matchers: list[tuple[Any, int]], masks: Words) -> None:
-        self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
+        wide = masks if self._num_computed == self.num_words else np.zeros((len(masks), self._num_computed), np.int32)
+        self._executor.unsafe_compute_mask_ptr(matchers, wide.ctypes.data, wide.strides[0], len(wide))
+        for _, row in matchers if wide is not masks else ():
+            masks[row] = wide[row, : self.num_words]
 
     def _check(self, constraints: Sequence[Constraint], masks: Words, matchers: list[tuple[Any, int]]) -> None:
         """Read from the library what has failed, and rule out the end of the text where that is wanted."""
@@ -454,6 +458,7 @@ class Grammars:
         tokens = [_token_bytes(table[token_id], token_id in special) for token_id in range(self._vocab_size)]
         ends = [token_id for token_id in eos_token_ids if token_id < len(tokens)]
         known = tokens if ends else [*tokens, _SPECIAL + b"end"]  # the library needs an end
+        self._num_computed = -(-len(known) // 32)
         encode = partial(own.encode, add_special_tokens=False)
         source = _Source(known, special, ends or [len(tokens)], encode)
         tokenizer = LLTokenizer(cast("TokenizerWrapper", source), eos_token=source.eos_token_ids, slices=list(_SLICES))

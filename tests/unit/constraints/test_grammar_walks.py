@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from aioengine.errors import UnsupportedSchemaError
 from aioengine.grammars import Constraint, GrammarError, Grammars, Turns
+from aioengine.protocol.messages import Grammar
 from tests.kit.grammar_walks import (
     FOLDER,
     VOCAB_SIZE,
@@ -328,3 +329,21 @@ def test_tenants_take_turns_at_the_threads_that_compile() -> None:
     with pytest.raises(ZeroDivisionError):
         turns.submit("a", lambda: 1 // 0).result(timeout=20)
     turns.close()
+
+
+@pytest.mark.parametrize("vocab_size", [500, 512])
+def test_a_grammar_of_a_model_without_an_end_of_text(vocab_size: int) -> None:
+    """The library's own end may need one more word of each mask."""
+    grammars = Grammars(str(FOLDER), vocab_size)
+    constraint = grammars.open(Grammar("regex", "[0-9]{2}", eos_token_ids=()), [], 0)
+    for _ in range(2):
+        assert not constraint.is_complete
+        masks = np.full((2, grammars.num_words), 7, dtype=np.int32)
+        grammars.fill([constraint], masks[1:])
+        assert not constraint.error
+        ids = np.flatnonzero(np.unpackbits(masks[1:].view(np.uint8), bitorder="little"))
+        assert ids.size
+        assert all(constraint.tokens[token_id].isdigit() for token_id in ids)
+        assert (masks[0] == 7).all()
+        constraint.advance(next(int(each) for each in ids if len(constraint.tokens[each]) == 1))
+    assert constraint.is_complete
