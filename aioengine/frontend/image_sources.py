@@ -36,6 +36,8 @@ _DECODING: Final = tuple(threading.Lock() for _ in range(61))
 _URL_SAFE: Final = bytes.maketrans(b"-_", b"+/")
 _SHOWN: Final = 80
 _SLACK: Final = 4096
+_MIN_PICTURE: Final = 14
+"""Bytes of the smallest file of a picture, a PPM of one pixel."""
 
 
 class ImageSource(NamedTuple):
@@ -221,7 +223,7 @@ def _read_text(text: str, limits: MediaConfig) -> bytes:
     if len(text) <= MAX_PATH and _is_readable(text, limits):
         return read_file(text, limits)
     data = _decoded(text, limits)
-    if data is None:
+    if data is None or len(data) < _MIN_PICTURE:  # most names without a dot are base64, too
         folder = limits.allowed_local_media_path
         file = "file that exists" if folder is None else f"file in allowed_local_media_path={folder!r}"
         raise ValueError(f"it is neither a {file}, nor a URL (http, https, file, data), nor base64")

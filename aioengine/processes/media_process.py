@@ -214,6 +214,7 @@ def load_processor(orders: MediaOrders) -> tuple[Preprocess, LatePictures | None
     # transformers imports torch wherever it finds it, which takes seconds, and these processors do not use it.
     if "torch" not in sys.modules:
         sys.modules["torch"] = cast("ModuleType", None)
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # else its advice is the last line of a process that is lost
     module_name, _, name = orders.processor.partition(":")
     module = importlib.import_module(module_name)
     kind, rows_first = getattr(module, name), resampling.find_order() if orders.leaves_resizing else None
