@@ -87,7 +87,7 @@ def first_split(first_seen: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _pages_of(
+def pages_of(
     row: tl.tensor, page_starts: tl.tensor, last_lengths: tl.tensor, PAGE_SIZE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """The index of a row's first page, and its positions."""
@@ -199,7 +199,7 @@ def _attend_kernel(
     head = tl.program_id(1)
     first_token = tl.load(query_starts + row)
     count = tl.load(query_starts + row + 1) - first_token
-    first_page, length = _pages_of(row, page_starts, last_lengths, PAGE_SIZE)
+    first_page, length = pages_of(row, page_starts, last_lengths, PAGE_SIZE)
     PAGE_STRIDE: tl.constexpr = NUM_KV_HEADS * PAGE_SIZE * HEAD_SIZE
     members = tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)[None, :]
@@ -261,7 +261,7 @@ def _splits_kernel(
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    first_page, length = _pages_of(row, page_starts, last_lengths, PAGE_SIZE)
+    first_page, length = pages_of(row, page_starts, last_lengths, PAGE_SIZE)
     PAGE_STRIDE: tl.constexpr = NUM_KV_HEADS * PAGE_SIZE * HEAD_SIZE
     members = tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)[None, :]

@@ -68,6 +68,29 @@ def span_of(ends: tl.tensor, row: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 
 @triton.jit
+def load_matrix(
+    state: tl.tensor,
+    slots: tl.tensor,
+    starts: tl.tensor,
+    row: tl.tensor,
+    num_heads: tl.tensor,
+    head: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    is_value: tl.tensor,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Pointers to the entries [keys, values] of the matrix of a head in the state of a row, and the entries: 0 where
+    the row begins at position 0, and outside the sizes of the head.
+    """
+    slot = tl.load(slots + row).to(tl.int64)
+    has_past = keys < tl.where(tl.load(starts + row) > 0, KEYS, 0)
+    places = state + (slot * num_heads + head) * KEYS * VALUES + keys[:, None] * VALUES + values[None, :]
+    return places, tl.load(places, mask=has_past[:, None] & is_value[None, :], other=0.0)
+
+
+@triton.jit
 def _solve_kernel(
     channels: tl.tensor,
     steps: tl.tensor,
@@ -156,11 +179,11 @@ def _rows_kernel(
         return
     keys, order = tl.arange(0, BLOCK_K), tl.arange(0, TOKENS)
     values = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    slot = tl.load(slots + row).to(tl.int64)
-    places = state + (slot * num_heads + head) * KEYS * VALUES + keys[:, None] * VALUES + values[None, :]
-    has_past = keys < tl.where(tl.load(starts + row) > 0, KEYS, 0)
     is_value = values < VALUES
-    matrix = tl.load(places, mask=has_past[:, None] & is_value[None, :], other=0.0)
+    places, matrix = load_matrix(
+        *(state, slots, starts, row, num_heads, head),
+        *(keys, values, is_value, KEYS, VALUES),
+    )
     rate, bias = tl.load(rates + head), tl.load(biases + head)
     for first in range(0, count, TOKENS):
         is_token = first + order < count

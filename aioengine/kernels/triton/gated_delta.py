@@ -67,10 +67,10 @@ def _scan_kernel(
     end = begin + count
     if (count > MOST) | (count == 0):
         return
-    slot = tl.load(slots + row).to(tl.int64)
-    has_past = keys < tl.where(tl.load(starts + row) > 0, KEYS, 0)
-    places = state + (slot * num_heads + head) * KEYS * VALUES + keys[:, None] * VALUES + values[None, :]
-    matrix = tl.load(places, mask=has_past[:, None] & is_value[None, :], other=0.0)
+    places, matrix = delta_blocks.load_matrix(
+        *(state, slots, starts, row, num_heads, head),
+        *(keys, values, is_value, KEYS, VALUES),
+    )
     rate, bias = tl.load(log_rates + head), tl.load(biases + head)
     key_head = head // GROUP
     first_key = num_heads // GROUP * KEYS

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from aioengine.kernels.triton.attention import MASKED, merge_splits, merged, split_start
+from aioengine.kernels.triton.attention import MASKED, merge_splits, merged, pages_of, split_start
 from aioengine.kernels.triton.launcher import Launcher, next_power_of_2
 
 if TYPE_CHECKING:
@@ -135,8 +135,7 @@ def _attend_kernel(
     tile_start = tl.load(tiles + 2 * tl.program_id(0) + 1)
     first_token = tl.load(query_starts + row)
     count = tl.load(query_starts + row + 1) - first_token
-    first_page = tl.load(page_starts + row)
-    length = (tl.load(page_starts + row + 1) - first_page - 1) * PAGE_SIZE + tl.load(last_lengths + row)
+    first_page, length = pages_of(row, page_starts, last_lengths, PAGE_SIZE)
     members = tl.arange(0, ROWS)
     token = tile_start + members // GROUP
     heads = tl.program_id(1) * GROUP + members % GROUP
@@ -197,8 +196,7 @@ def _splits_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
-    first_page = tl.load(page_starts + row)
-    length = (tl.load(page_starts + row + 1) - first_page - 1) * PAGE_SIZE + tl.load(last_lengths + row)
+    first_page, length = pages_of(row, page_starts, last_lengths, PAGE_SIZE)
     members = tl.arange(0, ROWS)
     heads = tl.program_id(1) * GROUP + members
     is_member = (members < GROUP) & (heads < NUM_HEADS)

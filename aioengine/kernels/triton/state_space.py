@@ -70,10 +70,10 @@ def _scan_kernel(
     begin, count = delta_blocks.span_of(ends, row)
     if (count > MOST) | (count == 0):
         return
-    slot = tl.load(slots + row).to(tl.int64)
-    has_past = keys < tl.where(tl.load(starts + row) > 0, KEYS, 0)
-    places = state + (slot * num_heads + head) * KEYS * VALUES + keys[:, None] * VALUES + values[None, :]
-    matrix = tl.load(places, mask=has_past[:, None] & is_value[None, :], other=0.0)
+    places, matrix = delta_blocks.load_matrix(
+        *(state, slots, starts, row, num_heads, head),
+        *(keys, values, is_value, KEYS, VALUES),
+    )
     rate, bias, skip = -tl.exp(tl.load(rates + head)), tl.load(biases + head), tl.load(skips + head)
     first_key = num_heads * VALUES + head // GROUP * KEYS
     for token in range(begin, begin + count):
@@ -118,10 +118,10 @@ def _blocks_kernel(
     keys, order = tl.arange(0, BLOCK_K), tl.arange(0, TOKENS)
     values = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     is_value = values < VALUES
-    slot = tl.load(slots + row).to(tl.int64)
-    has_past = keys < tl.where(tl.load(starts + row) > 0, KEYS, 0)
-    places = state + (slot * num_heads + head) * KEYS * VALUES + keys[:, None] * VALUES + values[None, :]
-    matrix = tl.load(places, mask=has_past[:, None] & is_value[None, :], other=0.0)
+    places, matrix = delta_blocks.load_matrix(
+        *(state, slots, starts, row, num_heads, head),
+        *(keys, values, is_value, KEYS, VALUES),
+    )
     rate, bias, skip = -tl.exp(tl.load(rates + head)), tl.load(biases + head), tl.load(skips + head)
     first_key = num_heads * VALUES + head // GROUP * KEYS
     for first in range(0, count, TOKENS):
