@@ -215,16 +215,22 @@ class WindowedCache(PrefixCache):
                 yield index * groups.num_groups + group, path[index].children[key]
 
     def _num_valid(self, path: list[Node]) -> int:
-        """How many nodes of a path can be a prefix hit."""
-        found = len(path)
-        while True:
-            before = found
+        """How many nodes of a path can be a prefix hit. Looks at each page at most once."""
+        found, groups = len(path), self._groups
+        present = [found] * groups.num_groups  # of each group, pages from there to ``found`` are there
+        is_settled = False
+        while not is_settled:
+            is_settled = True
             for group, key in enumerate(self._page_keys):
-                first = self._groups.first_seen(group, found * self.page_size)
-                # one that reaches behind a missing page would see it
-                found = next((i for i in reversed(range(first, found)) if key not in path[i].children), found)
-            if found == before:
-                return found
+                first = groups.first_seen(group, found * self.page_size)
+                unknown = reversed(range(first, min(present[group], found)))
+                missing = next((index for index in unknown if key not in path[index].children), None)
+                if missing is None:
+                    present[group] = min(first, present[group])
+                else:  # one that reaches behind it would see it
+                    found = present[group] = missing
+                    is_settled = False
+        return found
 
     def _num_promised(self, hold: Hold, num_tokens: int) -> int:
         """The pages that a running request with this many known tokens has still to take for them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -118,3 +119,32 @@ class Machine(RuleBasedStateMachine):
 
 
 TestWindowedCache = Machine.TestCase
+
+
+class CountedDict(dict[object, object]):
+    """Counts how often it is looked into."""
+
+    num_looks = 0
+
+    def __contains__(self, key: object) -> bool:
+        CountedDict.num_looks += 1
+        return super().__contains__(key)
+
+
+def test_a_long_prefix_without_its_windows_is_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_pages, groups = 300, PageGroups(windows=(None, 40, 40), page_size=4)
+    cache = WindowedCache(groups, num_pages=3 * num_pages)
+    token_ids = list(range(4 * num_pages))
+    hold = cache.lock(token_ids, cache.match(token_ids))
+    for end in range(4, 4 * num_pages + 1, 4):
+        assert cache.grow(hold) is not None
+        cache.insert(hold, token_ids, end)
+    path = hold.path.copy()
+    cache.unlock(hold)
+    assert len(cache.match([*token_ids, 1]).path) == num_pages
+    cache.evict(2 * num_pages + 10)  # pages of the windows, and the last of the others
+    for node in path:
+        node.children = CountedDict(node.children)  # type: ignore[assignment]
+    monkeypatch.setattr(CountedDict, "num_looks", 0)
+    assert not cache.match([*token_ids, 1]).path
+    assert CountedDict.num_looks < 4 * num_pages
