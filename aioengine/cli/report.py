@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Facts = dict[str, dict[str, object]]
 
-_PACKAGES: Final = ("torch", "transformers", "tokenizers", "safetensors", "pyzmq", "msgspec", "uvloop")
+_PACKAGES: Final = ("torch", "transformers", "tokenizers", "pyzmq", "msgspec", "uvloop")
 
 
 def facts(model_path: str | None, engine_arguments: Mapping[str, object]) -> Facts:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+import torch
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -35,10 +37,11 @@ def resized(arrays: Mapping[str, Tensor], *, rows_first: bool) -> Tensor:
 
 def _summed(pixels: Tensor, starts: Tensor, weights: Tensor, dim: int) -> Tensor:
     """One pass along ``dim`` of bytes [C, h, w]: sums of K neighbours, from ``starts`` [N] on, by weights [N, K]."""
-    last, column = pixels.shape[dim] - 1, (-1, 1) if dim == 1 else (-1,)
     shape = [*pixels.shape[:dim], len(starts), *pixels.shape[dim + 1 :]]
     total = starts.new_full(shape, 1 << (BITS - 1))  # rounds
-    for number, weight in enumerate(weights.unbind(1)):
-        part = pixels.index_select(dim, (starts + number).clamp(max=last))
-        total += part.int().mul_(weight.view(column))
+    reach = torch.arange(weights.shape[1], device=starts.device, dtype=starts.dtype)
+    places = (starts + reach.unsqueeze(1)).clamp_(max=pixels.shape[dim] - 1)
+    column = (-1, 1) if dim == 1 else (-1,)
+    for part, weight in zip(places, weights.unbind(1), strict=True):
+        total.addcmul_(pixels.index_select(dim, part), weight.view(column))
     return total.bitwise_right_shift_(BITS).clamp_(0, 255).byte()

@@ -15,21 +15,21 @@ import socket
 import sys
 import threading
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 from PIL import Image
-from safetensors.numpy import save_file
 
 from aioengine import pictures
 from aioengine.errors import describe
 from aioengine.media._base import ImageShape
 from aioengine.processes import resampling
+from aioengine.processes.array_files import reserve, write_arrays
 from aioengine.processes.host import die_with_parent, handle_signals, limit_threads, name_process
 from aioengine.processes.image_arrays import LatePictures, faster
-from aioengine.processes.picture_bytes import bytes_of
+from aioengine.processes.picture_bytes import STORED_BYTES, bytes_of
 from aioengine.processes.web import Cancellation, WebLimits, fetch
 from aioengine.protocol.media import (
     Broken,
@@ -114,6 +114,7 @@ class MediaWorker:
         self._max_pixels = orders.max_pixels
         self._processor = processor
         self._late = late
+        self._expecting_threads = futures.ThreadPoolExecutor(orders.num_workers, "expect")
         self._gate = PixelGate(orders.max_pixels)
         self._accepted: dict[int, Cancellation] = {}
 
@@ -158,12 +159,25 @@ class MediaWorker:
                 image = pictures.open_picture(file, self._max_pixels)
             with self._gate.holding(image.width * image.height, lambda is_over: tell(Waits(job.id, is_over))):
                 _check(cancellation)
-                decoded = pictures.decode(image)
+                with self._expecting(image, job.path):
+                    decoded = pictures.decode(image)
                 _check(cancellation)
                 arrays = self._late_arrays(decoded) or self._arrays(np.asarray(decoded))
-        tensors = {name: array for name, array in arrays.items() if isinstance(array, np.ndarray)}
-        save_file(tensors, job.path)
-        return Prepared(job.id, _shape(arrays), sum(array.nbytes for array in tensors.values()))
+        found = {name: array for name, array in arrays.items() if isinstance(array, np.ndarray)}
+        return Prepared(job.id, _shape(arrays), write_arrays(job.path, found))
+
+    @contextlib.contextmanager
+    def _expecting(self, image: Image.Image, path: str) -> Iterator[None]:
+        """While a picture is decoded inside, do what its size alone is needed for, on another thread."""
+        if self._late is None:
+            yield
+            return
+        expected = self._expecting_threads.submit(_expect, self._late, image.size, path)
+        try:
+            yield
+        finally:
+            futures.wait([expected])
+        expected.result()
 
     def _late_arrays(self, image: Image.Image) -> dict[str, object]:
         """A picture as it is, with what the device needs to resize it; empty where that is done here. Raises ValueError
@@ -186,6 +200,13 @@ class MediaWorker:
             name: np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value
             for name, value in found.items()
         }
+
+
+def _expect(late: LatePictures, size: tuple[int, int], path: str) -> None:
+    """For a picture of this size (width, height), whose file will be at ``path``. Raises ValueError as ``beside``."""
+    width, height = size
+    if late.beside(height, width) is not None:
+        reserve(path, STORED_BYTES * width * height)
 
 
 class _CancelledError(Exception):
@@ -246,8 +267,8 @@ def _serve(channel: socket.socket, worker: MediaWorker, num_workers: int) -> Non
         with lock:
             channel.sendall(encode_line([reply]))
 
-    prepares = ThreadPoolExecutor(num_workers, "prepare")
-    fetches = ThreadPoolExecutor(NUM_FETCHES, "fetch")
+    prepares = futures.ThreadPoolExecutor(num_workers, "prepare")
+    fetches = futures.ThreadPoolExecutor(NUM_FETCHES, "fetch")
     send(MediaReady())
     for line in channel.makefile("rb"):
         job = decode_job(line)

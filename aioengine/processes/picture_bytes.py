@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     Bytes = npt.NDArray[np.uint8]
 
-_STORED: Final = 4
+STORED_BYTES: Final = 4
 """Bytes of a pixel in Pillow's memory: three colours, and one that says nothing."""
 
 
@@ -59,9 +59,9 @@ def _lent(image: Image.Image) -> Bytes | None:
     pixels = ctypes.cast(_pointer_of(capsule, b"arrow_array"), ctypes.POINTER(_Array)).contents
     if pixels.n_children != 1:
         return None
-    stored, num_bytes = pixels.children[0].contents, _STORED * image.width * image.height
+    stored, num_bytes = pixels.children[0].contents, STORED_BYTES * image.width * image.height
     if pixels.offset or stored.offset or stored.length != num_bytes:
         return None
     lent = (ctypes.c_uint8 * num_bytes).from_address(stored.buffers[1])
     vars(lent)["capsule"] = capsule  # keeps the memory
-    return np.ctypeslib.as_array(lent).reshape(image.height, image.width, _STORED)
+    return np.ctypeslib.as_array(lent).reshape(image.height, image.width, STORED_BYTES)
