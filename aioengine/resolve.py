@@ -109,7 +109,11 @@ def resolve(
 
 
 def context_length(config: EngineConfig, model: ModelFacts) -> int:
-    """Tokens of the context: the model's, or a smaller number from the configuration."""
+    """Tokens of the context: the model's, or a smaller number from the configuration.
+
+    Raises:
+        ValueError: the configuration has a larger one.
+    """
     wanted = config.model.context_length
     if wanted is None:
         return min(model.context_length, model.pooling.max_tokens or model.context_length)

@@ -97,6 +97,11 @@ def _is_exact(value: float) -> bool:
 
 
 def compile_string(place: Place) -> Schema:
+    """The schema of a string for the library, with our own patterns for formats that it does not enforce.
+
+    Raises:
+        ValueError: a keyword has a wrong value, or one that is not enforced; the message has its place.
+    """
     given = place.given
     found: Schema = dict(compile_counts(place, "minLength", "maxLength"))
     if "pattern" in given:

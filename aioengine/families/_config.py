@@ -410,6 +410,11 @@ class FamilyConfig(Labels, frozen=True, kw_only=True):
         return read_rope(raw, partial=self.default_partial if partial is None else partial)
 
     def decoder(self, rope: RopeConfig) -> DecoderConfig:
+        """A decoder with these fields and the parts of Llama, of which families replace what is different.
+
+        Raises:
+            ValueError: the rotary embedding does not fit the size of a head.
+        """
         rope.check_head(self.head_size)
         return DecoderConfig(
             task=self.task,

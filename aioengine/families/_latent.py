@@ -49,6 +49,7 @@ class LatentFamily(FamilyConfig, frozen=True, kw_only=True):
         return self.hidden_size // self.num_attention_heads if self.v_head_dim is None else self.v_head_dim
 
     def latent_decoder(self, rope: RopeConfig) -> DecoderConfig:
+        """As ``decoder``, with latent attention."""
         attention = AttentionConfig(
             qkv_bias=self.attention_bias,
             output_bias=self.attention_bias,

@@ -59,6 +59,7 @@ def own_names(config: Mapping[str, object], config_type: type[Config]) -> dict[s
 
 
 def gpt2_decoder(found: Config) -> DecoderConfig:
+    """The decoder of GPT-2, from which those of GPT-BigCode and GPT-J are made."""
     decoder = found.decoder(RopeConfig())
     return replace(
         decoder,

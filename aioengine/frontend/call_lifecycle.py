@@ -74,6 +74,7 @@ class CallLifecycle:
         self._computed_since = computed_since
 
     def start(self, call: Call) -> None:
+        """Check and submit the first rows of a call, on the engine's loop."""
         if call.output not in self._calls.by_output:
             return  # another thread ended it before it was started
         if call.deadlines:
@@ -229,6 +230,7 @@ class CallLifecycle:
         self.settle(call)
 
     def fail(self, call: Call, error: EngineError) -> None:
+        """End a call with a copy of ``error``, or each of its rows, where rows give their exceptions."""
         output, error = call.output, copy(error)
         with self._lock:
             if output.returns_exceptions and not output.is_over:

@@ -62,7 +62,11 @@ class EmbedsPrompt(IdsPrompt, frozen=True):
 
 
 def embeds_prompt(name: str, value: object, budget: CheckBudget, rules: EncodeRules = USUAL) -> IdsPrompt:
-    """One prompt. The width of its embeddings is checked later, against the model (``RequestChecks.check_ids``)."""
+    """One prompt. The width of its embeddings is checked later, against the model (``RequestChecks.check_ids``).
+
+    Raises:
+        TypeError, ValueError: it is no float array [tokens, D], nor lists of such numbers.
+    """
     if rules.add_special_tokens:
         raise ValueError(f"add_special_tokens=True is for text, and {name} has embeddings")
     rows = _rows(name, value)

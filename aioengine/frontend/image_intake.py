@@ -128,6 +128,7 @@ class ImagesOfPrompt:
             self._done = done
 
     def end(self, place: int, found: ImageFile | ImageError) -> None:
+        """The image at ``place`` of the prompt is prepared, or cannot be, which ends the whole prompt."""
         if self.is_over:
             return
         if isinstance(found, ImageFile):
@@ -173,8 +174,8 @@ class ImageIntake:
         limits = self._limits = model.limits
         self._num_workers = min(MAX_WORKERS, num_workers)
         self._loop = asyncio.get_running_loop()
-        # A name that is cached by its bytes alone would be found again after an update of transformers.
         self._num_session_bytes = 0
+        # What is kept by the bytes of an image alone would be found again after its preparation has changed.
         self._salt = hashlib.sha256(
             msgspec.json.encode([model.processor, model.settings, dict(model.family.options)], order="deterministic")
         ).digest()

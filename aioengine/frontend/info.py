@@ -137,6 +137,7 @@ def scheduler_counters(last: Stats | None) -> dict[str, int]:
 
 
 def model_info(settings: Settings) -> ModelInfo:
+    """``get_model_info``: what the settings say of the model."""
     return {
         "model_path": settings.model.path,
         "tokenizer_path": settings.text.tokenizer_path,

@@ -290,6 +290,11 @@ def encode_rules(options: Mapping[str, object]) -> EncodeRules:
 
 
 def text_prompt(name: str, value: object, budget: CheckBudget, rules: EncodeRules = USUAL) -> TextPrompt:
+    """One text, all of whose characters are checked if ``budget`` covers it, else later.
+
+    Raises:
+        TypeError, ValueError: it is no text, or empty.
+    """
     value = checks.plain(value)
     if not isinstance(value, str):
         if isinstance(value, Mapping) and "role" in value:
@@ -312,7 +317,11 @@ def pooled_prompt(name: str, value: object, budget: CheckBudget, *, rules: PoolR
 def pair_prompt(
     name: str, value: object, budget: CheckBudget, *, rules: PoolRules, query: str | None = None
 ) -> PooledPrompt:
-    """A query and a document: both in ``value``, or the document where the query is given."""
+    """A query and a document: both in ``value``, or the document where the query is given.
+
+    Raises:
+        TypeError, ValueError: it is no pair of texts.
+    """
     if query is None:
         pair = checks.sequence(name, value, allowed="a pair [query, document]")
         if len(pair) != 2:
@@ -332,7 +341,11 @@ def _any_text(name: str, value: object, budget: CheckBudget) -> TextPrompt:
 def ids_prompt(
     name: str, value: object, budget: CheckBudget, rules: EncodeRules = USUAL, *, may_be_empty: bool = False
 ) -> IdsPrompt:
-    """Ids of any kind of integer; those outside the vocabulary are found by the engine, which knows it."""
+    """Ids of any kind of integer; those outside the vocabulary are found by the engine, which knows it.
+
+    Raises:
+        TypeError, ValueError: it is no list of ids, or empty.
+    """
     if rules.add_special_tokens:
         raise ValueError(f"add_special_tokens=True is for text, and {name} has ids; put the special ones among them")
     if isinstance(value, list | tuple) or not isinstance(value, checks.Array) or not checks.num_items(value):
@@ -348,6 +361,11 @@ def ids_prompt(
 def chat_prompt(
     name: str, value: object, budget: CheckBudget, *, options: TemplateOptions, rules: EncodeRules = USUAL
 ) -> ChatPrompt:
+    """One conversation, whose messages are checked if ``budget`` covers their likely size, else later.
+
+    Raises:
+        TypeError, ValueError: it is no list of messages, or empty.
+    """
     given = checks.sequence(name, value, allowed=MESSAGES)
     if not given:
         raise ValueError(f"{name} is empty; give at least one dict with role and content")

@@ -449,6 +449,11 @@ def _num_dimensions(value: object) -> int:
 def call_request(
     given: GivenRows, sampling_params: object, *, stream: object, options: Mapping[str, object]
 ) -> CallRequest:
+    """The request of a call with these rows. Of a long batch, the first rows are checked (``check_more``).
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+    """
     num_prompts = len(given.values)
     params = _params(sampling_params, given)
     request = CallRequest(

@@ -63,7 +63,11 @@ class Rows(Protocol):
 
 
 def list_for(name: str, value: object, rows: Rows) -> list[object]:
-    """A list with one entry for each prompt."""
+    """A list with one entry for each prompt.
+
+    Raises:
+        TypeError, ValueError: there is one prompt, or another number of prompts.
+    """
     if not rows.is_batch:
         raise TypeError(f"{name} is a list, but there is one prompt; give a list of prompts, or one {name}")
     found = checks.items(name, value, checks.MAX_COUNT)

@@ -75,6 +75,9 @@ def prepare(weights: ExpertWeights, *, batch_invariant: bool = False) -> Experts
     Args:
         weights: on a CPU they may be copied and are then not needed any more.
         batch_invariant: on a GPU, a row of the result must not depend on the number of rows.
+
+    Raises:
+        ValueError: they are on a GPU, and Triton is not installed.
     """
     if launcher.serves(weights.down):
         return DeviceExperts(weights, batch_invariant=batch_invariant)

@@ -40,7 +40,7 @@ class Waiter(NamedTuple):
     order: tuple[float, ...]
 
 
-class Placement(NamedTuple):
+class Assignment(NamedTuple):
     """An adapter to be copied into a slot."""
 
     slot: int
@@ -200,7 +200,7 @@ class AdapterSlots:
         found.sort(key=itemgetter(0))
         return found
 
-    def assign(self, claims: list[tuple[Rank, Key]]) -> tuple[list[Placement], list[int]]:
+    def assign(self, claims: list[tuple[Rank, Key]]) -> tuple[list[Assignment], list[int]]:
         """Give slots to adapters that wait for one, and release requests whose adapters are ready.
 
         claims: those of ``claims`` that can be placed at once; the others hold no slot up.
@@ -209,17 +209,17 @@ class AdapterSlots:
         self.is_changed = False
         self._drain(claims)
         released = self._release()
-        placements: list[Placement] = []
+        assignments: list[Assignment] = []
         for rank, key in claims:
             slot = self._free_slot(rank)
             if slot is None:
                 break
             self._give(slot, key)
-            placements.append(Placement(slot.number, key))
-        if placements:
-            self._drain(claims[len(placements) :])
+            assignments.append(Assignment(slot.number, key))
+        if assignments:
+            self._drain(claims[len(assignments) :])
             released += self._release()
-        return placements, released
+        return assignments, released
 
     def placed(self, key: Key) -> None:
         """An adapter was copied into its slot."""

@@ -60,7 +60,11 @@ class PageAllocator:
         return taken
 
     def free(self, pages: list[int]) -> None:
-        """Free pages, each exactly once (an overflow is noticed, a page freed twice only by the owner's count)."""
+        """Free pages, each exactly once.
+
+        Raises:
+            ValueError: more pages are free than there are. A page that was freed twice before that is not noticed here.
+        """
         self._free.extend(pages)
         if len(self._free) > self.num_pages:
             raise ValueError(f"{len(self._free)} pages are free of {self.num_pages}: some were given back twice")

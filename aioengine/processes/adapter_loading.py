@@ -24,7 +24,7 @@ from aioengine.scheduler.requests import key_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from aioengine.memory.adapter_slots import Key, Placement
+    from aioengine.memory.adapter_slots import Assignment, Key
     from aioengine.protocol.messages import Control
     from aioengine.scheduler.requests import Requests
 
@@ -172,9 +172,9 @@ class Adapters:
         claims = self._slots.claims()
         self._answer_loads()
         self._start_reads([key for _, key in claims], now)
-        placements, released = self._slots.assign([claim for claim in claims if claim[1] in self._copies])
-        for placement in placements:
-            self._place(placement)
+        assignments, released = self._slots.assign([claim for claim in claims if claim[1] in self._copies])
+        for assignment in assignments:
+            self._place(assignment)
         self._requests.release(released)
 
     def control(self, control: Control, answer: Callable[[Reply], None]) -> None:
@@ -287,10 +287,10 @@ class Adapters:
             return self._requests.gated[waiting[0]].submit.adapter
         return next((adapter for adapter in self._pinned.values() if key_of(adapter) == key), None)
 
-    def _place(self, placement: Placement) -> None:
-        key, host = placement.key, self._copies.get(placement.key)
+    def _place(self, assignment: Assignment) -> None:
+        key, host = assignment.key, self._copies.get(assignment.key)
         try:
-            future = self._runner.place_adapter(placement.slot, host)
+            future = self._runner.place_adapter(assignment.slot, host)
         except Exception as error:  # its requests fail, the others go on
             future = Future[None]()
             future.set_exception(error)

@@ -15,7 +15,11 @@ PREFIX = "aioengine::"
 
 
 def load_package(folder: Path) -> None:
-    """Import the package ``aioengine`` that lies in ``folder``."""
+    """Import the package ``aioengine`` that lies in ``folder``.
+
+    Raises:
+        ImportError: it is not there.
+    """
     spec = importlib.util.spec_from_file_location(
         "aioengine", folder / "__init__.py", submodule_search_locations=[str(folder)]
     )

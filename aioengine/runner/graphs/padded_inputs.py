@@ -63,6 +63,7 @@ class PaddedInputs:
     def zeros(
         cls, model: Model, num_tokens: int, num_rows: int, device: torch.device, *, states: StatePool | None = None
     ) -> PaddedInputs:
+        """Memory for up to ``num_tokens`` T tokens in up to ``num_rows`` R rows, filled with zeros."""
         spec, num_groups = model.input_spec, max(1, len(model.attention_shape.page_windows))
 
         def zeros(*size: int) -> Tensor:

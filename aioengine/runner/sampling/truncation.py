@@ -39,7 +39,7 @@ TOP_K_OFF = 1 << 30
 
 _NUM_BLOCKS = 128  # blocks whose tokens are candidates for the head
 _HEAD = 256
-_NOBODY = 1 << 40  # an id behind all others
+_NO_TOKEN = 1 << 40  # an id behind all others
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def _kept_of_head(p_SW: Tensor, head: _Head, num_S: Ints) -> tuple[Floats, Ints]
     size = int(num_S.max())
     is_kept_SN = np.arange(size) < num_S[:, None]
     values_SN = np.where(is_kept_SN, head.values_SH[:, :size], 0.0)
-    ids_SN = np.where(is_kept_SN, head.ids_SH[:, :size], _NOBODY)
+    ids_SN = np.where(is_kept_SN, head.ids_SH[:, :size], _NO_TOKEN)
     rows = np.arange(len(num_S))
     border_S = head.values_SH[rows, num_S - 1]
     next_S = head.values_SH[rows, np.minimum(num_S, head.values_SH.shape[-1] - 1)]

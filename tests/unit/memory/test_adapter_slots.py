@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aioengine.memory.adapter_slots import AdapterSlots, Placement, Waiter
+from aioengine.memory.adapter_slots import AdapterSlots, Assignment, Waiter
 
 if TYPE_CHECKING:
     from aioengine.memory.adapter_slots import Key
@@ -23,7 +23,7 @@ def waiter(uid: int, tenant: str = "") -> Waiter:
     return Waiter(uid, tenant, (float(uid),))
 
 
-def assigned(slots: AdapterSlots, copies: tuple[Key, ...]) -> tuple[list[Placement], list[int]]:
+def assigned(slots: AdapterSlots, copies: tuple[Key, ...]) -> tuple[list[Assignment], list[int]]:
     return slots.assign([claim for claim in slots.claims() if claim[1] in copies])
 
 
@@ -61,10 +61,10 @@ class Desk:
         """What was placed; everything is copied at once, and those who were released are admitted."""
         placed: list[Key] = []
         while True:
-            placements, released = assigned(self.slots, copies)
-            for placement in placements:
-                self.slots.placed(placement.key)
-            placed += [placement.key for placement in placements]
+            assignments, released = assigned(self.slots, copies)
+            for assignment in assignments:
+                self.slots.placed(assignment.key)
+            placed += [assignment.key for assignment in assignments]
             self.queue += released
             self.admit()
             self.slots.check_integrity()
@@ -204,8 +204,8 @@ def test_an_adapter_that_is_pinned_while_its_slot_drains_takes_all_its_requests(
 def test_a_copy_that_fails_leaves_an_empty_slot() -> None:
     desk = Desk(1)
     desk.ask(0, A)
-    placements, _ = assigned(desk.slots, ALL)
-    assert placements == [Placement(1, A)]
+    assignments, _ = assigned(desk.slots, ALL)
+    assert assignments == [Assignment(1, A)]
     desk.slots.fail(A)
     assert desk.slots.line.uids(A) == [0]
     desk.slots.leave(0)
@@ -223,7 +223,7 @@ def test_a_slot_of_released_requests_goes_to_one_that_ranks_before_them() -> Non
     desk.slots.wait(C, waiter(7))
     assert assigned(desk.slots, ALL)[0] == []
     desk.slots.wait(A, waiter(1))
-    assert assigned(desk.slots, ALL)[0] == [Placement(1, A)]
+    assert assigned(desk.slots, ALL)[0] == [Assignment(1, A)]
     assert not desk.slots.may_use(B, waiter(5))
     desk.slots.check_integrity()
 
