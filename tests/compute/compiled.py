@@ -46,6 +46,8 @@ def compile_for_hopper(
             attributes[(index,)] = [["tt.divisibility", 16]]
         else:
             signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+            if value % 16 == 0 and not parameter.do_not_specialize:
+                attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=HOPPER, options=dict(options))
     assert compiled.metadata.shared <= SHARED_BYTES, f"{kernel.__name__}: {compiled.metadata.shared} bytes"

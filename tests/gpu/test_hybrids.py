@@ -163,6 +163,18 @@ def test_kernels_of_states_do_what_plain_torch_does(
         torch.testing.assert_close(ours, expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_blocks_of_keys_that_come_again_and_stay(dtype: torch.dtype) -> None:
+    layer = Layer([200, 70], [0, 9], dtype)
+    layer.given[:, :4096] = layer.given[:9, :4096].repeat(30, 1)
+    layer.gates.scores.add_(3)
+    layer.gates.log_rate.sub_(5)
+    _, outputs, _, _, states = layer.run(is_reference=False, in_blocks=True)
+    _, expected, _, _, expected_states = layer.run(is_reference=True, in_blocks=False)
+    torch.testing.assert_close(outputs, expected, atol=3e-2, rtol=3e-2)
+    torch.testing.assert_close(states, expected_states, atol=3e-2, rtol=3e-2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_without_blocks_a_token_has_the_same_bits_in_any_chunk(dtype: torch.dtype) -> None:
     layer = Layer([150], [0], dtype)

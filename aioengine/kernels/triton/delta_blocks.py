@@ -2,7 +2,9 @@
 
 Within a block, the changes that its tokens make to the matrix depend on one another linearly. So they are solved for at
 once, for any matrix S before the block: token i writes the value u_i - S^T w_i for its key. All blocks are solved side
-by side; then the matrix goes from block to block, with a few matmuls for each.
+by side; then the matrix goes from block to block, with four matmuls for each. Their operands are in bf16 where the
+channels are, else in tf32; all sums are in fp32. q and k go into them as they are: that they are to have length 1 is
+left to factors of their tokens.
 
 T packed tokens, C channels, H value heads, K and V sizes of a head, N slots, R rows, B blocks.
 """
@@ -29,10 +31,13 @@ LEAST_TOKENS: Final = 32
 
 TOKENS = tl.constexpr(BLOCK_TOKENS)
 LEAST = tl.constexpr(LEAST_TOKENS)
+LEVELS = tl.constexpr(BLOCK_TOKENS.bit_length() - 1)
 EPSILON = tl.constexpr(1e-6)
 
 _VALUES = 32
 """Columns of a head's matrix that a program has."""
+_FACTORS: Final = 3
+"""Numbers of a token and head, see ``_store_reading``."""
 
 
 @triton.jit
@@ -45,12 +50,6 @@ def load_gates(
     step = tl.load(steps + places, mask=inside, other=0.0).to(tl.float32) + bias
     step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
     return tl.where(inside, -tl.exp(rate) * step, 0.0), tl.where(inside, beta, 0.0)
-
-
-@triton.jit
-def _load_unit(pointers: tl.tensor, inside: tl.tensor) -> tl.tensor:
-    x = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
-    return x / tl.sqrt_rn(tl.sum(x * x, 1) + EPSILON)[:, None]
 
 
 @triton.jit
@@ -91,26 +90,69 @@ def load_matrix(
 
 
 @triton.jit
+def _inverse_length(x: tl.tensor) -> tl.tensor:
+    """x [tokens, K] -> [tokens]."""
+    wide = x.to(tl.float32)
+    return 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 1) + EPSILON)
+
+
+@triton.jit
+def _inverted(system: tl.tensor, NARROW: tl.constexpr) -> tl.tensor:
+    """The inverse of 1 + system, which has numbers below its diagonal alone: first of blocks of 2 on the diagonal, then
+    of blocks of 4 made of two of these, and so on. No number in it is above 1, so fp16 is as good as tf32, and faster.
+    """
+    order = tl.arange(0, TOKENS)
+    apart = order[:, None] ^ order[None, :]
+    inverse = tl.where(apart == 0, 1.0, 0.0) - tl.where(apart == 1, system, 0.0)
+    for level in tl.static_range(1, LEVELS):
+        corners = tl.where((apart >> level) == 1, system, 0.0).to(NARROW)
+        narrow = inverse.to(NARROW)
+        changes = tl.dot(narrow, corners, input_precision="tf32").to(NARROW)
+        inverse -= tl.dot(changes, narrow, input_precision="tf32")
+    return inverse
+
+
+@triton.jit
+def _times(factors: tl.tensor, x: tl.tensor) -> tl.tensor:
+    """factors [tokens, tokens] fp32 times x [tokens, N], with 16 bits of the factors where x is in bf16."""
+    if x.dtype == tl.float32:
+        return tl.dot(factors, x, input_precision="tf32")
+    high = factors.to(x.dtype)
+    return tl.dot((factors - high.to(tl.float32)).to(x.dtype), x, tl.dot(high, x))
+
+
+@triton.jit
+def _store_reading(
+    at_query: tl.tensor, is_key: tl.tensor, k: tl.tensor, k_length: tl.tensor, decays: tl.tensor,
+    weights_out: tl.tensor, factors_out: tl.tensor, is_token: tl.tensor, num_factors: tl.tensor, stride: tl.tensor,
+    scale: tl.tensor,
+) -> None:  # fmt: skip
+    """The weights [tokens, tokens] with which the tokens of a block read what these write; and three factors of each:
+    of what it reads of the matrix before the block, of what is left of its own behind it, and of what is of the matrix.
+    """
+    order = tl.arange(0, TOKENS)
+    total, whole = tl.cumsum(decays, 0), tl.sum(decays, 0)
+    q = tl.load(at_query, mask=is_key, other=0.0).to(k.dtype)
+    q_length = _inverse_length(q) * scale
+    weights = tl.dot(q, tl.trans(k), input_precision="tf32") * q_length[:, None] * k_length[None, :]
+    weights = decayed(weights, total, order[:, None] >= order[None, :]).to(weights_out.dtype.element_ty)
+    places = order[:, None] * (stride * TOKENS) + order[None, :]
+    tl.store(weights_out + places, weights, mask=is_token[:, None])
+    factors_out += order
+    tl.store(factors_out, q_length * tl.exp(total), mask=is_token)
+    tl.store(factors_out + num_factors, k_length * tl.exp(whole - total), mask=is_token)
+    tl.store(factors_out + 2 * num_factors, tl.exp(whole) + tl.zeros_like(total), mask=is_token)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
 def _solve_kernel(
-    channels: tl.tensor,
-    steps: tl.tensor,
-    scores: tl.tensor,
-    rates: tl.tensor,
-    biases: tl.tensor,
-    ends: tl.tensor,
-    blocks: tl.tensor,
-    keys_out: tl.tensor,
-    values_out: tl.tensor,
-    num_channels: tl.tensor,
-    gate_stride: tl.tensor,
-    num_heads: tl.tensor,
-    GROUP: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-) -> None:
-    """w and u of the tokens of a block."""
+    channels: tl.tensor, steps: tl.tensor, scores: tl.tensor, rates: tl.tensor, biases: tl.tensor, ends: tl.tensor,
+    blocks: tl.tensor, keys_out: tl.tensor, values_out: tl.tensor, weights_out: tl.tensor, factors_out: tl.tensor,
+    num_channels: tl.tensor, gate_stride: tl.tensor, num_heads: tl.tensor, num_tokens: tl.tensor, scale: tl.tensor,
+    GROUP: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    PRODUCT: tl.constexpr,
+) -> None:  # fmt: skip
+    """w and u of the tokens of a block, and what ``_store_reading`` stores."""
     block, head = tl.program_id(0), tl.program_id(1)
     row = tl.load(blocks + 2 * block)
     first = tl.load(blocks + 2 * block + 1)
@@ -127,52 +169,38 @@ def _solve_kernel(
     total = tl.cumsum(decays, 0)
     first_key = num_heads // GROUP * KEYS
     at = channels + begin * num_channels + order[:, None] * num_channels
+    at_query = at + head // GROUP * KEYS + keys[None, :]
     is_key = is_token[:, None] & (keys < KEYS)[None, :]
-    k = _load_unit(at + first_key + head // GROUP * KEYS + keys[None, :], is_key)
-    products = tl.dot(k, tl.trans(k), input_precision="tf32") * beta[:, None]
-    system = decayed(products, total, order[:, None] > order[None, :])
-    # the inverse of 1 + system, transposed, one row after the other
-    inverse = tl.where(order[:, None] == order[None, :], 1.0, 0.0)
-    for place in range(1, TOKENS):
-        factors = tl.sum(tl.where(order[:, None] == place, system, 0.0), 0)
-        change = tl.sum(factors[None, :] * inverse, 1)
-        inverse = tl.where(order[None, :] == place, inverse - change[:, None], inverse)
-    inverse = tl.trans(inverse)
-    w = tl.dot(inverse, k * (beta * tl.exp(total))[:, None], input_precision="tf32")
-    heads, after = begin * num_heads + head, order[:, None] * num_heads
-    tl.store(keys_out + heads * KEYS + after * KEYS + keys[None, :], w.to(keys_out.dtype.element_ty), mask=is_key)
+    k = tl.load(at_query + first_key, mask=is_key, other=0.0).to(PRODUCT)
+    k_length = _inverse_length(k)
+    system = tl.dot(k, tl.trans(k), input_precision="tf32") * (beta * k_length)[:, None] * k_length[None, :]
+    NARROW: tl.constexpr = tl.float32 if keys_out.dtype.element_ty == tl.float32 else tl.float16
+    inverse = _inverted(decayed(system, total, order[:, None] > order[None, :]), NARROW)
+    heads = begin * num_heads + head
+    w = _times(inverse * (beta * k_length * tl.exp(total))[None, :], k)
+    keys_out += heads * KEYS + order[:, None] * (num_heads * KEYS) + keys[None, :]
+    tl.store(keys_out, w.to(keys_out.dtype.element_ty), mask=is_key)
     is_value = is_token[:, None] & (values < VALUES)[None, :]
-    v = tl.load(at + 2 * first_key + head * VALUES + values[None, :], mask=is_value, other=0.0).to(tl.float32)
-    u = tl.dot(inverse, v * beta[:, None], input_precision="tf32")
-    values_out += heads * VALUES
-    tl.store(values_out + after * VALUES + values[None, :], u.to(values_out.dtype.element_ty), mask=is_value)
+    v = tl.load(at + 2 * first_key + head * VALUES + values[None, :], mask=is_value, other=0.0).to(PRODUCT)
+    u = _times(inverse * beta[None, :], v)
+    values_out += heads * VALUES + order[:, None] * (num_heads * VALUES) + values[None, :]
+    tl.store(values_out, u.to(values_out.dtype.element_ty), mask=is_value)
+    weights_out += heads * TOKENS
+    factors_out += head.to(tl.int64) * num_tokens + begin
+    num_factors = num_heads.to(tl.int64) * num_tokens
+    _store_reading(
+        at_query, is_key, k, k_length, decays, weights_out, factors_out, is_token, num_factors, num_heads, scale
+    )
 
 
 # The outputs and the matrix of a row, one block after the other.
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _rows_kernel(
-    channels: tl.tensor,
-    steps: tl.tensor,
-    scores: tl.tensor,
-    rates: tl.tensor,
-    biases: tl.tensor,
-    state: tl.tensor,
-    slots: tl.tensor,
-    starts: tl.tensor,
-    ends: tl.tensor,
-    solved_keys: tl.tensor,
-    solved_values: tl.tensor,
-    out: tl.tensor,
-    num_channels: tl.tensor,
-    gate_stride: tl.tensor,
-    num_heads: tl.tensor,
-    scale: tl.tensor,
-    GROUP: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-) -> None:
+    channels: tl.tensor, state: tl.tensor, slots: tl.tensor, starts: tl.tensor, ends: tl.tensor, solved_keys: tl.tensor,
+    solved_values: tl.tensor, solved_weights: tl.tensor, factors: tl.tensor, out: tl.tensor, num_channels: tl.tensor,
+    num_heads: tl.tensor, num_tokens: tl.tensor, GROUP: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRODUCT: tl.constexpr, STAGES: tl.constexpr,
+) -> None:  # fmt: skip
     head, row = tl.program_id(1), tl.program_id(2)
     begin, count = span_of(ends, row)
     if count < LEAST:
@@ -184,31 +212,32 @@ def _rows_kernel(
         *(state, slots, starts, row, num_heads, head),
         *(keys, values, is_value, KEYS, VALUES),
     )
-    rate, bias = tl.load(rates + head), tl.load(biases + head)
-    for first in range(0, count, TOKENS):
+    factors += head.to(tl.int64) * num_tokens + begin
+    num_factors = num_heads.to(tl.int64) * num_tokens
+    for first in tl.range(0, count, TOKENS, num_stages=STAGES):
         is_token = first + order < count
-        gates = (begin + first) * gate_stride + head
-        decays, _ = load_gates(steps + gates, scores + gates, order * gate_stride, is_token, rate, bias)
-        total = tl.cumsum(decays, 0)
         at = channels + (begin + first) * num_channels + head // GROUP * KEYS
         at += order[:, None] * num_channels + keys[None, :]
         is_key = is_token[:, None] & (keys < KEYS)[None, :]
-        q = _load_unit(at, is_key) * scale
-        k = _load_unit(at + num_heads // GROUP * KEYS, is_key)
-        heads, after = (begin + first) * num_heads + head, order[:, None] * num_heads
-        w = solved_keys + heads * KEYS + (after * KEYS + keys[None, :])
-        w = tl.load(w, mask=is_key, other=0.0).to(tl.float32)
         is_here = is_token[:, None] & is_value[None, :]
-        after = after * VALUES + values[None, :]
-        u = tl.load(solved_values + heads * VALUES + after, mask=is_here, other=0.0).to(tl.float32)
-        written = u - tl.dot(w, matrix, input_precision="tf32")
-        weights = decayed(tl.dot(q, tl.trans(k), input_precision="tf32"), total, order[:, None] >= order[None, :])
-        found = tl.dot(q * tl.exp(total)[:, None], matrix, input_precision="tf32")
-        found += tl.dot(weights, written, input_precision="tf32")
-        tl.store(out + heads * VALUES + after, found.to(out.dtype.element_ty), mask=is_here)
-        whole = tl.sum(decays, 0)
-        k *= tl.exp(whole - total)[:, None]
-        matrix = matrix * tl.exp(whole) + tl.dot(tl.trans(k), written, input_precision="tf32")
+        heads, after = (begin + first) * num_heads + head, order * num_heads
+        w = solved_keys + heads * KEYS + (after[:, None] * KEYS + keys[None, :])
+        w = tl.load(w, mask=is_key, other=0.0).to(PRODUCT)
+        to_value = after[:, None] * VALUES + values[None, :]
+        u = tl.load(solved_values + heads * VALUES + to_value, mask=is_here, other=0.0)
+        read = tl.load(factors + first + order, mask=is_token, other=0.0)
+        left = tl.load(factors + num_factors + first + order, mask=is_token, other=0.0)
+        q = tl.load(at, mask=is_key, other=0.0).to(PRODUCT)
+        k = tl.load(at + num_heads // GROUP * KEYS, mask=is_key, other=0.0).to(PRODUCT)
+        weights = solved_weights + heads * TOKENS + (after[:, None] * TOKENS + order[None, :])
+        weights = tl.load(weights, mask=is_token[:, None], other=0.0).to(PRODUCT)
+        before = matrix.to(PRODUCT)
+        written = u.to(tl.float32) - tl.dot(w, before, input_precision="tf32")
+        found = tl.dot(q, before, input_precision="tf32") * read[:, None]
+        found = tl.dot(weights, written.to(PRODUCT), found, input_precision="tf32")
+        tl.store(out + heads * VALUES + to_value, found.to(out.dtype.element_ty), mask=is_here)
+        matrix *= tl.load(factors + 2 * num_factors + first)
+        matrix = tl.dot(tl.trans(k), (written * left[:, None]).to(PRODUCT), matrix, input_precision="tf32")
     tl.store(places, matrix, mask=(keys < KEYS)[:, None] & is_value[None, :])
 
 
@@ -227,21 +256,23 @@ def compute(
     num_heads, key_size, value_size = state.shape[1:]
     num_tokens, num_channels = channels.shape
     group = num_heads // ((num_channels - num_heads * value_size) // (2 * key_size))
-    solved_keys = torch.empty((num_tokens, num_heads, key_size), dtype=channels.dtype, device=channels.device)
-    solved_values = torch.empty_like(out)
-    block_k, block_v = max(next_power_of_2(key_size), 16), max(next_power_of_2(value_size), 16)
-    stride = gates.steps.stride(0)
-    given = channels, gates.steps, gates.scores, gates.log_rate, gates.bias
+    keys, weights = (channels.new_empty((num_tokens, num_heads, size)) for size in (key_size, BLOCK_TOKENS))
+    values = torch.empty_like(out)
+    factors = torch.empty((_FACTORS, num_heads, num_tokens), dtype=torch.float32, device=channels.device)
+    is_narrow = channels.dtype == torch.bfloat16
+    product = tl.bfloat16 if is_narrow else tl.float32
+    sizes = group, key_size, value_size, max(next_power_of_2(key_size), 16)
+    block_v = max(next_power_of_2(value_size), 16)
     arguments = (
-        *(*given, rows.ends, rows.blocks, solved_keys, solved_values, num_channels, stride, num_heads),
-        *(group, key_size, value_size, block_k, block_v),
+        *(channels, gates.steps, gates.scores, gates.log_rate, gates.bias, rows.ends, rows.blocks),
+        *(keys, values, weights, factors, num_channels, gates.steps.stride(0), num_heads, num_tokens, key_size**-0.5),
+        *(*sizes, block_v, product),
     )
-    _solve((len(rows.blocks), num_heads, 1), key, arguments, {"num_warps": 8})
+    _solve((len(rows.blocks), num_heads, 1), key, arguments, {"num_warps": 4})
     block_v = min(block_v, _VALUES)
+    num_warps, stages = (4, 3) if is_narrow else (8, 1)  # what fits into registers and shared memory
     arguments = (
-        *(*given, state, rows.slots, rows.starts, rows.ends, solved_keys, solved_values, out),
-        *(num_channels, stride, num_heads, key_size**-0.5, group, key_size, value_size, block_k, block_v),
+        *(channels, state, rows.slots, rows.starts, rows.ends, keys, values, weights, factors, out),
+        *(num_channels, num_heads, num_tokens, *sizes, block_v, product, stages),
     )
-    stages = 3 if channels.itemsize == 2 else 1  # loads of 4 bytes in three stages do not fit into shared memory
-    options = {"num_warps": 8, "num_stages": stages}
-    _rows((-(-value_size // block_v), num_heads, len(rows.slots)), key, arguments, options)
+    _rows((-(-value_size // block_v), num_heads, len(rows.slots)), key, arguments, {"num_warps": num_warps})

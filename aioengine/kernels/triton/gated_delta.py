@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _VALUES = 16
 """Columns of a head's matrix that a program has: with one warp a sum over keys needs no shared memory."""
+_NORMED_HEADS = 8
+"""Heads of a token that a program norms."""
 
 
 @triton.jit
@@ -101,16 +103,17 @@ def _norm_kernel(
     num_heads: tl.tensor,
     VALUES: tl.constexpr,
     BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    values = tl.arange(0, BLOCK)
-    inside = values < VALUES
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    values = tl.arange(0, BLOCK)[None, :]
+    inside = (head < num_heads) & (values < VALUES)
     places = (token * num_heads + head) * VALUES + values
     given = tl.load(heads + places, mask=inside, other=0.0)
     wide = given.to(tl.float32)
-    inverse = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 0) / VALUES + tl.load(epsilon))
-    normed = (wide * inverse).to(given.dtype) * tl.load(weight + values, mask=inside, other=0.0)
+    inverse = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 1) / VALUES + tl.load(epsilon))
+    normed = (wide * inverse[:, None]).to(given.dtype) * tl.load(weight + values, mask=values < VALUES, other=0.0)
     gate = tl.load(gates + token * gate_stride + head * VALUES + values, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + places, (normed.to(tl.float32) * (gate / (1.0 + tl.exp(-gate)))).to(given.dtype), mask=inside)
 
@@ -150,7 +153,7 @@ def gated_rms_norm(heads: Tensor, gates: Tensor, weight: Tensor, epsilon: Tensor
     num_tokens, num_heads, value_size = heads.shape
     out = torch.empty((num_tokens, num_heads * value_size), dtype=heads.dtype, device=heads.device)
     block = next_power_of_2(value_size)
-    arguments = (heads, gates, weight, epsilon, out, gates.stride(0), num_heads, value_size, block)
+    arguments = (heads, gates, weight, epsilon, out, gates.stride(0), num_heads, value_size, block, _NORMED_HEADS)
     key = (heads.dtype, gates.stride(0), num_heads, value_size, gates.data_ptr() % 16)
-    _norm((num_tokens, num_heads, 1), key, arguments, {"num_warps": 1})
+    _norm((num_tokens, -(-num_heads // _NORMED_HEADS), 1), key, arguments, {"num_warps": 4})
     return out
