@@ -6,6 +6,7 @@ known what the file will hold (``reserve``), beside other work.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from typing import TYPE_CHECKING, Any, Final
@@ -31,9 +32,9 @@ _BUFFER_BYTES: Final = 1 << 16
 
 
 def reserve(path: str, num_bytes: int) -> None:
-    """Make a file with memory for so many bytes. Linux alone: elsewhere this does nothing."""
+    """Make a file with memory for so many bytes, where the system can; nothing but time depends on it."""
     if hasattr(os, "posix_fallocate"):
-        with open(path, "wb") as file:
+        with contextlib.suppress(OSError), open(path, "wb") as file:
             os.posix_fallocate(file.fileno(), 0, num_bytes)
 
 

@@ -48,6 +48,19 @@ def test_a_file_that_was_reserved_has_the_length_of_what_is_written(tmp_path: Pa
     assert lengths[0] == lengths[1]
 
 
+def test_a_file_that_cannot_be_reserved_is_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("not supported")
+
+    monkeypatch.setattr("os.posix_fallocate", refuse, raising=False)
+    path = str(tmp_path / "image")
+    reserve(path, 1000)
+    write_arrays(path, ARRAYS)
+    assert load_file(path).keys() == ARRAYS.keys()
+
+
 def test_arrays_with_gaps_are_not_written(tmp_path: Path) -> None:
     with pytest.raises((BufferError, ValueError), match="contiguous"):
         write_arrays(str(tmp_path / "image"), {"gaps": np.zeros((4, 4), np.uint8)[:, ::2]})
