@@ -135,10 +135,12 @@ class InputBuilder:
         states: those of the open requests; None for a model that keeps none.
     """
 
-    def __init__(self, table: RowTable, *, page_size: int, num_embeddings: int) -> None:
+    def __init__(
+        self, table: RowTable, states: StatePool | None = None, *, page_size: int, num_embeddings: int
+    ) -> None:
         self.table = table
         self.page_size = page_size
-        self.states: StatePool | None = None
+        self.states = states
         self._num_embeddings = num_embeddings
 
     def release(self) -> None:

@@ -24,7 +24,6 @@ from aioengine.runner.images import images_of
 from aioengine.runner.inputs import InputBuilder, is_usual
 from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.logprobs import Logprobs
-from aioengine.runner.lora.row_adapters import RowAdapters
 from aioengine.runner.page_tables import PageTables
 from aioengine.runner.pooler import Pooler
 from aioengine.runner.rows import RowTable
@@ -142,10 +141,10 @@ class ModelRunner:
             processors=processors,
             max_rows=parts.max_rows,
             images=images_of(parts.model, max_rows=parts.max_rows, device=parts.device),
+            adapters=parts.adapters,
         )
-        self._table.adapters = RowAdapters(parts.max_rows, parts.adapters)
-        self._inputs = InputBuilder(self._table, page_size=parts.kv_pool.page_size, num_embeddings=num_embeddings)
-        self._inputs.states = parts.states
+        page_size = parts.kv_pool.page_size
+        self._inputs = InputBuilder(self._table, parts.states, page_size=page_size, num_embeddings=num_embeddings)
         self._sampler = _sampler(parts, self._table, processors)
         processes = self._sampler if parts.logprobs_mode == "processed" else None
         self._logprobs = Logprobs(parts.model.compute_logits, self._table.upload, processes)

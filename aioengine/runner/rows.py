@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from aioengine.protocol.packed_logprobs import LogprobRules
     from aioengine.runner.images import Images
     from aioengine.runner.logits import Constraint, LogitsProcessor
+    from aioengine.runner.lora.pool import AdapterPool
     from aioengine.runner.page_tables import PageTables
     from aioengine.runner.token_lists import TokenLists
     from aioengine.scheduler.plan import NewRow, Row
@@ -145,6 +146,7 @@ class RowTable:
         page_tables: for ``max_rows`` requests.
         num_embeddings: token ids are below this.
         max_rows: requests that can be open at once.
+        adapters: the slots of adapters; None: all requests use the base model.
 
     Attributes:
         requests: the open requests by uid.
@@ -170,6 +172,7 @@ class RowTable:
         processors: tuple[LogitsProcessor, ...],
         max_rows: int,
         images: Images | None = None,
+        adapters: AdapterPool | None = None,
     ) -> None:
         self.requests: dict[int, RequestRow] = {}
         self.page_tables = page_tables
@@ -183,7 +186,7 @@ class RowTable:
         self.num_with_states = 0
         self.num_with_embeds = 0
         self.images = images
-        self.adapters = RowAdapters(max_rows)
+        self.adapters = RowAdapters(max_rows, adapters)
         self._num_embeddings = num_embeddings
         self._processors = processors
         self.mask_bit = sum(1 << i for i, processor in enumerate(processors) if isinstance(processor, GrammarMask))
