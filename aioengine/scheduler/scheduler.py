@@ -184,15 +184,17 @@ class Scheduler:
     def fail(self, plan: Plan, message: str) -> None:
         """A plan in flight has no result: its requests end, all others go on.
 
-        Whether the runner has read a plan that could not be launched is unknown; what it closed is closed again.
+        Whether the runner has read a plan that could not be launched is unknown: what it closed is closed again, and
+        what it opened without a row is admitted again.
         """
         num_later = len(self._flights) - 1 - self._place_of(plan)
         flight = self._take_flight(plan)
-        if num_later == 0:
-            self.requests.closed = plan.closed + self.requests.closed
         for request, hold in zip(flight.requests, flight.holds, strict=True):
             if request.hold is hold:
                 self.requests.end(request, End(request.uid, FinishCode.FAILED, stage="forward", message=message))
+        if num_later == 0:
+            self.requests.closed = plan.closed + self.requests.closed
+            self.requests.admit_again(new.uid for new in plan.new_rows)
 
     def _take_flight(self, plan: Plan) -> Flight:
         flight = self._flights[self._place_of(plan)]

@@ -160,3 +160,13 @@ def test_prompts_that_are_not_divided_wait_for_all_their_pages() -> None:
     world.run()
     world.check_all_over()
     assert sorted(row.count for plan in world.runner.plans for row in plan.rows) == [17 * uid + 10 for uid in range(6)]
+
+
+def test_a_request_without_a_row_survives_a_launch_that_fails() -> None:
+    world = World(settings_of(chunk_tokens=256), 8, 2, NO_EOS, Faults(raise_at=1), windows=(1,))
+    world.submit(submit_of(0, list(range(46))), submit_of(1, [1, 2]))
+    world.run()
+    assert [new.uid for new in world.runner.plans[0].new_rows] == [0, 1]
+    assert [row.uid for row in world.runner.plans[0].rows] == [0]
+    assert (world.ended[0].code, world.ended[1].code) == (FinishCode.FAILED, FinishCode.LENGTH)
+    world.check_all_over()
