@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.kernels.rotate_and_write import KVTarget
+    from aioengine.kernels.rotate_heads import Heads
 
     Ints = npt.NDArray[np.int32]
 
@@ -79,6 +80,11 @@ class AttentionShape:
             value. The tensors of the model itself, so that graphs read the weights of the moment. Empty: no sinks.
         value_size: of latent attention (arXiv 2405.04434), whose values are the first ``value_size`` numbers of the
             keys; None: values of their own, as large as keys.
+        expansions: of latent attention whose form is the backend's choice: for each layer [H, N + O, V], what makes
+            keys of N and values of O numbers for each head from a latent vector of V. The tensors of the model itself.
+            Queries are [T, H, N + P] then, with P rotated numbers, and results [T, H, O]. Empty: the model multiplies
+            queries and results with them, and attention is computed in the absorbed form.
+        plain_size: with ``expansions``, N.
         has_whole_images: tokens of an image attend to all of it, though other tokens are causal.
         batch_invariant: on a GPU, the bits of a token must not depend on its batch and chunk. Backends that can do
             faster without that are then asked for the slower way.
@@ -94,6 +100,8 @@ class AttentionShape:
     soft_cap: float | None = None
     sinks: tuple[Tensor, ...] = ()
     value_size: int | None = None
+    expansions: tuple[Tensor, ...] = ()
+    plain_size: int = 0
     has_whole_images: bool = False
     batch_invariant: bool = True
 
@@ -116,6 +124,7 @@ class AttentionShape:
             num_layers=len(layers),
             windows=tuple(self.windows[layer] for layer in layers) if self.windows else (),
             sinks=tuple(self.sinks[layer] for layer in layers) if self.sinks else (),
+            expansions=tuple(self.expansions[layer] for layer in layers) if self.expansions else (),
         )
 
     @property
@@ -126,9 +135,26 @@ class AttentionShape:
         return window
 
     @property
-    def output_size(self) -> int:
-        """Numbers of a value, and of what a query head gets."""
+    def kept_value_size(self) -> int:
+        """Numbers of a value in the pool."""
         return self.head_size if self.value_size is None else self.value_size
+
+    @property
+    def query_size(self) -> int:
+        """Numbers of a query head."""
+        return self.plain_size + self.head_size - self.kept_value_size if self.expansions else self.head_size
+
+    @property
+    def output_size(self) -> int:
+        """Numbers of what a query head gets."""
+        return self.expansions[0].shape[1] - self.plain_size if self.expansions else self.kept_value_size
+
+    @property
+    def num_handed(self) -> int:
+        """Heads of a token that attention gets, of ``query_size`` numbers each: q, k and v; with latent attention q and
+        k, of which v is a part; with ``expansions`` q alone, for keys are read in the pool.
+        """
+        return self.num_heads + (0 if self.expansions else self.num_sides * self.num_kv_heads)
 
     @property
     def num_sides(self) -> int:
@@ -156,8 +182,16 @@ def kv_pool_shape(shape: AttentionShape, *, num_pages: int, page_size: int) -> t
 
 
 def keys_and_values(kv_pool: Tensor | Sequence[Tensor], shape: AttentionShape) -> list[tuple[Tensor, Tensor]]:
-    """Of each layer, views of the pool: keys [N, K, S, E] and values [N, K, S, V], where V is ``output_size``."""
-    return [(layer[0], layer[-1][..., : shape.output_size]) for layer in kv_pool]
+    """Of each layer, views of the pool: keys [N, K, S, E] and values [N, K, S, V], where V is ``kept_value_size``."""
+    return [(layer[0], layer[-1][..., : shape.kept_value_size]) for layer in kv_pool]
+
+
+def handed_parts(heads: Tensor, shape: AttentionShape) -> Heads:
+    """q, k and v as they stand in one tensor [T, ``num_handed``, ``query_size``]."""
+    num_sides = 1 if shape.expansions else shape.num_sides
+    num_kv_heads = (shape.num_handed - shape.num_heads) // num_sides
+    q, k, *others = heads.split((shape.num_heads, *(num_kv_heads,) * num_sides), dim=1)
+    return q, k, others[0] if others else k[..., : shape.kept_value_size]
 
 
 WriteKV = Callable[["Tensor", "Tensor"], None]
@@ -175,12 +209,12 @@ class StepAttention(Protocol):
         """Attend to the KV pool, where k and v of the step's tokens are already.
 
         Args:
-            q: [T, H, E], rotated.
+            q: [T, H, ``query_size``], rotated.
             k: [T, K, E], rotated; v likewise. Some backends read them here instead of in the pool. With latent
-                attention, v [T, K, V] is a part of k.
+                attention, v [T, K, V] is a part of k; with ``expansions``, nobody reads them here.
 
         Returns:
-            [T, H * E]; [T, H * V] with latent attention.
+            [T, H * ``output_size``].
         """
         ...
 

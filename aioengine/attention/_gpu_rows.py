@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from aioengine.attention._base import ForwardBatch
+from aioengine.attention._base import ForwardBatch, handed_parts
 from aioengine.attention._gpu_splits import COLUMNS, max_splits, plan_splits
 from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.kernels.triton.decode import DecodeRows, decode
@@ -39,6 +39,14 @@ def starts_of(lengths: Ints) -> Tensor:
     return pinned(starts)
 
 
+def tiles_of(query_lengths: Ints, size: int) -> Ints:
+    """[X, 2]: row and first token of each tile of up to ``size`` tokens."""
+    counts = -(-query_lengths // size)
+    rows = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    return np.stack((rows, (np.arange(len(rows)) - first) * size), axis=1).astype(np.int32)
+
+
 def page_columns(kv_lengths: Ints, page_size: int) -> tuple[Tensor, Tensor]:
     """Where the pages of each row begin [R + 1], and how full the last one is [R]; int32 on the host."""
     num_pages = -(-kv_lengths // page_size)
@@ -55,7 +63,6 @@ def flat_pages(page_table: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
 
 def run_once(attention: AttentionBackend, shape: AttentionShape, keys: Tensor) -> None:
     """Attend for a row of one token and a row of two, which compiles the kernels. ``keys`` [N, K, S, E]: of a layer."""
-    heads = shape.num_heads, *(shape.num_kv_heads,) * shape.num_sides
     for count in (1, 2):
         batch = ForwardBatch(
             slot_mapping=torch.arange(count, device=keys.device),
@@ -63,9 +70,8 @@ def run_once(attention: AttentionBackend, shape: AttentionShape, keys: Tensor) -
             query_lengths=[count],
             kv_lengths=[count],
         )
-        q, k, *others = keys.new_zeros(count, sum(heads), shape.head_size).split(heads, dim=1)
         attention.prepare(batch)
-        attention.attend(q, k, others[0] if others else k[..., : shape.output_size], 0)
+        attention.attend(*handed_parts(keys.new_zeros(count, shape.num_handed, shape.query_size), shape), 0)
 
 
 def layer_rules(shape: AttentionShape) -> list[ScoreRules]:

@@ -93,16 +93,25 @@ class TorchAttention:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """q [T, H, E], k and v [T, K, E] -> [T, H * E]."""
-        out = q.new_empty(*q.shape[:2], self._shape.output_size)
+        if not self._shape.expansions:
+            return self._attended(q, layer).flatten(1)
+        for_keys, for_values = self._shape.expansions[layer].tensor_split((self._shape.plain_size,), dim=1)
+        plain, rotated = q.tensor_split((self._shape.plain_size,), dim=2)
+        absorbed = torch.cat((torch.einsum("thn,hnv->thv", plain, for_keys), rotated), dim=2)
+        return torch.einsum("thv,hov->tho", self._attended(absorbed, layer), for_values).flatten(1)
+
+    def _attended(self, q: Tensor, layer: int) -> Tensor:
+        """q [T, H, E] over the pool of a layer -> [T, H, E]; [T, H, V] with latent attention."""
+        out = q.new_empty(*q.shape[:2], self._shape.kept_value_size)
         for row in self._rows:
             sides = self._pool[layer].flatten(1, 2)[:, row.pairs].flatten(2, 3).float()  # [1 or 2, K, P * S, E]
-            keys, values = sides[0], sides[-1][..., : self._shape.output_size]
+            keys, values = sides[0], sides[-1][..., : self._shape.kept_value_size]
             window = self._shape.window(layer, row.stop)
             for begin in range(row.start // BLOCK * BLOCK, row.stop, BLOCK):
                 first = 0 if window is None else max(begin - window + 1, 0) // BLOCK * BLOCK
                 seen = _Seen(first, keys[:, first : begin + BLOCK], values[:, first : begin + BLOCK])
                 self._attend_block(row, begin, q, layer, seen=seen, out=out)
-        return out.flatten(1)
+        return out
 
     def _attend_block(self, row: _Row, begin: int, q: Tensor, layer: int, *, seen: _Seen, out: Tensor) -> None:
         """The tokens of a row at positions from ``begin`` on: q [T, H, E] to out."""

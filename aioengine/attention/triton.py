@@ -4,7 +4,7 @@ It is batch-invariant: a token's result has the same bits whatever else is in th
 says how). FlashInfer is faster and does not promise that.
 
 Latent attention has kernels of its own (``kernels/triton/latent_attention.py``), and is batch-invariant where the shape
-asks for it.
+asks for it; where it does not, and leaves the form to attention, the backend is that of ``_latent``.
 
 T packed tokens, R rows, H query heads, K kv heads, E head size, V value size, N pages of the pool, S page size.
 """
@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from aioengine.attention._base import keys_and_values
-from aioengine.attention._gpu_rows import flat_pages, layer_rules, page_columns, pinned, run_once, starts_of
+from aioengine.attention._gpu_rows import flat_pages, layer_rules, page_columns, pinned, run_once, starts_of, tiles_of
+from aioengine.attention._latent import LatentFormsAttention
 from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.kernels.triton import attention as attention_kernels
 from aioengine.kernels.triton import latent_attention as latent_kernels
@@ -148,7 +149,7 @@ class TritonAttention:
         max_splits = num_splits(int(kv_lengths.max()))
         decodes = int(query_lengths.max()) == 1
         num_programs = shared.num_programs(len(kv_lengths), max_splits) if decodes else 1
-        tiles = self._upload(pinned(_tiles(query_lengths, shared.tokens_of_tile)))
+        tiles = self._upload(pinned(tiles_of(query_lengths, shared.tokens_of_tile)))
         self._step = _Step(batch.slot_mapping, rows, tiles, max_splits, num_programs)
 
     def target(self, layer: int) -> KVTarget:
@@ -209,12 +210,9 @@ class FixedTritonDecode:
         return _attended(self._shared, self._step, q, layer)
 
 
-def _tiles(query_lengths: Ints, size: int) -> Ints:
-    """[X, 2]: row and first token of each tile of up to ``size`` tokens."""
-    counts = -(-query_lengths // size)
-    rows = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-    first = np.repeat(np.cumsum(counts) - counts, counts)
-    return np.stack((rows, (np.arange(len(rows)) - first) * size), axis=1).astype(np.int32)
+def build(shape: AttentionShape, kv_pool: Tensor) -> TritonAttention | LatentFormsAttention:
+    """The backend for this model."""
+    return LatentFormsAttention(shape, kv_pool) if shape.expansions else TritonAttention(shape, kv_pool)
 
 
-PLUGIN = TritonAttention
+PLUGIN = build

@@ -32,6 +32,26 @@ def reference(q: Tensor, latents: Tensor, heads: Tensor, *, norm: Norm, tables: 
     heads[:, -1:, size:] = rope(latents[:, None, size:], *tables)
 
 
+def rotated_queries(q: Tensor, latents: Tensor, *, norm: Norm, tables: Tables, target: KVTarget) -> Tensor:
+    """q [T, H, N + P] with its last P numbers rotated, in ``target.heads`` [T, H, N + P] or else in its own memory.
+
+    The keys go to the target; the other arguments are those of ``latent_heads``.
+    """
+    found = q if target.heads is None else target.heads
+    if launcher.serves(q):
+        from aioengine.kernels.triton.latent_heads import rotate_queries
+
+        rotate_queries(q, latents, found, norm=norm, tables=tables, target=(target.slots, target.keys))
+        return found
+    heads = q.new_empty(q.shape[0], q.shape[1] + 1, latents.shape[1])
+    reference(q, latents, heads, norm=norm, tables=tables)
+    size, latent_size = q.shape[2] - latents.shape[1] + norm[0].shape[0], norm[0].shape[0]
+    found[..., :size] = q[..., :size]
+    found[..., size:] = heads[:, :-1, latent_size:]
+    _write(heads[:, -1:], target)
+    return found
+
+
 def latent_heads(
     q: Tensor, latents: Tensor, heads: Tensor, *, norm: Norm, tables: Tables, target: KVTarget | None
 ) -> None:
@@ -52,5 +72,10 @@ def latent_heads(
         return
     reference(q, latents, heads, norm=norm, tables=tables)
     if target is not None:
-        slots, page_size = target.slots.long(), target.keys.shape[2]
-        target.keys[slots // page_size, :, slots % page_size] = heads[:, -1:]
+        _write(heads[:, -1:], target)
+
+
+def _write(keys: Tensor, target: KVTarget) -> None:
+    """keys [T, 1, E] to their slots."""
+    slots, page_size = target.slots.long(), target.keys.shape[2]
+    target.keys[slots // page_size, :, slots % page_size] = keys

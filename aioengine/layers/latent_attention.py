@@ -1,8 +1,9 @@
 """Latent attention (DeepSeek-V2, arXiv 2405.04434), in the absorbed form, with rotary embeddings.
 
 The cache holds one latent vector of each token, from which the keys and values of all heads would be made by one matrix
-(``kv_b_proj``). They never are: its part for the keys is multiplied with the queries, and that for the values with the
-result of attention. So all tokens, of a prompt and generated ones, are computed in one way.
+(``kv_b_proj``). In the absorbed form they never are: its part for the keys is multiplied with the queries, and that for
+the values with the result of attention. So all tokens, of a prompt and generated ones, are computed in one way. Where
+``AttentionShape.expansions`` has these matrices, attention chooses the form and multiplies with them.
 
 T tokens, D model size, H heads, N and P sizes of a query head that are not and that are rotated, V latent size, E = V +
 P key size, O value size of a head.
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from aioengine.kernels import head_linear
-from aioengine.kernels.latent_heads import latent_heads
+from aioengine.kernels.latent_heads import latent_heads, rotated_queries
 from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.layers.heads import pair_order
 from aioengine.layers.linear import Linear, Stored
@@ -46,7 +47,9 @@ class LatentAttention:
         *,
         config: AttentionConfig,
         latent: LatentConfig,
+        expansion: Tensor | None = None,
     ) -> None:
+        """expansion: of ``shape.expansions``; None: there are none."""
         self._sizes = latent
         self._num_heads = num_heads = shape.num_heads
         query_size = num_heads * (latent.plain_size + latent.rotated_size)
@@ -68,7 +71,9 @@ class LatentAttention:
             stored = Stored(queries if config.is_interleaved else None)
             self._query = Linear(latent.query_rank, {"q_b_proj": query_size}, placement, stored=stored)
         self._latent_norm = RMSNorm(latent.rank, EPSILON, placement)
-        self._expansion = placement.empty(num_heads, latent.plain_size + latent.value_size, latent.rank)
+        self._is_chosen = expansion is not None
+        sizes = num_heads, latent.plain_size + latent.value_size, latent.rank
+        self._expansion = placement.empty(*sizes) if expansion is None else expansion
         self._batch_invariant = placement.batch_invariant
         self._to_latent: HeadMatmul | None = None
         self._from_latent: HeadMatmul | None = None
@@ -118,6 +123,12 @@ class LatentAttention:
         if self._query is not None and self._query_norm is not None:
             q = self._query(self._query_norm(q), rows)
         q = q.unflatten(1, (self._num_heads, -1))
+        if self._is_chosen:
+            attended = self._attended(q, latents, tables, attention, layer)
+            if outputs is not None:
+                attended = attended.index_select(0, outputs)
+                rows = None if adapters is None else adapters.outputs
+            return self._output(attended, rows)
         target = attention.target(layer)
         direct = target if isinstance(target, KVTarget) else None
         heads = None if direct is None else direct.heads
@@ -137,6 +148,22 @@ class LatentAttention:
         values = attended.new_empty(attended.shape[0], self._num_heads, self._sizes.value_size)
         self._from_latent(attended.unflatten(1, (self._num_heads, -1)), values)
         return self._output(values.flatten(1), rows)
+
+    def _attended(
+        self, q: Tensor, latents: Tensor, tables: tuple[Tensor, Tensor], attention: StepAttention, layer: int
+    ) -> Tensor:
+        """q [T, H, N + P] and latents [T, E] -> [T, H * O], in the form that attention chooses."""
+        target = attention.target(layer)
+        norm = self._latent_norm.weight, self._latent_norm.epsilon
+        if isinstance(target, KVTarget):
+            q = rotated_queries(q, latents, norm=norm, tables=tables, target=target)
+            return attention.attend(q, q[:, :0], q[:, :0], layer)
+        keys = latents.new_empty(latents.shape[0], 1, 1, latents.shape[1])
+        slots = torch.arange(latents.shape[0], device=latents.device)  # pages of one position
+        pages = KVTarget(slots, keys, keys[..., : self._sizes.rank])
+        q, k = rotated_queries(q, latents, norm=norm, tables=tables, target=pages), keys[:, 0]
+        target(k, k[..., : self._sizes.rank])
+        return attention.attend(q, k, k[..., : self._sizes.rank], layer)
 
 
 def _orders(

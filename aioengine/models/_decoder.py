@@ -64,6 +64,8 @@ class Decoder:
                 placement.empty(config.num_heads) for _ in range(config.num_layers * config.attention.has_sinks)
             ),
             value_size=None if config.attention.latent is None else config.attention.latent.rank,
+            expansions=_expansions(config, placement),
+            plain_size=0 if config.attention.latent is None else config.attention.latent.plain_size,
             batch_invariant=options.batch_invariant,
         )
         self.task = config.task
@@ -189,6 +191,16 @@ def _first_of_each_kind(config: DecoderConfig) -> list[int]:
     """Layers whose blocks have tensors of other shapes than those of the layers before."""
     shapes = [tuple(block_shapes(config, layer).items()) for layer in range(config.num_layers)]
     return [layer for layer, found in enumerate(shapes) if found not in shapes[:layer]]
+
+
+def _expansions(config: DecoderConfig, placement: Placement) -> tuple[Tensor, ...]:
+    """Of latent attention in 16 bits on a GPU, those of each layer: there attention may choose its form."""
+    latent = config.attention.latent
+    is_chosen = placement.device.type == "cuda" and placement.dtype.itemsize == 2 and not placement.batch_invariant
+    if latent is None or not is_chosen:
+        return ()
+    sizes = config.num_heads, latent.plain_size + latent.value_size, latent.rank
+    return tuple(placement.empty(*sizes) for _ in range(config.num_layers))
 
 
 def _scaled(x: Tensor, scale: float) -> Tensor:

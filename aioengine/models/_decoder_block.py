@@ -40,7 +40,12 @@ def make_attention(
     """The attention of this layer. Another kind is made here, as its config says."""
     if config.attention.latent is not None:
         return LatentAttention(
-            config.hidden_size, shape, placement, config=config.attention, latent=config.attention.latent
+            config.hidden_size,
+            shape,
+            placement,
+            config=config.attention,
+            latent=config.attention.latent,
+            expansion=shape.expansions[layer] if shape.expansions else None,
         )
     if config.keeps_state(layer):
         if config.short_conv is not None:

@@ -167,12 +167,18 @@ class DeviceMemory:
 class NoAttention:
     """Stands in for attention while memory is measured: returns a copy of the queries, as large as its output."""
 
+    def __init__(self, shape: AttentionShape) -> None:
+        self._output_size = shape.output_size
+
     def target(self, layer: int) -> WriteKV:
         return lambda k, v: None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        """q [T, H, E], v [T, K, V] -> [T, H * V]."""
-        return q[..., : v.shape[-1]].clone(memory_format=torch.contiguous_format).view(q.shape[0], -1)
+        """q [T, H, E] -> [T, H * V]."""
+        out = q.new_zeros(*q.shape[:2], self._output_size)
+        size = min(q.shape[2], self._output_size)
+        out[..., :size] = q[..., :size]
+        return out.flatten(1)
 
 
 def captured_bytes(model: Model, largest: LargestStep, step_bytes: int) -> int:
@@ -181,7 +187,7 @@ def captured_bytes(model: Model, largest: LargestStep, step_bytes: int) -> int:
     step of ``largest.num_tokens`` without graphs.
     """
     shape = model.attention_shape
-    token_size = (shape.num_heads + shape.num_sides * shape.num_kv_heads) * shape.head_size
+    token_size = shape.num_handed * shape.query_size
     token_size += shape.num_heads * shape.output_size + (model.hidden_size if model.input_spec.embeddings else 0)
     kept = largest.num_captured * token_size * model.dtype.itemsize
     return kept + step_bytes * largest.num_captured // largest.num_tokens
@@ -195,15 +201,16 @@ def peak_memory(model: Model, device: torch.device, largest: LargestStep, adapte
     Raises:
         torch.OutOfMemoryError: not even that step fits.
     """
+    attention = NoAttention(model.attention_shape)
     with compile_only():  # warm-up: what kernels and libraries allocate once is no part of a step
         for num_rows in _WARMUP_ROWS:
             ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
-            model.compute_logits(model.forward(model_inputs(model, ids, ids), NoAttention()))
+            model.compute_logits(model.forward(model_inputs(model, ids, ids), attention))
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     ids = torch.zeros(largest.num_tokens, dtype=torch.int64, device=device)
-    hidden = model.forward(model_inputs(model, ids, ids, adapters=adapters), NoAttention())
+    hidden = model.forward(model_inputs(model, ids, ids, adapters=adapters), attention)
     logits = model.compute_logits(hidden[: max(largest.num_rows, SAMPLED_ROWS)])
     logits[:SAMPLED_ROWS].to(torch.float32, copy=True)
     del hidden, logits

@@ -82,7 +82,7 @@ def load_kernels(model: Model, counts: Iterable[int]) -> None:
     waits for all queued work. All blocks have the same matmuls, so one block is enough.
     """
     for num_tokens in counts:
-        model.forward_block(num_tokens, NoAttention())
+        model.forward_block(num_tokens, NoAttention(model.attention_shape))
 
 
 def warm_up_device(
@@ -131,7 +131,7 @@ def why_it_waits(model: Model, device: torch.device) -> str:
             warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
             torch.cuda.set_sync_debug_mode(mode)
         try:
-            model.compute_logits(model.forward(model_inputs(model, ids, ids), NoAttention()))
+            model.compute_logits(model.forward(model_inputs(model, ids, ids), NoAttention(model.attention_shape)))
         except RuntimeError as error:
             if mode == "default":
                 raise

@@ -9,11 +9,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
 from aioengine import models
-from aioengine.attention._base import AttentionShape, kv_pool_shape
+from aioengine.attention._base import AttentionShape, DecodeBuffers, kv_pool_shape
 from aioengine.attention.torch import TorchAttention
 from aioengine.kernels import head_linear, latent_heads
 from aioengine.kernels.rotate_and_write import KVTarget
@@ -49,6 +50,79 @@ def shape_of(
         value_size=value_size,
         batch_invariant=batch_invariant,
     )
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("sizes", [(16, 512, 64, 128, 128), (128, 512, 64, 128, 128), (20, 48, 24, 40, 64)])
+def test_forms_against_torch(
+    sizes: tuple[int, ...], rows: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of many tokens expanded, all heads at once and one after the other, and the others absorbed."""
+    from aioengine.attention import _latent
+    from aioengine.attention.triton import build
+
+    num_heads, value_size, more, plain, output_size = sizes
+    expansion = torch.randn(num_heads, plain + output_size, value_size, device="cuda") * value_size**-0.5
+    shape = replace(shape_of(num_heads, value_size, more, batch_invariant=False), plain_size=plain)
+    exact = replace(shape, expansions=(expansion.bfloat16().float(),))
+    size = kv_pool_shape(shape, num_pages=test_attention.NUM_PAGES, page_size=PAGE_SIZE)
+    pool = torch.randn(size, device="cuda", dtype=torch.bfloat16)
+    batch = test_attention.make_batch(rows)
+    num_tokens = len(batch.slot_mapping)
+    q = torch.randn(num_tokens, num_heads, plain + more, device="cuda", dtype=torch.bfloat16)
+    k = torch.randn(num_tokens, 1, value_size + more, device="cuda", dtype=torch.bfloat16)
+    reference = TorchAttention(exact, pool.float())
+    reference.prepare(replace(batch))
+    expected = write_and_attend(reference, q.float(), k.float(), k[..., :value_size].float(), 0)
+    for cost, num_bytes in ((1 << 30, 1), (0, 1 << 30), (0, 1), (80, 1)):
+        monkeypatch.setattr(_latent, "POSITION_PAIRS", cost)
+        monkeypatch.setattr(_latent, "MAX_EXPANDED_BYTES", num_bytes)
+        backend = build(replace(shape, expansions=(expansion.bfloat16(),)), pool)
+        backend.prepare(batch)
+        found = write_and_attend(backend, q, k, k[..., :value_size], 0)
+        assert float((found.float() - expected).norm() / expected.norm()) < 2e-2
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 70])
+def test_decode_rows_against_torch(num_rows: int) -> None:
+    """Rows of other lengths than those of the capture, some of them within one part."""
+    from aioengine.attention.triton import build
+
+    expansion = torch.randn(16, 256, 512, device="cuda") * 512**-0.5
+    shape = replace(shape_of(16, 512, 64, batch_invariant=False), plain_size=128)
+    exact = replace(shape, expansions=(expansion.bfloat16().float(),))
+    lengths = [(37 * row) % 600 + 1 for row in range(num_rows)]
+    num_pages = [-(-length // PAGE_SIZE) for length in lengths]
+    pool = torch.randn(
+        kv_pool_shape(shape, num_pages=sum(num_pages) + 1, page_size=PAGE_SIZE), device="cuda"
+    ).bfloat16()
+    order = (torch.randperm(sum(num_pages)) + 1).tolist()
+    tables = [[order.pop() for _ in range(count)] for count in num_pages]
+    batch = on_device(make_batch([(each - 1, 1) for each in lengths], tables, PAGE_SIZE), torch.device("cuda"))
+    ints = {"dtype": torch.int32, "device": "cuda"}
+    buffers = DecodeBuffers(
+        slot_mapping=torch.zeros(num_rows, **ints),
+        starts=torch.zeros(num_rows + 1, **ints),
+        last_lengths=torch.zeros(num_rows, **ints),
+        page_ids=torch.zeros(num_rows * 40, **ints),
+        max_pages=40,
+    )
+    fixed = build(replace(shape, expansions=(expansion.bfloat16(),)), pool).fixed_decode(num_rows, buffers)
+    fixed.plan_first(np.ones(num_rows, dtype=np.int32))
+    q = torch.randn(num_rows, 16, 192, device="cuda", dtype=torch.bfloat16)
+    k = torch.randn(num_rows, 1, 576, device="cuda", dtype=torch.bfloat16)
+    fixed.attend(q, k, k, 0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = fixed.attend(q, k, k, 0)
+    reference = TorchAttention(exact, pool.float())
+    reference.prepare(batch)
+    expected = reference.attend(q.float(), k, k, 0)
+    buffers.starts.copy_(torch.tensor([0, *num_pages]).cumsum(0))
+    buffers.last_lengths.copy_(torch.tensor([(length - 1) % PAGE_SIZE + 1 for length in lengths]))
+    buffers.page_ids[: sum(num_pages)] = torch.tensor([page for table in tables for page in table], **ints)
+    graph.replay()
+    assert float((found.float() - expected).norm() / expected.norm()) < 2e-2
 
 
 def some_heads(shape: AttentionShape, num_tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -163,16 +237,23 @@ def test_greedy_in_fp32_equals_transformers(model: tuple[Path, torch.nn.Module],
 
 
 @pytest.mark.parametrize("model", ["youtu"], indirect=True)  # with experts, rounding sends tokens to others
-def test_logits_in_bf16_are_as_near_as_those_of_transformers(model: tuple[Path, torch.nn.Module]) -> None:
-    from aioengine.attention.triton import TritonAttention
+@pytest.mark.parametrize("cost", [0, 1 << 30])
+def test_logits_in_bf16_are_as_near_as_those_of_transformers(
+    model: tuple[Path, torch.nn.Module], cost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the expanded form, and in the absorbed one."""
+    from aioengine.attention import _latent
+    from aioengine.attention.triton import build
 
+    monkeypatch.setattr(_latent, "POSITION_PAIRS", cost)
     folder, reference = model
     rounded, device = load(folder, torch.bfloat16), torch.device("cuda")
     config = json.loads((folder / "config.json").read_bytes())
     ours = models.build(config, ModelOptions(dtype=torch.bfloat16, device=device, max_positions=256))
     weights.load(ours, folder, load_format="auto", seed=0, report=lambda *_: None)
     pool = torch.zeros(kv_pool_shape(ours.attention_shape, num_pages=32, page_size=16), device=device)
-    attention = TritonAttention(ours.attention_shape, pool.bfloat16())
+    assert ours.attention_shape.expansions
+    attention = build(ours.attention_shape, pool.bfloat16())
     our_error, their_error = 0.0, 0.0
     for prompt in PROMPTS:
         attention.prepare(on_device(make_batch([(0, len(prompt))], [list(range(1, 9))], 16), device))
@@ -210,6 +291,34 @@ def test_graphs_in_pieces(model: tuple[Path, torch.nn.Module], rows: list[tuple[
     pool.copy_(before)
     assert torch.equal(graphs.replay(inputs, batch), expected)
     assert torch.equal(pool[:, :, 1:], expected_pool)
+
+
+@pytest.mark.parametrize("cost", [0, 1 << 30])
+def test_forms_in_pieces(model: tuple[Path, torch.nn.Module], cost: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A padded step in pieces gives nearly the numbers of the same step without graphs, in each form."""
+    from aioengine.attention import _latent
+    from aioengine.attention.triton import build
+
+    monkeypatch.setattr(_latent, "POSITION_PAIRS", cost)
+    device, rows = torch.device("cuda"), [(40, 1), (100, 1), (16, 30), (0, 200), (0, 77)]
+    config = json.loads((model[0] / "config.json").read_bytes())
+    ours = models.build(config, ModelOptions(dtype=torch.bfloat16, device=device, max_positions=256))
+    weights.load(ours, model[0], load_format="auto", seed=0, report=lambda *_: None)
+    shape = kv_pool_shape(ours.attention_shape, num_pages=17 * len(rows) + 1, page_size=16)
+    pool = torch.randn(shape, dtype=torch.bfloat16, device=device)
+    pool[:, :, 0] = 0
+    attention = build(ours.attention_shape, pool)
+    attention.warm_up()
+    graphs = PieceGraphs(ours, attention, list(pool), max_rows=33)
+    graphs.capture(610, lambda *_: None)
+    tables = [list(range(1 + 17 * row, 18 + 17 * row)) for row in range(len(rows))]
+    batch, inputs = on_device(make_batch(rows, tables, 16), device), on_device(make_inputs(ours, rows), device)
+    attention.prepare(batch)
+    expected = ours.forward(inputs, attention).float()
+    expected_pool = pool[:, :, 1:].clone()
+    found = graphs.replay(inputs, batch).float()
+    assert float((found - expected).norm() / expected.norm()) < 5e-2
+    assert float((pool[:, :, 1:] - expected_pool).float().norm() / expected_pool.float().norm()) < 5e-2
 
 
 def test_tokens_in_deterministic_mode(model: tuple[Path, torch.nn.Module]) -> None:

@@ -5,7 +5,7 @@ T tokens, H query heads, V size of the latent vector, P rotated numbers, E = V +
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import triton
 import triton.language as tl
@@ -15,6 +15,8 @@ from aioengine.kernels.triton.launcher import Launcher, has_dependent_launch, ne
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    Norm = tuple[Tensor, Tensor]
 
 HEADS = 16
 """Query heads that one program works on."""
@@ -72,13 +74,17 @@ def _heads_kernel(
     keys: tl.tensor,
     Q_STRIDE: tl.constexpr,
     LATENT_STRIDE: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
+    OUT_HEAD: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     QUERY_SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
     HALF: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    COPIED: tl.constexpr,
     HEADS: tl.constexpr,
+    KEEPS: tl.constexpr,
     WRITES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
@@ -86,7 +92,7 @@ def _heads_kernel(
     token = tl.program_id(0).to(tl.int64)
     cos, sin = cos + token * (2 * HALF), sin + token * (2 * HALF)
     columns = tl.arange(0, COLUMNS)[None, :]
-    target = heads + token * ((NUM_HEADS + 1) * KEY_SIZE)
+    target = heads + token * OUT_STRIDE
     if tl.program_id(1) > 0:
         if DEPENDENT:
             gdc_launch_dependents()
@@ -95,9 +101,14 @@ def _heads_kernel(
         inside = (head < NUM_HEADS) & (columns < HALF)
         offsets = token * Q_STRIDE + head * QUERY_SIZE + QUERY_SIZE - 2 * HALF
         low, high = _rotated(q, cos, sin, offsets, inside, HALF, COLUMNS)
-        places = target + head * KEY_SIZE + VALUE_SIZE + columns
+        places = target + head * OUT_HEAD + OUT_HEAD - 2 * HALF + columns
         tl.store(places, low, mask=inside)
         tl.store(places + HALF, high, mask=inside)
+        if COPIED:
+            plain = tl.arange(0, COPIED)[None, :]
+            is_plain = (head < NUM_HEADS) & (plain < QUERY_SIZE - 2 * HALF)
+            copied = tl.load(q + token * Q_STRIDE + head * QUERY_SIZE + plain, mask=is_plain, other=0.0)
+            tl.store(target + head * OUT_HEAD + plain, copied, mask=is_plain)
     else:
         values = tl.arange(0, VALUE_COLUMNS)
         is_value = values < VALUE_SIZE
@@ -113,7 +124,8 @@ def _heads_kernel(
         # names of their own: Triton joins what both branches name
         place = tl.zeros((1, 1), tl.int64) + token * LATENT_STRIDE + VALUE_SIZE
         key_low, key_high = _rotated(latents, cos, sin, place, columns < HALF, HALF, COLUMNS)
-        _store_key(target + NUM_HEADS * KEY_SIZE, normed, key_low, key_high, VALUE_SIZE, HALF)
+        if KEEPS:
+            _store_key(target + NUM_HEADS * OUT_HEAD, normed, key_low, key_high, VALUE_SIZE, HALF)
         if WRITES:
             slot = keys + tl.load(slots + token).to(tl.int64) * KEY_SIZE
             _store_key(slot, normed, key_low, key_high, VALUE_SIZE, HALF)
@@ -122,12 +134,45 @@ def _heads_kernel(
 _heads = Launcher(_heads_kernel)
 
 
+class _Out(NamedTuple):
+    """What is written of queries and keys.
+
+    Attributes:
+        heads: of any token stride; the rotated part of a query is the last of its head.
+        copies: the other part of queries too. keeps: keys too, as the last head.
+        pages: slots [T] of the keys [B, 1, S, E], where the keys go; None: to none.
+    """
+
+    heads: Tensor
+    copies: bool
+    keeps: bool
+    pages: tuple[Tensor, Tensor] | None
+
+
+def _launch(q: Tensor, latents: Tensor, norm: Norm, tables: tuple[Tensor, Tensor], out: _Out) -> None:
+    num_tokens, num_heads, query_size = q.shape
+    value_size = norm[0].shape[0]
+    half = (latents.shape[1] - value_size) // 2
+    slots, keys = out.pages or (tables[0], out.heads)
+    copied = next_power_of_2(query_size - 2 * half) if out.copies else 0
+    sizes = (
+        *(q.stride(0), latents.stride(0), *out.heads.stride()[:2], num_heads, query_size, value_size, half),
+        *(next_power_of_2(value_size), next_power_of_2(half), copied, HEADS),
+        *(out.keeps, out.pages is not None, has_dependent_launch()),
+    )
+    tensors = q, latents, *norm, *tables, out.heads, slots, keys
+    alignments = tuple(tensor.data_ptr() % 16 for tensor in (q, latents, norm[0], out.heads, keys))
+    key = q.dtype, keys.dtype, slots.dtype, sizes, alignments
+    grid = num_tokens, -(-num_heads // HEADS) + 1, 1
+    _heads(grid, key, (*tensors, *sizes), options(4))
+
+
 def rotate(
     q: Tensor,
     latents: Tensor,
     heads: Tensor,
     *,
-    norm: tuple[Tensor, Tensor],
+    norm: Norm,
     tables: tuple[Tensor, Tensor],
     target: tuple[Tensor, Tensor] | None,
 ) -> None:
@@ -135,16 +180,18 @@ def rotate(
 
     norm: weight [V] and epsilon []. target: slots [T] of the keys [B, 1, S, E], where the keys of the tokens go too.
     """
-    num_tokens, num_heads, query_size = q.shape
-    value_size = norm[0].shape[0]
-    half = (latents.shape[1] - value_size) // 2
-    slots, keys = target or (tables[0], heads)
-    sizes = (
-        *(q.stride(0), latents.stride(0), num_heads, query_size, value_size, half),
-        *(next_power_of_2(value_size), next_power_of_2(half), HEADS, target is not None, has_dependent_launch()),
-    )
-    tensors = q, latents, *norm, *tables, heads, slots, keys
-    alignments = tuple(tensor.data_ptr() % 16 for tensor in (q, latents, norm[0], heads, keys))
-    key = q.dtype, keys.dtype, slots.dtype, sizes, alignments
-    grid = num_tokens, -(-num_heads // HEADS) + 1, 1
-    _heads(grid, key, (*tensors, *sizes), options(4))
+    _launch(q, latents, norm, tables, _Out(heads, copies=False, keeps=True, pages=target))
+
+
+def rotate_queries(
+    q: Tensor,
+    latents: Tensor,
+    out: Tensor,
+    *,
+    norm: Norm,
+    tables: tuple[Tensor, Tensor],
+    target: tuple[Tensor, Tensor],
+) -> None:
+    """q [T, H, N + P] with its last P numbers rotated to ``out`` [T, H, N + P], which may be q itself."""
+    copies = out.data_ptr() != q.data_ptr()
+    _launch(q, latents, norm, tables, _Out(out, copies=copies, keeps=False, pages=target))

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aioengine.attention._base import keys_and_values
+from aioengine.attention._base import handed_parts, keys_and_values
 from aioengine.kernels.rotate_and_write import KVTarget
-from aioengine.kernels.rotate_heads import as_parts
 from aioengine.kernels.triton.launcher import compile_only
 from aioengine.runner.graphs.ladder import piece_ladder
 from aioengine.runner.graphs.padded_inputs import PaddedAdapters, PaddedInputs
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import AttentionShape, CapturableAttention, ForwardBatch
-    from aioengine.kernels.rotate_heads import Heads
     from aioengine.models._base import Model, ModelInputs
     from aioengine.runner.lora.grouping import TileRows
     from aioengine.runner.state_pool import StatePool
@@ -44,8 +42,7 @@ class _Handed:
     """The buffers between graphs and attention.
 
     Attributes:
-        heads: [T, H + 2 K, E], q, k and v: graphs write them, attention reads them. With latent attention
-            [T, H + K, E], since v is a part of k.
+        heads: q, k and v as ``handed_parts`` takes them: graphs write them, attention reads them.
         attended: [T, H, V], the outputs of attention, which graphs read.
     """
 
@@ -145,10 +142,9 @@ class PieceGraphs:
         """
         sizes = piece_ladder(max_tokens)
         shape, device = self._model.attention_shape, self._device
-        num_heads = shape.num_heads + shape.num_sides * shape.num_kv_heads
         inputs = PaddedInputs.zeros(self._model, max_tokens, self._max_rows, device, states=self._states)
         handed = _Handed(
-            torch.zeros(max_tokens, num_heads, shape.head_size, dtype=self._model.dtype, device=device),
+            torch.zeros(max_tokens, shape.num_handed, shape.query_size, dtype=self._model.dtype, device=device),
             torch.zeros(max_tokens, shape.num_heads, shape.output_size, dtype=self._model.dtype, device=device),
         )
         adapters: PaddedAdapters | None = None
@@ -190,7 +186,7 @@ class PieceGraphs:
             chosen.handed.attended[num_tokens:].zero_()  # attention skips the padding, graphs read it: keep it finite
             self._attention.prepare(batch)
         there = chosen.handed.first(num_tokens)
-        q, k, v = _parts(there.heads, self._model.attention_shape)
+        q, k, v = handed_parts(there.heads, self._model.attention_shape)
         *before, last = chosen.graphs
         for layer, graph in enumerate(before):
             graph.replay()
@@ -216,11 +212,3 @@ def _group_of_layer(shape: AttentionShape) -> list[int]:
     if not shape.page_windows:
         return [0] * shape.num_layers
     return [group for _, group in sorted((layer, i) for i, layers in enumerate(shape.groups) for layer in layers)]
-
-
-def _parts(heads: Tensor, shape: AttentionShape) -> Heads:
-    """q, k and v as they stand in ``_Handed.heads``: [T, H + 2 K, E], or [T, H + K, E] with latent attention."""
-    if shape.value_size is None:
-        return as_parts(heads, shape.num_heads)
-    q, k = heads.split((shape.num_heads, shape.num_kv_heads), dim=1)
-    return q, k, k[..., : shape.value_size]

@@ -12,7 +12,8 @@ PROGRAM = """
 import torch
 
 from aioengine.kernels.rotate_and_write import KVTarget
-from aioengine.kernels.triton import attention, head_linear, launcher, latent_attention, latent_heads
+from aioengine.kernels.triton import attention, expanded_attention, head_linear, launcher
+from aioengine.kernels.triton import latent_attention, latent_decode, latent_heads
 from tests.compute.compiled import compile_for_hopper
 
 launcher.Launcher.__call__ = compile_for_hopper
@@ -43,6 +44,21 @@ for num_heads, value_size, more, dtypes in (
         tables = torch.zeros(2, 1, more), torch.zeros(2, 1, more)
         for target in (None, (ints[:2], keys)):
             latent_heads.rotate(queries, latents, heads, norm=norm, tables=tables, target=target)
+        for each in (queries, torch.zeros(2, num_heads, 64 + more, dtype=dtype)):
+            latent_heads.rotate_queries(queries, latents, each, norm=norm, tables=tables, target=(ints[:2], keys))
+        if dtype == torch.bfloat16 and num_heads == 16:
+            parts = out, queries[..., 64:], keys, rows
+            for count in (1, 8, 64):
+                latent_decode.attend(*parts, latent_decode.Parts(1, count), scale=0.1, out=out)
+            for plain, size in ((128, 128), (192, 256)):
+                expanded = torch.zeros(48, num_heads, plain + size, dtype=dtype)
+                of_heads = torch.zeros(2, num_heads, plain + more, dtype=dtype)
+                values = torch.zeros(2, num_heads, size, dtype=dtype)
+                rotated = keys.view(48, -1)[:, value_size:]
+                arguments = of_heads, expanded, rotated, rows, tiles
+                for tile in (expanded_attention.LARGE, expanded_attention.SMALL):
+                    numbers = {"first_page": 0, "page_size": 16, "scale": 0.1}
+                    expanded_attention.attend(*arguments, **numbers, out=values, tile=tile)
         weight = torch.zeros(num_heads, 64, value_size, dtype=dtype)
         head_linear.matmul(queries[..., :64], weight, q[..., :value_size])
         head_linear.matmul(out, weight.transpose(1, 2), queries[..., :64])

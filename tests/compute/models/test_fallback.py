@@ -264,7 +264,7 @@ def test_one_block_is_computed_alone(tmp_path: Path) -> None:
             seen.append(layer)
             return super().attend(q, k, v, layer)
 
-    model.forward_block(5, Seen())
+    model.forward_block(5, Seen(model.attention_shape))
     assert seen == [0]
 
 

@@ -1,0 +1,274 @@
+"""Latent attention (arXiv 2405.04434) on a GPU whose form depends on the rows of a step.
+
+In the absorbed form, queries and results are multiplied with the expansion, and attention goes to the latent vectors:
+few numbers to read, many to multiply. In the expanded form, the latent vectors of a row become keys and values of its
+heads before: worth it where many tokens of a row are computed at once. The result of a token has other bits in each, so
+this is for steps that do not promise ``AttentionShape.batch_invariant``.
+
+T tokens, R rows, H query heads, N and P numbers of a query head that are not and that are rotated, V latent size, E = V
++ P key size, O value size of a head, B pages of the pool, S page size, C positions of rows that are expanded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from aioengine.attention._base import ForwardBatch, handed_parts, keys_and_values
+from aioengine.attention._gpu_rows import flat_pages, page_columns, pinned, starts_of, tiles_of
+from aioengine.kernels import head_linear
+from aioengine.kernels.rotate_and_write import KVTarget
+from aioengine.kernels.triton import expanded_attention, latent_attention, latent_decode
+from aioengine.kernels.triton.attention import Rows
+from aioengine.kernels.triton.latent_decode import Parts
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from aioengine.attention._base import AttentionShape, DecodeBuffers
+
+    Ints = npt.NDArray[np.int32]
+
+TOKEN_PAIRS = 150
+POSITION_PAIRS = 80
+"""What the matmuls with the expansion cost on an H200, for a token in the absorbed form and for a position that is
+expanded: as much as attention gains with that many pairs of a token and a position. A pair takes 0.15 ns absorbed and
+0.03 ns expanded, with 16 heads.
+"""
+MAX_COPY_BYTES = 192 << 20
+"""Of the latent vectors of rows that are expanded, which are copied from their pages."""
+MAX_EXPANDED_BYTES = 128 << 20
+"""Of the keys and values that are there at a time, unless those of one head are more."""
+ENOUGH_PROGRAMS = 256
+"""Programs that keep a GPU busy with rows of one token."""
+MAX_PARTS = 64
+MAX_PARTS_BYTES = 128 << 20
+"""Of the parts of rows before they are merged."""
+LONG_ROW_PARTS = 8
+"""Of rows that are longer than others may be."""
+
+
+def parts_of(shape: AttentionShape, num_rows: int, longest: int) -> Parts:
+    """Of ``num_rows`` rows of one token, the longest of which may have ``longest`` positions."""
+    num_tiles = -(-shape.num_heads // latent_decode.tile_of(num_rows, shape.num_heads).heads)
+    few = min(max(ENOUGH_PROGRAMS // (num_rows * num_tiles), 1), MAX_PARTS)
+    row_bytes = 4 * num_rows * shape.num_heads * shape.kept_value_size
+    room = max(MAX_PARTS_BYTES // row_bytes, 1)
+    most = max(few, LONG_ROW_PARTS) if longest > latent_decode.LONG.value else few
+    few, most = (1 << (min(each, room).bit_length() - 1) for each in (few, most))
+    return Parts(few, most)
+
+
+def first_expanded(query_lengths: Ints, kv_lengths: Ints, page_size: int, most: int) -> int:
+    """The first row of those that are expanded: all rows behind it are, so that each form has adjacent tokens.
+
+    query_lengths, kv_lengths: [R]. most: of the positions of their pages, how many can be expanded.
+    """
+    tokens, lengths = query_lengths[::-1].astype(np.int64), kv_lengths[::-1].astype(np.int64)
+    positions = -(-lengths // page_size) * page_size
+    pairs = tokens * lengths - tokens * (tokens - 1) // 2
+    gains = (pairs + TOKEN_PAIRS * tokens - POSITION_PAIRS * positions).cumsum()
+    gains[positions.cumsum() > most] = 0
+    best = int(gains.argmax())
+    return len(tokens) - (best + 1 if gains[best] > 0 else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Rows of a prepared step: first those of one token, then others in the absorbed form, then expanded ones.
+
+    Attributes:
+        slots: [T] of the step's tokens. rows: all rows.
+        num_ones: rows of one token.
+        parts: how these are divided.
+        num_absorbed: tokens in the absorbed form.
+        absorbed_tiles: [X, 2] int32, of the other rows in that form, as ``latent_attention.attend`` takes them.
+        expanded_tiles: [Y, 2] int32, of the rows that are expanded.
+        tile: of these. num_together: heads whose keys and values are there at a time.
+        first_page: of ``rows.page_ids``, the first of rows that are expanded.
+    """
+
+    slots: Tensor
+    rows: Rows
+    num_ones: int
+    parts: Parts
+    num_absorbed: int
+    absorbed_tiles: Tensor
+    expanded_tiles: Tensor
+    tile: expanded_attention.Tile
+    num_together: int
+    first_page: int
+
+    def attend(self, shape: AttentionShape, q: Tensor, keys: Tensor, expansion: Tensor, *, out: Tensor) -> None:
+        """q [T, H, N + P] over keys [B, 1, S, E], with the expansion [H, N + O, V], into ``out`` [T, H, O]."""
+        count = self.num_absorbed
+        if count:
+            self._attend_absorbed(shape, q[:count], keys, expansion, out=out[:count])
+        if len(self.expanded_tiles):
+            self._attend_expanded(shape, q, keys, expansion, out=out)
+
+    def _attend_absorbed(
+        self, shape: AttentionShape, q: Tensor, keys: Tensor, expansion: Tensor, *, out: Tensor
+    ) -> None:
+        """q [T, H, N + P] to out [T, H, O], of the tokens in the absorbed form."""
+        (num_tokens, num_heads, _), ones, value_size = q.shape, self.num_ones, expansion.shape[2]
+        for_keys, for_values = expansion[:, : shape.plain_size], expansion[:, shape.plain_size :]
+        plain, rotated = q[..., : shape.plain_size], q[..., shape.plain_size :]
+        attended = q.new_empty(num_tokens, num_heads, value_size)
+        if ones == num_tokens:
+            latent = torch.empty_like(attended)
+            head_linear.reference(plain, for_keys, latent)
+        else:
+            absorbed = q.new_empty(num_tokens, num_heads, shape.head_size)
+            latent, others = absorbed[..., :value_size], absorbed[..., value_size:]
+            head_linear.reference(plain, for_keys, latent)
+            others.copy_(rotated)
+            tensors = absorbed, (keys, keys[..., :value_size]), self.rows, self.absorbed_tiles
+            latent_attention.attend(*tensors, scale=shape.scale, out=attended, batch_invariant=False)
+        if ones:
+            queries = latent[:ones], rotated[:ones]
+            latent_decode.attend(*queries, keys, self.rows, self.parts, scale=shape.scale, out=attended[:ones])
+        head_linear.reference(attended, for_values.transpose(1, 2), out)
+
+    def _attend_expanded(
+        self, shape: AttentionShape, q: Tensor, keys: Tensor, expansion: Tensor, *, out: Tensor
+    ) -> None:
+        """Those of q [T, H, N + P] that are expanded to out [T, H, O], some heads at a time."""
+        num_heads, size, value_size = expansion.shape
+        pages = keys.flatten(1).index_select(0, self.rows.page_ids[self.first_page :])
+        latents = pages.view(-1, keys.shape[3])
+        for first in range(0, num_heads, self.num_together):
+            heads = slice(first, first + self.num_together)
+            expanded = torch.mm(latents[:, :value_size], expansion[heads].flatten(0, 1).t())
+            expanded_attention.attend(
+                q[:, heads],
+                expanded.view(latents.shape[0], -1, size),
+                latents[:, value_size:],
+                self.rows,
+                self.expanded_tiles,
+                first_page=self.first_page,
+                page_size=keys.shape[2],
+                scale=shape.scale,
+                out=out[:, heads],
+                tile=self.tile,
+            )
+
+
+class LatentFormsAttention:
+    """Implements ``CapturableAttention`` for shapes with ``expansions``, in 16 bits."""
+
+    def __init__(self, shape: AttentionShape, kv_pool: Tensor) -> None:
+        """kv_pool: [L, 1, B, 1, S, E]."""
+        self._shape = shape
+        self._pool = keys_and_values(kv_pool, shape)
+        self._device = kv_pool.device
+        self._step: _Step | None = None
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        shape, keys = self._shape, self._pool[0][0]
+        kv_lengths = np.array(batch.kv_lengths, dtype=np.int32)
+        query_lengths = np.array(batch.query_lengths, dtype=np.int32)
+        page_starts, last_lengths = page_columns(kv_lengths, keys.shape[2])
+        on_device, page_ids = flat_pages(batch.page_table, page_starts)
+        rows = Rows(self._upload(starts_of(query_lengths)), on_device, self._upload(last_lengths), page_ids)
+        longer = np.flatnonzero(query_lengths > 1)
+        num_ones = int(longer[0]) if longer.size else len(query_lengths)
+        most = MAX_COPY_BYTES // (shape.head_size * keys.itemsize)
+        expanded = max(first_expanded(query_lengths, kv_lengths, keys.shape[2], most), num_ones)
+        first_page, last_page = int(page_starts[expanded]), int(page_starts[-1])
+        num_positions, num_tokens = (last_page - first_page) * keys.shape[2], int(query_lengths[expanded:].sum())
+        head_bytes = max(num_positions, 1) * shape.expansions[0].shape[1] * keys.itemsize
+        num_together = min(max(MAX_EXPANDED_BYTES // head_bytes, 1), shape.num_heads)
+        tile = expanded_attention.tile_of(num_tokens, num_together)
+        few, many = query_lengths.copy(), query_lengths.copy()
+        few[:num_ones] = few[expanded:] = many[:expanded] = 0
+        self._step = _Step(
+            batch.slot_mapping,
+            rows,
+            num_ones,
+            parts_of(shape, max(num_ones, 1), int(kv_lengths[: max(num_ones, 1)].max())),
+            int(query_lengths[:expanded].sum()),
+            self._upload(pinned(tiles_of(few, latent_attention.tokens_of_tile(shape.num_heads, keys.dtype)))),
+            self._upload(pinned(tiles_of(many, tile.rows)[::-1].copy())),  # long ones first
+            tile,
+            num_together,
+            first_page,
+        )
+
+    def target(self, layer: int) -> KVTarget:
+        assert self._step is not None, "prepare was not called"
+        return KVTarget(self._step.slots, *self._pool[layer])
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        """q [T, H, N + P] -> [T, H * O]; k and v are read in the pool."""
+        out = q.new_empty(*q.shape[:2], self._shape.output_size)
+        self.attend_into(q, k, v, layer, out=out)
+        return out.flatten(1)
+
+    def attend_into(self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, out: Tensor) -> None:
+        """q [T, H, N + P] -> out [T, H, O]."""
+        assert self._step is not None, "prepare was not called"
+        self._step.attend(self._shape, q, self._pool[layer][0], self._shape.expansions[layer], out=out)
+
+    def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> FixedLatentDecode:
+        """Decode steps of ``num_rows`` rows."""
+        return FixedLatentDecode(self._shape, self._pool, num_rows, buffers)
+
+    def warm_up(self) -> None:
+        """Compile the kernels of all forms: of rows of one token, and of a row of few and of many."""
+        shape, keys = self._shape, self._pool[0][0]
+        for num_rows, count in (*((1 << power, 1) for power in range(9)), (1, 2), (1, 256), (1, 8192)):
+            num_pages = -(-count // keys.shape[2])
+            batch = ForwardBatch(
+                slot_mapping=torch.zeros(num_rows * count, device=self._device),  # nothing is written
+                page_table=torch.zeros(num_rows, num_pages, dtype=torch.int32, device=self._device),
+                query_lengths=[count] * num_rows,
+                kv_lengths=[count] * num_rows,
+            )
+            self.prepare(batch)
+            heads = keys.new_zeros(num_rows * count, shape.num_handed, shape.query_size)
+            self.attend(*handed_parts(heads, shape), 0)
+
+    def _upload(self, column: Tensor) -> Tensor:
+        """A pinned column [X] to the device."""
+        return column.to(self._device, non_blocking=True)
+
+
+class FixedLatentDecode:
+    """Implements ``FixedDecode`` without plans: the kernels read the lengths on the device."""
+
+    def __init__(
+        self, shape: AttentionShape, pool: list[tuple[Tensor, Tensor]], num_rows: int, buffers: DecodeBuffers
+    ) -> None:
+        numbers = torch.arange(num_rows + 1, dtype=torch.int32, device=buffers.starts.device)
+        rows = Rows(numbers, buffers.starts, buffers.last_lengths, buffers.page_ids)
+        none = numbers[:0].view(0, 2)
+        self._shape = shape
+        self._pool = pool
+        parts = parts_of(shape, num_rows, buffers.max_pages * pool[0][0].shape[2])
+        tile = expanded_attention.SMALL  # of no row
+        self._step = _Step(buffers.slot_mapping, rows, num_rows, parts, num_rows, none, none, tile, 1, 0)
+
+    def plan_first(self, kv_lengths: Ints) -> None:
+        """Before the capture, for rows of ``kv_lengths`` [R] positions; page 0 alone is read."""
+        starts, last_lengths = page_columns(kv_lengths, self._pool[0][0].shape[2])
+        rows = self._step.rows
+        rows.page_starts.copy_(starts)
+        rows.last_lengths.copy_(last_lengths)
+        rows.page_ids[: int(starts[-1])].zero_()
+
+    def plan(self, starts: Tensor, last_lengths: Tensor) -> None:
+        """Nothing: the kernels read starts [R + 1] and last_lengths [R] on the device."""
+
+    def target(self, layer: int) -> KVTarget:
+        return KVTarget(self._step.slots, *self._pool[layer])
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        """q [R, H, N + P] -> [R, H * O]; k and v are read in the pool."""
+        out = q.new_empty(*q.shape[:2], self._shape.output_size)
+        self._step.attend(self._shape, q, self._pool[layer][0], self._shape.expansions[layer], out=out)
+        return out.flatten(1)

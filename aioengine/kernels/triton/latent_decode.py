@@ -1,0 +1,231 @@
+"""Latent attention (arXiv 2405.04434) of rows of one token, in its absorbed form, on a GPU.
+
+Faster than ``kernels/triton/latent_attention.py``, which gives a token the same bits in any batch and chunk: a tile has
+as many rows as one token has heads, and the positions of a row are divided among more programs where there are few
+rows. Parts of a row are merged by another kernel; a row in one part is written at once.
+
+R rows, H query heads, V latent size, P rotated numbers, E = V + P key size, N pages of the pool, S page size, X parts
+of a row.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from aioengine.kernels.triton.attention import MASKED
+from aioengine.kernels.triton.launcher import Launcher, next_power_of_2
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from aioengine.kernels.triton.attention import Rows
+
+
+class Tile(NamedTuple):
+    """Heads of a tile, positions that it takes at a time, and how its kernel is compiled."""
+
+    heads: int
+    block: int
+    num_warps: int
+    num_stages: int
+
+
+NARROW = Tile(16, 32, 4, 3)
+"""On an H200, 16 heads over 1024 positions take 8 us with one row, 21 us with 32 and 94 us with 256."""
+BROAD = Tile(64, 64, 8, 2)
+"""For many heads and rows: 64 rows are the fewest for the tensor cores of Hopper."""
+MOST_HEADS = 32
+FEW_ROWS = 2
+LONG = tl.constexpr(2048)
+"""Positions of a part from which on a row is divided into more parts than are needed to keep the GPU busy: one long row
+among short ones would finish long after them.
+"""
+MERGED_NUMBERS = 8192
+"""Numbers of parts that one program merges."""
+
+
+class Parts(NamedTuple):
+    """How rows are divided: into up to ``few`` parts, and those with parts longer than ``LONG`` into up to ``most``, a
+    power of 2.
+    """
+
+    few: int
+    most: int
+
+
+def tile_of(num_rows: int, num_heads: int) -> Tile:
+    """For R rows of H heads."""
+    return NARROW if num_heads <= MOST_HEADS or num_rows <= FEW_ROWS else BROAD
+
+
+@triton.jit
+def _part_size(length: tl.tensor, few_parts: tl.tensor, most_parts: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+    """Positions of each part of a row, but the last."""
+    return tl.minimum(
+        tl.cdiv(tl.cdiv(length, few_parts), BLOCK) * BLOCK,
+        tl.maximum(tl.cdiv(tl.cdiv(length, most_parts), BLOCK) * BLOCK, LONG),
+    )
+
+
+@triton.jit(
+    do_not_specialize=["few_parts", "most_parts"],
+    do_not_specialize_on_alignment=["page_starts", "last_lengths", "page_ids"],
+)
+def _parts_kernel(
+    latent: tl.tensor,
+    rotated: tl.tensor,
+    keys: tl.tensor,
+    page_starts: tl.tensor,
+    last_lengths: tl.tensor,
+    page_ids: tl.tensor,
+    part_sums: tl.tensor,
+    part_marks: tl.tensor,
+    out: tl.tensor,
+    scale: tl.tensor,
+    few_parts: tl.tensor,
+    most_parts: tl.tensor,
+    LATENT_ROW: tl.constexpr,
+    LATENT_HEAD: tl.constexpr,
+    ROTATED_ROW: tl.constexpr,
+    ROTATED_HEAD: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    MORE: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(1).to(tl.int64)
+    part = tl.program_id(2)
+    first_page = tl.load(page_starts + row)
+    length = (tl.load(page_starts + row + 1) - first_page - 1) * PAGE_SIZE + tl.load(last_lengths + row)
+    size = _part_size(length, few_parts, most_parts, BLOCK)
+    start = part * size
+    if start >= length:
+        return
+    stop = tl.minimum(start + size, length)
+    heads = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
+    columns = tl.arange(0, COLUMNS)[None, :]
+    more = tl.arange(0, MORE)[None, :]
+    is_head = heads < NUM_HEADS
+    is_column = columns < VALUE_SIZE
+    is_more = more < KEY_SIZE - VALUE_SIZE
+    pointers = latent + row * LATENT_ROW + (heads * LATENT_HEAD)[:, None]
+    queries = tl.load(pointers + columns, mask=is_head[:, None] & is_column, other=0.0)
+    pointers = rotated + row * ROTATED_ROW + (heads * ROTATED_HEAD)[:, None]
+    turned = tl.load(pointers + more, mask=is_head[:, None] & is_more, other=0.0)
+    highest = tl.full((HEADS,), MASKED, tl.float32)
+    total = tl.zeros((HEADS,), tl.float32)
+    sums = tl.zeros((HEADS, COLUMNS), tl.float32)
+    page_ids += first_page
+    positions = start + tl.arange(0, BLOCK)
+    # the pages of the next block are read with the keys of this one, which would have to wait for them
+    pages = tl.load(page_ids + positions // PAGE_SIZE, mask=positions < stop, other=0)
+    for first in tl.range(start, stop, BLOCK):
+        positions = first + tl.arange(0, BLOCK)
+        inside = (positions < stop)[:, None]
+        sources = keys + ((pages.to(tl.int64) * PAGE_SIZE + positions % PAGE_SIZE) * KEY_SIZE)[:, None]
+        values = tl.load(sources + columns, mask=inside & is_column, other=0.0)
+        others = tl.load(sources + VALUE_SIZE + more, mask=inside & is_more, other=0.0)
+        following = positions + BLOCK
+        pages = tl.load(page_ids + following // PAGE_SIZE, mask=following < stop, other=0)
+        scores = tl.dot(turned, tl.trans(others), input_precision="ieee")
+        scores = tl.dot(queries, tl.trans(values), scores, input_precision="ieee") * scale
+        scores = tl.where((positions < stop)[None, :], scores, MASKED)
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        shrink = tl.exp2(highest - higher)
+        total = total * shrink + tl.sum(weights, 1)
+        sums = tl.dot(weights.to(values.dtype), values, sums * shrink[:, None], input_precision="ieee")
+        highest = higher
+    inside = is_head[:, None] & is_column
+    if size >= length:
+        places = out + ((row * NUM_HEADS + heads) * VALUE_SIZE)[:, None] + columns
+        tl.store(places, (sums / total[:, None]).to(out.dtype.element_ty), mask=inside)
+    else:
+        targets = (row * most_parts + part) * NUM_HEADS + heads
+        tl.store(part_sums + (targets * VALUE_SIZE)[:, None] + columns, sums, mask=inside)
+        tl.store(part_marks + 2 * targets, highest, mask=is_head)
+        tl.store(part_marks + 2 * targets + 1, total, mask=is_head)
+
+
+@triton.jit(
+    do_not_specialize=["few_parts", "most_parts"], do_not_specialize_on_alignment=["page_starts", "last_lengths"]
+)
+def _merge_kernel(
+    part_sums: tl.tensor,
+    part_marks: tl.tensor,
+    page_starts: tl.tensor,
+    last_lengths: tl.tensor,
+    out: tl.tensor,
+    few_parts: tl.tensor,
+    most_parts: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(2).to(tl.int64)
+    head = tl.program_id(1)
+    num_pages = tl.load(page_starts + row + 1) - tl.load(page_starts + row)
+    length = (num_pages - 1) * PAGE_SIZE + tl.load(last_lengths + row)
+    size = _part_size(length, few_parts, most_parts, BLOCK)
+    if size >= length:
+        return
+    parts = tl.arange(0, PARTS)
+    is_part = parts * size < length
+    sources = (row * most_parts + parts) * NUM_HEADS + head
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    is_column = columns < VALUE_SIZE
+    pointers = part_sums + (sources * VALUE_SIZE)[:, None] + columns[None, :]
+    sums = tl.load(pointers, mask=is_part[:, None] & is_column[None, :], other=0.0)
+    highest = tl.load(part_marks + 2 * sources, mask=is_part, other=MASKED)
+    total = tl.load(part_marks + 2 * sources + 1, mask=is_part, other=0.0)
+    weights = tl.exp2(highest - tl.max(highest, 0))
+    merged = tl.sum(sums * weights[:, None], 0) / tl.sum(total * weights, 0)
+    tl.store(out + (row * NUM_HEADS + head) * VALUE_SIZE + columns, merged.to(out.dtype.element_ty), mask=is_column)
+
+
+_parts = Launcher(_parts_kernel)
+_merge = Launcher(_merge_kernel)
+
+
+def attend(
+    latent: Tensor, rotated: Tensor, keys: Tensor, rows: Rows, parts: Parts, *, scale: float, out: Tensor
+) -> None:
+    """R rows of one token, queries latent [R, H, V] and rotated [R, H, P], over keys [N, 1, S, E] into out [R, H, V].
+
+    The last dimensions of the queries are contiguous, and all of ``out``.
+    """
+    num_rows, num_heads, value_size = latent.shape
+    page_size, key_size = keys.shape[2:]
+    tile = tile_of(num_rows, num_heads)
+    columns, more = (max(next_power_of_2(size), 16) for size in (value_size, key_size - value_size))
+    many = 0 if parts.most == 1 else num_rows
+    sums = torch.empty(many, parts.most, num_heads, value_size, dtype=torch.float32, device=latent.device)
+    marks = torch.empty(many, parts.most, num_heads, 2, dtype=torch.float32, device=latent.device)
+    tensors = latent, rotated, keys, rows.page_starts, rows.last_lengths, rows.page_ids, sums, marks, out
+    sizes = (
+        *(*latent.stride()[:2], *rotated.stride()[:2], num_heads, page_size, key_size, value_size, columns, more),
+        *(tile.heads, tile.block),
+    )
+    key = latent.dtype, sizes, tile, *(tensor.data_ptr() % 16 for tensor in (latent, rotated, keys, sums, marks, out))
+    grid = -(-num_heads // tile.heads), num_rows, parts.most
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    _parts(grid, key, (*tensors, scale / math.log(2), *parts, *sizes), options)
+    if not many:
+        return
+    merged = max(min(MERGED_NUMBERS // parts.most, columns), 32)
+    sizes = num_heads, page_size, value_size, parts.most, merged, tile.block
+    key = out.dtype, sizes, *(tensor.data_ptr() % 16 for tensor in (sums, marks, out))
+    tensors = sums, marks, rows.page_starts, rows.last_lengths, out
+    _merge((-(-value_size // merged), num_heads, num_rows), key, (*tensors, *parts, *sizes), {"num_warps": 4})

@@ -1,0 +1,96 @@
+"""The forms of latent attention on a GPU: Triton's kernels, interpreted, against torch, and which rows have which."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.compute.interpreted import run_interpreted
+
+PREPARED = """
+import numpy as np
+import torch
+
+from aioengine.attention import _latent
+from aioengine.attention._base import AttentionShape, kv_pool_shape
+from aioengine.attention.torch import TorchAttention
+from aioengine.attention.triton import build
+from aioengine.kernels import latent_heads
+from aioengine.kernels.rotate_and_write import KVTarget
+from aioengine.kernels.triton import expanded_attention, latent_decode
+from aioengine.kernels.triton import latent_heads as kernels
+from tests.compute.stepping import make_batch, write_and_attend
+
+torch.manual_seed(0)
+torch.Tensor.pin_memory = lambda tensor: tensor
+kernels.has_dependent_launch = lambda: False
+kernels.options = lambda num_warps: {"num_warps": num_warps}
+"""
+FORMS = """
+_latent.TOKEN_PAIRS, _latent.POSITION_PAIRS = 0, 10
+expanded_attention.LARGE, expanded_attention.SMALL = (expanded_attention.Tile(rows, 16, 4, 2) for rows in (32, 16))
+expanded_attention.ENOUGH_PROGRAMS = 9
+latent_decode._part_size.fn.__globals__["LONG"] = latent_decode.LONG = latent_decode.tl.constexpr(32)
+all_ones, mixed, fresh = [(0, 1), (40, 1), (99, 1)], [(40, 1), (7, 5), (100, 1), (16, 30), (0, 45)], [(0, 33), (21, 24)]
+for num_heads, value_size, more, plain, output_size, rows, num_absorbed, num_bytes in (
+    (4, 32, 16, 24, 20, all_ones, 3, 1 << 20),
+    (20, 48, 8, 16, 32, mixed, 7, 1 << 12),
+    (3, 32, 8, 16, 16, fresh, 0, 1 << 20),
+):
+    _latent.MAX_EXPANDED_BYTES = num_bytes
+    expansions = tuple(torch.randn(2, num_heads, plain + output_size, value_size) / value_size**0.5)
+    shape = AttentionShape(
+        num_layers=2, num_heads=num_heads, num_kv_heads=1, head_size=value_size + more, scale=0.2,
+        value_size=value_size, expansions=expansions, plain_size=plain, batch_invariant=False,
+    )
+    pool = torch.randn(kv_pool_shape(shape, num_pages=40, page_size=16))
+    expected_pool, order = pool.clone(), (torch.randperm(39) + 1).tolist()
+    tables = [[order.pop() for _ in range(-(-(start + count) // 16))] for start, count in rows]
+    batch = make_batch(rows, tables, 16)
+    backend, reference = build(shape, pool), TorchAttention(shape, expected_pool)
+    backend.prepare(batch)
+    reference.prepare(batch)
+    assert backend._step.num_absorbed == num_absorbed
+    num_tokens = len(batch.slot_mapping)
+    q, k = torch.randn(num_tokens, num_heads, plain + more), torch.randn(num_tokens, 1, value_size + more)
+    for layer in range(2):
+        found, expected = (write_and_attend(each, q, k, k[..., :value_size], layer) for each in (backend, reference))
+        assert float((found - expected).norm() / expected.norm()) < 1e-5
+"""
+ROTATION = """
+num_heads, plain, rotated, value_size = 18, 24, 8, 48
+for num_tokens in (1, 3):
+    both = torch.randn(num_tokens, num_heads * (plain + rotated) + value_size + rotated)
+    q, latents = both.tensor_split((num_heads * (plain + rotated),), dim=1)
+    q, angles = q.unflatten(1, (num_heads, -1)), torch.randn(num_tokens, 1, rotated // 2)
+    tables = torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), angles.sin()), -1)
+    rest = {"norm": (torch.randn(value_size), torch.tensor(1e-6)), "tables": tables}
+    slots, found, expected = torch.randperm(32)[:num_tokens], *torch.zeros(2, 2, 1, 16, value_size + rotated)
+    turned = latent_heads.rotated_queries(
+        q.clone(), latents, **rest, target=KVTarget(slots, expected, expected[..., :value_size])
+    )
+    out = torch.zeros_like(turned)
+    kernels.rotate_queries(q, latents, out, **rest, target=(slots, found))
+    torch.testing.assert_close(out, turned)
+    torch.testing.assert_close(found, expected)
+    kernels.rotate_queries(q, latents, q, **rest, target=(slots, found))
+    assert torch.equal(q, out)
+"""
+CHOICE = """
+def first(rows, most=1 << 20):
+    queries, lengths = np.array(rows, dtype=np.int32).T
+    return _latent.first_expanded(queries, lengths, 16, most)
+
+assert first([(1, 4096)] * 3) == 3, "rows of one token"
+assert first([(1, 4096), (4096, 4096), (2048, 8192)]) == 1, "long rows"
+assert first([(1, 4096), (4096, 4096), (9, 300)]) == 1, "a short end of a short row behind a long one"
+assert first([(1, 4096), (4096, 4096), (9, 1 << 18)]) == 3, "a short end of a long row"
+assert first([(1, 4096), (60, 60)]) == 1, "a short prompt"
+assert first([(2048, 65536), (4096, 4096)], most=8192) == 1, "no more positions than have room"
+assert first([(2048, 65536)], most=8192) == 1, "a row without room"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [FORMS, ROTATION, CHOICE], ids=["forms", "rotation", "choice"])
+def test_interpreted(program: str) -> None:
+    run_interpreted(PREPARED + program)
