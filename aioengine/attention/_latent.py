@@ -11,7 +11,7 @@ T tokens, R rows, H query heads, N and P numbers of a query head that are not an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,9 +20,10 @@ import torch
 from aioengine.attention._base import ForwardBatch, handed_parts, keys_and_values
 from aioengine.attention._gpu_rows import flat_pages, page_columns, pinned, starts_of, tiles_of
 from aioengine.kernels import head_linear
-from aioengine.kernels.rotate_and_write import KVTarget
-from aioengine.kernels.triton import expanded_attention, latent_attention, latent_decode
+from aioengine.kernels.rotate_and_write import Absorbed, KVTarget
+from aioengine.kernels.triton import expanded_attention, latent_attention, latent_decode, latent_rows
 from aioengine.kernels.triton.attention import Rows
+from aioengine.kernels.triton.expanded_attention import Expanded, Tiles
 from aioengine.kernels.triton.latent_decode import Parts
 
 if TYPE_CHECKING:
@@ -48,6 +49,9 @@ ENOUGH_PROGRAMS = 256
 MAX_PARTS = 64
 MAX_PARTS_BYTES = 128 << 20
 """Of the parts of rows before they are merged."""
+ABSORBED_ROWS = 32
+MERGED_ROWS = 2
+"""Up to these numbers of rows of one token, ``kernels/triton/latent_rows.py`` is faster than matmuls."""
 LONG_ROW_PARTS = 8
 """Of rows that are longer than others may be."""
 
@@ -86,10 +90,11 @@ class _Step:
         num_ones: rows of one token.
         parts: how these are divided.
         num_absorbed: tokens in the absorbed form.
+        latent: [R, H, V], where the queries of rows of one token stand multiplied already; None: they do not.
         absorbed_tiles: [X, 2] int32, of the other rows in that form, as ``latent_attention.attend`` takes them.
-        expanded_tiles: [Y, 2] int32, of the rows that are expanded.
-        tile: of these. num_together: heads whose keys and values are there at a time.
-        first_page: of ``rows.page_ids``, the first of rows that are expanded.
+        expanded_tiles: of the rows that are expanded.
+        first_page: of ``rows.page_ids``, the first of these rows.
+        num_together: heads whose keys and values are there at a time.
     """
 
     slots: Tensor
@@ -97,64 +102,60 @@ class _Step:
     num_ones: int
     parts: Parts
     num_absorbed: int
-    absorbed_tiles: Tensor
-    expanded_tiles: Tensor
-    tile: expanded_attention.Tile
-    num_together: int
-    first_page: int
+    latent: Tensor | None = None
+    absorbed_tiles: Tensor | None = None
+    expanded_tiles: Tiles | None = None
+    first_page: int = 0
+    num_together: int = 1
 
     def attend(self, shape: AttentionShape, q: Tensor, keys: Tensor, expansion: Tensor, *, out: Tensor) -> None:
         """q [T, H, N + P] over keys [B, 1, S, E], with the expansion [H, N + O, V], into ``out`` [T, H, O]."""
         count = self.num_absorbed
         if count:
             self._attend_absorbed(shape, q[:count], keys, expansion, out=out[:count])
-        if len(self.expanded_tiles):
+        if self.expanded_tiles is not None:
             self._attend_expanded(shape, q, keys, expansion, out=out)
 
     def _attend_absorbed(
         self, shape: AttentionShape, q: Tensor, keys: Tensor, expansion: Tensor, *, out: Tensor
     ) -> None:
         """q [T, H, N + P] to out [T, H, O], of the tokens in the absorbed form."""
-        (num_tokens, num_heads, _), ones, value_size = q.shape, self.num_ones, expansion.shape[2]
-        for_keys, for_values = expansion[:, : shape.plain_size], expansion[:, shape.plain_size :]
+        (num_tokens, num_heads, _), ones = q.shape, self.num_ones
         plain, rotated = q[..., : shape.plain_size], q[..., shape.plain_size :]
-        attended = q.new_empty(num_tokens, num_heads, value_size)
-        if ones == num_tokens:
-            latent = torch.empty_like(attended)
-            head_linear.reference(plain, for_keys, latent)
-        else:
+        latent = self.latent
+        if latent is not None and num_tokens <= MERGED_ROWS:
+            queries, block = (latent, rotated), latent_decode.tile_of(num_tokens, num_heads).block
+            found = latent_decode.attend_parts(queries, keys, self.rows, self.parts, scale=shape.scale)
+            latent_rows.values(found, self.rows, self.parts, expansion, out=out, page_size=keys.shape[2], block=block)
+            return
+        attended = q.new_empty(num_tokens, num_heads, expansion.shape[2])
+        if latent is None:
             absorbed = q.new_empty(num_tokens, num_heads, shape.head_size)
-            latent, others = absorbed[..., :value_size], absorbed[..., value_size:]
-            head_linear.reference(plain, for_keys, latent)
-            others.copy_(rotated)
-            tensors = absorbed, (keys, keys[..., :value_size]), self.rows, self.absorbed_tiles
-            latent_attention.attend(*tensors, scale=shape.scale, out=attended, batch_invariant=False)
+            latent, others = absorbed.tensor_split((expansion.shape[2],), dim=2)
+            head_linear.reference(plain, expansion[:, : shape.plain_size], latent)
+            if self.absorbed_tiles is not None:
+                others.copy_(rotated)
+                tensors = absorbed, (keys, keys[..., : latent.shape[2]]), self.rows, self.absorbed_tiles
+                latent_attention.attend(*tensors, scale=shape.scale, out=attended, batch_invariant=False)
         if ones:
             queries = latent[:ones], rotated[:ones]
-            latent_decode.attend(*queries, keys, self.rows, self.parts, scale=shape.scale, out=attended[:ones])
-        head_linear.reference(attended, for_values.transpose(1, 2), out)
+            latent_decode.attend(queries, keys, self.rows, self.parts, scale=shape.scale, out=attended[:ones])
+        head_linear.reference(attended, expansion[:, shape.plain_size :].transpose(1, 2), out)
 
     def _attend_expanded(
         self, shape: AttentionShape, q: Tensor, keys: Tensor, expansion: Tensor, *, out: Tensor
     ) -> None:
         """Those of q [T, H, N + P] that are expanded to out [T, H, O], some heads at a time."""
+        assert self.expanded_tiles is not None, "no row is expanded"
         num_heads, size, value_size = expansion.shape
         pages = keys.flatten(1).index_select(0, self.rows.page_ids[self.first_page :])
-        latents = pages.view(-1, keys.shape[3])
+        latents, rotated = pages.view(-1, keys.shape[3]).tensor_split((value_size,), dim=1)
         for first in range(0, num_heads, self.num_together):
             heads = slice(first, first + self.num_together)
-            expanded = torch.mm(latents[:, :value_size], expansion[heads].flatten(0, 1).t())
+            expanded = torch.mm(latents, expansion[heads].flatten(0, 1).t()).view(len(latents), -1, size)
+            positions = Expanded(expanded, rotated, keys.shape[2], self.first_page)
             expanded_attention.attend(
-                q[:, heads],
-                expanded.view(latents.shape[0], -1, size),
-                latents[:, value_size:],
-                self.rows,
-                self.expanded_tiles,
-                first_page=self.first_page,
-                page_size=keys.shape[2],
-                scale=shape.scale,
-                out=out[:, heads],
-                tile=self.tile,
+                q[:, heads], positions, self.rows, self.expanded_tiles, scale=shape.scale, out=out[:, heads]
             )
 
 
@@ -179,25 +180,34 @@ class LatentFormsAttention:
         num_ones = int(longer[0]) if longer.size else len(query_lengths)
         most = MAX_COPY_BYTES // (shape.head_size * keys.itemsize)
         expanded = max(first_expanded(query_lengths, kv_lengths, keys.shape[2], most), num_ones)
-        first_page, last_page = int(page_starts[expanded]), int(page_starts[-1])
-        num_positions, num_tokens = (last_page - first_page) * keys.shape[2], int(query_lengths[expanded:].sum())
-        head_bytes = max(num_positions, 1) * shape.expansions[0].shape[1] * keys.itemsize
-        num_together = min(max(MAX_EXPANDED_BYTES // head_bytes, 1), shape.num_heads)
-        tile = expanded_attention.tile_of(num_tokens, num_together)
-        few, many = query_lengths.copy(), query_lengths.copy()
-        few[:num_ones] = few[expanded:] = many[:expanded] = 0
-        self._step = _Step(
-            batch.slot_mapping,
-            rows,
-            num_ones,
-            parts_of(shape, max(num_ones, 1), int(kv_lengths[: max(num_ones, 1)].max())),
-            int(query_lengths[:expanded].sum()),
-            self._upload(pinned(tiles_of(few, latent_attention.tokens_of_tile(shape.num_heads, keys.dtype)))),
-            self._upload(pinned(tiles_of(many, tile.rows)[::-1].copy())),  # long ones first
-            tile,
-            num_together,
-            first_page,
+        step = _Step(
+            slots=batch.slot_mapping,
+            rows=rows,
+            num_ones=num_ones,
+            parts=parts_of(shape, max(num_ones, 1), int(kv_lengths[: max(num_ones, 1)].max())),
+            num_absorbed=int(query_lengths[:expanded].sum()),
         )
+        if expanded > num_ones:
+            few = query_lengths[:expanded].copy()
+            few[:num_ones] = 0
+            tokens_of_tile = latent_attention.tokens_of_tile(shape.num_heads, keys.dtype)
+            step = replace(step, absorbed_tiles=self._upload(pinned(tiles_of(few, tokens_of_tile))))
+        if expanded < len(query_lengths):
+            step = self._with_expanded(step, query_lengths, page_starts, expanded)
+        self._step = step
+
+    def _with_expanded(self, step: _Step, query_lengths: Ints, page_starts: Tensor, first_row: int) -> _Step:
+        """The step with the rows from ``first_row`` on expanded. page_starts: [R + 1] on the host."""
+        shape, keys = self._shape, self._pool[0][0]
+        first_page, last_page = int(page_starts[first_row]), int(page_starts[-1])
+        head_bytes = (last_page - first_page) * keys.shape[2] * shape.expansions[0].shape[1] * keys.itemsize
+        num_together = min(max(MAX_EXPANDED_BYTES // head_bytes, 1), shape.num_heads)
+        lengths = query_lengths.copy()
+        lengths[:first_row] = 0
+        tile = expanded_attention.tile_of(int(lengths.sum()), num_together)
+        places = tiles_of(lengths, tile.rows)[::-1].copy()  # those that take longest first
+        tiles = Tiles(self._upload(pinned(places)), tile)
+        return replace(step, expanded_tiles=tiles, first_page=first_page, num_together=num_together)
 
     def target(self, layer: int) -> KVTarget:
         assert self._step is not None, "prepare was not called"
@@ -245,13 +255,17 @@ class FixedLatentDecode:
         self, shape: AttentionShape, pool: list[tuple[Tensor, Tensor]], num_rows: int, buffers: DecodeBuffers
     ) -> None:
         numbers = torch.arange(num_rows + 1, dtype=torch.int32, device=buffers.starts.device)
-        rows = Rows(numbers, buffers.starts, buffers.last_lengths, buffers.page_ids)
-        none = numbers[:0].view(0, 2)
+        keys, values = pool[0]
         self._shape = shape
         self._pool = pool
-        parts = parts_of(shape, num_rows, buffers.max_pages * pool[0][0].shape[2])
-        tile = expanded_attention.SMALL  # of no row
-        self._step = _Step(buffers.slot_mapping, rows, num_rows, parts, num_rows, none, none, tile, 1, 0)
+        self._step = _Step(
+            slots=buffers.slot_mapping,
+            rows=Rows(numbers, buffers.starts, buffers.last_lengths, buffers.page_ids),
+            num_ones=num_rows,
+            parts=parts_of(shape, num_rows, buffers.max_pages * keys.shape[2]),
+            num_absorbed=num_rows,
+            latent=keys.new_empty(num_rows, shape.num_heads, values.shape[3]) if num_rows <= ABSORBED_ROWS else None,
+        )
 
     def plan_first(self, kv_lengths: Ints) -> None:
         """Before the capture, for rows of ``kv_lengths`` [R] positions; page 0 alone is read."""
@@ -265,7 +279,9 @@ class FixedLatentDecode:
         """Nothing: the kernels read starts [R + 1] and last_lengths [R] on the device."""
 
     def target(self, layer: int) -> KVTarget:
-        return KVTarget(self._step.slots, *self._pool[layer])
+        latent = self._step.latent
+        absorbed = None if latent is None else Absorbed(self._shape.expansions[layer], latent)
+        return KVTarget(self._step.slots, *self._pool[layer], absorbed=absorbed)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """q [R, H, N + P] -> [R, H * O]; k and v are read in the pool."""

@@ -124,7 +124,7 @@ class LatentAttention:
             q = self._query(self._query_norm(q), rows)
         q = q.unflatten(1, (self._num_heads, -1))
         if self._is_chosen:
-            attended = self._attended(q, latents, tables, attention, layer)
+            attended = self._attended(q, latents, tables, attention, layer=layer)
             if outputs is not None:
                 attended = attended.index_select(0, outputs)
                 rows = None if adapters is None else adapters.outputs
@@ -150,7 +150,7 @@ class LatentAttention:
         return self._output(values.flatten(1), rows)
 
     def _attended(
-        self, q: Tensor, latents: Tensor, tables: tuple[Tensor, Tensor], attention: StepAttention, layer: int
+        self, q: Tensor, latents: Tensor, tables: tuple[Tensor, Tensor], attention: StepAttention, *, layer: int
     ) -> Tensor:
         """q [T, H, N + P] and latents [T, E] -> [T, H * O], in the form that attention chooses."""
         target = attention.target(layer)

@@ -97,8 +97,8 @@ def test_decode_rows_against_torch(num_rows: int) -> None:
         kv_pool_shape(shape, num_pages=sum(num_pages) + 1, page_size=PAGE_SIZE), device="cuda"
     ).bfloat16()
     order = (torch.randperm(sum(num_pages)) + 1).tolist()
-    tables = [[order.pop() for _ in range(count)] for count in num_pages]
-    batch = on_device(make_batch([(each - 1, 1) for each in lengths], tables, PAGE_SIZE), torch.device("cuda"))
+    tables_of = [[order.pop() for _ in range(count)] for count in num_pages]
+    batch = on_device(make_batch([(each - 1, 1) for each in lengths], tables_of, PAGE_SIZE), torch.device("cuda"))
     ints = {"dtype": torch.int32, "device": "cuda"}
     buffers = DecodeBuffers(
         slot_mapping=torch.zeros(num_rows, **ints),
@@ -109,20 +109,36 @@ def test_decode_rows_against_torch(num_rows: int) -> None:
     )
     fixed = build(replace(shape, expansions=(expansion.bfloat16(),)), pool).fixed_decode(num_rows, buffers)
     fixed.plan_first(np.ones(num_rows, dtype=np.int32))
-    q = torch.randn(num_rows, 16, 192, device="cuda", dtype=torch.bfloat16)
-    k = torch.randn(num_rows, 1, 576, device="cuda", dtype=torch.bfloat16)
-    fixed.attend(q, k, k, 0)
+    angles = torch.randn(num_rows, 1, 32, device="cuda")
+    tables = torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), angles.sin()), -1)
+    norm = torch.randn(512, device="cuda").bfloat16(), torch.tensor(1e-6, device="cuda")
+    both = torch.randn(num_rows, 16 * 192 + 576, device="cuda").bfloat16()
+
+    def attended() -> tuple[torch.Tensor, torch.Tensor]:
+        q, latents = both.clone().tensor_split((16 * 192,), dim=1)
+        target = fixed.target(0)
+        q = latent_heads.rotated_queries(q.unflatten(1, (16, -1)), latents, norm=norm, tables=tables, target=target)
+        return q, fixed.attend(q, q[:, :0], q[:, :0], 0)
+
+    attended()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = fixed.attend(q, k, k, 0)
-    reference = TorchAttention(exact, pool.float())
-    reference.prepare(batch)
-    expected = reference.attend(q.float(), k, k, 0)
+        q, found = attended()
     buffers.starts.copy_(torch.tensor([0, *num_pages]).cumsum(0))
     buffers.last_lengths.copy_(torch.tensor([(length - 1) % PAGE_SIZE + 1 for length in lengths]))
-    buffers.page_ids[: sum(num_pages)] = torch.tensor([page for table in tables for page in table], **ints)
+    buffers.page_ids[: sum(num_pages)] = torch.tensor([page for table in tables_of for page in table], **ints)
+    buffers.slot_mapping.copy_(batch.slot_mapping)
     graph.replay()
+    reference = TorchAttention(exact, pool.float())
+    reference.prepare(batch)
+    expected = reference.attend(q.float(), q, q, 0)
     assert float((found.float() - expected).norm() / expected.norm()) < 2e-2
+    heads = torch.zeros(num_rows, 17, 576, device="cuda").bfloat16()
+    plain, latents = both.tensor_split((16 * 192,), dim=1)
+    latent_heads.reference(plain.unflatten(1, (16, -1)), latents, heads, norm=norm, tables=tables)
+    keys = pool.view(-1, 576)[batch.slot_mapping]
+    torch.testing.assert_close(keys, heads[:, -1], atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(q[..., 128:], heads[:, :-1, 512:], atol=2e-2, rtol=2e-2)
 
 
 def some_heads(shape: AttentionShape, num_tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:

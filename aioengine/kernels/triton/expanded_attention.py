@@ -47,6 +47,13 @@ def tile_of(num_tokens: int, num_heads: int) -> Tile:
 
 
 @triton.jit
+def _load_part(pointers: tl.tensor, is_there: tl.tensor, SIZE: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tensor:
+    """[tokens, COLUMNS], of which SIZE are there; ``pointers`` [tokens, 1]: where they begin."""
+    columns = tl.arange(0, COLUMNS)[None, :]
+    return tl.load(pointers + columns, mask=is_there[:, None] & (columns < SIZE), other=0.0)
+
+
+@triton.jit
 def _block(
     queries: tl.tensor,
     turned: tl.tensor,
@@ -130,8 +137,7 @@ def _attend_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    row = tl.load(tiles + 2 * tl.program_id(1))
-    tile_start = tl.load(tiles + 2 * tl.program_id(1) + 1)
+    row, tile_start = tl.load(tiles + 2 * tl.program_id(1)), tl.load(tiles + 2 * tl.program_id(1) + 1)
     head = tl.program_id(0)
     first_token = tl.load(query_starts + row)
     count = tl.load(query_starts + row + 1) - first_token
@@ -143,18 +149,13 @@ def _attend_kernel(
     token = tile_start + tl.arange(0, ROWS)
     is_there = token < count
     tokens = (first_token + token).to(tl.int64)
-    key_columns = tl.arange(0, KEY_COLUMNS)[None, :]
-    more = tl.arange(0, MORE)[None, :]
-    columns = tl.arange(0, COLUMNS)[None, :]
     pointers = q + (tokens * Q_TOKEN)[:, None] + head * Q_HEAD
-    queries = tl.load(pointers + key_columns, mask=is_there[:, None] & (key_columns < KEY_SIZE), other=0.0)
-    turned = tl.load(pointers + KEY_SIZE + more, mask=is_there[:, None] & (more < ROTATED_SIZE), other=0.0)
+    queries = _load_part(pointers, is_there, KEY_SIZE, KEY_COLUMNS)
+    turned = _load_part(pointers + KEY_SIZE, is_there, ROTATED_SIZE, MORE)
     first_position = length - count + tile_start
     last = tl.minimum(first_position + tl.arange(0, ROWS), length - 1)
-    stop = tl.minimum(first_position + ROWS, length)
-    seen_by_all = (first_position + 1) // BLOCK * BLOCK
-    highest = tl.full((ROWS,), MASKED, tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
+    stop, seen_by_all = tl.minimum(first_position + ROWS, length), (first_position + 1) // BLOCK * BLOCK
+    highest, total = tl.full((ROWS,), MASKED, tl.float32), tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in tl.range(0, seen_by_all, BLOCK):
         highest, total, sums = _block(
@@ -166,33 +167,44 @@ def _attend_kernel(
             *(queries, turned, keys, rotated, first, stop, last, highest, total, sums, scale, stride),
             *(ROTATED_STRIDE, KEY_SIZE, ROTATED_SIZE, VALUE_SIZE, COLUMNS, BLOCK, True),
         )
+    columns = tl.arange(0, COLUMNS)[None, :]
     targets = out + (tokens * OUT_TOKEN)[:, None] + head * VALUE_SIZE + columns
-    inside = is_there[:, None] & (columns < VALUE_SIZE)
-    tl.store(targets, (sums / total[:, None]).to(out.dtype.element_ty), mask=inside)
+    attended = (sums / total[:, None]).to(out.dtype.element_ty)
+    tl.store(targets, attended, mask=is_there[:, None] & (columns < VALUE_SIZE))
 
 
 _attend = Launcher(_attend_kernel)
 
 
-def attend(
-    q: Tensor,
-    expanded: Tensor,
-    rotated: Tensor,
-    rows: Rows,
-    tiles: Tensor,
-    *,
-    first_page: int,
-    page_size: int,
-    scale: float,
-    out: Tensor,
-    tile: Tile,
-) -> None:
-    """q [T, H, N + P] over keys and values [C, H, N + O] and rotated parts of keys [C, P] into ``out`` [T, H, O].
+class Expanded(NamedTuple):
+    """The positions of rows.
 
-    Args:
-        tiles: [Y, 2] int32, the row of a tile and its first token, counted among those of the row.
-        first_page: the first of ``rows.page_ids`` whose positions are among C, which are those of whole pages.
+    Attributes:
+        heads: [C, H, N + O], keys and values of heads.
+        rotated: [C, P], the rotated parts of keys.
+        page_size: C are the positions of whole pages.
+        first_page: of ``Rows.page_ids``, the first of these pages.
     """
+
+    heads: Tensor
+    rotated: Tensor
+    page_size: int
+    first_page: int
+
+
+class Tiles(NamedTuple):
+    """Tokens of rows in tiles of one size. places: [Y, 2] int32, the row of a tile and its first token, counted among
+    those of the row.
+    """
+
+    places: Tensor
+    tile: Tile
+
+
+def attend(q: Tensor, positions: Expanded, rows: Rows, tiles: Tiles, *, scale: float, out: Tensor) -> None:
+    """q [T, H, N + P] over the positions into ``out`` [T, H, O]."""
+    expanded, rotated, page_size, first_page = positions
+    places, tile = tiles
     num_heads, size = q.shape[1:]
     rotated_size, value_size = rotated.shape[1], out.shape[2]
     key_size = size - rotated_size
@@ -202,9 +214,9 @@ def attend(
         *(max(next_power_of_2(each), 16) for each in (key_size, rotated_size, value_size)),
         *(tile.rows, tile.block),
     )
-    tensors = q, expanded, rotated, rows.query_starts, rows.page_starts, rows.last_lengths, tiles, out
+    tensors = q, expanded, rotated, rows.query_starts, rows.page_starts, rows.last_lengths, places, out
     stride = expanded.stride(0)
     key = q.dtype, sizes, tile, stride % 16 == 0, *(tensor.data_ptr() % 16 for tensor in (q, expanded, rotated, out))
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     numbers = scale / math.log(2), first_page, stride
-    _attend((num_heads, tiles.shape[0], 1), key, (*tensors, *numbers, *sizes), options)
+    _attend((num_heads, len(places), 1), key, (*tensors, *numbers, *sizes), options)

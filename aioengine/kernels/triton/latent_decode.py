@@ -16,14 +16,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from aioengine.kernels.triton.attention import MASKED
-from aioengine.kernels.triton.launcher import Launcher, next_power_of_2
+from aioengine.kernels.triton.launcher import Launcher, has_dependent_launch, next_power_of_2, options
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.kernels.triton.attention import Rows
+
+    Queries = tuple[Tensor, Tensor]
 
 
 class Tile(NamedTuple):
@@ -64,12 +67,62 @@ def tile_of(num_rows: int, num_heads: int) -> Tile:
 
 
 @triton.jit
-def _part_size(length: tl.tensor, few_parts: tl.tensor, most_parts: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+def part_size(length: tl.tensor, few_parts: tl.tensor, most_parts: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
     """Positions of each part of a row, but the last."""
     return tl.minimum(
         tl.cdiv(tl.cdiv(length, few_parts), BLOCK) * BLOCK,
         tl.maximum(tl.cdiv(tl.cdiv(length, most_parts), BLOCK) * BLOCK, LONG),
     )
+
+
+@triton.jit
+def _load_heads(pointers: tl.tensor, is_head: tl.tensor, SIZE: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tensor:
+    """[heads, COLUMNS], of which SIZE are there; ``pointers``: where the heads begin."""
+    columns = tl.arange(0, COLUMNS)[None, :]
+    return tl.load(pointers[:, None] + columns, mask=is_head[:, None] & (columns < SIZE), other=0.0)
+
+
+@triton.jit
+def _attend_part(
+    queries: tl.tensor,
+    turned: tl.tensor,
+    keys: tl.tensor,
+    page_ids: tl.tensor,
+    pages: tl.tensor,
+    start: tl.tensor,
+    stop: tl.tensor,
+    scale: tl.tensor,
+    PAGE_SIZE: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Of positions start to stop: highest score, sum of weights and weighted values of each head. ``pages``: those of
+    the first block. Those of the next are read with the keys of each, which would have to wait for them.
+    """
+    columns = tl.arange(0, queries.shape[1])[None, :]
+    more = tl.arange(0, turned.shape[1])[None, :]
+    highest = tl.full((queries.shape[0],), MASKED, tl.float32)
+    total = tl.zeros((queries.shape[0],), tl.float32)
+    sums = tl.zeros(queries.shape, tl.float32)
+    for first in tl.range(start, stop, BLOCK):
+        positions = first + tl.arange(0, BLOCK)
+        inside = (positions < stop)[:, None]
+        sources = keys + ((pages.to(tl.int64) * PAGE_SIZE + positions % PAGE_SIZE) * KEY_SIZE)[:, None]
+        values = tl.load(sources + columns, mask=inside & (columns < VALUE_SIZE), other=0.0)
+        others = tl.load(sources + VALUE_SIZE + more, mask=inside & (more < KEY_SIZE - VALUE_SIZE), other=0.0)
+        following = positions + BLOCK
+        pages = tl.load(page_ids + following // PAGE_SIZE, mask=following < stop, other=0)
+        scores = tl.dot(turned, tl.trans(others), input_precision="ieee")
+        scores = tl.dot(queries, tl.trans(values), scores, input_precision="ieee") * scale
+        scores = tl.where((positions < stop)[None, :], scores, MASKED)
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        shrink = tl.exp2(highest - higher)
+        total = total * shrink + tl.sum(weights, 1)
+        sums = tl.dot(weights.to(values.dtype), values, sums * shrink[:, None], input_precision="ieee")
+        highest = higher
+    return highest, total, sums
 
 
 @triton.jit(
@@ -101,52 +154,34 @@ def _parts_kernel(
     MORE: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
+    KEEPS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
-    row = tl.program_id(1).to(tl.int64)
-    part = tl.program_id(2)
+    row, part = tl.program_id(1).to(tl.int64), tl.program_id(2)
     first_page = tl.load(page_starts + row)
     length = (tl.load(page_starts + row + 1) - first_page - 1) * PAGE_SIZE + tl.load(last_lengths + row)
-    size = _part_size(length, few_parts, most_parts, BLOCK)
+    size = part_size(length, few_parts, most_parts, BLOCK)
     start = part * size
     if start >= length:
         return
     stop = tl.minimum(start + size, length)
-    heads = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
-    columns = tl.arange(0, COLUMNS)[None, :]
-    more = tl.arange(0, MORE)[None, :]
-    is_head = heads < NUM_HEADS
-    is_column = columns < VALUE_SIZE
-    is_more = more < KEY_SIZE - VALUE_SIZE
-    pointers = latent + row * LATENT_ROW + (heads * LATENT_HEAD)[:, None]
-    queries = tl.load(pointers + columns, mask=is_head[:, None] & is_column, other=0.0)
-    pointers = rotated + row * ROTATED_ROW + (heads * ROTATED_HEAD)[:, None]
-    turned = tl.load(pointers + more, mask=is_head[:, None] & is_more, other=0.0)
-    highest = tl.full((HEADS,), MASKED, tl.float32)
-    total = tl.zeros((HEADS,), tl.float32)
-    sums = tl.zeros((HEADS, COLUMNS), tl.float32)
     page_ids += first_page
     positions = start + tl.arange(0, BLOCK)
-    # the pages of the next block are read with the keys of this one, which would have to wait for them
     pages = tl.load(page_ids + positions // PAGE_SIZE, mask=positions < stop, other=0)
-    for first in tl.range(start, stop, BLOCK):
-        positions = first + tl.arange(0, BLOCK)
-        inside = (positions < stop)[:, None]
-        sources = keys + ((pages.to(tl.int64) * PAGE_SIZE + positions % PAGE_SIZE) * KEY_SIZE)[:, None]
-        values = tl.load(sources + columns, mask=inside & is_column, other=0.0)
-        others = tl.load(sources + VALUE_SIZE + more, mask=inside & is_more, other=0.0)
-        following = positions + BLOCK
-        pages = tl.load(page_ids + following // PAGE_SIZE, mask=following < stop, other=0)
-        scores = tl.dot(turned, tl.trans(others), input_precision="ieee")
-        scores = tl.dot(queries, tl.trans(values), scores, input_precision="ieee") * scale
-        scores = tl.where((positions < stop)[None, :], scores, MASKED)
-        higher = tl.maximum(highest, tl.max(scores, 1))
-        weights = tl.exp2(scores - higher[:, None])
-        shrink = tl.exp2(highest - higher)
-        total = total * shrink + tl.sum(weights, 1)
-        sums = tl.dot(weights.to(values.dtype), values, sums * shrink[:, None], input_precision="ieee")
-        highest = higher
-    inside = is_head[:, None] & is_column
-    if size >= length:
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    heads = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
+    is_head = heads < NUM_HEADS
+    queries = _load_heads(latent + row * LATENT_ROW + heads * LATENT_HEAD, is_head, VALUE_SIZE, COLUMNS)
+    pointers = rotated + row * ROTATED_ROW + heads * ROTATED_HEAD
+    turned = _load_heads(pointers, is_head, KEY_SIZE - VALUE_SIZE, MORE)
+    highest, total, sums = _attend_part(
+        *(queries, turned, keys, page_ids, pages, start, stop, scale, PAGE_SIZE, KEY_SIZE, VALUE_SIZE, BLOCK)
+    )
+    columns = tl.arange(0, COLUMNS)[None, :]
+    inside = is_head[:, None] & (columns < VALUE_SIZE)
+    if (size >= length) & (not KEEPS):
         places = out + ((row * NUM_HEADS + heads) * VALUE_SIZE)[:, None] + columns
         tl.store(places, (sums / total[:, None]).to(out.dtype.element_ty), mask=inside)
     else:
@@ -173,12 +208,16 @@ def _merge_kernel(
     PARTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     row = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1)
     num_pages = tl.load(page_starts + row + 1) - tl.load(page_starts + row)
     length = (num_pages - 1) * PAGE_SIZE + tl.load(last_lengths + row)
-    size = _part_size(length, few_parts, most_parts, BLOCK)
+    size = part_size(length, few_parts, most_parts, BLOCK)
+    if DEPENDENT:  # where nothing is merged too: what comes next relies on the end of the kernel before
+        gdc_wait()
+        gdc_launch_dependents()
     if size >= length:
         return
     parts = tl.arange(0, PARTS)
@@ -199,33 +238,51 @@ _parts = Launcher(_parts_kernel)
 _merge = Launcher(_merge_kernel)
 
 
-def attend(
-    latent: Tensor, rotated: Tensor, keys: Tensor, rows: Rows, parts: Parts, *, scale: float, out: Tensor
-) -> None:
-    """R rows of one token, queries latent [R, H, V] and rotated [R, H, P], over keys [N, 1, S, E] into out [R, H, V].
+def attend(queries: Queries, keys: Tensor, rows: Rows, parts: Parts, *, scale: float, out: Tensor) -> None:
+    """R rows of one token, queries [R, H, V] and rotated [R, H, P], over keys [N, 1, S, E] into ``out`` [R, H, V].
 
     The last dimensions of the queries are contiguous, and all of ``out``.
     """
+    num_rows, num_heads, value_size = queries[0].shape
+    sums, marks = _attended(queries, keys, rows, parts, scale=scale, out=out)
+    if parts.most == 1:
+        return
+    columns = max(min(MERGED_NUMBERS // parts.most, next_power_of_2(value_size)), 32)
+    block = tile_of(num_rows, num_heads).block
+    sizes = num_heads, keys.shape[2], value_size, parts.most, columns, block, has_dependent_launch()
+    key = out.dtype, sizes, *(tensor.data_ptr() % 16 for tensor in (sums, marks, out))
+    tensors = sums, marks, rows.page_starts, rows.last_lengths, out
+    grid = -(-value_size // columns), num_heads, num_rows
+    _merge(grid, key, (*tensors, *parts, *sizes), options(4))
+
+
+def attend_parts(queries: Queries, keys: Tensor, rows: Rows, parts: Parts, *, scale: float) -> tuple[Tensor, Tensor]:
+    """The same without a merge: weighted values [R, X, H, V] of each part, and its highest score and the sum of its
+    weights [R, X, H, 2], in fp32.
+    """
+    return _attended(queries, keys, rows, parts, scale=scale, out=None)
+
+
+def _attended(
+    queries: Queries, keys: Tensor, rows: Rows, parts: Parts, *, scale: float, out: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The parts; ``out``: where rows of one part go, which are not among them then."""
+    latent, rotated = queries
     num_rows, num_heads, value_size = latent.shape
     page_size, key_size = keys.shape[2:]
     tile = tile_of(num_rows, num_heads)
     columns, more = (max(next_power_of_2(size), 16) for size in (value_size, key_size - value_size))
-    many = 0 if parts.most == 1 else num_rows
-    sums = torch.empty(many, parts.most, num_heads, value_size, dtype=torch.float32, device=latent.device)
-    marks = torch.empty(many, parts.most, num_heads, 2, dtype=torch.float32, device=latent.device)
-    tensors = latent, rotated, keys, rows.page_starts, rows.last_lengths, rows.page_ids, sums, marks, out
+    kept = num_rows if out is None or parts.most > 1 else 0
+    sums = torch.empty(kept, parts.most, num_heads, value_size, dtype=torch.float32, device=latent.device)
+    marks = torch.empty(kept, parts.most, num_heads, 2, dtype=torch.float32, device=latent.device)
+    whole = sums if out is None else out
+    tensors = latent, rotated, keys, rows.page_starts, rows.last_lengths, rows.page_ids, sums, marks, whole
     sizes = (
         *(*latent.stride()[:2], *rotated.stride()[:2], num_heads, page_size, key_size, value_size, columns, more),
-        *(tile.heads, tile.block),
+        *(tile.heads, tile.block, out is None, has_dependent_launch()),
     )
-    key = latent.dtype, sizes, tile, *(tensor.data_ptr() % 16 for tensor in (latent, rotated, keys, sums, marks, out))
+    alignments = tuple(tensor.data_ptr() % 16 for tensor in (latent, rotated, keys, sums, marks, whole))
     grid = -(-num_heads // tile.heads), num_rows, parts.most
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    _parts(grid, key, (*tensors, scale / math.log(2), *parts, *sizes), options)
-    if not many:
-        return
-    merged = max(min(MERGED_NUMBERS // parts.most, columns), 32)
-    sizes = num_heads, page_size, value_size, parts.most, merged, tile.block
-    key = out.dtype, sizes, *(tensor.data_ptr() % 16 for tensor in (sums, marks, out))
-    tensors = sums, marks, rows.page_starts, rows.last_lengths, out
-    _merge((-(-value_size // merged), num_heads, num_rows), key, (*tensors, *parts, *sizes), {"num_warps": 4})
+    settings = {**options(tile.num_warps), "num_stages": tile.num_stages}
+    _parts(grid, (latent.dtype, sizes, tile, alignments), (*tensors, scale / math.log(2), *parts, *sizes), settings)
+    return sums, marks

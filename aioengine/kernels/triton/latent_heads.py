@@ -45,6 +45,33 @@ def _rotated(
 
 
 @triton.jit
+def _store_queries(
+    source: tl.tensor,
+    target: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    is_head: tl.tensor,
+    OUT_HEAD: tl.constexpr,
+    QUERY_SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    COPIED: tl.constexpr,
+) -> None:
+    """The rotated part of heads at ``source`` [Y, 1], and with ``COPIED`` the other part too."""
+    columns = tl.arange(0, COLUMNS)[None, :]
+    inside = is_head & (columns < HALF)
+    first = QUERY_SIZE - 2 * HALF
+    low, high = _rotated(source, cos, sin, first, inside, HALF, COLUMNS)
+    places = target + OUT_HEAD - 2 * HALF + columns
+    tl.store(places, low, mask=inside)
+    tl.store(places + HALF, high, mask=inside)
+    if COPIED:
+        plain = tl.arange(0, COPIED)[None, :]
+        is_plain = is_head & (plain < first)
+        tl.store(target + plain, tl.load(source + plain, mask=is_plain, other=0.0), mask=is_plain)
+
+
+@triton.jit
 def _store_key(
     target: tl.tensor,
     latent: tl.tensor,
@@ -91,24 +118,16 @@ def _heads_kernel(
     KEY_SIZE: tl.constexpr = VALUE_SIZE + 2 * HALF
     token = tl.program_id(0).to(tl.int64)
     cos, sin = cos + token * (2 * HALF), sin + token * (2 * HALF)
-    columns = tl.arange(0, COLUMNS)[None, :]
     target = heads + token * OUT_STRIDE
     if tl.program_id(1) > 0:
         if DEPENDENT:
             gdc_launch_dependents()
             gdc_wait()
         head = (tl.program_id(1) - 1) * HEADS + tl.arange(0, HEADS)[:, None]
-        inside = (head < NUM_HEADS) & (columns < HALF)
-        offsets = token * Q_STRIDE + head * QUERY_SIZE + QUERY_SIZE - 2 * HALF
-        low, high = _rotated(q, cos, sin, offsets, inside, HALF, COLUMNS)
-        places = target + head * OUT_HEAD + OUT_HEAD - 2 * HALF + columns
-        tl.store(places, low, mask=inside)
-        tl.store(places + HALF, high, mask=inside)
-        if COPIED:
-            plain = tl.arange(0, COPIED)[None, :]
-            is_plain = (head < NUM_HEADS) & (plain < QUERY_SIZE - 2 * HALF)
-            copied = tl.load(q + token * Q_STRIDE + head * QUERY_SIZE + plain, mask=is_plain, other=0.0)
-            tl.store(target + head * OUT_HEAD + plain, copied, mask=is_plain)
+        _store_queries(
+            *(q + token * Q_STRIDE + head * QUERY_SIZE, target + head * OUT_HEAD, cos, sin, head < NUM_HEADS),
+            *(OUT_HEAD, QUERY_SIZE, HALF, COLUMNS, COPIED),
+        )
     else:
         values = tl.arange(0, VALUE_COLUMNS)
         is_value = values < VALUE_SIZE
@@ -123,6 +142,7 @@ def _heads_kernel(
         normed = (wide * inverse).to(latent.dtype) * scale
         # names of their own: Triton joins what both branches name
         place = tl.zeros((1, 1), tl.int64) + token * LATENT_STRIDE + VALUE_SIZE
+        columns = tl.arange(0, COLUMNS)[None, :]
         key_low, key_high = _rotated(latents, cos, sin, place, columns < HALF, HALF, COLUMNS)
         if KEEPS:
             _store_key(target + NUM_HEADS * OUT_HEAD, normed, key_low, key_high, VALUE_SIZE, HALF)
@@ -149,7 +169,7 @@ class _Out(NamedTuple):
     pages: tuple[Tensor, Tensor] | None
 
 
-def _launch(q: Tensor, latents: Tensor, norm: Norm, tables: tuple[Tensor, Tensor], out: _Out) -> None:
+def _launch(q: Tensor, latents: Tensor, out: _Out, *, norm: Norm, tables: tuple[Tensor, Tensor]) -> None:
     num_tokens, num_heads, query_size = q.shape
     value_size = norm[0].shape[0]
     half = (latents.shape[1] - value_size) // 2
@@ -180,7 +200,7 @@ def rotate(
 
     norm: weight [V] and epsilon []. target: slots [T] of the keys [B, 1, S, E], where the keys of the tokens go too.
     """
-    _launch(q, latents, norm, tables, _Out(heads, copies=False, keeps=True, pages=target))
+    _launch(q, latents, _Out(heads, copies=False, keeps=True, pages=target), norm=norm, tables=tables)
 
 
 def rotate_queries(
@@ -194,4 +214,4 @@ def rotate_queries(
 ) -> None:
     """q [T, H, N + P] with its last P numbers rotated to ``out`` [T, H, N + P], which may be q itself."""
     copies = out.data_ptr() != q.data_ptr()
-    _launch(q, latents, norm, tables, _Out(out, copies=copies, keeps=False, pages=target))
+    _launch(q, latents, _Out(out, copies=copies, keeps=False, pages=target), norm=norm, tables=tables)

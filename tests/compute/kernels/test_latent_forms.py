@@ -16,20 +16,23 @@ from aioengine.attention.torch import TorchAttention
 from aioengine.attention.triton import build
 from aioengine.kernels import latent_heads
 from aioengine.kernels.rotate_and_write import KVTarget
-from aioengine.kernels.triton import expanded_attention, latent_decode
+from aioengine.kernels.triton import expanded_attention, latent_decode, latent_rows
 from aioengine.kernels.triton import latent_heads as kernels
+from aioengine.kernels.triton.attention import Rows
+from aioengine.kernels.triton.latent_decode import Parts
 from tests.compute.stepping import make_batch, write_and_attend
 
 torch.manual_seed(0)
 torch.Tensor.pin_memory = lambda tensor: tensor
-kernels.has_dependent_launch = lambda: False
-kernels.options = lambda num_warps: {"num_warps": num_warps}
+for module in (kernels, latent_decode, latent_rows):
+    module.has_dependent_launch = lambda: False
+    module.options = lambda num_warps: {"num_warps": num_warps}
 """
 FORMS = """
 _latent.TOKEN_PAIRS, _latent.POSITION_PAIRS = 0, 10
 expanded_attention.LARGE, expanded_attention.SMALL = (expanded_attention.Tile(rows, 16, 4, 2) for rows in (32, 16))
 expanded_attention.ENOUGH_PROGRAMS = 9
-latent_decode._part_size.fn.__globals__["LONG"] = latent_decode.LONG = latent_decode.tl.constexpr(32)
+latent_decode.part_size.fn.__globals__["LONG"] = latent_decode.LONG = latent_decode.tl.constexpr(32)
 all_ones, mixed, fresh = [(0, 1), (40, 1), (99, 1)], [(40, 1), (7, 5), (100, 1), (16, 30), (0, 45)], [(0, 33), (21, 24)]
 for num_heads, value_size, more, plain, output_size, rows, num_absorbed, num_bytes in (
     (4, 32, 16, 24, 20, all_ones, 3, 1 << 20),
@@ -75,6 +78,41 @@ for num_tokens in (1, 3):
     kernels.rotate_queries(q, latents, q, **rest, target=(slots, found))
     assert torch.equal(q, out)
 """
+FEW_ROWS = """
+latent_decode.NARROW = latent_decode.Tile(16, 32, 4, 2)
+latent_rows.COLUMNS, latent_rows.OUTPUTS, latent_rows.PARTS = 32, 16, 4
+num_heads, plain, rotated, value_size, output_size = 3, 24, 8, 48, 20
+for num_rows in (1, 19):
+    both = torch.randn(num_rows, num_heads * (plain + rotated) + value_size + rotated)
+    q, latents = both.tensor_split((num_heads * (plain + rotated),), dim=1)
+    q, angles = q.unflatten(1, (num_heads, -1)), torch.randn(num_rows, 1, rotated // 2)
+    tables = torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), angles.sin()), -1)
+    rest = {"norm": (torch.randn(value_size), torch.tensor(1e-6)), "tables": tables}
+    slots, found, expected = torch.randperm(32)[:num_rows], *torch.zeros(2, 2, 1, 16, value_size + rotated)
+    turned = latent_heads.rotated_queries(
+        q.clone(), latents, **rest, target=KVTarget(slots, expected, expected[..., :value_size])
+    )
+    expansion = torch.randn(num_heads, plain + output_size, value_size)
+    out = torch.zeros(num_rows, num_heads, value_size)
+    latent_rows.absorb(q, latents, expansion, out, **rest, target=(slots, found))
+    torch.testing.assert_close(q, turned)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(out, torch.einsum("thn,hnv->thv", q[..., :plain], expansion[:, :plain]))
+    lengths = torch.randint(1, 300, (num_rows,))
+    num_pages = (lengths + 15) // 16
+    starts = torch.cat((torch.zeros(1), num_pages.cumsum(0))).int()
+    page_ids = torch.randperm(int(starts[-1])).int()
+    keys = torch.randn(len(page_ids), 1, 16, value_size + rotated)
+    rows = Rows(starts, starts, (lengths - (num_pages - 1) * 16).int(), page_ids)
+    for parts in (Parts(1, 1), Parts(4, 8)):
+        arguments = (out * 0.1, q[..., plain:]), keys, rows, parts
+        attended, values = torch.zeros_like(out), torch.zeros(num_rows, num_heads, output_size)
+        latent_decode.attend(*arguments, scale=0.1, out=attended)
+        merged = latent_decode.attend_parts(*arguments, scale=0.1)
+        latent_rows.values(merged, rows, parts, expansion, out=values, page_size=16, block=32)
+        expected = torch.einsum("thv,hov->tho", attended, expansion[:, plain:])
+        torch.testing.assert_close(values, expected, atol=1e-4, rtol=1e-4)
+"""
 CHOICE = """
 def first(rows, most=1 << 20):
     queries, lengths = np.array(rows, dtype=np.int32).T
@@ -91,6 +129,8 @@ assert first([(2048, 65536)], most=8192) == 1, "a row without room"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", [FORMS, ROTATION, CHOICE], ids=["forms", "rotation", "choice"])
+@pytest.mark.parametrize(
+    "program", [FORMS, ROTATION, FEW_ROWS, CHOICE], ids=["forms", "rotation", "few_rows", "choice"]
+)
 def test_interpreted(program: str) -> None:
     run_interpreted(PREPARED + program)
