@@ -254,6 +254,7 @@ class FixedLatentDecode:
     def __init__(
         self, shape: AttentionShape, pool: list[tuple[Tensor, Tensor]], num_rows: int, buffers: DecodeBuffers
     ) -> None:
+        """pool: of each layer, keys [B, 1, S, E] and values [B, 1, S, V]."""
         numbers = torch.arange(num_rows + 1, dtype=torch.int32, device=buffers.starts.device)
         keys, values = pool[0]
         self._shape = shape

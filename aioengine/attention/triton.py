@@ -211,7 +211,7 @@ class FixedTritonDecode:
 
 
 def build(shape: AttentionShape, kv_pool: Tensor) -> TritonAttention | LatentFormsAttention:
-    """The backend for this model."""
+    """The backend for this model; kv_pool [L, 1 or 2, N, K, S, E]."""
     return LatentFormsAttention(shape, kv_pool) if shape.expansions else TritonAttention(shape, kv_pool)
 
 

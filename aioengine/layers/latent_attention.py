@@ -49,7 +49,7 @@ class LatentAttention:
         latent: LatentConfig,
         expansion: Tensor | None = None,
     ) -> None:
-        """expansion: of ``shape.expansions``; None: there are none."""
+        """expansion: of ``shape.expansions``, [H, N + O, V]; None: there are none."""
         self._sizes = latent
         self._num_heads = num_heads = shape.num_heads
         query_size = num_heads * (latent.plain_size + latent.rotated_size)

@@ -194,7 +194,7 @@ def _first_of_each_kind(config: DecoderConfig) -> list[int]:
 
 
 def _expansions(config: DecoderConfig, placement: Placement) -> tuple[Tensor, ...]:
-    """Of latent attention in 16 bits on a GPU, those of each layer: there attention may choose its form."""
+    """Of latent attention in 16 bits on a GPU, where it may choose its form: of each layer [H, N + O, V]."""
     latent = config.attention.latent
     is_chosen = placement.device.type == "cuda" and placement.dtype.itemsize == 2 and not placement.batch_invariant
     if latent is None or not is_chosen:

@@ -266,7 +266,7 @@ def attend_parts(queries: Queries, keys: Tensor, rows: Rows, parts: Parts, *, sc
 def _attended(
     queries: Queries, keys: Tensor, rows: Rows, parts: Parts, *, scale: float, out: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The parts; ``out``: where rows of one part go, which are not among them then."""
+    """As ``attend_parts``; ``out`` [R, H, V]: where rows of one part go, which are not among the parts then."""
     latent, rotated = queries
     num_rows, num_heads, value_size = latent.shape
     page_size, key_size = keys.shape[2:]

@@ -170,6 +170,7 @@ class _Out(NamedTuple):
 
 
 def _launch(q: Tensor, latents: Tensor, out: _Out, *, norm: Norm, tables: tuple[Tensor, Tensor]) -> None:
+    """q [T, H, N + P] and latents [T, V + P]; the other arguments are those of ``rotate``."""
     num_tokens, num_heads, query_size = q.shape
     value_size = norm[0].shape[0]
     half = (latents.shape[1] - value_size) // 2
