@@ -42,6 +42,11 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
     is_scaled_by_layer: Literal[False] = msgspec.field(default=False, name="scale_attn_by_inverse_layer_idx")
     add_cross_attention: Literal[False] = False
 
+    @property
+    def num_kv_heads(self) -> int:
+        """All heads have keys and values of their own, whatever ``num_key_value_heads`` says."""
+        return self.num_attention_heads
+
 
 def read(config: Mapping[str, object]) -> DecoderConfig:
     return gpt2_decoder(decode_config(own_names(config, Config), Config))

@@ -30,6 +30,11 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
     use_parallel_residual: bool = True
     attention_bias: bool = True
 
+    @property
+    def num_kv_heads(self) -> int:
+        """All heads have keys and values of their own, whatever ``num_key_value_heads`` says."""
+        return self.num_attention_heads
+
 
 def read(config: Mapping[str, object]) -> DecoderConfig:
     found = decode_config(config, Config)

@@ -26,6 +26,11 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
     layer_norm_elementwise_affine: bool = True
     without_last_norm: Literal[False] = msgspec.field(default=False, name="_remove_final_layer_norm")
 
+    @property
+    def num_kv_heads(self) -> int:
+        """All heads have keys and values of their own, whatever ``num_key_value_heads`` says."""
+        return self.num_attention_heads
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.do_layer_norm_before:

@@ -199,6 +199,13 @@ def test_values_of_other_decoders_are_refused_by_name(model_type: str, fields: d
     assert len(str(caught.value)) < 1000
 
 
+@pytest.mark.parametrize("model_type", ["gpt2", "gptj", "gpt_neox", "opt"])
+def test_a_number_of_key_heads_that_transformers_does_not_read_is_not_read(model_type: str) -> None:
+    raw = decoders.config_of(decoders.ONE_OF_EACH[model_type]).to_dict()
+    read = plugins.load("families", model_type)
+    assert read({**raw, "num_key_value_heads": 1}) == read(raw)
+
+
 def test_every_model_has_a_family() -> None:
     assert plugins.names("families") == models.names() == list(supported_model_types())
 
