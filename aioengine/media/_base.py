@@ -143,7 +143,10 @@ def _settings(folder: Path) -> Mapping[str, object]:
         part = found.get("image_processor", found if name == _FILES[0] else None)
         if isinstance(part, dict) and part:
             return cast("dict[str, object]", part)
-    raise ValueError(f"{str(folder)!r} has neither {' nor '.join(_FILES)}, which say how its images are prepared")
+    raise ValueError(
+        f"{str(folder)!r} has neither {' nor '.join(_FILES)}, which say how its images are prepared; "
+        "copy the one of the original model"
+    )
 
 
 def decoded(config: Mapping[str, object], kind: type[ConfigType]) -> ConfigType:
