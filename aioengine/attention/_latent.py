@@ -231,10 +231,12 @@ class LatentFormsAttention:
     def warm_up(self) -> None:
         """Compile the kernels of all forms: of rows of one token, and of a row of few and of many."""
         shape, keys = self._shape, self._pool[0][0]
-        for num_rows, count in (*((1 << power, 1) for power in range(9)), (1, 2), (1, 256), (1, 8192)):
+        small, large = (tile.rows for tile in (expanded_attention.SMALL, expanded_attention.LARGE))
+        enough = large * -(-expanded_attention.ENOUGH_PROGRAMS // shape.num_heads)
+        for num_rows, count in (*((1 << power, 1) for power in range(9)), (1, 2), (1, small), (1, enough)):
             num_pages = -(-count // keys.shape[2])
             batch = ForwardBatch(
-                slot_mapping=torch.zeros(num_rows * count, device=self._device),  # nothing is written
+                slot_mapping=torch.zeros(num_rows * count, dtype=torch.int64, device=self._device),  # never written
                 page_table=torch.zeros(num_rows, num_pages, dtype=torch.int32, device=self._device),
                 query_lengths=[count] * num_rows,
                 kv_lengths=[count] * num_rows,

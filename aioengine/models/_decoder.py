@@ -194,13 +194,17 @@ def _first_of_each_kind(config: DecoderConfig) -> list[int]:
 
 
 def _expansions(config: DecoderConfig, placement: Placement) -> tuple[Tensor, ...]:
-    """Of latent attention in 16 bits on a GPU, where it may choose its form: of each layer [H, N + O, V]."""
+    """Where latent attention may choose its form: of each layer [H, N + O, V]."""
     latent = config.attention.latent
-    is_chosen = placement.device.type == "cuda" and placement.dtype.itemsize == 2 and not placement.batch_invariant
-    if latent is None or not is_chosen:
+    if latent is None or not _has_forms(placement):
         return ()
     sizes = config.num_heads, latent.plain_size + latent.value_size, latent.rank
     return tuple(placement.empty(*sizes) for _ in range(config.num_layers))
+
+
+def _has_forms(placement: Placement) -> bool:
+    """Whether latent attention has more than one form, as it has in 16 bits on a GPU."""
+    return placement.device.type == "cuda" and placement.dtype.itemsize == 2 and not placement.batch_invariant
 
 
 def _scaled(x: Tensor, scale: float) -> Tensor:

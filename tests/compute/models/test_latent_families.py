@@ -18,6 +18,7 @@ from transformers import (
 from aioengine import models, plugins
 from aioengine.families import youtu
 from aioengine.families._tensors import is_ignored, tensor_shapes
+from aioengine.models import _decoder
 from aioengine.runner import weights
 from aioengine.runner.device_memory import kv_bytes_per_token
 from tests.compute.stepping import Request, Stepper, options
@@ -126,6 +127,18 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(case: str, tmp_path:
     torch.testing.assert_close(whole, expected, atol=5e-5, rtol=1e-5)
     assert torch.equal(whole.argmax(-1), expected.argmax(-1))
     check_bits(ours, token_ids, whole)
+
+
+@pytest.mark.parametrize("case", ["youtu", "deepseek_v2", "deepseek_v3 one group"])
+def test_attention_multiplies_with_the_expansion(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where it may choose its form."""
+    monkeypatch.setattr(_decoder, "_has_forms", lambda placement: True)
+    config_type, differences = CASES[case]
+    theirs, ours = pair(config_type(**{**SIZES, **differences}), tmp_path)
+    assert len(ours.attention_shape.expansions) == SIZES["num_hidden_layers"]
+    token_ids = torch.randint(0, SIZES["vocab_size"] or 0, (NUM_TOKENS,))
+    found = Stepper(ours).run(token_ids.tolist(), [30, 12])
+    torch.testing.assert_close(found, theirs(token_ids.unsqueeze(0)).logits[0], atol=5e-5, rtol=1e-5)
 
 
 def check_bits(ours: Model, token_ids: torch.Tensor, whole: torch.Tensor) -> None:
