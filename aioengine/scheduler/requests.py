@@ -238,12 +238,6 @@ class Requests:
             request.open_gate(Gate.ADAPTER)
             self._let_wait(request)
 
-    def admit_again(self, uids: Iterable[int]) -> None:
-        """Those of these requests that run return to the queue: the runner may not know them."""
-        for request in self._living(uids):
-            if request.state is State.RUNNING:
-                self._let_wait(request)
-
     def close_session(self, session: int) -> None:
         """Pin nothing for a session any more, unless another request of it is submitted."""
         self._sessions.discard(session)

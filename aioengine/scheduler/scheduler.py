@@ -194,7 +194,8 @@ class Scheduler:
                 self.requests.end(request, End(request.uid, FinishCode.FAILED, stage="forward", message=message))
         if num_later == 0:
             self.requests.closed = plan.closed + self.requests.closed
-            self.requests.admit_again(new.uid for new in plan.new_rows)
+            running = {request.uid for request in self.requests.running}
+            self.requests.release(new.uid for new in plan.new_rows if new.uid in running)
 
     def _take_flight(self, plan: Plan) -> Flight:
         flight = self._flights[self._place_of(plan)]
