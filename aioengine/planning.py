@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from aioengine import checks, machine
 from aioengine.args import engine_config
 from aioengine.config import OWN
-from aioengine.families._memory import num_parameters, page_numbers, state_bytes, step_numbers
+from aioengine.families._memory import SNAPSHOTS_PER_ROW, num_parameters, page_numbers, state_bytes, step_numbers
 from aioengine.families._towers import num_tower_parameters
 from aioengine.families._vision import VisionConfig
 from aioengine.frontend.startup import read_adapters
@@ -50,8 +50,6 @@ _RANKS: Final = 16
 """The ranks for which slots of adapters have room are a multiple of this."""
 _SAMPLED_ROWS: Final = 256
 """Rows whose logits are there in fp32 at a time."""
-_SNAPSHOTS_PER_ROW: Final = 16
-"""Snapshots of states for each request that runs at once, at most."""
 _SIZE: Final = re.compile(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*(|[KMGT]i?B?)\s*", re.IGNORECASE)
 _UNITS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _MAX_MEMORY: Final = 1 << 50
@@ -176,15 +174,8 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
     page_size, length = settings.memory.page_size, settings.model.context_length
     pages = _Pages.of(family, settings, itemsize)
     room = _room(settings, device_memory, weights_bytes=weights_bytes, activations=activations)
-    states, max_running = state_bytes(family, itemsize), settings.scheduler.max_running
-    if states:
-        most = room // 2 if settings.memory.num_pages is None else room - pages.bytes_in(settings.memory.num_pages)
-        max_running = max(min(max_running, most // states - 1), 0)
-        room -= (max_running + 1) * states
-    if states and settings.scheduler.prefix_cache:
-        least = settings.memory.num_pages or -(-length // page_size)
-        num_snapshots = min(room // 4, room - pages.bytes_in(least)) // states
-        room -= max(min(_SNAPSHOTS_PER_ROW * max_running, num_snapshots), 0) * states
+    states = state_bytes(family, itemsize)
+    max_running, room = _with_states(settings, states, pages, room)
     num_pages = pages.num_fitting(room, settings.memory.num_pages, max_running=max_running)
     tokens, whole = pages.groups.tokens_in(num_pages, length), -(-length // page_size)
     return Plan(
@@ -294,6 +285,23 @@ def _tower_parameters(family: TransformerConfig, folder: Path) -> int:
     if not isinstance(family, VisionConfig):
         return 0
     return num_tower_parameters(folder_files.read_object(folder / "config.json"), family.hidden_size)
+
+
+def _with_states(settings: Settings, state_bytes: int, pages: _Pages, room: int) -> tuple[int, int]:
+    """How many requests run at once, and what is left of ``room``, if the states of each take ``state_bytes``: as the
+    runner fits them and their snapshots (``runner.device_memory``).
+    """
+    max_running, num_pages = settings.scheduler.max_running, settings.memory.num_pages
+    if not state_bytes:
+        return max_running, room
+    most = room // 2 if num_pages is None else room - pages.bytes_in(num_pages)
+    max_running = max(min(max_running, most // state_bytes - 1), 0)
+    room -= (max_running + 1) * state_bytes
+    if settings.scheduler.prefix_cache:
+        least = num_pages or -(-settings.model.context_length // settings.memory.page_size)
+        num_snapshots = min(room // 4, room - pages.bytes_in(least)) // state_bytes
+        room -= max(min(SNAPSHOTS_PER_ROW * max_running, num_snapshots), 0) * state_bytes
+    return max_running, room
 
 
 def _adapter_numbers(settings: Settings, layers: Mapping[str, tuple[int, int]]) -> int:

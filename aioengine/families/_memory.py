@@ -13,6 +13,9 @@ from aioengine.page_groups import layer_groups
 if TYPE_CHECKING:
     from aioengine.families._config import TransformerConfig
 
+SNAPSHOTS_PER_ROW: Final = 16
+"""Snapshots of states for each request that runs at once, at most."""
+
 _STREAMS: Final = 3
 """Tensors of the size of the model that a block has at a time: the stream, what is added to it, and the normed."""
 

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from aioengine import checks, logs, plugins
 from aioengine.config import OWN, TRANSFORMERS, PoolingSettings
 from aioengine.families._config import MAX_SIZES, DecoderConfig, Task, as_embedder, not_implemented
-from aioengine.families._fallback_config import linear_layers as foreign_layers
+from aioengine.families._fallback_config import linear_layers as fallback_layers
 from aioengine.families._fallback_config import read_fallback_config
 from aioengine.families._tensors import exact_types, is_ignored, tensor_shapes
 from aioengine.families._vision import VisionConfig
@@ -265,7 +265,7 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
     else:
         shapes = _fallback_shapes(folder, wanted, configs_only=configs_only)
         weights = _fallback_weights(folder, decoder, shapes, is_looked_at=is_looked_at)
-        layers = foreign_layers(shapes, decoder.vocab_size)
+        layers = fallback_layers(shapes, decoder.vocab_size)
     if wanted.tokenizer and is_looked_at:
         weights = replace(weights, tokenizer_files=_tokenizer_files(tokenizer))
     text = config.text_config or _TextConfig()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from aioengine.attention._base import kv_pool_shape
+from aioengine.families._memory import SNAPSHOTS_PER_ROW
 from aioengine.kernels.triton.launcher import compile_only
 from aioengine.machine import free_host_memory
 from aioengine.models._base import VisionModel
@@ -44,9 +45,6 @@ SAMPLED_ROWS = 256
 
 MAX_IMAGE_TOKENS = 16_384
 """Of the largest image for which memory is reserved: the limit in the files of Qwen's models."""
-
-SNAPSHOTS_PER_ROW = 16
-"""Snapshots of states for each request that runs at once, at most."""
 
 _WARMUP_ROWS = 1, 2, 17, 33, 65
 """Row counts that are run before a measurement: one for each range of row counts with a matmul kernel of its own."""
