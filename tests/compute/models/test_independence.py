@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from aioengine.attention import fused
 from aioengine.attention._base import AttentionShape, kv_pool_shape
 from aioengine.attention.fused import CHUNK, FusedAttention
 from aioengine.attention.torch import TorchAttention
+from aioengine.families._block_config import Activation
+from aioengine.kernels.activation import activate
 from aioengine.kernels.rms_norm import rms_norm
 from aioengine.kernels.rope import rope
 from aioengine.kernels.silu_and_mul import silu_and_mul
@@ -36,6 +39,19 @@ def test_elementwise_operations_do_not_depend_on_the_number_of_rows(size: int, d
         assert torch.equal(rms_norm(x[rows].clone(), weight, epsilon), normed[rows])
         assert torch.equal(silu_and_mul(y[rows].clone()), gated[rows])
         assert torch.equal(rope(heads[rows].clone(), cos[rows], sin[rows]), rotated[rows])
+
+
+@pytest.mark.parametrize("name", get_args(Activation))
+def test_activations_do_not_depend_on_the_place_of_an_element(name: Activation) -> None:
+    """torch computes the last elements of a range one by one, with other functions than the others."""
+    every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16)
+    finite = every[every.isfinite() & (every.abs() < 1e30)]
+    for x in (finite, finite.float() * 1.01, torch.randn(1 << 16) * 4):
+        whole = activate(x.clone(), name)
+        alone = torch.cat([activate(part.clone(), name) for part in x.split(7)])
+        assert torch.equal(whole, alone)
+        many = x[: 100 * 500].view(100, 500)
+        assert torch.equal(activate(many.clone(), name).flatten(), whole[: 100 * 500])
 
 
 Backend = FusedAttention | TorchAttention
