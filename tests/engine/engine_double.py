@@ -64,7 +64,7 @@ class CodePoints:
 
 
 class State(NamedTuple):
-    """What ``processes()`` tells."""
+    """What ``processes()`` returns."""
 
     role: str
     pid: int

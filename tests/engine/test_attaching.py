@@ -122,8 +122,8 @@ async def test_when_nobody_comes_it_is_ended_and_forgotten() -> None:
         with pytest.raises(ValueError, match="'x' is in use .* can be attached to"):
             engine.async_generate("b", LONG, rid="x")
         await until(lambda: engine.stats()["num_streams"] == 0)
-        [told] = (await engine.get_server_info())["internal_states"]  # type: ignore[misc]
-        assert (told["num_running"], told["num_free_pages"]) == (0, told["num_pages"])
+        [server_info] = (await engine.get_server_info())["internal_states"]  # type: ignore[misc]
+        assert (server_info["num_running"], server_info["num_free_pages"]) == (0, server_info["num_pages"])
         for _ in range(2):
             with pytest.raises(ValueError, match="'x' can be attached"):
                 engine.attach("x")

@@ -188,8 +188,8 @@ async def assert_nothing_is_left(engine: AsyncEngine) -> None:
 
     await asyncio.sleep(0)
     # The scheduler answers this behind whatever was sent before: by then it has freed everything.
-    [told] = (await engine.get_server_info())["internal_states"]
-    assert (told["num_running"], told["num_waiting"]) == (0, 0)
+    [server_info] = (await engine.get_server_info())["internal_states"]
+    assert (server_info["num_running"], server_info["num_waiting"]) == (0, 0)
     await until(is_idle)
 
 

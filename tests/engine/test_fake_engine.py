@@ -1,4 +1,4 @@
-"""The engine for users' tests: the real scheduler, detokenizer and frontend, and a model that is told what to say."""
+"""The engine for users' tests: the real scheduler, detokenizer and frontend, and a model whose answers are given."""
 
 from __future__ import annotations
 
@@ -130,10 +130,10 @@ class TestUnderLoad:
                 infos = [chunk["meta_info"] async for chunk in stream]
                 return [(info["cached_tokens"], info["num_preemptions"]) for info in infos]
 
-            told = await asyncio.gather(*(read() for _ in range(8)))
-            assert all(len({num_cached for num_cached, _ in one}) == 1 for one in told)
-            assert any(one[0][0] > 0 for one in told)
-            counts = [[count for _, count in one] for one in told]
+            readings = await asyncio.gather(*(read() for _ in range(8)))
+            assert all(len({num_cached for num_cached, _ in one}) == 1 for one in readings)
+            assert any(one[0][0] > 0 for one in readings)
+            counts = [[count for _, count in one] for one in readings]
             assert all(one == sorted(one) for one in counts)
             assert any(one[-2] > 0 for one in counts)
 

@@ -566,11 +566,11 @@ class TestWatching:
 
         monkeypatch.setattr(Double, "start", start)
         async with World().engine as engine:
-            told = await engine.get_server_info()
-        assert (told["device_name"], told["attention_backend"]) == ("NVIDIA H200", "flashinfer")
-        assert told["cuda_graph_sizes"] == [1, 2, 4]
-        assert (told["memory"], told["versions"]) == ({"graphs_bytes": 7}, {"torch": "2.11"})
-        assert told["start"] == {"imports_s": 1.5, "weights_s": 2.5}
+            server_info = await engine.get_server_info()
+        assert (server_info["device_name"], server_info["attention_backend"]) == ("NVIDIA H200", "flashinfer")
+        assert server_info["cuda_graph_sizes"] == [1, 2, 4]
+        assert (server_info["memory"], server_info["versions"]) == ({"graphs_bytes": 7}, {"torch": "2.11"})
+        assert server_info["start"] == {"imports_s": 1.5, "weights_s": 2.5}
 
     async def test_what_works_only_more_slowly_is_warned_of(self, monkeypatch: pytest.MonkeyPatch) -> None:
         async def start(self: Double) -> dict[str, object]:
@@ -583,8 +583,8 @@ class TestWatching:
         await engine.shutdown()
 
     async def test_server_and_model_info(self, world: World) -> None:
-        told = await world.engine.get_server_info()
-        assert (told["status"], told["max_total_num_tokens"]) == ("ready", 1024)
+        server_info = await world.engine.get_server_info()
+        assert (server_info["status"], server_info["max_total_num_tokens"]) == ("ready", 1024)
         model = await world.engine.get_model_info()
         assert (model["is_generation"], model["context_length"]) == (True, CONTEXT_LENGTH)
 

@@ -1,4 +1,4 @@
-"""What a model's folder alone tells is an error of the constructors, before anything is started."""
+"""What is wrong in a model's folder is an error of the constructors, before anything is started."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ async def text_of(stream: Stream) -> str:
 
 
 async def scheduler_stats(engine: AsyncEngine) -> dict[str, int]:
-    [told] = (await engine.get_server_info())["internal_states"]  # type: ignore[misc]
-    return told  # type: ignore[no-any-return]
+    [server_info] = (await engine.get_server_info())["internal_states"]  # type: ignore[misc]
+    return server_info  # type: ignore[no-any-return]
 
 
 def is_resting(engine: AsyncEngine) -> bool:

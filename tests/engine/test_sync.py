@@ -47,7 +47,7 @@ class SyncWorld:
 
 
 def until_no_thread_is_left() -> None:
-    """Threads that encode are told to end, and nobody waits for them."""
+    """Threads that encode are asked to end, and no caller waits for them."""
     deadline = time.monotonic() + 30
     while left := [thread for thread in threading.enumerate() if thread.name.startswith("aioengine")]:
         assert time.monotonic() < deadline, left

@@ -22,9 +22,9 @@ def test_nobody_gets_a_wrong_byte_nobody_waits_for_ever_and_nothing_is_left(flag
     command = [sys.executable, "-m", "benchmarks.host.chaos", "--minutes", "0.1", "--workers", "24", "--json", *flags]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False, env=environment)
-    told = json.loads(done.stdout)
-    counts = told["counts"]
-    assert (counts["mismatches"], counts["hangs"], counts["leaks"]) == (0, 0, 0), told["problems"]
+    report = json.loads(done.stdout)
+    counts = report["counts"]
+    assert (counts["mismatches"], counts["hangs"], counts["leaks"]) == (0, 0, 0), report["problems"]
     assert (done.returncode, done.stderr) == (0, "")
     assert min(counts["requests"], counts["tokens"], counts["bad frames"], counts["hostile requests"]) > 20
     assert bool(counts.get("kills")) is not bool(flags)

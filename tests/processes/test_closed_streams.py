@@ -63,10 +63,10 @@ def run(closed: str, *argv: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("closed", CLOSED)
 @pytest.mark.parametrize("program", [SYNC, ASYNC], ids=["sync", "async"])
 def test_an_engine_works_and_its_children_have_streams_of_their_own(program: str, closed: str, tmp_path: Path) -> None:
-    told = tmp_path / "told"
-    done = run(closed, "-c", program, str(told))
+    written = tmp_path / "written"
+    done = run(closed, "-c", program, str(written))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    text, links = json.loads(told.read_text())
+    text, links = json.loads(written.read_text())
     assert text == "Paris."
     assert len(links) == 6
     assert [link for link in links if link.startswith("socket:")] == []

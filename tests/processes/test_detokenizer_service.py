@@ -212,7 +212,7 @@ def test_a_stop_string_ends_the_request_at_once() -> None:
     steps.open(1, TextRules(stop=("Tokyo",)))
     token_ids = ids_of("The capital is Tokyo, a city")
     for token_id in token_ids:
-        steps.token(1, token_id)  # the scheduler goes on until it hears of the stop
+        steps.token(1, token_id)  # the scheduler goes on until it receives the stop
     assert steps.text(1) == "The capital is "
     assert TOKENIZER.decode(steps.ids(1)).startswith("The capital is Tokyo")
     assert not TOKENIZER.decode(steps.ids(1)[:-1]).endswith("Tokyo")
@@ -330,11 +330,11 @@ def test_the_context_of_the_prompt_is_not_text_and_special_tokens_are_skipped_or
 
 def test_while_it_makes_text_it_tells_of_whom(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = blank_board(1, 8)
-    told: list[dict[int, int]] = []
+    boards: list[dict[int, int]] = []
     plain = OpenText.push
 
     def push(own: OpenText, token_id: int, end: End | None, columns: TextChunks) -> bool:
-        told.append(read_board(memory))
+        boards.append(read_board(memory))
         return plain(own, token_id, end, columns)
 
     monkeypatch.setattr(OpenText, "push", push)
@@ -348,7 +348,7 @@ def test_while_it_makes_text_it_tells_of_whom(monkeypatch: pytest.MonkeyPatch) -
         ],
         NOW,
     )
-    assert [set(rows) for rows in told] == [{4, 7}] * 2
+    assert [set(rows) for rows in boards] == [{4, 7}] * 2
     assert read_board(memory) == {}
 
 

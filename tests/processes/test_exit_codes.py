@@ -41,7 +41,7 @@ import logging
 from aioengine.errors import EngineDeadError, EngineStartupError
 from tests.processes.engine_kit import Frontend, fake_settings
 
-logging.getLogger("aioengine").setLevel(logging.CRITICAL)  # lost processes are not told of on stderr
+logging.getLogger("aioengine").setLevel(logging.CRITICAL)  # lost processes are not reported on stderr
 
 def describe(error):
     return {"type": type(error).__name__, "exit_code": getattr(error, "exit_code", None), "text": str(error)}

@@ -221,8 +221,8 @@ async def test_garbage_on_the_channels_is_outlived(caplog: pytest.LogCaptureFixt
         assert [state.alive for state in frontend.supervisor.processes()] == [True, True]
         with contextlib.suppress(TimeoutError):
             await frontend.idle_stats()
-    told = [record for record in caplog.records if "dropped a frame" in record.getMessage()]
-    assert len(told) == 2
+    dropped = [record for record in caplog.records if "dropped a frame" in record.getMessage()]
+    assert len(dropped) == 2
     assert frontend.failures == []
 
 

@@ -361,22 +361,22 @@ async def test_an_image_that_waits_for_others_does_not_hang(
 
 
 async def test_pictures_are_decoded_in_order_when_they_wait() -> None:
-    gate, ended, told = PixelGate(10), list[int](), list[tuple[int, bool]]()
+    gate, ended, reports = PixelGate(10), list[int](), list[tuple[int, bool]]()
 
     def decode(num_pixels: int) -> None:
-        with gate.holding(num_pixels, lambda is_over: told.append((num_pixels, is_over))):
+        with gate.holding(num_pixels, lambda is_over: reports.append((num_pixels, is_over))):
             ended.append(num_pixels)
 
     threads = [threading.Thread(target=decode, args=(num_pixels,)) for num_pixels in (10, 1)]
     with gate.holding(8, lambda _: pytest.fail("there is room")):
         for number, thread in enumerate(threads):
             thread.start()
-            await until(lambda number=number: len(told) > number)
+            await until(lambda number=number: len(reports) > number)
         assert not ended, "the small one waits behind the large one"
     for thread in threads:
         thread.join()
     assert ended == [10, 1]
-    assert set(told) == {(10, False), (1, False), (10, True), (1, True)}
+    assert set(reports) == {(10, False), (1, False), (10, True), (1, True)}
 
 
 async def test_deadlines_and_aborts_end_requests_that_wait_for_images(engine: AsyncEngine) -> None:

@@ -39,7 +39,7 @@ async def test_the_scheduler_goes_on(number: signal.Signals) -> None:
         for num_restarts in (1, 2):
             before = engine.stats()
             asking = asyncio.create_task(ask_all(engine, stream=True))
-            await until(lambda told=before: engine.stats()["output_tokens"] > told["output_tokens"] + 50)  # type: ignore[misc]
+            await until(lambda earlier=before: engine.stats()["output_tokens"] > earlier["output_tokens"] + 50)  # type: ignore[misc]
             detokenizer = pid_of(engine, "detokenizer")
             os.kill(detokenizer, number)
             assert await asking == expected
@@ -59,9 +59,9 @@ async def test_the_exit_of_a_detokenizer_is_reported_once(
     """Else the other one would be taken for dead while it starts, and the scheduler would be replaced too."""
     if not has_descriptors:
         monkeypatch.delattr(os, "pidfd_open")
-    told: list[RunningChild] = []
+    reported: list[RunningChild] = []
     plain = Incarnation._child_ended
-    monkeypatch.setattr(Incarnation, "_child_ended", lambda own, child: (told.append(child), plain(own, child))[1])
+    monkeypatch.setattr(Incarnation, "_child_ended", lambda own, child: (reported.append(child), plain(own, child))[1])
     async with Frontend(fake_settings(step_time_s=0.002), max_restarts=4) as frontend:
         scheduler = frontend.supervisor.processes()[0].pid
         for num_restarts in (1, 2, 3, 4):
@@ -70,7 +70,7 @@ async def test_the_exit_of_a_detokenizer_is_reported_once(
             await frontend.finished(num_restarts)
             assert frontend.supervisor.num_restarts == num_restarts
             assert frontend.supervisor.processes()[0].pid == scheduler
-            assert len(told) == num_restarts
+            assert len(reported) == num_restarts
 
 
 def build_and_count(settings: Settings, report: Callable[..., None]) -> FakeRunner:

@@ -138,7 +138,7 @@ def app_of(engine: AsyncEngine) -> Starlette:
         return StreamingResponse(lines(), media_type="text/event-stream")
 
     async def whole(request: Request) -> Response:
-        """A handler that is not told of a disconnect unless it listens for it."""
+        """A handler that receives no disconnect unless it listens for it."""
         generation = engine.async_generate("b", {"max_new_tokens": 200})
 
         async def gone() -> None:

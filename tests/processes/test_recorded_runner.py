@@ -1,4 +1,4 @@
-"""A runner that tells on a board what it computes."""
+"""A runner that records on a board what it computes."""
 
 from __future__ import annotations
 

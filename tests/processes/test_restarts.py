@@ -368,7 +368,7 @@ async def test_totals_never_fall_and_nothing_leaks() -> None:
     own = psutil.Process()
 
     async def until_counted(num_finished: int) -> None:
-        """The scheduler has told of all ends: what it tells nobody of before it is killed is lost."""
+        """The scheduler has reported all ends: one that it has not reported when it is killed is lost."""
         await until(lambda: engine.stats()["num_finished"] >= num_finished)
         await until_idle(engine)
 

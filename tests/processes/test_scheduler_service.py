@@ -234,10 +234,10 @@ def test_where_requests_wait_and_no_step_ends_it_falls_silent(monkeypatch: pytes
         loop.give(tenth / 10)
     assert len(loop.of(Stats)) == 1
     assert loop.call("pause", 9.0).success  # now it is meant to rest
-    told = len(loop.of(Stats))
+    num_stats = len(loop.of(Stats))
     loop.give(10.5)
     loop.give(12.0)
-    assert len(loop.of(Stats)) == told + 2
+    assert len(loop.of(Stats)) == num_stats + 2
 
 
 def test_pages_are_counted_on_going_idle() -> None:

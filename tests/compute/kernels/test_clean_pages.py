@@ -1,4 +1,4 @@
-"""Pages of rows that a mark tells of lose what is not a finite number; in Triton's interpreter, without a GPU."""
+"""Numbers that are not finite become 0 in the pages of marked rows; in Triton's interpreter, without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a graph of a decode step is told, and the kernel that attends: against plain torch, in Triton's interpreter."""
+"""What a graph of a decode step reads, and the kernel that attends: against plain torch, in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a graph of a decode step is told where groups of layers have page tables of their own."""
+"""What a graph of a decode step reads where groups of layers have page tables of their own."""
 
 from __future__ import annotations
 

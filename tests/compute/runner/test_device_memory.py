@@ -76,8 +76,8 @@ def test_a_cpu_keeps_no_account() -> None:
 
 
 def test_the_list_of_processes() -> None:
-    told = "12, /usr/bin/python3, 3174\n13, python, [N/A]\n99, self, 10\nNo running processes found\n"
-    assert listed_processes(told, 99) == ["process 12 (python3) 3.1 GiB", "process 13 (python)"]
+    output = "12, /usr/bin/python3, 3174\n13, python, [N/A]\n99, self, 10\nNo running processes found\n"
+    assert listed_processes(output, 99) == ["process 12 (python3) 3.1 GiB", "process 13 (python)"]
 
 
 def test_without_its_tool_nobody_can_tell(monkeypatch: pytest.MonkeyPatch) -> None:
