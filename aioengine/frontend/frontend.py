@@ -120,23 +120,8 @@ class Frontend:
         self._pid = os.getpid()
         self._encoder = None if parts.tokenizer is None else _encoder(parts, parts.tokenizer)
         self._ended = asyncio.Event()
-        rules = PromptRules(
-            vocab_size=settings.model.vocab_size,
-            context_length=settings.model.context_length,
-            max_total_tokens=parts.max_total_tokens,
-            eos_token_ids=parts.eos_token_ids,
-            stream_interval=parts.stream_interval,
-            random_seed=settings.random_seed,
-            max_rows_in_flight=2 * settings.scheduler.max_running,
-            task=settings.model.task,
-            pooling=settings.model.pooling,
-            vector_size=settings.model.pooling.num_labels or settings.model.hidden_size,
-            logits_processors=settings.runner.logits_processors,
-            hidden_size=settings.model.hidden_size,
-            max_hidden_state_bytes=parts.delivery.max_hidden_state_bytes,
-        )
         self.images = None if parts.images is None else PromptImages(parts.images, self._encoder)
-        self._checks = RequestChecks(rules, self._encoder, self.images)
+        self._checks = RequestChecks(_prompt_rules(parts), self._encoder, self.images)
         self._lifecycle = CallLifecycle(
             self._checks,
             lock=lock,
@@ -379,6 +364,26 @@ def _computed_since(frontend: Frontend, since: float) -> Collection[int] | None:
     last = frontend.last_stats
     has_stepped = last is not None and last.step_ended_at > since
     return None if has_stepped else frontend.parts.processes.rows_in_flight()
+
+
+def _prompt_rules(parts: Running) -> PromptRules:
+    """What the checks of requests know of the settings."""
+    settings = parts.settings
+    return PromptRules(
+        vocab_size=settings.model.vocab_size,
+        context_length=settings.model.context_length,
+        max_total_tokens=parts.max_total_tokens,
+        eos_token_ids=parts.eos_token_ids,
+        stream_interval=parts.stream_interval,
+        random_seed=settings.random_seed,
+        max_rows_in_flight=2 * settings.scheduler.max_running,
+        task=settings.model.task,
+        pooling=settings.model.pooling,
+        vector_size=settings.model.pooling.num_labels or settings.model.hidden_size,
+        logits_processors=settings.runner.logits_processors,
+        hidden_size=settings.model.hidden_size,
+        max_hidden_state_bytes=parts.delivery.max_hidden_state_bytes,
+    )
 
 
 def _encoder(parts: Running, tokenizer: Tokenizer) -> Encoder:
