@@ -119,18 +119,8 @@ def _layer_norm_kernel(
 
 
 @triton.jit
-def _silu_kernel(x: tl.tensor, out: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < size
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
-    gate = tl.load(x + row * 2 * size + columns, mask=inside, other=0.0)
-    up = tl.load(x + row * 2 * size + size + columns, mask=inside, other=0.0)
-    wide = gate.to(tl.float32)
-    active = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
-    tl.store(out + row * size + columns, active * up, mask=inside)
+def _silu_of(wide: tl.tensor) -> tl.tensor:
+    return wide / (1.0 + tl.exp(-wide))
 
 
 @triton.jit
@@ -152,12 +142,17 @@ def _gelu_tanh_of(wide: tl.tensor) -> tl.tensor:
     return wide / (1.0 + tl.exp(-inner))
 
 
+_SILU = tl.constexpr(0)
+_GELU = tl.constexpr(1)
+_GELU_TANH = tl.constexpr(2)
+
+
 @triton.jit
-def _gated_gelu_kernel(
+def _gated_kernel(
     x: tl.tensor,
     out: tl.tensor,
     size: tl.tensor,
-    TANH: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
@@ -170,7 +165,12 @@ def _gated_gelu_kernel(
     gate = tl.load(x + row * 2 * size + columns, mask=inside, other=0.0)
     up = tl.load(x + row * 2 * size + size + columns, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
-    active = _gelu_tanh_of(wide) if TANH else _gelu_of(wide)
+    if ACTIVATION == _SILU:
+        active = _silu_of(wide)
+    elif ACTIVATION == _GELU:
+        active = _gelu_of(wide)
+    else:
+        active = _gelu_tanh_of(wide)
     tl.store(out + row * size + columns, active.to(gate.dtype) * up, mask=inside)
 
 
@@ -192,9 +192,8 @@ def _num_warps(block: int) -> int:
 _norm = Launcher(_norm_kernel)
 _norm_and_add = Launcher(_norm_and_add_kernel)
 _layer_norm = Launcher(_layer_norm_kernel)
-_silu = Launcher(_silu_kernel)
+_gated = Launcher(_gated_kernel)
 _gelu = Launcher(_gelu_kernel)
-_gated_gelu = Launcher(_gated_gelu_kernel)
 
 
 def add_rms_norm(delta: Tensor | None, residual: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
@@ -248,13 +247,8 @@ def add_layer_norm(
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """x [T, 2 I], gates first -> silu(gate) * up [T, I]."""
-    num_rows, size = x.shape[0], x.shape[1] // 2
-    out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
-    block = min(next_power_of_2(size), 1024)
-    arguments = (x, out, size, block, has_dependent_launch())
-    _silu((num_rows, -(-size // block), 1), (x.dtype, size, x.data_ptr() % 16), arguments, options(4))
-    return out
+    """x [T, 2 I], gates first, contiguous -> silu(gate) * up [T, I]."""
+    return _activate_and_mul(x, _SILU.value)
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -268,10 +262,15 @@ def gelu(x: Tensor) -> Tensor:
 
 def gelu_and_mul(x: Tensor, *, approximate: str) -> Tensor:
     """x [T, 2 I], gates first, contiguous -> gelu(gate) * up [T, I]. ``approximate``: as ``kernels.gelu`` has it."""
+    return _activate_and_mul(x, (_GELU_TANH if approximate == "tanh" else _GELU).value)
+
+
+def _activate_and_mul(x: Tensor, activation: int) -> Tensor:
+    """x [T, 2 I], gates first, contiguous -> activation(gate) * up [T, I]."""
     num_rows, size = x.shape[0], x.shape[1] // 2
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
-    block, is_tanh = min(next_power_of_2(size), 1024), approximate == "tanh"
-    arguments = (x, out, size, is_tanh, block, has_dependent_launch())
-    key = (x.dtype, size, is_tanh, x.data_ptr() % 16)
-    _gated_gelu((num_rows, -(-size // block), 1), key, arguments, options(4))
+    block = min(next_power_of_2(size), 1024)
+    arguments = (x, out, size, activation, block, has_dependent_launch())
+    key = (x.dtype, size, activation, x.data_ptr() % 16)
+    _gated((num_rows, -(-size // block), 1), key, arguments, options(4))
     return out
