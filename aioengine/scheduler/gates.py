@@ -3,18 +3,14 @@
 A request has a set of closed gates, ``Request.gates``. While one is closed, no new step computes the request; once all
 are open it goes on where it was. Aborts and deadlines act at all times.
 
-    gate        closed when                                           pages of a running request
-    PREFIX      another request is computing the request's prefix     (it has none yet)
-    SUSPENDED   the reader of the stream is away                      given back
-    GRAMMAR     the grammar is being compiled                         kept
-    ADAPTER     the adapter is read, copied, or waits for a slot      (it has none yet)
-    MEDIA       images or audio are being read                        kept
-    LAST_TOKEN  the next token depends on one that is not known yet   kept
+    gate       closed when                                           pages of a running request
+    PREFIX     another request is computing the request's prefix     (it has none yet)
+    SUSPENDED  the reader of the stream is away                      given back
+    GRAMMAR    the grammar is being compiled                         kept
+    ADAPTER    the adapter is read, copied, or waits for a slot      (it has none yet)
 
 PREFIX and ADAPTER belong to admission. PREFIX opens without a call when the pages are computed or given up, ADAPTER by
-``Requests.release``. The others are closed and opened by ``Requests.close_gate`` and ``open_gate``. LAST_TOKEN holds a
-row out of overlapped steps: it is closed when a row that gives a token is launched, and opened when that token has been
-collected.
+``Requests.release``. The others are closed and opened by ``Requests.close_gate`` and ``open_gate``.
 
 Where a request stays while a gate is closed:
 
@@ -34,8 +30,6 @@ class Gate(Enum):
     SUSPENDED = 1
     GRAMMAR = 2
     ADAPTER = 3
-    MEDIA = 4
-    LAST_TOKEN = 5
 
     @property
     def keeps_pages(self) -> bool:

@@ -57,14 +57,14 @@ def test_a_running_request_behind_a_closed_gate_keeps_its_pages_and_recomputes_n
     world.submit(submit_of(1, list(range(20))))
     for _ in range(num_steps):
         world.step()
-    world.close_gate([1], Gate.LAST_TOKEN)
+    world.close_gate([1], Gate.GRAMMAR)
     num_plans = len(world.runner.plans)
     world.run()
     stats = world.core.scheduler.stats(world.now)
     assert (stats.num_running, stats.num_waiting, world.core.has_work) == (1, 0, False)
     assert stats.num_free_pages < stats.num_pages
     assert len(world.runner.plans) == num_plans
-    world.open_gate([1], Gate.LAST_TOKEN)
+    world.open_gate([1], Gate.GRAMMAR)
     world.run()
     assert world.core.scheduler.stats(world.now).num_preemptions == 0
     assert sum(row.count for plan in world.runner.plans for row in plan.rows) == 20 + 7
@@ -206,11 +206,11 @@ def test_a_prefix_computed_by_a_request_that_is_then_held_can_be_shared(depth: i
     prompt = list(range(20))
     world.submit(submit_of(1, prompt), submit_of(2, [*prompt, 7]))
     world.step()
-    world.close_gate([1], Gate.LAST_TOKEN)
+    world.close_gate([1], Gate.GRAMMAR)
     world.run()
     assert set(world.ended) == {2}
     assert world.opened[2].first_token.num_cached == 20
-    world.open_gate([1], Gate.LAST_TOKEN)
+    world.open_gate([1], Gate.GRAMMAR)
     world.run()
     world.check_all_over()
 
@@ -221,12 +221,12 @@ def test_requests_that_wait_for_the_prefix_of_a_held_request_do_not_block_others
     count = MAX_LATER + 9
     world.submit(*[submit_of(uid, [*prefix, uid % 50, uid // 50], arrived_at=0.0) for uid in range(count)])
     world.step()
-    world.close_gate([0], Gate.MEDIA)
+    world.close_gate([0], Gate.GRAMMAR)
     world.submit(submit_of(500, [1, 2], arrived_at=100.0))
     world.run()
     assert set(world.ended) == {500}
     assert [gates_of(world, uid) for uid in range(1, count)] == [frozenset({Gate.PREFIX})] * (count - 1)
-    world.open_gate([0], Gate.MEDIA)
+    world.open_gate([0], Gate.GRAMMAR)
     world.run()
     world.check_all_over()
 
@@ -243,7 +243,7 @@ def test_the_prefix_gate_cannot_be_opened_or_closed_by_callers() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_row_that_needs_its_last_token_stays_out_of_overlapped_steps(depth: int) -> None:
+def test_a_gate_that_closes_at_each_launch_keeps_a_request_out_of_overlapped_steps(depth: int) -> None:
     """Its gate closes with each launch and opens with each token; the other request is in every step."""
     world = world_of(depth)
     world.submit(submit_of(1, [1, 2, 3]), submit_of(2, [4, 5], limits=Limits(max_new_tokens=40)))
@@ -254,9 +254,9 @@ def test_a_row_that_needs_its_last_token_stays_out_of_overlapped_steps(depth: in
         for row in world.rows_of(num_plans + 1):
             steps_of[row.uid].append(num_plans)
             if row.uid == 1:
-                world.close_gate([1], Gate.LAST_TOKEN)
+                world.close_gate([1], Gate.GRAMMAR)
         if output is not None and 1 in output.tokens.uids:
-            world.open_gate([1], Gate.LAST_TOKEN)
+            world.open_gate([1], Gate.GRAMMAR)
     assert steps_of[2] == list(range(40))
     assert steps_of[1] == list(range(0, 8 * (depth + 1), depth + 1))
     world.check_all_over()

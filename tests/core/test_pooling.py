@@ -93,10 +93,10 @@ def test_a_pooling_request_preempted_within_its_prompt_gives_its_vector(depth: i
     world.step()
     world.submit(pooled(submit_of(2, [2] * 40)))
     world.step()
-    world.close_gate([2], Gate.MEDIA)
+    world.close_gate([2], Gate.GRAMMAR)
     world.run()
     assert world.core.scheduler.stats(world.now).num_preemptions == 1
-    world.open_gate([2], Gate.MEDIA)
+    world.open_gate([2], Gate.GRAMMAR)
     world.run()
     world.check_all_over()
 
