@@ -185,11 +185,15 @@ class PrefixCache:
             num_unlocked += 1
         return self.num_free - num_unlocked
 
-    def num_left(self, match: Match, num_tokens: int, running: Iterable[tuple[Hold, int]]) -> int:
+    def num_left(self, match: Match, num_tokens: int, promised: int) -> int:
         """Allocatable pages once a request with this prefix has those for its ``num_tokens`` tokens, and the running
-        ones, each with its known tokens, those for theirs. Negative: the number that is missing.
+        ones have the ``promised`` pages. Negative: the number that is missing.
         """
-        return self.num_available(match) - self.pages_for(num_tokens) + len(match.path)
+        return self.num_available(match) - self.pages_for(num_tokens) + len(match.path) - promised
+
+    def num_promised(self, running: Iterable[tuple[Hold, int]]) -> int:
+        """Pages that running requests, each with its known tokens, have still to take for these: they have them all."""
+        return 0
 
     # ------------------------------------------------------------ do
 
@@ -209,8 +213,9 @@ class PrefixCache:
         hold.num_matched = hold.num_ready = len(match.path)
         hold.room = len(hold.pages) * self.page_size
         if self.enabled:
-            hold.border = (hold.num_ready + 1) * self.page_size
-            self._announce(hold, token_ids)
+            first, parent = hold.num_ready, hold.path[-1] if hold.path else self._tree.root
+            hold.border = (first + 1) * self.page_size
+            hold.path += self._tree.announce(parent, self._tree.keys(token_ids, first, hold.salt), hold.pages[first:])
         if self.snapshots is not None:
             hold.snapshots = self.snapshots.begin(hold.path, hold.num_matched, match.missing)
         return hold
@@ -325,12 +330,6 @@ class PrefixCache:
     def _allocate(self, count: int) -> list[int]:
         self.evict(count - self._allocator.num_free)
         return self._allocator.allocate(count)
-
-    def _announce(self, hold: Hold, token_ids: list[int]) -> None:
-        """Put the full pages still to be computed into the tree, as far as no other request has them there."""
-        parent = hold.path[-1] if hold.path else self._tree.root
-        first = hold.num_ready
-        hold.path += self._tree.announce(parent, self._tree.keys(token_ids, first, hold.salt), hold.pages[first:])
 
     def _attach(self, hold: Hold, key: Key) -> bool:
         """Continue the path by a computed page; False while another request is computing the same."""

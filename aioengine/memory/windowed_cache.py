@@ -111,10 +111,12 @@ class WindowedCache(PrefixCache):
     def num_available(self, match: Match) -> int:
         return self.num_free - sum(not page.num_locks for _, page in self._seen(match.path))
 
-    def num_left(self, match: Match, num_tokens: int, running: Iterable[tuple[Hold, int]]) -> int:
+    def num_left(self, match: Match, num_tokens: int, promised: int) -> int:
         num_seen = sum(1 for _ in self._seen(match.path))
-        left = self.num_available(match) - max(self.pages_for(num_tokens) - num_seen, 0)
-        return left - sum(self._num_promised(hold, count) for hold, count in running)
+        return self.num_available(match) - max(self.pages_for(num_tokens) - num_seen, 0) - promised
+
+    def num_promised(self, running: Iterable[tuple[Hold, int]]) -> int:
+        return sum(self._num_promised(hold, num_tokens) for hold, num_tokens in running)
 
     # ------------------------------------------------------------ do
 

@@ -55,10 +55,13 @@ class Admission:
         self._cache = cache
         self._chunk_tokens = chunk_tokens
 
-    def ask(self, request: Request, running: Sequence[Request], *, left: int, num_partial: int) -> Match | Refusal:
+    def ask(
+        self, request: Request, running: Sequence[Request], *, left: int, num_partial: int, promised: int = 0
+    ) -> Match | Refusal:
         """The computed prefix of the request if it can be admitted, else why not.
 
-        left: tokens left in this step. num_partial: prompts that are computed in part.
+        left: tokens left in this step. num_partial: prompts that are computed in part. promised: pages that the running
+        requests have still to take for the tokens that they have.
         """
         if num_partial >= MAX_PARTIAL and request.num_tokens > left:
             return Refusal.LATER
@@ -68,7 +71,7 @@ class Admission:
             if self._cache.snapshots is not None and match.missing is not None:
                 self._cache.snapshots.stop_at(match.missing)
             return Refusal.LATER
-        return match if self._fits(request, match, running) else Refusal.FULL
+        return match if self._fits(request, match, running, promised) else Refusal.FULL
 
     def waits(self, request: Request) -> bool:
         """Whether another request is still computing the prefix for which this one waits, or its snapshot."""
@@ -77,9 +80,9 @@ class Admission:
             return False
         return node.is_pending if snapshots is None else snapshots.has_producer(node)
 
-    def _fits(self, request: Request, match: Match, running: Sequence[Request]) -> bool:
+    def _fits(self, request: Request, match: Match, running: Sequence[Request], promised: int) -> bool:
         cache = self._cache
-        left = cache.num_left(match, request.num_tokens, ((one.hold, one.num_tokens) for one in running))
+        left = cache.num_left(match, request.num_tokens, promised)
         if left < 0:
             return False
         if not running:

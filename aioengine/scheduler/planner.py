@@ -246,7 +246,8 @@ class Planner:
         running = self._requests.running
         if not budget.left or len(running) >= self._max_running:
             return
-        num_later = 0
+        num_later, cache = 0, self._requests.cache
+        promised = cache.num_promised((one.hold, one.num_tokens) for one in running)
         for request in self._requests.candidates():
             if request.gates and self._admission.waits(request):  # any other gate has taken it out of the queue
                 continue
@@ -255,7 +256,7 @@ class Planner:
                 continue
             if not self._splits_prompts and budget.left < min(request.num_tokens, self._chunk_tokens):
                 return  # it goes into the next step, where it is the first
-            answer = self._admission.ask(request, running, left=budget.left, num_partial=num_partial)
+            answer = self._admission.ask(request, running, left=budget.left, num_partial=num_partial, promised=promised)
             if answer is Refusal.LATER:
                 num_later += self._admission.waits(request)
                 if num_later == MAX_LATER:
@@ -264,9 +265,10 @@ class Planner:
                 continue
             if isinstance(answer, Refusal):
                 return
-            num_missing = request.num_tokens - len(answer.path) * self._requests.cache.page_size
+            num_missing = request.num_tokens - len(answer.path) * cache.page_size
             num_partial += num_missing > budget.left
             self._requests.admit(request, answer, now)
+            promised += cache.num_promised([(request.hold, request.num_tokens)])
             yield request
             if not budget.left or len(running) >= self._max_running:
                 return

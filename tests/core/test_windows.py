@@ -162,6 +162,21 @@ def test_prompts_that_are_not_divided_wait_for_all_their_pages() -> None:
     assert sorted(row.count for plan in world.runner.plans for row in plan.rows) == [17 * uid + 10 for uid in range(6)]
 
 
+def test_a_crowd_is_admitted_in_time_that_grows_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_calls, pages_for = [0], PageGroups.pages_for
+
+    def counted(groups: PageGroups, num_tokens: int) -> int:
+        num_calls[0] += 1
+        return pages_for(groups, num_tokens)
+
+    monkeypatch.setattr(PageGroups, "pages_for", counted)
+    world = World(settings_of(max_running=100, chunk_tokens=1000), 10_000, 4, NO_EOS, windows=(None, 8))
+    world.submit(*(submit_of(uid, [uid % 50, uid // 50, *range(8)]) for uid in range(100)))
+    world.step()
+    assert len(world.core.requests.running) == 100
+    assert num_calls[0] < 10 * 100
+
+
 def test_a_request_without_a_row_survives_a_launch_that_fails() -> None:
     world = World(settings_of(chunk_tokens=256), 8, 2, NO_EOS, Faults(raise_at=1), windows=(1,))
     world.submit(submit_of(0, list(range(46))), submit_of(1, [1, 2]))

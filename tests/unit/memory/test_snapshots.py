@@ -45,7 +45,7 @@ class World:
             assert match.missing is not None
             self.snapshots.stop_at(match.missing)
             return None
-        if self.cache.num_left(match, len(token_ids), []) < 0:
+        if self.cache.num_left(match, len(token_ids), 0) < 0:
             return None
         hold = self.cache.lock(token_ids, match)
         own = hold.snapshots
