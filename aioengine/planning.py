@@ -162,6 +162,11 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
     device = machine.device_facts()
     if device_memory is not None and config.device.name != "cpu":
         device = replace(device, num_gpus=1, has_triton=True)
+    elif config.device.name == "cuda" and not device.num_gpus:
+        raise ValueError(
+            "device='cuda': this machine shows no NVIDIA GPU; to plan for another machine, give device_memory, such as "
+            "'80GiB'"
+        )
     config = replace(config, model=replace(config.model, path=facts.path, tokenizer=False, chat_template=None))
     settings = resolve(config, facts, device, read_adapters(config))
     if device_memory is None:

@@ -84,6 +84,9 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan.device_memory == pytest.approx(machine.free_host_memory(), rel=0.5)
     assert plan.fits
     facts = machine.device_facts()
+    monkeypatch.setattr(machine, "device_facts", lambda: replace(facts, num_gpus=0, has_triton=False))
+    with pytest.raises(ValueError, match="no NVIDIA GPU; to plan for another machine, give device_memory"):
+        aioengine.plan(device="cuda")
     monkeypatch.setattr(machine, "device_facts", lambda: replace(facts, num_gpus=1, has_triton=True))
     smi = tmp_path / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho '0, GPU-a, 1000'\necho '1, GPU-b, 2000'\n")
