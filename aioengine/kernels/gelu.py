@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
+from aioengine.kernels import linear
 from aioengine.kernels.triton import launcher
 
 if TYPE_CHECKING:
@@ -26,18 +27,18 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     """As ``reference``: [...] -> [...].
 
     On a CPU torch's own kernels round the last few elements of a range differently from the others, so that a token's
-    bits would depend on the batch: the exact one in fp32, and the approximation (in bf16 from -5.15625 to -5.0625).
-    Contiguous numbers go through oneDNN for the exact one, which does not. In 16 bits on a GPU the exact one is a
-    kernel of our own, whose error before the rounding is below 4e-7.
+    bits would depend on the batch. oneDNN, which torch calls for contiguous numbers of the exact one, does not. In 16
+    bits on a GPU the exact one is a kernel of our own, whose error before the rounding is below 4e-7.
     """
     if x.dtype != torch.float32 and approximate == "none" and launcher.serves(x) and x.is_contiguous():
         from aioengine.kernels.triton import rows
 
         return rows.gelu(x)
-    if x.device.type != "cpu" or (x.dtype != torch.float32 and approximate == "none"):
+    if x.device.type != "cpu":
         return functional.gelu(x, approximate=approximate)
     if approximate == "none":
-        return functional.gelu(x.contiguous())
+        known = x if linear.packs(x.dtype, x.device) else x.float()
+        return functional.gelu(known.contiguous()).to(x.dtype)
     if x.ndim == 2 and len(x) > CACHED_ROWS:
         return torch.cat([_approximated(rows) for rows in x.split(CACHED_ROWS)])
     return _approximated(x)

@@ -16,7 +16,7 @@ from aioengine.attention._base import AttentionShape, kv_pool_shape
 from aioengine.attention.fused import CHUNK, FusedAttention
 from aioengine.attention.torch import TorchAttention
 from aioengine.families._block_config import Activation
-from aioengine.kernels.activation import activate
+from aioengine.kernels.activation import activate, activate_and_mul
 from aioengine.kernels.rms_norm import rms_norm
 from aioengine.kernels.rope import rope
 from aioengine.kernels.silu_and_mul import silu_and_mul
@@ -52,6 +52,9 @@ def test_activations_do_not_depend_on_the_place_of_an_element(name: Activation) 
         assert torch.equal(whole, alone)
         many = x[: 100 * 500].view(100, 500)
         assert torch.equal(activate(many.clone(), name).flatten(), whole[: 100 * 500])
+        gated = torch.cat((many, torch.ones_like(many)), dim=1)
+        rows = torch.cat([activate_and_mul(row.clone(), name) for row in gated.split(1)])
+        assert torch.equal(activate_and_mul(gated.clone(), name), rows)
 
 
 Backend = FusedAttention | TorchAttention
