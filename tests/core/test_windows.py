@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from aioengine.page_groups import PageGroups
 from aioengine.protocol.messages import FinishCode, Limits, RequestKind
+from aioengine.scheduler.gates import Gate
 from aioengine.testing.fake_runner import FakeModel
 from aioengine.testing.faults import Faults
 from tests.core.core_world import MODEL, NO_EOS, World, random_requests, settings_of, submit_of
@@ -72,6 +73,8 @@ def test_random_workloads_give_the_reference_tokens(
     world = storm.world(depth, model)
     half = storm.context_length // 2
     waiting = random_requests(rng, count=10, max_prompt=half, max_output=half)
+    for submit in waiting:
+        submit.session, submit.cache_salt = rng.choice([0, 0, 1, 2]), rng.choice(["", "", "a"])
     num_steps = 0
     while waiting or world.core.has_work:
         while waiting and rng.random() < 0.4:
@@ -81,9 +84,16 @@ def test_random_workloads_give_the_reference_tokens(
             world.abort(rng.sample(living, min(len(living), rng.randint(0, 2))), FinishCode.ABORT)
         if aborts and rng.random() < 0.02:
             world.core.scheduler.cache.clear()
+        if aborts and rng.random() < 0.05:
+            held = rng.sample(sorted(world.submitted), min(len(world.submitted), 1))
+            world.close_gate(held, Gate.SUSPENDED)
+            world.step()
+            world.open_gate(held, Gate.SUSPENDED)
         world.step()
         num_steps += 1
         assert num_steps < 20_000
+    for session in (1, 2):
+        world.core.requests.close_session(session)
     world.check_all_over()
 
 
