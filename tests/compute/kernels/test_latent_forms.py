@@ -1,4 +1,6 @@
-"""The forms of latent attention on a GPU: Triton's kernels, interpreted, against torch, and which rows have which."""
+"""The forms of latent attention on a GPU: Triton's kernels, interpreted, against torch, in a model too, and which rows
+have which.
+"""
 
 from __future__ import annotations
 
@@ -113,6 +115,54 @@ for num_rows in (1, 19):
         expected = torch.einsum("thv,hov->tho", attended, expansion[:, plain:])
         torch.testing.assert_close(values, expected, atol=1e-4, rtol=1e-4)
 """
+MODEL = """
+from types import SimpleNamespace
+
+from aioengine import models
+from aioengine.attention._base import DecodeBuffers
+from aioengine.models import _decoder
+from tests.compute.stepping import make_inputs, options
+
+expanded_attention.LARGE, expanded_attention.SMALL = (expanded_attention.Tile(rows, 16, 4, 2) for rows in (32, 16))
+latent_decode.NARROW = latent_decode.Tile(16, 32, 4, 2)
+config = {
+    "architectures": ["YoutuForCausalLM"], "model_type": "youtu", "vocab_size": 96, "hidden_size": 48,
+    "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "max_position_embeddings": 128, "kv_lora_rank": 24, "q_lora_rank": 28, "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8, "v_head_dim": 20, "rope_theta": 500.0,
+}
+prompts, ids = [(0, 40), (0, 25), (0, 1)], torch.randint(0, 96, (70,))
+tables = [[5, 2, 9, 1], [3, 8, 4], [7]]
+found = []
+for is_ours in (False, True):
+    _decoder._has_forms = lambda placement: is_ours
+    latent_heads.launcher = SimpleNamespace(serves=lambda x: is_ours)
+    model, generator = models.build(config, options()), torch.Generator().manual_seed(0)
+    for _, target in sorted(model.weights().items()):
+        target.tensor.copy_(torch.randn(target.tensor.shape, generator=generator) * 0.2 + (target.tensor.ndim == 1))
+    model.finish_loading()
+    pool = torch.zeros(kv_pool_shape(model.attention_shape, num_pages=10, page_size=16))
+    attention = (build if is_ours else TorchAttention)(model.attention_shape, pool)
+    attention.prepare(make_batch(prompts, tables, 16))
+    found.append([model.forward(make_inputs(model, prompts, ids[:66]), attention)])
+    for rows, tokens in (([(40, 1), (25, 1), (1, 1)], ids[66:69]), ([(41, 1)], ids[69:])):
+        batch = make_batch(rows, tables[: len(rows)], 16)
+        attention.prepare(batch)
+        step = attention
+        if is_ours:
+            pages = [table[: start // 16 + 1] for (start, _), table in zip(rows, tables)]
+            lengths = torch.tensor([len(each) for each in pages])
+            step = attention.fixed_decode(len(rows), DecodeBuffers(
+                slot_mapping=batch.slot_mapping,
+                starts=torch.cat((torch.zeros(1), lengths.cumsum(0))).int(),
+                last_lengths=torch.tensor([start % 16 + 1 for start, _ in rows]).int(),
+                page_ids=torch.tensor(sum(pages, [])).int(),
+                max_pages=8,
+            ))
+        found[-1].append(model.forward(make_inputs(model, rows, tokens), step))
+for ours, expected in zip(*found):
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+"""
 CHOICE = """
 def first(rows, most=1 << 20):
     queries, lengths = np.array(rows, dtype=np.int32).T
@@ -130,7 +180,7 @@ assert first([(2048, 65536)], most=8192) == 1, "a row without room"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "program", [FORMS, ROTATION, FEW_ROWS, CHOICE], ids=["forms", "rotation", "few_rows", "choice"]
+    "program", [FORMS, ROTATION, FEW_ROWS, MODEL, CHOICE], ids=["forms", "rotation", "few_rows", "model", "choice"]
 )
 def test_interpreted(program: str) -> None:
     run_interpreted(PREPARED + program)
