@@ -53,7 +53,9 @@ def shape_of(
 
 
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-@pytest.mark.parametrize("sizes", [(16, 512, 64, 128, 128), (128, 512, 64, 128, 128), (20, 48, 24, 40, 64)])
+@pytest.mark.parametrize(
+    "sizes", [(16, 512, 64, 128, 128), (128, 512, 64, 128, 128), (20, 512, 64, 192, 256), (20, 48, 24, 40, 64)]
+)
 def test_forms_against_torch(
     sizes: tuple[int, ...], rows: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,8 +11,10 @@ value, V of a latent vector.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
@@ -39,6 +41,7 @@ LARGE = Tile(128, 64, 8, 3)
 SMALL = Tile(64, 64, 4, 3)
 """Where large tiles are too few: 512 tokens behind 3584 positions take 63 us, with large ones 87."""
 ENOUGH_PROGRAMS = 256
+HOPPER_BYTES = 232_448
 
 
 def tile_of(num_tokens: int, num_heads: int) -> Tile:
@@ -201,6 +204,20 @@ class Tiles(NamedTuple):
     tile: Tile
 
 
+def _num_stages(tile: Tile, query_columns: int, columns: int, itemsize: int) -> int:
+    """How many blocks of positions can be read ahead: as many as the fast memory of a core has room for."""
+    room = _shared_bytes() - tile.rows * query_columns * itemsize
+    return max(min(tile.num_stages, room // (tile.block * (query_columns + columns) * itemsize)), 1)
+
+
+@lru_cache(maxsize=1)
+def _shared_bytes() -> int:
+    """Of a program; of Hopper's where there is no GPU."""
+    if not torch.cuda.is_available():
+        return HOPPER_BYTES
+    return int(torch.cuda.get_device_properties().shared_memory_per_block_optin)
+
+
 def attend(q: Tensor, positions: Expanded, rows: Rows, tiles: Tiles, *, scale: float, out: Tensor) -> None:
     """q [T, H, N + P] over the positions into ``out`` [T, H, O]."""
     expanded, rotated, page_size, first_page = positions
@@ -217,6 +234,8 @@ def attend(q: Tensor, positions: Expanded, rows: Rows, tiles: Tiles, *, scale: f
     tensors = q, expanded, rotated, rows.query_starts, rows.page_starts, rows.last_lengths, places, out
     stride = expanded.stride(0)
     key = q.dtype, sizes, tile, stride % 16 == 0, *(tensor.data_ptr() % 16 for tensor in (q, expanded, rotated, out))
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    *query_columns, columns = sizes[-5:-2]
+    num_stages = _num_stages(tile, sum(query_columns), columns, q.itemsize)
+    options = {"num_warps": tile.num_warps, "num_stages": num_stages}
     numbers = scale / math.log(2), first_page, stride
     _attend((num_heads, len(places), 1), key, (*tensors, *numbers, *sizes), options)
