@@ -144,6 +144,11 @@ def test_code_that_waits_for_the_device_is_found_out_before_graphs_are_captured(
             raise RuntimeError("called a synchronizing CUDA operation\nand more")
         return compute(*args)
 
-    changed = SimpleNamespace(forward=waits, compute_logits=model.compute_logits, input_spec=model.input_spec)
+    changed = SimpleNamespace(
+        forward=waits,
+        compute_logits=model.compute_logits,
+        input_spec=model.input_spec,
+        attention_shape=model.attention_shape,
+    )
     assert why_it_waits(changed, torch.device("cpu")) == "called a synchronizing CUDA operation"  # type: ignore[arg-type]
     assert modes[-1] == "default"
