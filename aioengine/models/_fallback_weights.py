@@ -56,6 +56,11 @@ def by_stored_name(
         plain = {other: each for other, each in plain.items() if not _is_within(each, tensors[name])}
         plain[name] = tensors[name]
     _refuse_copies([name for name in copied if name in plain])
+    prefix = f"{model.base_model_prefix}."
+    for name in [name for name in plain if name not in stored]:  # saved with a head and read without, or the other way
+        other = name.removeprefix(prefix) if name.startswith(prefix) else prefix + name
+        if other in stored and other not in plain:
+            plain[other] = plain.pop(name)
     transforms = get_model_conversion_mapping(model)
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
     converters = [each for each in transforms if isinstance(each, WeightConverter)]

@@ -149,7 +149,7 @@ def test_behind_the_last_attention_only_wanted_tokens_are_computed(
 ) -> None:
     save(CONFIGS[kind], tmp_path)
     model, numbers = load(tmp_path), list[int]()
-    attention, positions = Attention(), torch.arange(9)
+    attention, positions = Attention(model.attention_shape), torch.arange(9)
     inputs = model_inputs(model, torch.randint(3, 96, (9,)), positions)
     whole = model.forward(inputs, attention)
     call = Linear.__call__
@@ -241,6 +241,17 @@ def test_states_of_an_embedder_and_scores_of_a_classifier(tmp_path: Path) -> Non
     stepper = Stepper(load(tmp_path / "classifies", Task.CLASSIFY))
     expected = classifier(ids[None]).logits[0]
     torch.testing.assert_close(stepper.run(ids.tolist(), [4, 5])[-1], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["experts", "experts of DeepSeek-V3", "sinks"])
+@torch.inference_mode()
+def test_a_checkpoint_with_a_head_is_read_as_an_embedder(kind: str, tmp_path: Path) -> None:
+    """Experts are stored apart, with other names than the model has."""
+    reference = save(CONFIGS[kind], tmp_path)
+    ids = torch.randint(3, 96, (9,))
+    found = Stepper(load(tmp_path, Task.EMBED)).run(ids.tolist(), [4, 5])
+    expected = reference.base_model(ids[None]).last_hidden_state[0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @torch.inference_mode()
