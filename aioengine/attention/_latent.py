@@ -20,8 +20,8 @@ import torch
 from aioengine.attention._base import ForwardBatch, handed_parts, keys_and_values
 from aioengine.attention._gpu_rows import flat_pages, page_columns, pinned, starts_of, tiles_of
 from aioengine.kernels import head_linear
-from aioengine.kernels.rotate_and_write import Absorbed, KVTarget
-from aioengine.kernels.triton import expanded_attention, latent_attention, latent_decode, latent_rows
+from aioengine.kernels.rotate_and_write import KVTarget
+from aioengine.kernels.triton import expanded_attention, latent_attention, latent_decode
 from aioengine.kernels.triton.attention import Rows
 from aioengine.kernels.triton.expanded_attention import Expanded, Tiles
 from aioengine.kernels.triton.latent_decode import Parts
@@ -49,9 +49,6 @@ ENOUGH_PROGRAMS = 256
 MAX_PARTS = 64
 MAX_PARTS_BYTES = 128 << 20
 """Of the parts of rows before they are merged."""
-ABSORBED_ROWS = 32
-MERGED_ROWS = 2
-"""Up to these numbers of rows of one token, ``kernels/triton/latent_rows.py`` is faster than matmuls."""
 LONG_ROW_PARTS = 8
 """Of rows that are longer than others may be."""
 
@@ -90,7 +87,6 @@ class _Step:
         num_ones: rows of one token.
         parts: how these are divided.
         num_absorbed: tokens in the absorbed form.
-        latent: [R, H, V], where the queries of rows of one token stand multiplied already; None: they do not.
         absorbed_tiles: [X, 2] int32, of the other rows in that form, as ``latent_attention.attend`` takes them.
         expanded_tiles: of the rows that are expanded.
         first_page: of ``rows.page_ids``, the first of these rows.
@@ -102,7 +98,6 @@ class _Step:
     num_ones: int
     parts: Parts
     num_absorbed: int
-    latent: Tensor | None = None
     absorbed_tiles: Tensor | None = None
     expanded_tiles: Tiles | None = None
     first_page: int = 0
@@ -122,21 +117,14 @@ class _Step:
         """q [T, H, N + P] to out [T, H, O], of the tokens in the absorbed form."""
         (num_tokens, num_heads, _), ones = q.shape, self.num_ones
         plain, rotated = q[..., : shape.plain_size], q[..., shape.plain_size :]
-        latent = self.latent
-        if latent is not None and num_tokens <= MERGED_ROWS:
-            queries, block = (latent, rotated), latent_decode.tile_of(num_tokens, num_heads).block
-            found = latent_decode.attend_parts(queries, keys, self.rows, self.parts, scale=shape.scale)
-            latent_rows.values(found, self.rows, self.parts, expansion, out=out, page_size=keys.shape[2], block=block)
-            return
         attended = q.new_empty(num_tokens, num_heads, expansion.shape[2])
-        if latent is None:
-            absorbed = q.new_empty(num_tokens, num_heads, shape.head_size)
-            latent, others = absorbed.tensor_split((expansion.shape[2],), dim=2)
-            head_linear.reference(plain, expansion[:, : shape.plain_size], latent)
-            if self.absorbed_tiles is not None:
-                others.copy_(rotated)
-                tensors = absorbed, (keys, keys[..., : latent.shape[2]]), self.rows, self.absorbed_tiles
-                latent_attention.attend(*tensors, scale=shape.scale, out=attended, batch_invariant=False)
+        absorbed = q.new_empty(num_tokens, num_heads, shape.head_size)
+        latent, others = absorbed.tensor_split((expansion.shape[2],), dim=2)
+        head_linear.reference(plain, expansion[:, : shape.plain_size], latent)
+        if self.absorbed_tiles is not None:
+            others.copy_(rotated)
+            tensors = absorbed, (keys, keys[..., : latent.shape[2]]), self.rows, self.absorbed_tiles
+            latent_attention.attend(*tensors, scale=shape.scale, out=attended, batch_invariant=False)
         if ones:
             queries = latent[:ones], rotated[:ones]
             latent_decode.attend(queries, keys, self.rows, self.parts, scale=shape.scale, out=attended[:ones])
@@ -258,16 +246,14 @@ class FixedLatentDecode:
     ) -> None:
         """pool: of each layer, keys [B, 1, S, E] and values [B, 1, S, V]."""
         numbers = torch.arange(num_rows + 1, dtype=torch.int32, device=buffers.starts.device)
-        keys, values = pool[0]
         self._shape = shape
         self._pool = pool
         self._step = _Step(
             slots=buffers.slot_mapping,
             rows=Rows(numbers, buffers.starts, buffers.last_lengths, buffers.page_ids),
             num_ones=num_rows,
-            parts=parts_of(shape, num_rows, buffers.max_pages * keys.shape[2]),
+            parts=parts_of(shape, num_rows, buffers.max_pages * pool[0][0].shape[2]),
             num_absorbed=num_rows,
-            latent=keys.new_empty(num_rows, shape.num_heads, values.shape[3]) if num_rows <= ABSORBED_ROWS else None,
         )
 
     def plan_first(self, kv_lengths: Ints) -> None:
@@ -282,9 +268,7 @@ class FixedLatentDecode:
         """Nothing: the kernels read starts [R + 1] and last_lengths [R] on the device."""
 
     def target(self, layer: int) -> KVTarget:
-        latent = self._step.latent
-        absorbed = None if latent is None else Absorbed(self._shape.expansions[layer], latent)
-        return KVTarget(self._step.slots, *self._pool[layer], absorbed=absorbed)
+        return KVTarget(self._step.slots, *self._pool[layer])
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """q [R, H, N + P] -> [R, H * O]; k and v are read in the pool."""

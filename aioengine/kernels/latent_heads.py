@@ -35,16 +35,10 @@ def reference(q: Tensor, latents: Tensor, heads: Tensor, *, norm: Norm, tables: 
 def rotated_queries(q: Tensor, latents: Tensor, *, norm: Norm, tables: Tables, target: KVTarget) -> Tensor:
     """q [T, H, N + P] with its last P numbers rotated, in ``target.heads`` [T, H, N + P] or else in its own memory.
 
-    The keys go to the target, and with ``target.absorbed`` the other numbers, multiplied, there, and q stays in its
-    memory. The other arguments are those of ``latent_heads``.
+    The keys go to the target; the other arguments are those of ``latent_heads``.
     """
     found = q if target.heads is None else target.heads
     if launcher.serves(q):
-        if target.absorbed is not None:
-            from aioengine.kernels.triton.latent_rows import absorb
-
-            absorb(q, latents, *target.absorbed, norm=norm, tables=tables, target=(target.slots, target.keys))
-            return q
         from aioengine.kernels.triton.latent_heads import rotate_queries
 
         rotate_queries(q, latents, found, norm=norm, tables=tables, target=(target.slots, target.keys))

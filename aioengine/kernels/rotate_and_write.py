@@ -6,7 +6,7 @@ What ``rotate_heads`` does, and the way into the KV pool, in one pass over the m
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,30 +20,17 @@ if TYPE_CHECKING:
     from aioengine.kernels.rotate_heads import Heads, Norms, Tables
 
 
-class Absorbed(NamedTuple):
-    """Where the queries of latent attention go that are multiplied with the expansion for keys.
-
-    Attributes:
-        expansion: [H, N + O, V], of which the first N of a head are for keys. out: [T, H, V].
-    """
-
-    expansion: Tensor
-    out: Tensor
-
-
 @dataclass(frozen=True, slots=True)
 class KVTarget:
     """Where k and v of a step's tokens go: slots [T], page id * S + offset, of keys and values [N, K, S, E].
 
     heads: contiguous [T, H + 2 K, E], where q, k and v are to stand then; None: anywhere.
-    absorbed: of latent attention of a few rows; None: queries are not multiplied when keys are written.
     """
 
     slots: Tensor
     keys: Tensor
     values: Tensor
     heads: Tensor | None = None
-    absorbed: Absorbed | None = None
 
 
 def reference(heads: Tensor, num_heads: int, tables: Tables, norms: Norms, *, target: KVTarget) -> Heads:

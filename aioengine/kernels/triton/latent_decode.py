@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from aioengine.kernels.triton.attention import MASKED
-from aioengine.kernels.triton.launcher import Launcher, has_dependent_launch, next_power_of_2, options
+from aioengine.kernels.triton.launcher import Launcher, next_power_of_2
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -154,8 +153,6 @@ def _parts_kernel(
     MORE: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
-    KEEPS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ) -> None:
     row, part = tl.program_id(1).to(tl.int64), tl.program_id(2)
     first_page = tl.load(page_starts + row)
@@ -168,9 +165,6 @@ def _parts_kernel(
     page_ids += first_page
     positions = start + tl.arange(0, BLOCK)
     pages = tl.load(page_ids + positions // PAGE_SIZE, mask=positions < stop, other=0)
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
     heads = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     is_head = heads < NUM_HEADS
     queries = _load_heads(latent + row * LATENT_ROW + heads * LATENT_HEAD, is_head, VALUE_SIZE, COLUMNS)
@@ -181,7 +175,7 @@ def _parts_kernel(
     )
     columns = tl.arange(0, COLUMNS)[None, :]
     inside = is_head[:, None] & (columns < VALUE_SIZE)
-    if (size >= length) & (not KEEPS):
+    if size >= length:
         places = out + ((row * NUM_HEADS + heads) * VALUE_SIZE)[:, None] + columns
         tl.store(places, (sums / total[:, None]).to(out.dtype.element_ty), mask=inside)
     else:
@@ -208,16 +202,12 @@ def _merge_kernel(
     PARTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ) -> None:
     row = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1)
     num_pages = tl.load(page_starts + row + 1) - tl.load(page_starts + row)
     length = (num_pages - 1) * PAGE_SIZE + tl.load(last_lengths + row)
     size = part_size(length, few_parts, most_parts, BLOCK)
-    if DEPENDENT:  # where nothing is merged too: what comes next relies on the end of the kernel before
-        gdc_wait()
-        gdc_launch_dependents()
     if size >= length:
         return
     parts = tl.arange(0, PARTS)
@@ -243,46 +233,27 @@ def attend(queries: Queries, keys: Tensor, rows: Rows, parts: Parts, *, scale: f
 
     The last dimensions of the queries are contiguous, and all of ``out``.
     """
-    num_rows, num_heads, value_size = queries[0].shape
-    sums, marks = _attended(queries, keys, rows, parts, scale=scale, out=out)
-    if parts.most == 1:
-        return
-    columns = max(min(MERGED_NUMBERS // parts.most, next_power_of_2(value_size)), 32)
-    block = tile_of(num_rows, num_heads).block
-    sizes = num_heads, keys.shape[2], value_size, parts.most, columns, block, has_dependent_launch()
-    key = out.dtype, sizes, *(tensor.data_ptr() % 16 for tensor in (sums, marks, out))
-    tensors = sums, marks, rows.page_starts, rows.last_lengths, out
-    grid = -(-value_size // columns), num_heads, num_rows
-    _merge(grid, key, (*tensors, *parts, *sizes), options(4))
-
-
-def attend_parts(queries: Queries, keys: Tensor, rows: Rows, parts: Parts, *, scale: float) -> tuple[Tensor, Tensor]:
-    """The same without a merge: weighted values [R, X, H, V] of each part, and its highest score and the sum of its
-    weights [R, X, H, 2], in fp32.
-    """
-    return _attended(queries, keys, rows, parts, scale=scale, out=None)
-
-
-def _attended(
-    queries: Queries, keys: Tensor, rows: Rows, parts: Parts, *, scale: float, out: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """As ``attend_parts``; ``out`` [R, H, V]: where rows of one part go, which are not among the parts then."""
     latent, rotated = queries
     num_rows, num_heads, value_size = latent.shape
     page_size, key_size = keys.shape[2:]
     tile = tile_of(num_rows, num_heads)
     columns, more = (max(next_power_of_2(size), 16) for size in (value_size, key_size - value_size))
-    kept = num_rows if out is None or parts.most > 1 else 0
-    sums = torch.empty(kept, parts.most, num_heads, value_size, dtype=torch.float32, device=latent.device)
-    marks = torch.empty(kept, parts.most, num_heads, 2, dtype=torch.float32, device=latent.device)
-    whole = sums if out is None else out
-    tensors = latent, rotated, keys, rows.page_starts, rows.last_lengths, rows.page_ids, sums, marks, whole
+    many = 0 if parts.most == 1 else num_rows
+    sums = torch.empty(many, parts.most, num_heads, value_size, dtype=torch.float32, device=latent.device)
+    marks = torch.empty(many, parts.most, num_heads, 2, dtype=torch.float32, device=latent.device)
+    tensors = latent, rotated, keys, rows.page_starts, rows.last_lengths, rows.page_ids, sums, marks, out
     sizes = (
         *(*latent.stride()[:2], *rotated.stride()[:2], num_heads, page_size, key_size, value_size, columns, more),
-        *(tile.heads, tile.block, out is None, has_dependent_launch()),
+        *(tile.heads, tile.block),
     )
-    alignments = tuple(tensor.data_ptr() % 16 for tensor in (latent, rotated, keys, sums, marks, whole))
+    key = latent.dtype, sizes, tile, *(tensor.data_ptr() % 16 for tensor in (latent, rotated, keys, sums, marks, out))
     grid = -(-num_heads // tile.heads), num_rows, parts.most
-    settings = {**options(tile.num_warps), "num_stages": tile.num_stages}
-    _parts(grid, (latent.dtype, sizes, tile, alignments), (*tensors, scale / math.log(2), *parts, *sizes), settings)
-    return sums, marks
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    _parts(grid, key, (*tensors, scale / math.log(2), *parts, *sizes), options)
+    if not many:
+        return
+    merged = max(min(MERGED_NUMBERS // parts.most, columns), 32)
+    sizes = num_heads, page_size, value_size, parts.most, merged, tile.block
+    key = out.dtype, sizes, *(tensor.data_ptr() % 16 for tensor in (sums, marks, out))
+    tensors = sums, marks, rows.page_starts, rows.last_lengths, out
+    _merge((-(-value_size // merged), num_heads, num_rows), key, (*tensors, *parts, *sizes), {"num_warps": 4})

@@ -18,17 +18,14 @@ from aioengine.attention.torch import TorchAttention
 from aioengine.attention.triton import build
 from aioengine.kernels import latent_heads
 from aioengine.kernels.rotate_and_write import KVTarget
-from aioengine.kernels.triton import expanded_attention, latent_decode, latent_rows
+from aioengine.kernels.triton import expanded_attention, latent_decode
 from aioengine.kernels.triton import latent_heads as kernels
-from aioengine.kernels.triton.attention import Rows
-from aioengine.kernels.triton.latent_decode import Parts
 from tests.compute.stepping import make_batch, write_and_attend
 
 torch.manual_seed(0)
 torch.Tensor.pin_memory = lambda tensor: tensor
-for module in (kernels, latent_decode, latent_rows):
-    module.has_dependent_launch = lambda: False
-    module.options = lambda num_warps: {"num_warps": num_warps}
+kernels.has_dependent_launch = lambda: False
+kernels.options = lambda num_warps: {"num_warps": num_warps}
 """
 FORMS = """
 _latent.TOKEN_PAIRS, _latent.POSITION_PAIRS = 0, 10
@@ -79,41 +76,6 @@ for num_tokens in (1, 3):
     torch.testing.assert_close(found, expected)
     kernels.rotate_queries(q, latents, q, **rest, target=(slots, found))
     assert torch.equal(q, out)
-"""
-FEW_ROWS = """
-latent_decode.NARROW = latent_decode.Tile(16, 32, 4, 2)
-latent_rows.COLUMNS, latent_rows.OUTPUTS, latent_rows.PARTS = 32, 16, 4
-num_heads, plain, rotated, value_size, output_size = 3, 24, 8, 48, 20
-for num_rows in (1, 19):
-    both = torch.randn(num_rows, num_heads * (plain + rotated) + value_size + rotated)
-    q, latents = both.tensor_split((num_heads * (plain + rotated),), dim=1)
-    q, angles = q.unflatten(1, (num_heads, -1)), torch.randn(num_rows, 1, rotated // 2)
-    tables = torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), angles.sin()), -1)
-    rest = {"norm": (torch.randn(value_size), torch.tensor(1e-6)), "tables": tables}
-    slots, found, expected = torch.randperm(32)[:num_rows], *torch.zeros(2, 2, 1, 16, value_size + rotated)
-    turned = latent_heads.rotated_queries(
-        q.clone(), latents, **rest, target=KVTarget(slots, expected, expected[..., :value_size])
-    )
-    expansion = torch.randn(num_heads, plain + output_size, value_size)
-    out = torch.zeros(num_rows, num_heads, value_size)
-    latent_rows.absorb(q, latents, expansion, out, **rest, target=(slots, found))
-    torch.testing.assert_close(q, turned)
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(out, torch.einsum("thn,hnv->thv", q[..., :plain], expansion[:, :plain]))
-    lengths = torch.randint(1, 300, (num_rows,))
-    num_pages = (lengths + 15) // 16
-    starts = torch.cat((torch.zeros(1), num_pages.cumsum(0))).int()
-    page_ids = torch.randperm(int(starts[-1])).int()
-    keys = torch.randn(len(page_ids), 1, 16, value_size + rotated)
-    rows = Rows(starts, starts, (lengths - (num_pages - 1) * 16).int(), page_ids)
-    for parts in (Parts(1, 1), Parts(4, 8)):
-        arguments = (out * 0.1, q[..., plain:]), keys, rows, parts
-        attended, values = torch.zeros_like(out), torch.zeros(num_rows, num_heads, output_size)
-        latent_decode.attend(*arguments, scale=0.1, out=attended)
-        merged = latent_decode.attend_parts(*arguments, scale=0.1)
-        latent_rows.values(merged, rows, parts, expansion, out=values, page_size=16, block=32)
-        expected = torch.einsum("thv,hov->tho", attended, expansion[:, plain:])
-        torch.testing.assert_close(values, expected, atol=1e-4, rtol=1e-4)
 """
 MODEL = """
 from types import SimpleNamespace
@@ -179,8 +141,6 @@ assert first([(2048, 65536)], most=8192) == 1, "a row without room"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "program", [FORMS, ROTATION, FEW_ROWS, MODEL, CHOICE], ids=["forms", "rotation", "few_rows", "model", "choice"]
-)
+@pytest.mark.parametrize("program", [FORMS, ROTATION, MODEL, CHOICE], ids=["forms", "rotation", "model", "choice"])
 def test_interpreted(program: str) -> None:
     run_interpreted(PREPARED + program)

@@ -13,13 +13,12 @@ import torch
 
 from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.kernels.triton import attention, expanded_attention, head_linear, launcher
-from aioengine.kernels.triton import latent_attention, latent_decode, latent_heads, latent_rows
+from aioengine.kernels.triton import latent_attention, latent_decode, latent_heads
 from tests.compute.compiled import compile_for_hopper
 
 launcher.Launcher.__call__ = compile_for_hopper
-for module in (latent_heads, latent_decode, latent_rows):
-    module.has_dependent_launch = lambda: True
-    module.options = lambda num_warps: {"num_warps": num_warps, "launch_pdl": True}
+latent_heads.has_dependent_launch = lambda: True
+latent_heads.options = lambda num_warps: {"num_warps": num_warps, "launch_pdl": True}
 
 ints = torch.zeros(3, dtype=torch.int32)
 rows = attention.Rows(ints, ints, ints, ints)
@@ -51,13 +50,6 @@ for num_heads, value_size, more, dtypes in (
             parts = (out, queries[..., 64:]), keys, rows
             for count in (1, 8, 64):
                 latent_decode.attend(*parts, latent_decode.Parts(1, count), scale=0.1, out=out)
-            latent, expansion = out.clone(), torch.zeros(num_heads, 192, value_size, dtype=dtype)
-            rest = {"norm": norm, "tables": tables, "target": (ints[:2], keys)}
-            latent_rows.absorb(queries, latents, expansion, latent, **rest)
-            merged = latent_decode.attend_parts(*parts, latent_decode.Parts(1, 1), scale=0.1)
-            values = torch.zeros(2, num_heads, 128, dtype=dtype)
-            some = latent_decode.Parts(1, 1)
-            latent_rows.values(merged, rows, some, expansion, out=values, page_size=16, block=32)
             for plain, size in ((128, 128), (192, 256)):
                 expanded = torch.zeros(48, num_heads, plain + size, dtype=dtype)
                 of_heads = torch.zeros(2, num_heads, plain + more, dtype=dtype)
