@@ -43,5 +43,5 @@ def _summed(pixels: Tensor, starts: Tensor, weights: Tensor, dim: int) -> Tensor
     places = (starts + reach.unsqueeze(1)).clamp_(max=pixels.shape[dim] - 1)
     column = (-1, 1) if dim == 1 else (-1,)
     for part, weight in zip(places, weights.unbind(1), strict=True):
-        total.addcmul_(pixels.index_select(dim, part), weight.view(column))
+        total += pixels.index_select(dim, part).int().mul_(weight.view(column))
     return total.bitwise_right_shift_(BITS).clamp_(0, 255).byte()
