@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import AttentionBackend, AttentionShape, DecodeBuffers
+    from aioengine.kernels.triton.attention import Rows
 
     Ints = npt.NDArray[np.int32]
     Pool = list[tuple[Tensor, Tensor]]
@@ -51,6 +52,14 @@ def page_columns(kv_lengths: Ints, page_size: int) -> tuple[Tensor, Tensor]:
     """Where the pages of each row begin [R + 1], and how full the last one is [R]; int32 on the host."""
     num_pages = -(-kv_lengths // page_size)
     return starts_of(num_pages), pinned(kv_lengths - (num_pages - 1) * page_size)
+
+
+def plan_page_0(rows: Rows, kv_lengths: Ints, page_size: int) -> None:
+    """Before a capture, fill the buffers of ``rows`` for rows of ``kv_lengths`` [R] positions, all on page 0."""
+    starts, last_lengths = page_columns(kv_lengths, page_size)
+    rows.page_starts.copy_(starts)
+    rows.last_lengths.copy_(last_lengths)
+    rows.page_ids[: int(starts[-1])].zero_()
 
 
 def flat_pages(page_table: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from aioengine.attention._base import ForwardBatch, handed_parts, keys_and_values
-from aioengine.attention._gpu_rows import flat_pages, page_columns, pinned, starts_of, tiles_of
+from aioengine.attention._gpu_rows import flat_pages, page_columns, pinned, plan_page_0, starts_of, tiles_of
 from aioengine.kernels import head_linear
 from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.kernels.triton import expanded_attention, latent_attention, latent_decode
@@ -258,11 +258,7 @@ class FixedLatentDecode:
 
     def plan_first(self, kv_lengths: Ints) -> None:
         """Before the capture, for rows of ``kv_lengths`` [R] positions; page 0 alone is read."""
-        starts, last_lengths = page_columns(kv_lengths, self._pool[0][0].shape[2])
-        rows = self._step.rows
-        rows.page_starts.copy_(starts)
-        rows.last_lengths.copy_(last_lengths)
-        rows.page_ids[: int(starts[-1])].zero_()
+        plan_page_0(self._step.rows, kv_lengths, self._pool[0][0].shape[2])
 
     def plan(self, starts: Tensor, last_lengths: Tensor) -> None:
         """Nothing: the kernels read starts [R + 1] and last_lengths [R] on the device."""

@@ -261,10 +261,7 @@ def _body_of(model: PreTrainedModel) -> nn.Module:
     """The part below the head, which may be a part of the base model."""
     body = model.base_model
     if body is model:
-        refuse(
-            model.config.model_type,
-            "transformers has no model of it without a head, which hidden states come from",
-        )
+        refuse(model.config.model_type, "transformers has no model of it without a head")
     decoder = getattr(body, "decoder", None)
     return decoder if isinstance(decoder, PreTrainedModel) else body
 

@@ -18,15 +18,12 @@ from aioengine.models._base import ModelOptions
 from aioengine.protocol.messages import Adapter, Sampling
 from aioengine.runner import weights
 from aioengine.runner.build import build
-from aioengine.runner.inputs import model_inputs
 from aioengine.runner.warmup import why_it_waits
 from tests.compute.models.test_fallback import KINDS
 from tests.compute.models.test_fallback import SIZES as FEW
 from tests.compute.runner.test_adapters import generate, opened
 from tests.compute.runner_world import World
-from tests.compute.stepping import make_batch
-from tests.gpu.test_decoders import make_attention
-from tests.gpu.test_model_runner import on_device
+from tests.gpu.test_decoders import check_logits
 from tests.kit.adapter_files import write_adapter
 from tests.kit.settings import small_settings
 
@@ -79,20 +76,7 @@ def test_logits_are_those_of_transformers(theirs: Any) -> None:
     """In bf16 the error against fp32 is at most 1.5 times that of transformers in bf16."""
     rounded = AutoModelForCausalLM.from_pretrained(theirs.folder, dtype=torch.bfloat16, attn_implementation="eager")
     for dtype in (torch.float32, torch.bfloat16):
-        ours = load(theirs.folder, dtype)
-        attention = make_attention(ours, CUDA)
-        our_error, their_error = 0.0, 0.0
-        for prompt in PROMPTS:
-            attention.prepare(on_device(make_batch([(0, len(prompt))], [list(range(1, 9))], 16), CUDA))
-            inputs = model_inputs(ours, torch.tensor(prompt, device=CUDA), torch.arange(len(prompt), device=CUDA))
-            found = ours.compute_logits(ours.forward(inputs, attention)).float().cpu()
-            exact = theirs(torch.tensor([prompt])).logits[0]
-            if dtype == torch.float32:
-                torch.testing.assert_close(found, exact, atol=2e-3, rtol=1e-3)
-            our_error += float((found - exact).square().sum())
-            their_error += float((rounded(torch.tensor([prompt])).logits[0].float() - exact).square().sum())
-        if dtype == torch.bfloat16:
-            assert our_error**0.5 < 1.5 * their_error**0.5
+        check_logits(load(theirs.folder, dtype), dtype, theirs, rounded, PROMPTS)
 
 
 def settings_of(folder: Path, graphs: int, *, depth: int = 1, context_length: int = 64) -> Settings:

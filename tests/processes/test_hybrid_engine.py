@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-from itertools import count
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -16,6 +13,7 @@ from aioengine import Engine
 from tests.compute.models.test_hybrids import make_newer
 from tests.kit.adapters import save_adapter
 from tests.kit.hybrid_models import save_hybrid
+from tests.processes.cached_answers import PARAMS, SALTS, ask, check_killed_schedulers, cold
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.process
 
-PARAMS: dict[str, object] = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
 ARGUMENTS: dict[str, Any] = {
     "dtype": "float32",
     "device": "cpu",
@@ -55,22 +52,6 @@ def adapter(folder: Path) -> Path:
 def engine(folder: Path) -> Iterator[Engine]:
     with Engine(model_path=str(folder), **ARGUMENTS) as engine:
         yield engine
-
-
-def ask(engine: Engine, ids: list[int], **options: Any) -> tuple[list[int], int]:
-    """The tokens of an answer, and how many of the prompt's were cached."""
-    out = engine.generate(input_ids=ids, sampling_params=PARAMS, **options)
-    return out["output_ids"], out["meta_info"]["cached_tokens"]
-
-
-SALTS = map(str, count())
-
-
-def cold(engine: Engine, ids: list[int], **options: Any) -> list[int]:
-    """The tokens of an answer for which nothing is reused."""
-    answer, num_cached = ask(engine, ids, cache_salt=next(SALTS), **options)
-    assert num_cached == 0
-    return answer
 
 
 def test_turns_samples_and_salts_find_snapshots(engine: Engine) -> None:
@@ -127,15 +108,4 @@ def test_adapters_vectors_and_logprobs_of_prompts_are_those_without_a_hit(engine
 
 
 def test_a_request_goes_on_when_its_scheduler_was_killed(engine: Engine) -> None:
-    expected, first = cold(engine, PROMPT), pid_of(engine)
-    for _ in range(2):
-        found: list[int] = []
-        for chunk in engine.generate(input_ids=PROMPT, sampling_params=PARAMS, stream=True):
-            found += chunk["output_ids"]
-            if len(found) > 10 and pid_of(engine) == first:
-                os.kill(first, signal.SIGKILL)
-        assert found == expected
-
-
-def pid_of(engine: Engine) -> int:
-    return next(one["pid"] for one in engine.health()["processes"] if one["role"] == "scheduler")
+    check_killed_schedulers(engine, PROMPT)

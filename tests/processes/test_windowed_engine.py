@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-from itertools import count
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -13,6 +10,7 @@ import torch
 
 from aioengine import Engine
 from tests.compute.runner_world import save_model
+from tests.processes.cached_answers import PARAMS, ask, check_killed_schedulers, cold
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,7 +19,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.process
 
-PARAMS: dict[str, object] = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
 PROMPT = random.Random(0).choices(range(1, 250), k=150)
 PAGE = 4
 POOL = 2 * 512
@@ -38,22 +35,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         str(folder), skip_tokenizer_init=True, max_total_tokens=POOL, chunked_prefill_size=64, **arguments
     ) as engine:
         yield engine
-
-
-SALTS = map(str, count())
-
-
-def ask(engine: Engine, ids: list[int], **options: Any) -> tuple[list[int], int]:
-    """The tokens of an answer, and how many of the prompt's were cached."""
-    out = engine.generate(input_ids=ids, sampling_params=PARAMS, **options)
-    return out["output_ids"], out["meta_info"]["cached_tokens"]
-
-
-def cold(engine: Engine, ids: list[int]) -> list[int]:
-    """The tokens of an answer for which nothing is reused."""
-    answer, num_cached = ask(engine, ids, cache_salt=next(SALTS))
-    assert num_cached == 0
-    return answer
 
 
 def test_turns_and_samples_find_pages(engine: Engine) -> None:
@@ -89,16 +70,5 @@ def test_sessions_keep_what_their_next_turn_sees(engine: Engine) -> None:
 
 
 def test_a_request_goes_on_in_a_pool_of_the_same_size_when_its_scheduler_was_killed(engine: Engine) -> None:
-    expected, first = cold(engine, PROMPT), pid_of(engine)
-    for _ in range(2):
-        found: list[int] = []
-        for chunk in engine.generate(input_ids=PROMPT, sampling_params=PARAMS, stream=True):
-            found += chunk["output_ids"]
-            if len(found) > 10 and pid_of(engine) == first:
-                os.kill(first, signal.SIGKILL)
-        assert found == expected
+    check_killed_schedulers(engine, PROMPT)
     assert engine.get_server_info()["max_total_num_tokens"] == POOL
-
-
-def pid_of(engine: Engine) -> int:
-    return next(one["pid"] for one in engine.health()["processes"] if one["role"] == "scheduler")

@@ -96,6 +96,13 @@ def pages_of(
 
 
 @triton.jit
+def load_part(pointers: tl.tensor, is_there: tl.tensor, SIZE: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tensor:
+    """[X, COLUMNS], of which SIZE are there; ``pointers`` [X, 1]: where they begin."""
+    columns = tl.arange(0, COLUMNS)[None, :]
+    return tl.load(pointers + columns, mask=is_there[:, None] & (columns < SIZE), other=0.0)
+
+
+@triton.jit
 def _attend_split(
     queries: tl.tensor,
     keys: tl.tensor,

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from aioengine.kernels.triton.attention import MASKED
+from aioengine.kernels.triton.attention import MASKED, load_part, pages_of
 from aioengine.kernels.triton.launcher import Launcher, next_power_of_2
 
 if TYPE_CHECKING:
@@ -47,13 +47,6 @@ HOPPER_BYTES = 232_448
 def tile_of(num_tokens: int, num_heads: int) -> Tile:
     """For rows of ``num_tokens`` tokens in all."""
     return LARGE if -(-num_tokens // LARGE.rows) * num_heads >= ENOUGH_PROGRAMS else SMALL
-
-
-@triton.jit
-def _load_part(pointers: tl.tensor, is_there: tl.tensor, SIZE: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tensor:
-    """[tokens, COLUMNS], of which SIZE are there; ``pointers`` [tokens, 1]: where they begin."""
-    columns = tl.arange(0, COLUMNS)[None, :]
-    return tl.load(pointers + columns, mask=is_there[:, None] & (columns < SIZE), other=0.0)
 
 
 @triton.jit
@@ -144,8 +137,7 @@ def _attend_kernel(
     head = tl.program_id(0)
     first_token = tl.load(query_starts + row)
     count = tl.load(query_starts + row + 1) - first_token
-    row_page = tl.load(page_starts + row)
-    length = (tl.load(page_starts + row + 1) - row_page - 1) * PAGE_SIZE + tl.load(last_lengths + row)
+    row_page, length = pages_of(row, page_starts, last_lengths, PAGE_SIZE)
     key_start = (row_page - first_page).to(tl.int64) * PAGE_SIZE
     keys = expanded + key_start * stride + head * (KEY_SIZE + VALUE_SIZE)
     rotated += key_start * ROTATED_STRIDE
@@ -153,8 +145,8 @@ def _attend_kernel(
     is_there = token < count
     tokens = (first_token + token).to(tl.int64)
     pointers = q + (tokens * Q_TOKEN)[:, None] + head * Q_HEAD
-    queries = _load_part(pointers, is_there, KEY_SIZE, KEY_COLUMNS)
-    turned = _load_part(pointers + KEY_SIZE, is_there, ROTATED_SIZE, MORE)
+    queries = load_part(pointers, is_there, KEY_SIZE, KEY_COLUMNS)
+    turned = load_part(pointers + KEY_SIZE, is_there, ROTATED_SIZE, MORE)
     first_position = length - count + tile_start
     last = tl.minimum(first_position + tl.arange(0, ROWS), length - 1)
     stop, seen_by_all = tl.minimum(first_position + ROWS, length), (first_position + 1) // BLOCK * BLOCK

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from aioengine.kernels.triton.attention import MASKED
+from aioengine.kernels.triton.attention import MASKED, load_part, pages_of
 from aioengine.kernels.triton.launcher import Launcher, next_power_of_2
 
 if TYPE_CHECKING:
@@ -72,13 +72,6 @@ def part_size(length: tl.tensor, few_parts: tl.tensor, most_parts: tl.tensor, BL
         tl.cdiv(tl.cdiv(length, few_parts), BLOCK) * BLOCK,
         tl.maximum(tl.cdiv(tl.cdiv(length, most_parts), BLOCK) * BLOCK, LONG),
     )
-
-
-@triton.jit
-def _load_heads(pointers: tl.tensor, is_head: tl.tensor, SIZE: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tensor:
-    """[heads, COLUMNS], of which SIZE are there; ``pointers``: where the heads begin."""
-    columns = tl.arange(0, COLUMNS)[None, :]
-    return tl.load(pointers[:, None] + columns, mask=is_head[:, None] & (columns < SIZE), other=0.0)
 
 
 @triton.jit
@@ -155,8 +148,7 @@ def _parts_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     row, part = tl.program_id(1).to(tl.int64), tl.program_id(2)
-    first_page = tl.load(page_starts + row)
-    length = (tl.load(page_starts + row + 1) - first_page - 1) * PAGE_SIZE + tl.load(last_lengths + row)
+    first_page, length = pages_of(row, page_starts, last_lengths, PAGE_SIZE)
     size = part_size(length, few_parts, most_parts, BLOCK)
     start = part * size
     if start >= length:
@@ -167,9 +159,10 @@ def _parts_kernel(
     pages = tl.load(page_ids + positions // PAGE_SIZE, mask=positions < stop, other=0)
     heads = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     is_head = heads < NUM_HEADS
-    queries = _load_heads(latent + row * LATENT_ROW + heads * LATENT_HEAD, is_head, VALUE_SIZE, COLUMNS)
+    pointers = latent + row * LATENT_ROW + heads * LATENT_HEAD
+    queries = load_part(pointers[:, None], is_head, VALUE_SIZE, COLUMNS)
     pointers = rotated + row * ROTATED_ROW + heads * ROTATED_HEAD
-    turned = _load_heads(pointers, is_head, KEY_SIZE - VALUE_SIZE, MORE)
+    turned = load_part(pointers[:, None], is_head, KEY_SIZE - VALUE_SIZE, MORE)
     highest, total, sums = _attend_part(
         *(queries, turned, keys, page_ids, pages, start, stop, scale, PAGE_SIZE, KEY_SIZE, VALUE_SIZE, BLOCK)
     )
@@ -205,8 +198,7 @@ def _merge_kernel(
 ) -> None:
     row = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1)
-    num_pages = tl.load(page_starts + row + 1) - tl.load(page_starts + row)
-    length = (num_pages - 1) * PAGE_SIZE + tl.load(last_lengths + row)
+    _, length = pages_of(row, page_starts, last_lengths, PAGE_SIZE)
     size = part_size(length, few_parts, most_parts, BLOCK)
     if size >= length:
         return

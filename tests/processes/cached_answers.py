@@ -1,0 +1,44 @@
+"""Answers of whole engines with and without the prefix cache, and in spite of killed schedulers."""
+
+from __future__ import annotations
+
+import os
+import signal
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from aioengine import Engine
+
+PARAMS: dict[str, object] = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
+SALTS = map(str, count())
+
+
+def ask(engine: Engine, ids: list[int], **options: Any) -> tuple[list[int], int]:
+    """The tokens of an answer, and how many of the prompt's were cached."""
+    out = engine.generate(input_ids=ids, sampling_params=PARAMS, **options)
+    return out["output_ids"], out["meta_info"]["cached_tokens"]
+
+
+def cold(engine: Engine, ids: list[int], **options: Any) -> list[int]:
+    """The tokens of an answer for which nothing is reused."""
+    answer, num_cached = ask(engine, ids, cache_salt=next(SALTS), **options)
+    assert num_cached == 0
+    return answer
+
+
+def check_killed_schedulers(engine: Engine, prompt: list[int]) -> None:
+    """A stream whose scheduler is killed gives the tokens of one without; then one on the next scheduler."""
+    expected, first = cold(engine, prompt), _scheduler_pid(engine)
+    for _ in range(2):
+        found: list[int] = []
+        for chunk in engine.generate(input_ids=prompt, sampling_params=PARAMS, stream=True):
+            found += chunk["output_ids"]
+            if len(found) > 10 and _scheduler_pid(engine) == first:
+                os.kill(first, signal.SIGKILL)
+        assert found == expected
+    assert _scheduler_pid(engine) != first
+
+
+def _scheduler_pid(engine: Engine) -> int:
+    return next(one["pid"] for one in engine.health()["processes"] if one["role"] == "scheduler")
