@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 class FailedRows:
     """The open requests whose rows fail in each step until they are closed; closes requests of the table.
 
+    A row with non-finite numbers fails by its last token, which attention brings them to. Without prompt logprobs those
+    in the middle of a prompt are not noticed if all layers have windows too short for that, or if they arise behind the
+    attention of the last layer, where the answer does not depend on them: reading all tokens takes each prompt time.
+
     Attributes:
         reasons: by uid, why.
     """

@@ -115,21 +115,29 @@ class StepLogprobs:
         """The prompts of these requests end with this step."""
         self._ended += requests
 
-    def extras(self) -> list[Extra]:
-        """The logprobs as messages, once the device is done. Those of a prompt wait in its row for its last step."""
+    def extras(self) -> tuple[list[Extra], set[int]]:
+        """The logprobs as messages, once the device is done, and the uids of requests that have a logprob of NaN, as a
+        NaN among the logits makes it. Those of a prompt wait in its row for its last step.
+        """
         found: list[Extra] = []
+        invalid: set[int] = set()
         for part in self._parts:
-            _read(part, found)
+            invalid |= _read(part, found)
         for request in self._ended:
             if request.logprobs is not None and request.logprobs.parts:
                 found += prompt_extras(request.uid, b"".join(request.logprobs.parts), request.logprobs.rules)
                 request.logprobs.parts.clear()
-        return found
+        return found, invalid
 
 
-def _read(part: _Part, found: list[Extra]) -> None:
-    """Append the extras of output tokens to ``found``, and the numbers of prompts to their rows."""
+def _read(part: _Part, found: list[Extra]) -> set[int]:
+    """Append the extras of output tokens to ``found``, and the numbers of prompts to their rows.
+
+    Returns the uids of requests that have a position whose logprob is NaN.
+    """
     numbers = part.numbers.numpy()
+    is_invalid = np.isnan(numbers[:, 0].view(np.float32))
+    has_invalid, invalid = bool(is_invalid.any()), set[int]()
     whole, row_bytes = numbers.tobytes(), numbers.strides[0]
     most = part.wanted.num_top, part.wanted.num_asked
     start = 0
@@ -138,6 +146,8 @@ def _read(part: _Part, found: list[Extra]) -> None:
         if own is None:
             raise ValueError(f"request {request.uid} asked for no logprobs")
         end = start + count
+        if has_invalid and is_invalid[start:end].any():
+            invalid.add(request.uid)
         shape = own.rules.num_top, len(own.rules.token_ids)
         if shape == most:
             data = whole[start * row_bytes : end * row_bytes]
@@ -153,6 +163,7 @@ def _read(part: _Part, found: list[Extra]) -> None:
             found.append(Extra(request.uid, NO_TOKEN, NEXT_LOGPROBS, data))
         elif data:
             found.append(Extra(request.uid, index, OUTPUT_LOGPROBS, data))
+    return invalid
 
 
 def _columns(num_top: int, num_asked: int, most: tuple[int, int]) -> Ints:

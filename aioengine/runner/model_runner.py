@@ -216,7 +216,7 @@ class ModelRunner:
             self._newest = None
             self._constrained.finish()
         values = ticket.values.wait()
-        extras = [] if ticket.logprobs is None else ticket.logprobs.extras()
+        extras, invalid = ([], set[int]()) if ticket.logprobs is None else ticket.logprobs.extras()
         if ticket.states is not None:
             extras += ticket.states.extras()
         if ticket.pooled is not None:
@@ -224,11 +224,11 @@ class ModelRunner:
         if ticket.constrained:
             self._constrained.follow(ticket)
             self._constrained.begin_masks()
-        is_usual = not ticket.failed and not ticket.jumps and len(ticket.wanted) == len(ticket.sampled)
+        is_usual = not (ticket.failed or ticket.jumps or invalid) and len(ticket.wanted) == len(ticket.sampled)
         if is_usual and FAILED not in values:
             tokens = TokenColumns(ticket.wanted, values[: len(ticket.sampled)], None, extras)
             return StepResult(tokens, complete=ticket.complete)
-        value_of = dict(zip([*ticket.sampled, *ticket.silent], values, strict=True))
+        value_of = dict(zip([*ticket.sampled, *ticket.silent], values, strict=True)) | dict.fromkeys(invalid, FAILED)
         bad = [uid for uid, value in value_of.items() if value == FAILED]
         requests = self._table.requests
         errors = {uid: self._custom.errors.pop(uid, "") or _why_bad(requests.get(uid)) for uid in bad}
@@ -322,7 +322,7 @@ class ModelRunner:
             pooled.take(hidden)
         if len(sampled) == len(rows.requests):
             return self._draw(hidden, self._table.sampled(sampled, rows.row_indices, rows.starts + rows.counts))
-        # A non-finite number anywhere in a row has reached its last token through attention.
+        # A non-finite number in a row has reached its last token through attention; FailedRows names the exceptions.
         is_finite = hidden.isfinite().all(-1)
         if not sampled:
             return torch.where(is_finite, 0, FAILED)

@@ -205,6 +205,33 @@ def test_without_output_the_distribution_behind_the_prompt_is_given(saved: Saved
     ]
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_prompt_logprob_that_is_no_number_fails_its_request_alone(tmp_path: Path, depth: int) -> None:
+    """All layers have windows of four tokens: what goes wrong at the start of a prompt does not reach its end."""
+    save_model("mistral", tmp_path, sliding_window=4)
+    poison, rules = 77, LogprobRules(start=0, num_top=2)
+    prompts = [[token for token in PROMPT if token != poison], [5, poison, *range(100, 140)]]
+
+    def world_of() -> World:
+        return World(make_settings(tmp_path, depth=depth))
+
+    alone = world_of()
+    expected = alone.submit(prompts[0], logprobs=rules)
+    alone.run()
+    world = world_of()
+    world.runner._model._embedding.weight[poison] = torch.nan  # pyright: ignore
+    bad, good = world.submit(prompts[1], logprobs=rules), world.submit(prompts[0], logprobs=rules)
+    scored = world.submit(prompts[1], logprobs=rules, max_new_tokens=0)
+    world.run()
+    for uid in (bad, scored):
+        assert world.ended[uid].code is FinishCode.FAILED
+        assert "non-finite" in world.ended[uid].message
+        assert (world.outputs[uid], world.extras[uid]) == ([], [])
+    assert world.ended[good].code is FinishCode.LENGTH
+    assert world.outputs[good] == alone.outputs[expected]
+    assert [extra.data for extra in world.extras[good]] == [extra.data for extra in alone.extras[expected]]
+
+
 def test_processed_logprobs_are_those_that_tokens_are_drawn_from(saved: Saved) -> None:
     world = World(settings_of(saved, mode="processed"))
     rules = LogprobRules(num_top=3)
