@@ -35,7 +35,7 @@ from aioengine.protocol.media import (
 )
 from aioengine.supervision.media_jobs import NUM_FETCHES, MediaProcess
 from aioengine.supervision.tasks import WorkerThread, post
-from aioengine.transport.addresses import MEDIA_SUFFIX, PrivateDirectory, remove_stale
+from aioengine.transport.addresses import MEDIA_SUFFIX, SHARED_MEMORY, PrivateDirectory, remove_stale
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -55,7 +55,6 @@ MAX_USED_BYTES: Final = 1 << 31
 MAX_SESSION_BYTES: Final = 1 << 31
 """Of files that open sessions keep."""
 
-SHARED_MEMORY: Final = "/dev/shm"
 MIN_SHARED_BYTES: Final = 1 << 33
 """Of shared memory that is free, for files to be there: much more than they take."""
 

@@ -26,6 +26,8 @@ BOARD_SUFFIX = ".board"
 """The suffix of the crash boards, which lie beside the sockets and the logs."""
 MEDIA_SUFFIX = ".media"
 """The suffix of images in a directory of their own."""
+SHARED_MEMORY = "/dev/shm"
+"""Where engines put images, if there is room."""
 _MAX_NAME = len("/detokenizer-99")
 
 
@@ -46,12 +48,17 @@ class PrivateDirectory:
     def __init__(self, base: str | None = None) -> None:
         """Make and lock a new directory, and remove those that dead engines left beside it.
 
-        ``base``: the folder for it; None: a place for sockets, which may be small.
+        ``base``: the folder for it; None: a place for sockets, which may be small. Then, at the start of an engine,
+        those with images of dead engines are removed too, wherever they are.
 
         Raises:
             OSError: no writable directory was found.
         """
-        base = base or _choose_base()
+        if base is None:
+            base = _choose_base()
+            for place in {tempfile.gettempdir(), SHARED_MEMORY} - {base}:
+                with contextlib.suppress(OSError):  # it is not there, or cannot be read: no image is in it
+                    remove_stale(place)
         remove_stale(base)
         # It gets its final name when it is locked: before that another engine would take it for a stale one.
         draft = tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=base)

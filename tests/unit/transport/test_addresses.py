@@ -53,6 +53,28 @@ def test_a_dead_engine_s_directory_is_removed_and_a_living_one_s_kept(base: Path
     assert list(base.iterdir()) == []
 
 
+def test_an_engine_that_starts_removes_the_images_of_dead_ones_and_keeps_those_of_living_ones(
+    base: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared, temporary = (tmp_path_factory.mktemp(name) for name in ("shared", "temporary"))
+    monkeypatch.setattr(addresses, "SHARED_MEMORY", str(shared))
+    monkeypatch.setattr(addresses.tempfile, "tempdir", str(temporary))
+    living, dead = ([PrivateDirectory(str(place)) for place in (shared, temporary)] for _ in range(2))
+    for directory in (*living, *dead):
+        (Path(directory.path) / "image0.media").write_bytes(b"pixels")
+    for directory in dead:
+        os.close(directory._lock)  # as the system does when its process ends
+    PrivateDirectory().remove()
+    assert [[str(found) for found in place.iterdir()] for place in (shared, temporary)] == [
+        [directory.path] for directory in living
+    ]
+    for directory in living:
+        assert (Path(directory.path) / "image0.media").read_bytes() == b"pixels"
+        directory.remove()
+    monkeypatch.setattr(addresses, "SHARED_MEMORY", str(shared / "absent"))
+    PrivateDirectory().remove()
+
+
 def test_files_and_folders_of_others_are_kept(base: Path) -> None:
     (base / "aioengine-file").write_text("x")
     (base / "aioengine-open").mkdir(mode=0o755)
