@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 from collections.abc import Iterator, Mapping
 from typing import Final, cast
 
@@ -20,6 +22,8 @@ _MAX_PARTS: Final = 1000
 """Of a section. The largest known have some 20."""
 _MAX_GROWTH: Final = 256
 """How much longer a text may become. Unicode's own forms make some letters 18 times as long."""
+_GROWTHS: Final = {"ByteLevel": 4, "BertNormalizer": 3}
+"""Parts that write a character as several: for its bytes, or with spaces around it."""
 _MAX_ADDED: Final = 1024
 """Characters that normalizers put before a text, and tokens that a template puts around it."""
 
@@ -99,11 +103,26 @@ def _parts(section: object, of_parts: str) -> Iterator[Mapping[str, object]]:
 def _growth(part: Mapping[str, object]) -> float:
     """How many times as long a text may become: a part replaces it by a longer one, or a template repeats it."""
     content, pattern = part.get("content"), part.get("pattern")
-    growth = 0.0
+    growth = float(max(_GROWTHS.get(str(part.get("type")), 1), _longest_in_table(part.get("precompiled_charsmap"))))
     if isinstance(content, str):
         replaced = cast("Mapping[str, object]", pattern).get("String") if isinstance(pattern, Mapping) else None
-        growth = len(content) / max(len(replaced) if isinstance(replaced, str) else 1, 1)
-    return max(1.0, growth, *(len(_entries(part, template, "Sequence")) for template in ("single", "pair")))
+        growth = max(growth, len(content) / max(len(replaced) if isinstance(replaced, str) else 1, 1))
+    return max(growth, *(len(_entries(part, template, "Sequence")) for template in ("single", "pair")))
+
+
+def _longest_in_table(table: object) -> int:
+    """Bytes of the longest text that a Precompiled normalizer may write for a character; 0: there is no such table.
+
+    The table, in base64, is the size of a trie in 4 bytes, the trie, and the texts, each with a null byte behind it.
+    """
+    if not isinstance(table, str):
+        return 0
+    try:
+        content = base64.b64decode(table)
+    except (binascii.Error, ValueError):  # the library refuses it, too
+        return 0
+    texts = content[4 + int.from_bytes(content[:4], "little") :]
+    return max(map(len, texts.split(b"\0")))
 
 
 def _added(part: Mapping[str, object]) -> int:

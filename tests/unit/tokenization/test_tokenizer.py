@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import struct
 import subprocess
 import sys
 from datetime import datetime
@@ -393,6 +395,16 @@ def template(pieces: list[object]) -> dict[str, object]:
     return {"type": "TemplateProcessing", "single": pieces, "pair": [], "special_tokens": tokens}
 
 
+def precompiled(*texts: str) -> dict[str, object]:
+    """A normalizer that writes the last of the texts for the letter "a"."""
+    trie = [0] * 1024
+    trie[0], trie[256 ^ 97] = 256 << 10, 97 | 256  # at 256, and the value of "a" is 97 | 256
+    written = "".join(f"{text}\0" for text in texts[:-1]).ljust(97 | 256, "\0") + texts[-1]
+    table = struct.pack("<1025I", 4096, *trie) + written.encode()
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}
+
+
+BERT = {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, "lowercase": True}
 PREPEND = {"type": "Prepend", "prepend": "x" * 10}
 WORDS = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a", "continuing_subword_prefix": 5}
 
@@ -422,6 +434,9 @@ WORDS = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a", "continuing_s
             "its decoder makes texts 1.15292e.18 times as long",
         ),
         ({"post_processor": template([{"Sequence": {"id": "A", "type_id": 0}}] * 500)}, "texts 500 times as long"),
+        ({"normalizer": precompiled("a" * 18, "b" * 70_000)}, "its normalizer makes texts 70000 times as long"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "ByteLevel"}] * 24}}, "normalizer .* as long"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [BERT] * 900}}, "normalizer .* as long"),
         ({"post_processor": template([{"SpecialToken": {"id": "x", "type_id": 0}}])}, "adds 2000 characters or tokens"),
     ],
 )
@@ -444,3 +459,5 @@ def test_prefixes_and_replacements_as_models_have_them_are_read(tmp_path: Path) 
     fields = {"model": merged("##", [["a", "##b"]]), "normalizer": replacing(" ", "\u2581")}
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", **fields}))
     assert Tokenizer(tmp_path).encode("ab") == [3]
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**fields, "version": "1.0", "normalizer": precompiled("ab")}))
+    assert Tokenizer(tmp_path).encode("a") == [3]
