@@ -306,7 +306,7 @@ def _tokenizer_path(config: EngineConfig, model: ModelFacts) -> str | None:
         return None
     if model.tokenizer_path is None:
         raise ValueError(
-            f"{(config.model.tokenizer_path or model.path)!r} has no tokenizer.json; name another folder with "
-            "tokenizer_path, or pass token ids only with skip_tokenizer_init=True"
+            f"{(config.model.tokenizer_path or model.path)!r} has no tokenizer.json, and is no GGUF file with a "
+            "tokenizer; name another folder with tokenizer_path, or pass token ids only with skip_tokenizer_init=True"
         )
     return model.tokenizer_path

@@ -31,6 +31,8 @@ CONFIG: Final = "config.json"
 TOKENIZER: Final = "tokenizer.json"
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 SPECIAL_TOKENS: Final = "special_tokens_map.json"
+_GGUF_PARTS: Final = {CONFIG: "config", TOKENIZER: "tokenizer", TOKENIZER_CONFIG: "tokenizer config"}
+"""The files that a GGUF file stands for, and what messages call them."""
 MAX_BYTES: Final = 32 * 1024 * 1024
 """Of every file but the next one. The largest known: the index of 100,000 tensors, 10 MB."""
 MAX_TOKENIZER_BYTES: Final = 512 * 1024 * 1024
@@ -80,7 +82,7 @@ def open_file(path: Path) -> BinaryIO | None:
         raise _unreadable(path, error) from error
     if file is None:
         kind = "a folder" if stat.S_ISDIR(mode) else "a pipe, socket or device"
-        raise ValueError(f"{_shown(path)} is {kind}, not a file")
+        raise ValueError(f"{shown_path(path)} is {kind}, not a file")
     try:
         is_pointer = file.read(len(_LFS_POINTER)) == _LFS_POINTER
         file.seek(0)
@@ -89,13 +91,13 @@ def open_file(path: Path) -> BinaryIO | None:
         raise _unreadable(path, error) from error
     if is_pointer:
         file.close()
-        raise ValueError(f"{_shown(path)} is a Git LFS pointer, not the file: run `git lfs pull` in its folder")
+        raise ValueError(f"{shown_path(path)} is a Git LFS pointer, not the file: run `git lfs pull` in its folder")
     return file
 
 
 def is_file(path: Path) -> bool:
     """Whether there is a file that can be opened; False: there is nothing. Raises ValueError as ``open_file``."""
-    if is_gguf(path.parent) and path.name in (CONFIG, TOKENIZER, TOKENIZER_CONFIG):
+    if is_gguf(path.parent) and path.name in _GGUF_PARTS:
         header, opened = read_gguf(path.parent)
         opened.close()
         return path.name != TOKENIZER or has_tokenizer(header)
@@ -136,7 +138,7 @@ def read_gguf(path: Path) -> tuple[Header, BinaryIO]:
     """
     file = open_file(path)
     if file is None:
-        raise ValueError(f"{_shown(path)} cannot be read: there is no such file")
+        raise ValueError(f"{shown_path(path)} cannot be read: there is no such file")
     try:
         return read_header(file), file
     except (OSError, ValueError) as error:
@@ -146,7 +148,7 @@ def read_gguf(path: Path) -> tuple[Header, BinaryIO]:
 
 def _in_gguf(path: Path) -> bytes | None:
     """The contents of a JSON file that a GGUF file, its parent, stands for; None: there is none of this name."""
-    if path.name not in (CONFIG, TOKENIZER, TOKENIZER_CONFIG):
+    if path.name not in _GGUF_PARTS:
         return None
     header, file = read_gguf(path.parent)
     try:
@@ -204,10 +206,13 @@ def _undecodable(content: bytes) -> Iterator[str]:
 
 def _unreadable(path: Path, reason: Exception | str) -> ValueError:
     words = reason.strerror if isinstance(reason, OSError) else reason
-    return ValueError(f"{_shown(path)} cannot be read: {words}")
+    return ValueError(f"{shown_path(path)} cannot be read: {words}")
 
 
-def _shown(path: Path) -> str:
+def shown_path(path: Path) -> str:
+    """A file of a model folder in messages; of a GGUF file the part that stands for it."""
+    if path.name in _GGUF_PARTS and is_gguf(path.parent):
+        return f"the {_GGUF_PARTS[path.name]} in {shown_path(path.parent)}"
     text = str(path)
     return repr(text) if len(text) <= MAX_PATH else f"{text[:80]!r}... ({len(text)} characters)"
 
@@ -248,7 +253,7 @@ def described_tokens(config: Json, folder: Path) -> list[tuple[str, dict[str, bo
     try:
         described = msgspec.convert(config.get("added_tokens_decoder") or {}, dict[int, _Described], str_keys=True)
     except msgspec.ValidationError as error:
-        raise ValueError(f"added_tokens_decoder in {_shown(folder / TOKENIZER_CONFIG)}: {error}") from error
+        raise ValueError(f"added_tokens_decoder in {shown_path(folder / TOKENIZER_CONFIG)}: {error}") from error
     return [(token.content, token.flags) for _, token in sorted(described.items())]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -59,7 +58,7 @@ def download(
             name, file.filename, revision=file.commit_hash, cache_dir=download_dir
         )
 
-    with _errors_named(argument, name, revision):
+    with _errors_named(argument, name, revision, cache=download_dir or huggingface_hub.constants.HF_HUB_CACHE):
         with suppress(errors.DryRunError):  # the hub cannot be reached, and all may be in the cache
             with _bars(are_shown=False):
                 found: list[huggingface_hub.DryRunFileInfo] = find(dry_run=True)
@@ -80,7 +79,7 @@ def weight_shapes(name: str, *, revision: str | None) -> dict[str, tuple[int, ..
     from huggingface_hub import errors
 
     try:
-        with _errors_named("model_path", name, revision), _bars(are_shown=False):
+        with _errors_named("model_path", name, revision, cache=None), _bars(are_shown=False):
             found = huggingface_hub.HfApi().get_safetensors_metadata(name, revision=revision)
     except errors.NotASafetensorsRepoError as error:
         raise ValueError(f"the hub's model {name!r} has no *.safetensors files; other forms are not read") from error
@@ -91,9 +90,12 @@ def weight_shapes(name: str, *, revision: str | None) -> dict[str, tuple[int, ..
 
 
 @contextmanager
-def _errors_named(argument: str, name: str, revision: str | None) -> Generator[None]:
-    """Errors of the hub as ValueErrors that say what to do."""
-    from huggingface_hub import errors
+def _errors_named(argument: str, name: str, revision: str | None, *, cache: str | None) -> Generator[None]:
+    """Errors of the hub as ValueErrors that say what was tried and what to do.
+
+    ``cache``: the folder of downloads where the model was looked for; None: its files are read from the hub alone.
+    """
+    from huggingface_hub import constants, errors
 
     http: type[Exception] = vars(errors)["HTTPError"]  # of the library that this version of it uses
     try:
@@ -105,11 +107,18 @@ def _errors_named(argument: str, name: str, revision: str | None) -> Generator[N
             "and for a private or gated model log in with `hf auth login` or set HF_TOKEN"
         ) from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, http, OSError) as error:
-        is_offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        tried = _not_here(argument, name)
+        if cache is not None:
+            tried += f", the cache {cache!r} lacks files of the hub's model of this name"
+        if constants.HF_HUB_OFFLINE:
+            raise ValueError(
+                f"{tried}, and HF_HUB_OFFLINE is set, so the hub was not asked for the model's files; unset it, or "
+                "give the path of a folder that has them"
+            ) from error
+        reason = (str(error).strip().splitlines() or [""])[0].removeprefix("Got: ")[:200] or type(error).__name__
         raise ValueError(
-            f"{_not_here(argument, name)}, and the hub's model of this name is not in the cache and could not be "
-            f"fetched{' (HF_HUB_OFFLINE is set)' if is_offline else ''}: {reason}"
+            f"{tried}, and the model's files could not be fetched from {constants.ENDPOINT}: {reason}; check the "
+            "network and the disk of this machine, or give the path of a folder that has them"
         ) from error
 
 

@@ -391,7 +391,7 @@ def _read_config(folder: Path, wanted: ModelConfig) -> tuple[_Config, Transforme
             not_implemented("is_causal", False, "true, or is_embedding=True: its tokens attend to all of their text")
         return config, found, read_pooling(folder, found, raw), implementation
     except ValueError as error:
-        raise ValueError(f"{str(file)!r}: {error}") from error
+        raise ValueError(f"{folder_files.shown_path(file)}: {error}") from error
 
 
 def _what_instead(folder: Path) -> str:

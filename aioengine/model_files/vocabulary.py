@@ -40,7 +40,7 @@ def num_token_ids(tokenizer_path: str) -> int:
     file = Path(tokenizer_path) / folder_files.TOKENIZER
     tokenizer = folder_files.read_json(file, _Tokenizer, folder_files.MAX_TOKENIZER_BYTES)
     if tokenizer is None:
-        message = f"cannot read {file}: there is no such file"
+        message = f"cannot read {folder_files.shown_path(file)}: there is no such file"
         raise ValueError(message)
     vocab = tokenizer.model.vocab
     ids = [len(vocab) - 1] if isinstance(vocab, list) else vocab.values()

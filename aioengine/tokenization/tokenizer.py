@@ -271,6 +271,11 @@ class Tokenizer:
 def _read_fast_tokenizer(folder: Path) -> FastTokenizer:
     path = folder / folder_files.TOKENIZER
     content = folder_files.read_bytes(path, folder_files.MAX_TOKENIZER_BYTES)
+    if content is None and folder_files.is_gguf(folder):
+        raise ValueError(
+            f"{str(folder)!r} has no tokenizer in it; name a folder that has one with tokenizer_path=, or pass "
+            "skip_tokenizer_init=True and token ids"
+        )
     if content is None:
         others = [
             name for name in ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json") if (folder / name).exists()
@@ -286,7 +291,9 @@ def _read_fast_tokenizer(folder: Path) -> FastTokenizer:
         with _panics_as_errors:
             return FastTokenizer.from_buffer(content)  # its from_file takes UTF-8 paths alone
     except Exception as error:  # the library raises nothing more specific
-        raise ValueError(f"{path} is not a tokenizer that this version of tokenizers can read: {error}") from error
+        raise ValueError(
+            f"{folder_files.shown_path(path)} cannot be read by this version of tokenizers: {error}"
+        ) from error
 
 
 def _add_tokens(fast: FastTokenizer, folder: Path, config: Json, named: dict[str, str]) -> None:

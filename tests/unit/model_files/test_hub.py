@@ -78,7 +78,9 @@ def test_shapes_of_weights_are_read_from_the_headers_of_their_files(
         hub.weight_shapes("owner/name", revision=None)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{filename}")
-    with pytest.raises(ValueError, match="could not be fetched: "):
+    with pytest.raises(
+        ValueError, match="no such folder in .*, and the model's files could not be fetched from http://127"
+    ):
         hub.weight_shapes("owner/name", revision=None)
 
 
@@ -87,17 +89,25 @@ def test_a_file_that_cannot_be_fetched_is_an_error(double: HubDouble, monkeypatc
         raise OSError(f"no space left for {filename}")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
-    with pytest.raises(ValueError, match=r"could not be fetched: no space left for .*"):
+    with pytest.raises(ValueError, match=r"could not be fetched from http://127.*: no space left for .*disk"):
         locate("owner/name", download_dir="cache")
 
 
 def test_without_a_network_the_error_says_what_was_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ValueError, match=r"'owner/name': there is no such folder in .*HF_HUB_OFFLINE is set") as caught:
         locate("owner/name", download_dir=str(tmp_path), revision="main")
     assert caught.value.__cause__ is not None
+    assert str(caught.value).endswith("; unset it, or give the path of a folder that has them")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ValueError, match=f"no such folder in .*, the cache '{tmp_path}' lacks files of") as caught:
+        locate("owner/name", download_dir=str(tmp_path))
+    assert "could not be fetched from http://127.0.0.1:9: ConnectError: " in str(caught.value)
+    assert str(caught.value).endswith(
+        "; check the network and the disk of this machine, or give the path of a folder that has them"
+    )
 
 
 @pytest.mark.parametrize("is_off", [False, True])
