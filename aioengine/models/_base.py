@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from aioengine.layers.placement import Placement
 from aioengine.quantization.plain import PLAIN
 
 if TYPE_CHECKING:
@@ -34,6 +35,16 @@ class ModelOptions:
     max_positions: int
     batch_invariant: bool = False
     linear_format: LinearFormat = PLAIN
+
+    @property
+    def placement(self) -> Placement:
+        """Of the layers, on one rank."""
+        return Placement(
+            dtype=self.dtype,
+            device=self.device,
+            linear_format=self.linear_format,
+            batch_invariant=self.batch_invariant,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,12 +45,7 @@ class Decoder:
 
     def __init__(self, config: DecoderConfig, options: ModelOptions) -> None:
         self._config = config
-        placement = Placement(
-            dtype=options.dtype,
-            device=options.device,
-            linear_format=options.linear_format,
-            batch_invariant=options.batch_invariant,
-        )
+        placement = options.placement
         self.attention_shape = AttentionShape(
             num_layers=sum(not config.keeps_state(layer) for layer in range(config.num_layers)),
             num_heads=config.num_heads,

@@ -20,7 +20,6 @@ from aioengine.kernels.rotate_heads import as_parts, rotate_heads
 from aioengine.layers.embedding import Embedding
 from aioengine.layers.linear import Linear
 from aioengine.layers.norm import LayerNorm
-from aioengine.layers.placement import Placement
 from aioengine.layers.rope import RotaryEmbedding
 from aioengine.models._base import InputSpec, ModelInputs
 
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
     from aioengine.attention._base import StepAttention
     from aioengine.families._encoders import EncoderConfig, Gelu, HeadConfig
-    from aioengine.layers.placement import Target
+    from aioengine.layers.placement import Placement, Target
     from aioengine.models._base import ModelOptions
 
     Tables = tuple[Tensor, Tensor]
@@ -153,12 +152,7 @@ class Encoder:
 
     def __init__(self, config: EncoderConfig, options: ModelOptions) -> None:
         self._config = config
-        placement = Placement(
-            dtype=options.dtype,
-            device=options.device,
-            linear_format=options.linear_format,
-            batch_invariant=options.batch_invariant,
-        )
+        placement = options.placement
         self.attention_shape = AttentionShape(
             num_layers=config.num_layers,
             num_heads=config.num_heads,

@@ -28,7 +28,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from aioengine import checks
 from aioengine.families._config import Task
-from aioengine.layers.placement import Placement, Target
+from aioengine.layers.placement import Target
 from aioengine.model_files import checkpoint, folder_files
 from aioengine.models import _fallback_attention as layers
 from aioengine.models._base import InputSpec, ModelInputs
@@ -112,13 +112,7 @@ class TransformersModel:
         noted.end()
         if self._tables != own_positions:
             refuse(self._step.model_type, "it looks up position 0 at another place of its table than at the first")
-        placement = Placement(
-            dtype=options.dtype,
-            device=options.device,
-            linear_format=options.linear_format,
-            batch_invariant=options.batch_invariant,
-        )
-        swaps = Swaps(self._model, noted, self._step, placement)
+        swaps = Swaps(self._model, noted, self._step, options.placement)
         try:
             self._try()
         except ValueError as error:

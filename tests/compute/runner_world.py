@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -181,3 +181,17 @@ class World:
         ]
         self.run()
         return [self.outputs[uid] for uid in uids]
+
+
+def check_greedy(world: World, theirs: Any, prompts: list[list[int]], *, num_new: int) -> None:
+    """Each greedy token of the prompts, which run together, has the highest logit but for rounding.
+
+    ``theirs``: the model of transformers. The runner is closed.
+    """
+    answers = world.answers(prompts, max_new_tokens=num_new)
+    world.runner.close()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert len(answer) == num_new
+        logits = theirs(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        given = logits.gather(1, torch.tensor(answer).unsqueeze(1))[:, 0]
+        assert (logits.amax(1) - given).max() < 1e-2

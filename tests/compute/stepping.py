@@ -136,3 +136,13 @@ class Stepper:
             self.step([(request, 1)])
         self.free.extend(request.pages)
         return torch.stack(request.logits)
+
+
+def check_bits(ours: Model, token_ids: Tensor, whole: Tensor) -> None:
+    """The logits of 50 token_ids [T] are the bits of ``whole`` [T, V] in other chunks, pages and batches."""
+    assert torch.equal(Stepper(ours, page_size=4).run(token_ids.tolist(), [7, 20, 1, 19]), whole)
+    together = Stepper(ours)
+    requests = [Request(token_ids.tolist()), Request(token_ids.flip(0).tolist()), Request(token_ids[:9].tolist())]
+    together.step([(request, count) for request, count in zip(requests, (30, 2, 9), strict=True)])
+    together.step([(requests[1], 48), (requests[0], 20)])
+    assert torch.equal(torch.stack(requests[0].logits), whole)

@@ -12,10 +12,9 @@ from transformers import PreTrainedModel
 from aioengine import models
 from aioengine.attention._base import AttentionBackend, kv_pool_shape
 from aioengine.models._base import Model, ModelOptions
-from aioengine.protocol.messages import Sampling
 from aioengine.runner.build import choose_attention
 from aioengine.runner.inputs import model_inputs
-from tests.compute.runner_world import World
+from tests.compute.runner_world import World, check_greedy
 from tests.compute.stepping import make_batch
 from tests.gpu.test_model_runner import on_device
 from tests.kit.decoders import HEADS_OF_64, ONE_OF_EACH, config_of, random_model
@@ -90,16 +89,4 @@ def test_greedy_tokens_are_those_of_transformers(theirs: PreTrainedModel, graphs
         chunk_tokens=16, depth=1, device="cuda", attention_backend="triton",
         fallback_backend="torch", cuda_graph_max_rows=graphs,
     )  # fmt: skip
-    world = World(settings)
-    uids = [world.submit(prompt, Sampling(0, temperature=0.0), max_new_tokens=NUM_NEW) for prompt in PROMPTS]
-    for _ in range(200):
-        if not world.core.has_work:
-            break
-        world.step()
-    world.runner.close()
-    for prompt, uid in zip(PROMPTS, uids, strict=True):
-        output = world.outputs[uid]
-        assert len(output) == NUM_NEW
-        logits = theirs(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
-        given = logits.gather(1, torch.tensor(output).unsqueeze(1))[:, 0]
-        assert (logits.amax(1) - given).max() < 1e-2
+    check_greedy(World(settings), theirs, PROMPTS, num_new=NUM_NEW)

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
 from aioengine.kernels import experts, routing
 from aioengine.kernels.expert_types import SILU, Chosen, ExpertWeights, Gate, Routing, Shared
-from aioengine.protocol.messages import Sampling
-from tests.compute.runner_world import World
+from tests.compute.runner_world import World, check_greedy
 from tests.kit.settings import small_settings
 
 NUM_EXPERTS, SIZE, INNER = 12, 256, 192
@@ -87,16 +86,4 @@ def test_greedy_tokens_are_those_of_transformers(family: str, graphs: int, tmp_p
         chunk_tokens=16, depth=1, device="cuda", attention_backend="triton", fallback_backend="torch",
         cuda_graph_max_rows=graphs,
     )  # fmt: skip
-    world = World(settings)
-    uids = [world.submit(prompt, Sampling(0, temperature=0.0), max_new_tokens=8) for prompt in PROMPTS]
-    for _ in range(200):
-        if not world.core.has_work:
-            break
-        world.step()
-    world.runner.close()
-    for prompt, uid in zip(PROMPTS, uids, strict=True):
-        output = world.outputs[uid]
-        assert len(output) == 8
-        logits = theirs(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
-        given = logits.gather(1, torch.tensor(output).unsqueeze(1))[:, 0]
-        assert (logits.amax(1) - given).max() < 1e-2
+    check_greedy(World(settings), theirs, PROMPTS, num_new=8)

@@ -15,14 +15,14 @@ from aioengine.families._config import Task
 from aioengine.kernels import rotate_apart, write_heads
 from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.models._base import ModelOptions
-from aioengine.protocol.messages import Adapter, Sampling
+from aioengine.protocol.messages import Adapter
 from aioengine.runner import weights
 from aioengine.runner.build import build
 from aioengine.runner.warmup import why_it_waits
 from tests.compute.models.test_fallback import KINDS
 from tests.compute.models.test_fallback import SIZES as FEW
 from tests.compute.runner.test_adapters import generate, opened
-from tests.compute.runner_world import World
+from tests.compute.runner_world import World, check_greedy
 from tests.gpu.test_decoders import check_logits
 from tests.kit.adapter_files import write_adapter
 from tests.kit.settings import small_settings
@@ -94,15 +94,7 @@ def test_greedy_tokens_are_those_of_transformers(theirs: Any, graphs: int) -> No
     waits = why_it_waits(world.runner._model, CUDA)
     assert ("cuda_graph_sizes" in world.runner.facts) == (graphs > 0 and not waits)
     assert not waits or theirs.config.model_type in ("mixtral", "gpt_oss"), waits
-    uids = [world.submit(prompt, Sampling(0, temperature=0.0), max_new_tokens=NUM_NEW) for prompt in PROMPTS]
-    world.run()
-    world.runner.close()
-    for prompt, uid in zip(PROMPTS, uids, strict=True):
-        output = world.outputs[uid]
-        assert len(output) == NUM_NEW
-        logits = theirs(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
-        given = logits.gather(1, torch.tensor(output).unsqueeze(1))[:, 0]
-        assert (logits.amax(1) - given).max() < 1e-2
+    check_greedy(world, theirs, PROMPTS, num_new=NUM_NEW)
 
 
 def test_adapters_in_graphs_give_the_tokens_of_a_cpu(tmp_path: Path) -> None:

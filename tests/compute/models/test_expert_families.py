@@ -23,7 +23,7 @@ from aioengine import models
 from aioengine.args import engine_config
 from aioengine.model_files.model_folder import find_facts
 from aioengine.runner import weights
-from tests.compute.stepping import Request, Stepper, options
+from tests.compute.stepping import Stepper, check_bits, options
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -116,12 +116,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(case: str, tmp_path:
     whole = Stepper(ours).run(token_ids.tolist(), [NUM_TOKENS])
     torch.testing.assert_close(whole, expected, atol=5e-5, rtol=1e-5)
     assert torch.equal(whole.argmax(-1), expected.argmax(-1))
-    assert torch.equal(Stepper(ours, page_size=4).run(token_ids.tolist(), [7, 20, 1, 19]), whole)
-    together = Stepper(ours)
-    requests = [Request(token_ids.tolist()), Request(token_ids.flip(0).tolist()), Request(token_ids[:9].tolist())]
-    together.step([(request, count) for request, count in zip(requests, (30, 2, 9), strict=True)])
-    together.step([(requests[1], 48), (requests[0], 20)])
-    assert torch.equal(torch.stack(requests[0].logits), whole)
+    check_bits(ours, token_ids, whole)
 
 
 def test_experts_in_mxfp4_are_those_that_transformers_makes_of_them(tmp_path: Path) -> None:

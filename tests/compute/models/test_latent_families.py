@@ -21,7 +21,7 @@ from aioengine.families._tensors import is_ignored, tensor_shapes
 from aioengine.models import _decoder
 from aioengine.runner import weights
 from aioengine.runner.device_memory import kv_bytes_per_token
-from tests.compute.stepping import Request, Stepper, options
+from tests.compute.stepping import Stepper, check_bits, options
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -139,16 +139,6 @@ def test_attention_multiplies_with_the_expansion(case: str, tmp_path: Path, monk
     token_ids = torch.randint(0, SIZES["vocab_size"] or 0, (NUM_TOKENS,))
     found = Stepper(ours).run(token_ids.tolist(), [30, 12])
     torch.testing.assert_close(found, theirs(token_ids.unsqueeze(0)).logits[0], atol=5e-5, rtol=1e-5)
-
-
-def check_bits(ours: Model, token_ids: torch.Tensor, whole: torch.Tensor) -> None:
-    """The logits of token_ids [T] are the bits of ``whole`` [T, V] in other chunks, pages and batches."""
-    assert torch.equal(Stepper(ours, page_size=3).run(token_ids.tolist(), [7, 20, 1, 19]), whole)
-    together = Stepper(ours)
-    requests = [Request(token_ids.tolist()), Request(token_ids.flip(0).tolist()), Request(token_ids[:9].tolist())]
-    together.step([(request, count) for request, count in zip(requests, (30, 2, 9), strict=True)])
-    together.step([(requests[1], 48), (requests[0], 20)])
-    assert torch.equal(torch.stack(requests[0].logits), whole)
 
 
 def test_bits_in_bf16_do_not_depend_on_the_batch(tmp_path: Path) -> None:
