@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 Size = Annotated[int, Meta(ge=1, le=1 << 24)]
+Layers = Annotated[int, Meta(ge=1, le=1024)]
+"""They are made one by one before the weights are looked at."""
 
 
 class _Vit(msgspec.Struct, frozen=True):
@@ -23,11 +25,15 @@ class _Vit(msgspec.Struct, frozen=True):
 
     hidden_size: Size = 768
     intermediate_size: Size = 3072
-    num_hidden_layers: Size = 12
+    num_hidden_layers: Layers = 12
+    num_attention_heads: Size = 12
     num_channels: Size = 3
     image_size: Size = 224
     patch_size: Size = 32
     vision_use_head: bool = True
+
+    def __post_init__(self) -> None:
+        _check_heads(self.hidden_size, self.num_attention_heads)
 
     @property
     def encoder(self) -> int:
@@ -43,7 +49,8 @@ class _Vit(msgspec.Struct, frozen=True):
 
 
 class _Qwen(msgspec.Struct, frozen=True):
-    depth: Size = 32
+    depth: Layers = 32
+    num_heads: Size = 16
     embed_dim: Size = 1280
     hidden_size: Size = 3584
     intermediate_size: Size = 3420
@@ -76,6 +83,8 @@ class _Whole(msgspec.Struct, frozen=True):
 def num_tower_parameters(config: Mapping[str, object], text_size: int) -> int:
     """Of the tower and of what follows it, of the model that ``config`` (config.json) describes. ``text_size``: T.
 
+    As all sizes are checked for it, ``model_folder`` calls it for the check alone, too.
+
     Raises:
         ValueError: a field has a value that no tower has.
     """
@@ -87,6 +96,12 @@ def num_tower_parameters(config: Mapping[str, object], text_size: int) -> int:
         return _COUNTS[model_type](fields, whole, text_size)
     except msgspec.ValidationError as error:
         not_implemented("vision_config", str(error), "numbers, as transformers has them")
+
+
+def _check_heads(size: int, num_heads: int) -> None:
+    """Raise ValidationError if the heads do not divide the size of the tower."""
+    if size % num_heads:
+        raise msgspec.ValidationError(f"{num_heads} heads of a tower of size {size}")
 
 
 def _layer(size: int, inner: int) -> int:
@@ -109,7 +124,8 @@ def _gemma3(fields: dict[str, object], whole: _Whole, text_size: int) -> int:
 
 
 def _idefics3(fields: dict[str, object], whole: _Whole, text_size: int) -> int:
-    tower = msgspec.convert({"hidden_size": 1152, **fields, "vision_use_head": False}, _Vit)
+    defaults = {"hidden_size": 1152, "num_attention_heads": 16}
+    tower = msgspec.convert({**defaults, **fields, "vision_use_head": False}, _Vit)
     return _siglip(tower) + tower.hidden_size * whole.scale_factor**2 * text_size
 
 
@@ -128,6 +144,7 @@ def _siglip(tower: _Vit) -> int:
 def _qwen2_vl(fields: dict[str, object], whole: _Whole, text_size: int) -> int:
     tower = msgspec.convert(fields, _Qwen)
     size = tower.embed_dim
+    _check_heads(size, tower.num_heads)
     blocks = tower.depth * _layer(size, size * tower.mlp_ratio)
     return tower.patches(size) + blocks + tower.merger(size, tower.hidden_size) + 2 * size
 
@@ -135,6 +152,7 @@ def _qwen2_vl(fields: dict[str, object], whole: _Whole, text_size: int) -> int:
 def _qwen2_5_vl(fields: dict[str, object], whole: _Whole, text_size: int) -> int:
     tower = msgspec.convert(fields, _Qwen)
     size, inner = tower.hidden_size, tower.intermediate_size
+    _check_heads(size, tower.num_heads)
     block = 4 * (size * size + size) + 2 * size + 3 * size * inner + 2 * inner + size
     return tower.patches(size) + tower.depth * block + tower.merger(size, tower.out_hidden_size) + size
 
@@ -143,6 +161,7 @@ def _qwen3_vl(fields: dict[str, object], whole: _Whole, text_size: int) -> int:
     defaults = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "patch_size": 16}
     tower = msgspec.convert({**defaults, **fields}, _Qwen)
     size = tower.hidden_size
+    _check_heads(size, tower.num_heads)
     merger, merged = tower.merger(size, tower.out_hidden_size), tower.spatial_merge_size**2
     deepstack = len(tower.deepstack_visual_indexes) * (merger + 2 * merged * size)
     blocks = tower.depth * _layer(size, tower.intermediate_size)

@@ -22,6 +22,7 @@ from aioengine.families._config import MAX_SIZES, DecoderConfig, Task, as_embedd
 from aioengine.families._fallback_config import linear_layers as fallback_layers
 from aioengine.families._fallback_config import read_fallback_config
 from aioengine.families._tensors import exact_types, is_ignored, tensor_shapes
+from aioengine.families._towers import num_tower_parameters
 from aioengine.families._vision import VisionConfig
 from aioengine.model_files import checkpoint, folder_files
 from aioengine.model_files.adapter_folder import linear_layers
@@ -387,6 +388,8 @@ def _read_config(folder: Path, wanted: ModelConfig) -> tuple[_Config, Transforme
             found = read(as_embedder(raw))
         if is_embedding is False and found.task is not Task.GENERATE:
             raise ValueError(f"is_embedding=False, but its architecture ({config.architectures}) does not generate")
+        if isinstance(found, VisionConfig):
+            num_tower_parameters(raw, found.hidden_size)
         if found.task is Task.GENERATE and not found.is_causal:
             not_implemented("is_causal", False, "true, or is_embedding=True: its tokens attend to all of their text")
         return config, found, read_pooling(folder, found, raw), implementation

@@ -138,6 +138,27 @@ def test_models_that_cannot_be_served(tmp_path: Path, changes: dict[str, object]
 
 
 @pytest.mark.parametrize(
+    ("model_type", "tower", "message"),
+    [
+        ("qwen2_vl", {"depth": -1}, "depth"),
+        ("qwen3_vl", {"depth": 2**20}, "depth"),
+        ("qwen2_5_vl", {"patch_size": 0}, "patch_size"),
+        ("qwen2_vl", {"embed_dim": 48, "num_heads": 5}, "5 heads of a tower of size 48"),
+        ("qwen3_vl", {"num_heads": 0}, "num_heads"),
+        ("smolvlm", {"num_attention_heads": -1}, "num_attention_heads"),
+        ("gemma3", {"hidden_size": 80}, "12 heads of a tower of size 80"),
+    ],
+)
+def test_towers_that_cannot_be(model_type: str, tower: dict[str, object], message: str, tmp_path: Path) -> None:
+    text = {"head_dim": 16, **{name: size for name, size in CONFIG.items() if isinstance(size, int)}}
+    text["rope_parameters"] = {"rope_type": "default", "mrope_section": [2, 3, 3]} if "qwen" in model_type else None
+    images = {"architectures": ["AnyForConditionalGeneration"], "text_config": text, "image_token_id": 7}
+    images |= {"image_token_index": 7, "vision_config": tower}
+    with pytest.raises(ValueError, match=rf"config\.json.*vision_config.*{message}"):
+        read_facts(folder(tmp_path, **{**images, "model_type": model_type}))
+
+
+@pytest.mark.parametrize(
     ("files", "message"),
     [
         ({}, "config.json is missing"),
