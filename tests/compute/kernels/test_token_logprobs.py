@@ -33,6 +33,10 @@ for width, num_top, num_asked in ((5, 5, 0), (300, 3, 70), (4097, 9, 2), (4097, 
         assert torch.equal(found[:, num_values:], expected[:, num_values:])
         values, exact = (each[:, :num_values].contiguous().view(torch.float32) for each in (found, expected))
         torch.testing.assert_close(values, exact, atol=1e-5, rtol=1e-5)
+        for invalid in (torch.nan, torch.inf):
+            logits[1, width // 3] = invalid
+            values = measure(logits, token_ids, 0, None)[:, 0].contiguous().view(torch.float32)
+            assert values.isnan().tolist() == [False, True, False, False, False]  # requests fail by it
 """
 
 
