@@ -104,10 +104,21 @@ def decode(image: Image.Image) -> Image.Image:
     """
     try:
         image.load()
-        is_turned = image.getexif().get(ExifTags.Base.Orientation, 1) != 1
-        return _rgb(ImageOps.exif_transpose(image) if is_turned else image)
+        return _rgb(ImageOps.exif_transpose(image) if is_turned(image) else image)
     except Exception as error:  # decoders raise anything for broken data
         raise ValueError(f"it cannot be decoded: {type(error).__name__}: {error}") from error
+
+
+def is_turned(image: Image.Image) -> bool:
+    """Whether a picture is to be turned, as its EXIF data say; most formats have these only when they are decoded.
+
+    Raises:
+        ValueError: they are damaged.
+    """
+    try:
+        return image.getexif().get(ExifTags.Base.Orientation, 1) != 1
+    except Exception as error:  # it raises anything for broken data
+        raise ValueError(f"its EXIF data cannot be read: {type(error).__name__}: {error}") from error
 
 
 def _rgb(image: Image.Image) -> Image.Image:

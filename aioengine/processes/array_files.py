@@ -27,6 +27,8 @@ _TYPES: Final = {
 """Names of types in these files, of those that are read (``runner.tensor_files``)."""
 
 _ALIGNMENT: Final = 8
+_LENGTH_BYTES: Final = 8
+"""Of the length of the header, which stands before it."""
 _BUFFER_BYTES: Final = 1 << 16
 """Small arrays are written together."""
 
@@ -40,17 +42,22 @@ def reserve(path: str, num_bytes: int) -> None:
 
 def write_arrays(path: str, arrays: Mapping[str, npt.NDArray[Any]]) -> int:
     """Write arrays, which are contiguous, to a file, which may be reserved. Returns the bytes of the arrays."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)  # its memory stays
+    with os.fdopen(descriptor, "wb", _BUFFER_BYTES) as file:
+        file.write(header_of(arrays))
+        for array in arrays.values():
+            file.write(array.data)
+        file.truncate()  # it may have been reserved for more
+    return sum(array.nbytes for array in arrays.values())
+
+
+def header_of(arrays: Mapping[str, npt.NDArray[Any]], *, num_bytes: int = 0) -> bytes:
+    """What stands before the bytes of the arrays; at least ``num_bytes``, which are a multiple of 8."""
     header: dict[str, object] = {}
     end = 0
     for name, array in arrays.items():
         begin, end = end, end + array.nbytes
         header[name] = {"dtype": _TYPES[array.dtype], "shape": array.shape, "data_offsets": (begin, end)}
     encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % _ALIGNMENT)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)  # its memory stays
-    with os.fdopen(descriptor, "wb", _BUFFER_BYTES) as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for array in arrays.values():
-            file.write(array.data)
-        file.truncate()  # it may have been reserved for more
-    return end
+    encoded += b" " * max(-len(encoded) % _ALIGNMENT, num_bytes - _LENGTH_BYTES - len(encoded))
+    return len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded

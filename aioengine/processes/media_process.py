@@ -30,6 +30,7 @@ from aioengine.processes.array_files import reserve, write_arrays
 from aioengine.processes.host import die_with_parent, handle_signals, limit_threads, name_process
 from aioengine.processes.image_arrays import LatePictures, faster
 from aioengine.processes.picture_bytes import STORED_BYTES, bytes_of
+from aioengine.processes.picture_files import SpareFiles, fits_in_file
 from aioengine.processes.web import Cancellation, WebLimits, fetch
 from aioengine.protocol.media import (
     Broken,
@@ -105,7 +106,11 @@ class PixelGate:
 
 
 class MediaWorker:
-    """Does jobs. From any thread."""
+    """Does jobs. From any thread.
+
+    Attributes:
+        spares: files for the next pictures; ``spares.make`` is to be called when a job has ended.
+    """
 
     def __init__(self, orders: MediaOrders, processor: Preprocess, late: LatePictures | None = None) -> None:
         """late: for pictures that the device resizes."""
@@ -116,6 +121,7 @@ class MediaWorker:
         self._late = late
         self._expecting_threads = futures.ThreadPoolExecutor(orders.num_workers, "expect")
         self._gate = PixelGate(orders.max_pixels)
+        self.spares = SpareFiles()
         self._accepted: dict[int, Cancellation] = {}
 
     def accept(self, job: Job) -> None:
@@ -159,16 +165,37 @@ class MediaWorker:
                 image = pictures.open_picture(file, self._max_pixels)
             with self._gate.holding(image.width * image.height, lambda is_over: tell(Waits(job.id, is_over))):
                 _check(cancellation)
-                with self._expecting(image, job.path):
-                    decoded = pictures.decode(image)
-                _check(cancellation)
-                arrays = self._late_arrays(decoded) or self._arrays(np.asarray(decoded))
-        found = {name: array for name, array in arrays.items() if isinstance(array, np.ndarray)}
-        return Prepared(job.id, _shape(arrays), write_arrays(job.path, found))
+                return self._prepare_opened(image, job, cancellation)
+
+    def _prepare_opened(self, image: Image.Image, job: PrepareJob, cancellation: Cancellation) -> Prepared:
+        is_suitable = self._late is not None and fits_in_file(image)
+        num_bytes = STORED_BYTES * image.width * image.height
+        file = self.spares.take(num_bytes) if is_suitable else None
+        try:
+            if file is not None:
+                file.offer(image)
+            with self._expecting(image, job.path if file is None else ""):
+                decoded = pictures.decode(image)
+            _check(cancellation)
+            stored = None if file is None else file.bytes_of(decoded)
+            arrays = self._late_arrays(decoded, stored) or self._arrays(np.asarray(decoded))
+            found = {name: array for name, array in arrays.items() if isinstance(array, np.ndarray)}
+            if is_suitable and "picture" in found:
+                self.spares.want(os.path.dirname(job.path), num_bytes)
+            if file is not None and stored is not None and "picture" in found:
+                written = file.finish(job.path, found)
+            else:
+                written = write_arrays(job.path, found)
+            return Prepared(job.id, _shape(arrays), written)
+        finally:
+            if file is not None:
+                self.spares.give_back(file)
 
     @contextlib.contextmanager
     def _expecting(self, image: Image.Image, path: str) -> Iterator[None]:
-        """While a picture is decoded inside, do what its size alone is needed for, on another thread."""
+        """While a picture is decoded inside, do what its size alone is needed for, on another thread. path: where its
+        file will be; "": that is there.
+        """
         if self._late is None:
             yield
             return
@@ -179,12 +206,12 @@ class MediaWorker:
             futures.wait([expected])
         expected.result()
 
-    def _late_arrays(self, image: Image.Image) -> dict[str, object]:
+    def _late_arrays(self, image: Image.Image, stored: Bytes | None) -> dict[str, object]:
         """A picture as it is, with what the device needs to resize it; empty where that is done here. Raises ValueError
-        as ``_arrays`` does.
+        as ``_arrays`` does. stored: its bytes where they are in its file.
         """
         beside = None if self._late is None else self._late.beside(image.height, image.width)
-        return {} if beside is None else {"picture": bytes_of(image), **beside}
+        return {} if beside is None else {"picture": bytes_of(image) if stored is None else stored, **beside}
 
     def _arrays(self, image: Bytes) -> dict[str, object]:
         """What the image processor makes of a picture [height, width, 3], by its names.
@@ -203,9 +230,11 @@ class MediaWorker:
 
 
 def _expect(late: LatePictures, size: tuple[int, int], path: str) -> None:
-    """For a picture of this size (width, height), whose file will be at ``path``. Raises ValueError as ``beside``."""
+    """For a picture of this size (width, height), whose file will be at ``path``; "": it is there. Raises ValueError as
+    ``beside``.
+    """
     width, height = size
-    if late.beside(height, width) is not None:
+    if late.beside(height, width) is not None and path:
         reserve(path, STORED_BYTES * width * height)
 
 
@@ -267,6 +296,10 @@ def _serve(channel: socket.socket, worker: MediaWorker, num_workers: int) -> Non
         with lock:
             channel.sendall(encode_line([reply]))
 
+    def work(job: Job) -> None:
+        send(worker.do(job, send))
+        worker.spares.make()
+
     prepares = futures.ThreadPoolExecutor(num_workers, "prepare")
     fetches = futures.ThreadPoolExecutor(NUM_FETCHES, "fetch")
     send(MediaReady())
@@ -277,7 +310,7 @@ def _serve(channel: socket.socket, worker: MediaWorker, num_workers: int) -> Non
             continue
         worker.accept(job)
         pool = fetches if isinstance(job, FetchJob) else prepares
-        pool.submit(lambda job=job: send(worker.do(job, send)))
+        pool.submit(work, job)
 
 
 def _read_line(fd: int) -> bytes:

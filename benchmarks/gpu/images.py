@@ -14,15 +14,17 @@ import io
 import json
 import random
 import statistics
+import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
 
 from aioengine import Engine, models
+from aioengine.frontend.image_intake import folder_base
 from aioengine.media._base import find_image_model
 from aioengine.models._base import ModelOptions, VisionModel
 from aioengine.processes import resampling
@@ -144,6 +146,12 @@ def tower_ms(folder: Path, repeat: int) -> float:
     return statistics.median(milliseconds(once) for _ in range(repeat))
 
 
+def decode_ms(repeat: int) -> float:
+    """Pillow's decoder alone, whatever else there is around it."""
+    pictures = [Image.open(io.BytesIO(image_of(seed))) for seed in range(repeat)]
+    return statistics.median(milliseconds(picture.load) for picture in pictures)
+
+
 def prepare_ms(folder: Path, repeat: int) -> float:
     """Decoding and preparing alone, as the media process does it, files included."""
     images = find_image_model(folder)
@@ -162,14 +170,16 @@ def prepare_ms(folder: Path, repeat: int) -> float:
         leaves_resizing=True,
     )
     worker = MediaWorker(orders, *load_processor(orders))
-    source, made = folder / "source.jpg", folder / "image.safetensors"
     times: list[float] = []
-    for seed in range(repeat):
-        source.write_bytes(image_of(seed))
-        worker.accept(job := PrepareJob(seed, str(source), str(made)))
-        times.append(milliseconds(lambda job=job: worker.do(job, print)))
-    made.unlink()
-    return statistics.median(times)
+    with tempfile.TemporaryDirectory(dir=folder_base()) as files:
+        source, made = Path(files, "source.jpg"), Path(files, "image.safetensors")
+        for seed in range(1 + repeat):
+            source.write_bytes(image_of(seed))
+            worker.accept(job := PrepareJob(seed, str(source), str(made)))
+            times.append(milliseconds(lambda job=job: worker.do(job, print)))
+            worker.spares.make()  # while nobody waits
+            made.unlink()
+    return statistics.median(times[1:])
 
 
 def first_token_ms(engine: Engine, input_ids: list[int], image: bytes | None = None) -> float:
@@ -182,18 +192,28 @@ def together_ms(engine: Engine, prompts: list[list[int]], images: list[bytes] | 
     return milliseconds(lambda: engine.generate(input_ids=prompts, image_data=images, sampling_params=one))
 
 
-def measure(engine: Engine, tower: float, prepare: float, repeat: int) -> None:
+class Parts(NamedTuple):
+    """Milliseconds of an image alone."""
+
+    tower: float
+    decode: float
+    prepare: float
+
+
+def measure(engine: Engine, parts: Parts, repeat: int) -> None:
     first_token_ms(engine, about_image(1), image_of(1))
     first_token_ms(engine, text_of(1, 1))
     seeds = range(10, 10 + repeat)
     pictures = {seed: image_of(seed) for seed in seeds}  # before: it drives everything else out of the caches
     texts = [first_token_ms(engine, text_of(seed, seed)) for seed in seeds]
     images = [first_token_ms(engine, about_image(seed), pictures[seed]) for seed in seeds]
-    text, image = statistics.median(texts), statistics.median(images)
+    tower, text, image = parts.tower, statistics.median(texts), statistics.median(images)
     print(f"tower alone                     {tower:9.1f} ms")
     print(f"prompt of text alone            {text:9.1f} ms")
-    print(f"decoding and preparing alone    {prepare:9.1f} ms")
+    print(f"decoding alone                  {parts.decode:9.1f} ms")
+    print(f"decoding and preparing alone    {parts.prepare:9.1f} ms")
     print(f"first token, new image          {image:9.1f} ms   {image / (tower + text):.2f} x", flush=True)
+    print(f"on top of tower and prompt      {image - tower - text:9.1f} ms", flush=True)
     again = statistics.median(first_token_ms(engine, about_image(100 + seed), pictures[seed]) for seed in seeds)
     cached = statistics.median(first_token_ms(engine, text_of(seed, 100 + seed)) for seed in seeds)
     print(f"first token, cached text        {cached:9.1f} ms")
@@ -219,9 +239,9 @@ def main() -> None:
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     tower = tower_ms(folder, options.repeat)
     torch.cuda.empty_cache()
-    prepare = prepare_ms(folder, options.repeat)
+    parts = Parts(tower, decode_ms(options.repeat), prepare_ms(folder, options.repeat))
     with Engine(folder, load_format="dummy", skip_tokenizer_init=True, context_length=16_384) as engine:
-        measure(engine, tower, prepare, options.repeat)
+        measure(engine, parts, options.repeat)
 
 
 if __name__ == "__main__":
