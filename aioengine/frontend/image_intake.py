@@ -69,7 +69,7 @@ class ImageFile(msgspec.Struct):
     Attributes:
         content: sha256 of its bytes and of how they are prepared. shape: None until it is prepared.
         num_users: prompts that need it. num_sessions: open sessions that have it in a turn.
-        waiters: what waits until it is prepared.
+        waiters: what waits until it is prepared; empty: it is not being prepared.
     """
 
     content: bytes
@@ -308,7 +308,7 @@ class ImageIntake:
         found = read_source(source, self._limits)
         content = self._content(found.digest)
         known = self.files.get(content)
-        if known is not None and known.shape is not None:
+        if known is not None and known.shape is not None and os.path.exists(known.path):
             return _Read(content, "")
         path = self._new_path("source")
         Path(path).write_bytes(found.data)
@@ -334,13 +334,13 @@ class ImageIntake:
             self._end_unit(unit, _error_of(end))
 
     def _prepare(self, unit: _Unit, read: _Read) -> None:
-        """Take the image that is there, or wait for it, or have it prepared."""
+        """Take the image that is there, or wait for it, or have it prepared: again, if others removed its file."""
         file = self.files.get(read.content)
-        if file is not None:
+        if file is not None and (file.waiters or not read.source or os.path.exists(file.path)):
             self.files.move_to_end(read.content)
             if read.source:
                 self._remove(read.source)
-            if unit.prompt.is_over or file.shape is not None:
+            if unit.prompt.is_over or not file.waiters:
                 self._end_unit(unit, file)
             else:
                 file.waiters.append(unit)
@@ -351,9 +351,10 @@ class ImageIntake:
         elif not read.source:  # it was removed just now
             self._begin_unit(unit)
         else:
-            path = self._new_path("")
-            file = self.files[read.content] = ImageFile(read.content, path, waiters=[unit])
-            job = PrepareJob(next(self._numbers), read.source, path, read.size)
+            if file is None:
+                file = self.files[read.content] = ImageFile(read.content, "")
+            file.path, file.waiters = self._new_path(""), [unit]
+            job = PrepareJob(next(self._numbers), read.source, file.path, read.size)
             self._jobs[job.id] = file.waiters
             self.process.do(job, partial(self._prepared, file, job))
 
@@ -365,7 +366,8 @@ class ImageIntake:
         if isinstance(end, Prepared):
             file.shape, file.num_bytes = end.shape, end.num_bytes
         else:
-            del self.files[file.content]
+            if file.shape is None:
+                del self.files[file.content]
             self._remove(file.path)
             found = _error_of(end)
         for unit in waiters:
@@ -390,8 +392,13 @@ class ImageIntake:
         return hashlib.sha256(self._salt + digest).digest()
 
     def _place(self) -> str:
-        """The folder of the files. On a thread, one of which makes it."""
+        """The folder of the files. On a thread, one of which makes it, again if others removed it: some systems empty
+        shared memory when a user logs out.
+        """
         with self._making_folder:
+            if self._folder is not None and not os.path.isdir(self._folder.path):
+                self._folder.remove()
+                self._folder = None
             if self._folder is None and not self._is_closed:
                 self._folder = PrivateDirectory(folder_base())
             if self._folder is None:
@@ -404,7 +411,7 @@ class ImageIntake:
     def _evict(self) -> None:
         """Remove files that no prompt and no session needs, beyond those that are kept for the next ones."""
         unused = (file for file in self.files.values() if not file.num_users and not file.num_sessions)
-        kept = [file for file in unused if file.shape is not None]
+        kept = [file for file in unused if file.shape is not None and not file.waiters]
         num_bytes = sum(file.num_bytes for file in kept)
         for file in kept:
             if num_bytes <= MAX_KEPT_BYTES:

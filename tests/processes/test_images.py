@@ -6,6 +6,7 @@ import asyncio
 import base64
 import math
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -275,6 +276,28 @@ async def test_kept_files_are_removed_beyond_their_limit(
     [last] = submitted[-1].media
     assert last.content in intake(engine).files
     assert submitted[0].media[0].content not in intake(engine).files
+
+
+async def test_an_image_whose_file_others_removed_is_prepared_again(folder: Path) -> None:
+    """As systems do that empty shared memory when a user logs out."""
+    image = png(picture(210))
+    async with AsyncEngine.from_blueprint(lambda: blueprint(folder)) as engine:
+
+        async def ask() -> Path:
+            """Three requests at once; gives the file of the image."""
+            several = [engine.async_generate("<image> a", SHORT, image_data=image) for _ in range(3)]
+            assert [out["meta_info"]["image_tokens"] for out in await asyncio.gather(*several)] == [FEATURES] * 3
+            await settled(engine)
+            [file] = intake(engine).files.values()
+            return Path(file.path)
+
+        first, place = await ask(), media_folder(engine)
+        first.unlink()
+        second = await ask()
+        assert (second != first, second.exists(), media_folder(engine)) == (True, True, place)
+        shutil.rmtree(place)
+        assert (await ask()).exists()
+        assert media_folder(engine) != place
 
 
 async def test_a_crash_of_the_media_process_fails_its_images_alone(
