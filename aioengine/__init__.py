@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from aioengine.frontend.info import Health, ModelInfo, __version__
     from aioengine.frontend.loaded_adapters import AdapterResult
     from aioengine.frontend.pool_requests import EncodeOptions, PoolOptions
-    from aioengine.frontend.requests import ChatOptions, RequestOptions
+    from aioengine.frontend.request_options import ChatOptions, RequestOptions
     from aioengine.frontend.score import ScoreOptions, ScoreResult
     from aioengine.params import SamplingParams
     from aioengine.planning import Plan, plan
@@ -87,7 +87,7 @@ _HOMES = {  # of public names; those that are not here are errors
     "aioengine.frontend.loaded_adapters": ("AdapterResult",),
     "aioengine.frontend.score": ("ScoreOptions", "ScoreResult"),
     "aioengine.frontend.pool_requests": ("EncodeOptions", "PoolOptions"),
-    "aioengine.frontend.requests": ("ChatOptions", "RequestOptions"),
+    "aioengine.frontend.request_options": ("ChatOptions", "RequestOptions"),
     "aioengine.frontend.controls": ("Outcome", "ProfileOptions"),
     "aioengine.engine": ("AsyncEngine",),
     "aioengine.frontend.info": ("Health", "ModelInfo", "__version__"),

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from aioengine.frontend.info import Health, ModelInfo
     from aioengine.frontend.loaded_adapters import AdapterResult
     from aioengine.frontend.pool_requests import EncodeOptions, PoolOptions
-    from aioengine.frontend.requests import BatchIds, CallRequest, ChatOptions, GenerateOptions, Texts, TokenIds
+    from aioengine.frontend.request_options import BatchIds, ChatOptions, GenerateOptions, Texts, TokenIds
+    from aioengine.frontend.requests import CallRequest
     from aioengine.frontend.score import ScoreOptions
     from aioengine.frontend.startup import Blueprint
     from aioengine.signatures import EngineArguments

@@ -45,8 +45,8 @@ ARGUMENTS_OF_CALLS: Final = frozenset(
     token_ids_logprob return_text_in_logprobs chat_template enable_thinking tools chat_template_kwargs
     """.split()  # noqa: SIM905  # thirty quoted names would hide the list
 )
-"""Names that stand beside ``sampling_params``, not in them. Their types are in ``frontend.requests``, which needs this
-module."""
+"""Names that stand beside ``sampling_params``, not in them. Their types are in ``frontend.request_options``, which
+needs this module."""
 
 Params = TypeVar("Params")
 Default = TypeVar("Default")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from aioengine.frontend.pool_requests import EncodeOptions, Pairs, PoolOptions
     from aioengine.frontend.prompts import Messages
-    from aioengine.frontend.requests import (
+    from aioengine.frontend.request_options import (
         BatchEmbeds,
         BatchIds,
         BatchSampled,

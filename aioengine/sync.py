@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from aioengine.frontend.loaded_adapters import AdapterResult
     from aioengine.frontend.outputs import Reader
     from aioengine.frontend.pool_requests import EncodeOptions, PoolOptions
-    from aioengine.frontend.requests import BatchIds, CallRequest, ChatOptions, GenerateOptions, Texts, TokenIds
+    from aioengine.frontend.request_options import BatchIds, ChatOptions, GenerateOptions, Texts, TokenIds
+    from aioengine.frontend.requests import CallRequest
     from aioengine.frontend.score import ScoreOptions, ScoreResult
     from aioengine.frontend.startup import Blueprint
     from aioengine.protocol.messages import Progress

@@ -26,7 +26,7 @@ EXCEPTIONS: dict[tuple[str, str], int] = {
     ("base classes", "errors.py:UnknownParameterError"): 2,  # the contract: callers may catch it as either
     # public parameters may be 40: these are keyword arguments
     ("attributes", "signatures.py:EngineArguments"): 40,
-    ("attributes", "frontend/requests.py:RequestOptions"): 40,
+    ("attributes", "frontend/request_options.py:RequestOptions"): 40,
     ("fields", "params.py:SamplingParams"): 40,
     # the two engines have the methods of the contract
     ("methods", "engine.py:AsyncEngine"): 27,

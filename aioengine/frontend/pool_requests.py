@@ -10,7 +10,8 @@ from aioengine import checks
 from aioengine.frontend import requests
 from aioengine.frontend.pooling import Pooled
 from aioengine.frontend.prompts import PoolRules, ids_prompt, pair_prompt, pooled_prompt
-from aioengine.frontend.requests import IDS_OR_ROWS, GivenRows, ImageData  # the last: for annotations
+from aioengine.frontend.request_options import ImageData  # noqa: TC001  # for the annotations of the options
+from aioengine.frontend.requests import IDS_OR_ROWS, GivenRows
 
 if TYPE_CHECKING:
     from aioengine.frontend.requests import CallRequest

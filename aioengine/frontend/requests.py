@@ -7,10 +7,9 @@ others are checked in pieces, in the next turns of the loop.
 from __future__ import annotations
 
 import contextlib
-import os  # for the annotations of the options
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final, Literal, TypedDict, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -19,7 +18,7 @@ from aioengine import checks
 from aioengine.answers import StateReader
 from aioengine.args import ALIASES, ARGUMENTS
 from aioengine.foreign_names import our_way
-from aioengine.frontend.image_sources import NOT_TRUNCATED, GivenImages, Picture
+from aioengine.frontend.image_sources import NOT_TRUNCATED, GivenImages
 from aioengine.frontend.loaded_adapters import AdapterChoice, adapter_choice  # the first: a field of a Struct
 from aioengine.frontend.params_together import ParamsTogether
 from aioengine.frontend.pooling import Pooled  # a field of a Struct
@@ -29,7 +28,6 @@ from aioengine.frontend.prompts import (
     MESSAGES,
     CheckBudget,
     EncodeRules,
-    Messages,
     Prompt,
     PromptError,
     chat_prompt,
@@ -38,6 +36,7 @@ from aioengine.frontend.prompts import (
     template_options,
     text_prompt,
 )
+from aioengine.frontend.request_options import ChatOptions, GenerateOptions, RequestOptions
 from aioengine.frontend.row_options import LogprobOptions, PerPrompt, list_for, logprob_options, per_prompt
 from aioengine.frontend.sessions import SessionParams, session_params
 from aioengine.params import SamplingParams, is_sampling_parameter
@@ -46,23 +45,8 @@ from aioengine.protocol.packed_logprobs import LogprobReader
 
 if TYPE_CHECKING:
     from aioengine.answers import ExtraReader
+    from aioengine.frontend.request_options import Sampled
     from aioengine.protocol.packed_logprobs import LogprobRules
-
-Sampled = SamplingParams | Mapping[str, object]
-"""Sampling parameters as callers write them."""
-
-BatchSampled = Sampled | Sequence[Sampled | None]
-"""Sampling parameters of a batch: one for all, or one for each prompt."""
-
-Texts = list[str] | tuple[str, ...]
-TokenIds = list[int] | tuple[int, ...] | checks.Array
-BatchIds = list[list[int]] | list[tuple[int, ...]] | tuple[list[int], ...]
-Embeds = checks.Array | Sequence[Sequence[float]]
-BatchEmbeds = Sequence[checks.Array] | Sequence[Sequence[Sequence[float]]]
-Chats = list[list[dict[str, object]]] | list[list[dict[str, str]]] | list[Messages] | tuple[Messages, ...]
-
-ImageData = str | bytes | bytearray | memoryview | os.PathLike[str] | Picture
-"""One image as callers write it; ``Picture`` is ``PIL.Image.Image``."""
 
 MAX_TIMEOUT_S: Final = 1e9
 MAX_RID_BYTES: Final = 512
@@ -72,103 +56,6 @@ IDS_OR_ROWS: Final = "a list of token ids, or a list of such lists"
 
 ROWS_IN_PIECE: Final = 512
 """Rows of a batch that are checked at once, in the call or in one turn of the loop."""
-
-
-class RequestOptions(TypedDict, total=False):
-    """Keyword arguments of every call that generates.
-
-    rid: an id for ``abort_request`` and the logs, unique among live requests; a batch takes a list, or one from which
-        ``rid_0``, ``rid_1`` ... are made, as ``n`` samples do. None: one is drawn. It is free again when the
-        request has ended or was left, with ``resume_ttl`` when that is over.
-    priority: higher runs sooner (with ``schedule_policy="priority"``).
-    tenant: whose request it is; tenants share the engine by their weights (``tenant_weights``), whatever each asks for,
-        and ``priority`` orders the requests of one tenant.
-    timeout, queue_timeout, first_token_timeout: seconds from the call until its end, until it is admitted, until its
-        first token. One that runs out ends the request with reason ``deadline`` and what there is.
-    refuse_late: raise EngineOverloadedError at once where the engine knows already that a timeout would be missed, by
-        the pace of its queue; awaiting a stream then waits for its first chunk.
-    resume_ttl: seconds for which a stream of one row outlives its reader: leaving it detaches it instead of aborting
-        it, and ``attach`` goes on with it; so long it can also be read again after its end.
-    return_exceptions: rows of a batch that are wrong, or fail, give their exception instead of ending the call. (A
-        single prompt raises all the same, and so does what is wrong with the whole call.)
-    return_prompt_token_ids: answers and chunks carry ``prompt_token_ids``.
-    add_special_tokens: whether the tokenizer adds its special tokens to a text, such as that of its beginning. None: to
-        a ``prompt``, and not to a chat, whose template writes them.
-    truncate_prompt_tokens: how many of the last tokens of each prompt are kept, special ones among them; None: all.
-    image_data: the images of a prompt, which has a placeholder for each: one, or a list of them, as a path, a URL
-        (``http://``, ``file://``, ``data:``), base64 text, bytes or a PIL image. A batch takes one for all prompts, or
-        a list with one entry for each: an image, a list of images, or None.
-    cache_salt: requests find cached prefixes of others with the same salt alone; a batch takes one, or a list. None and
-        "": the prefixes that have no salt.
-    return_hidden_states: True: ``meta_info["hidden_states"]`` is a list of float32 arrays of numpy, one for each output
-        token: first [tokens, D] of the whole prompt, which is computed for it, then [D] of the position that gave each
-        further token. "last": the one [D] of the position that gave the last token. A batch takes one, or a list.
-    lora_path: the name of the LoRA adapter to use; None: the base model. A batch takes one, or a list.
-    custom_logit_processor: the name of one of the engine's ``logits_processors``, which changes the logits of the
-        request by its ``custom_params``; a batch takes one, or a list. None: none.
-    session_params: go on from earlier requests of a session (``open_session``): a dict with its ``id`` and the ``rid``
-        of the request to go on from, or a list with one for each prompt. The prompt is added to the prompt and the
-        output of that request. ``drop_previous_output`` leaves out its output, ``offset`` keeps that many ids of both;
-        ``replace`` ends it, where it runs, and forgets what went on from it. Without ``rid`` the prompt begins anew
-        (``replace``: and all else is forgotten). A session with ``streaming=True`` goes on from its last answer.
-    return_logprob: ``meta_info`` gets the logprobs of the output tokens, of the distribution that ``logprobs_mode`` of
-        the engine names. This and the next four are one value for all prompts of a batch, or a list with one for each.
-    logprob_start_len: prompt tokens from this position on get logprobs too; -1: none.
-    top_logprobs_num: how many of the likeliest tokens at each position get logprobs too, up to the vocabulary.
-    token_ids_logprob: further tokens that get logprobs at each position: ids, for a batch also a list of such lists.
-    return_text_in_logprobs: logprobs come with the text of each token.
-    """
-
-    rid: str | Sequence[str] | None
-    priority: int | None
-    tenant: str | None
-    timeout: float | None
-    queue_timeout: float | None
-    first_token_timeout: float | None
-    refuse_late: bool
-    resume_ttl: float | None
-    return_exceptions: bool
-    return_prompt_token_ids: bool
-    add_special_tokens: bool | None
-    truncate_prompt_tokens: int | None
-    image_data: ImageData | Sequence[ImageData | Sequence[ImageData] | None] | None
-    cache_salt: str | Sequence[str | None] | None
-    return_hidden_states: bool | Literal["last"] | Sequence[bool | Literal["last"] | None] | None
-    lora_path: str | Sequence[str | None] | None
-    custom_logit_processor: str | Sequence[str | None] | None
-    session_params: Mapping[str, object] | Sequence[Mapping[str, object] | None] | None
-    return_logprob: bool | Sequence[bool | None] | None
-    logprob_start_len: int | Sequence[int | None] | None
-    top_logprobs_num: int | Sequence[int | None] | None
-    token_ids_logprob: Sequence[int] | Sequence[Sequence[int] | None] | checks.Array | None
-    return_text_in_logprobs: bool | Sequence[bool | None] | None
-
-
-class GenerateOptions(RequestOptions, total=False):
-    """Keyword arguments of ``generate``: those of every call, and another form of a prompt.
-
-    input_embeds: in place of a prompt its embeddings: a float array [tokens, D] of numpy or torch, or nested lists; a
-        list of them is a batch. They share no cached prefix with other calls.
-    """
-
-    input_embeds: Embeds | BatchEmbeds | None
-
-
-class ChatOptions(RequestOptions, total=False):
-    """Keyword arguments of ``chat``: those of every call, and how its messages are written.
-
-    chat_template: the text of a chat template, the name of one of the model's, or a file (``pathlib.Path``), in place
-        of the model's own. It runs in this process: take none from strangers.
-    enable_thinking: whether the model thinks before it answers, where its template knows that variable.
-    tools: what the model may call: dicts in JSON schema form.
-    chat_template_kwargs: other variables for the template, and its switches ``add_generation_prompt`` and
-        ``continue_final_message``.
-    """
-
-    chat_template: str | os.PathLike[str] | None
-    enable_thinking: bool | None
-    tools: Sequence[Mapping[str, object]] | None
-    chat_template_kwargs: Mapping[str, object] | None
 
 
 _OFF: Final[dict[str, tuple[tuple[object, ...], str]]] = {

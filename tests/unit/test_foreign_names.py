@@ -10,7 +10,8 @@ import aioengine
 from aioengine import AsyncEngine, Engine, SamplingParams, UnknownParameterError
 from aioengine.args import ALIASES, engine_config
 from aioengine.foreign_names import OUR_WAY
-from aioengine.frontend.requests import ChatOptions, GenerateOptions, generate_request
+from aioengine.frontend.request_options import ChatOptions, GenerateOptions
+from aioengine.frontend.requests import generate_request
 from aioengine.parameter_table import ARGUMENTS_OF_CALLS
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 
