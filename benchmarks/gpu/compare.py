@@ -5,8 +5,9 @@
     python -m benchmarks.gpu.compare /tmp/before --models /tmp/bench-models --model b --rows W6 --rounds 3
 
 An engine of each checkout is started, both on the same GPU, and one of them idles while the other is measured; the
-order changes from round to round. Printed are medians with minimum and maximum, and the ratio of the medians. Both run
-this checkout's workloads through the public API, so rows of a feature need it in both.
+order changes from round to round. Printed are the ratios of each round as it ends, then medians with minimum and
+maximum, and the ratio of the medians. Both run this checkout's workloads through the public API, so rows of a feature
+need it in both.
 """
 
 from __future__ import annotations
@@ -101,6 +102,11 @@ def shown(values: list[float]) -> str:
     return f"{statistics.median(values):11.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
+def ratios(other: Figures, this: Figures) -> str:
+    """Of the last round."""
+    return ", ".join(f"{name} {this[name][-1] / values[-1]:.4f}" for name, values in other.items())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", type=Path, help="folder of the other checkout")
@@ -125,6 +131,8 @@ def main() -> None:
             for row in options.rows:
                 for each in served[:: -1 if turn % 2 else 1]:
                     each.run(row, counts=turn > 0)
+            if turn:
+                print(f"round {turn}: {ratios(*(each.figures for each in served))}", flush=True)
         other, this = (each.figures for each in served)
         for name, before in other.items():
             ratio = statistics.median(this[name]) / statistics.median(before)
