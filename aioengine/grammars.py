@@ -21,6 +21,7 @@ import numpy as np
 from aioengine import checks
 from aioengine.constraints.gbnf import convertible
 from aioengine.constraints.lark import checked_lark
+from aioengine.constraints.token_source import SPECIAL, TokenSource, token_bytes
 from aioengine.errors import UnsupportedSchemaError
 from aioengine.machine import num_threads
 from aioengine.text.token_table import TokenizerFile, read_token_table
@@ -71,7 +72,6 @@ _MAX_STATES: Final = 60_000
 """Of what reads the characters of a request, up to 40 MB."""
 
 _MAX_TAIL: Final = 4096
-_MAX_KNOWN_TEXTS: Final = 16_384
 _SPACES: Final = b" \t\r\n"
 
 
@@ -455,12 +455,12 @@ class Grammars:
         if table is None:
             raise GrammarError("the tokenizer of this model edits its text in ways that no grammar can follow")
         special = {token["id"] for token in facts["added_tokens"] if token["special"]} | set(eos_token_ids)
-        tokens = [_token_bytes(table[token_id], token_id in special) for token_id in range(self._vocab_size)]
+        tokens = [token_bytes(table[token_id], is_special=token_id in special) for token_id in range(self._vocab_size)]
         ends = [token_id for token_id in eos_token_ids if token_id < len(tokens)]
-        known = tokens if ends else [*tokens, _SPECIAL + b"end"]  # the library needs an end
+        known = tokens if ends else [*tokens, SPECIAL + b"end"]  # the library needs an end
         self._num_computed = -(-len(known) // 32)
         encode = partial(own.encode, add_special_tokens=False)
-        source = _Source(known, special, ends or [len(tokens)], encode)
+        source = TokenSource(known, special, ends or [len(tokens)], encode)
         tokenizer = LLTokenizer(cast("TokenizerWrapper", source), eos_token=source.eos_token_ids, slices=list(_SLICES))
         return _Vocabulary(tokens, tokenizer, encode)
 
@@ -518,11 +518,6 @@ def _ends_with(text: bytes, end: bytes) -> bool:
     return (text if end.isspace() else text.rstrip(_SPACES)).endswith(end)
 
 
-def _token_bytes(text: str | bytes, is_special: bool) -> bytes:
-    data = text.encode() if isinstance(text, str) else text
-    return _SPECIAL + data if is_special else data
-
-
 def _key(grammar: Grammar) -> tuple[str, str]:
     return grammar.kind, grammar.text
 
@@ -546,55 +541,3 @@ def _clear_where_possible(words: Words, token_ids: Sequence[int]) -> None:
         _clear(kept, token_id)
     if kept.any():
         words[:] = kept
-
-
-_SPECIAL: Final = b"\xff"
-
-
-class _Source:
-    """What the library reads of a tokenizer: its tokens, and how it writes text that the grammar forces."""
-
-    bos_token_id = None
-    is_tokenizer_wrapper = True
-
-    def __init__(
-        self,
-        tokens: list[bytes],
-        special: set[int],
-        eos_token_ids: list[int],
-        encode: Callable[[str], list[int]],
-    ) -> None:
-        self.tokens = tokens
-        self.special_token_ids = sorted(special)
-        self.eos_token_ids = eos_token_ids
-        self.eos_token_id = eos_token_ids[0]
-        self._encode = encode
-        self._ids = {data: token_id for token_id, data in enumerate(tokens) if data and token_id not in special}
-        self._longest = max(map(len, self._ids), default=1)
-        self._known: dict[str, list[int]] = {}
-
-    def __call__(self, text: str) -> list[int]:
-        """The ids of ``text``. The same texts are asked for again and again."""
-        found = self._known.get(text)
-        if found is None:
-            found = self._tokenize(text)
-            if len(self._known) < _MAX_KNOWN_TEXTS:
-                self._known[text] = found
-        return found
-
-    def _tokenize(self, text: str) -> list[int]:
-        """As the tokenizer does it, or where that adds or changes something, by the longest tokens."""
-        ids = self._encode(text)
-        data = text.encode()
-        if b"".join(self.tokens[token_id] for token_id in ids if token_id < len(self.tokens)) == data:
-            return ids
-        found: list[int] = []
-        start = 0
-        while start < len(data):
-            pieces = (data[start : start + size] for size in range(self._longest, 0, -1))
-            piece = next((each for each in pieces if each in self._ids), None)
-            if piece is None:
-                return found
-            found.append(self._ids[piece])
-            start += len(piece)
-        return found
