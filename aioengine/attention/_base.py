@@ -211,7 +211,7 @@ class StepAttention(Protocol):
         Args:
             q: [T, H, ``query_size``], rotated.
             k: [T, K, E], rotated; v likewise. Some backends read them here instead of in the pool. With latent
-                attention, v [T, K, V] is a part of k; with ``expansions``, nobody reads them here.
+                attention, v [T, K, V] is a part of k; with ``expansions``, they are not read here.
 
         Returns:
             [T, H * ``output_size``].

@@ -40,7 +40,7 @@ def block_shapes(config: DecoderConfig, layer: int) -> Shapes:
 
 
 def adaptable_layers(config: DecoderConfig) -> dict[str, tuple[int, int]]:
-    """Name -> (outputs, inputs) of each linear layer of the blocks that an adapter may change."""
+    """Name in the checkpoint -> (outputs, inputs) of each linear layer of the blocks that an adapter may change."""
     return {
         f"{config.names.block(layer)}{linear.name}": (linear.outputs, linear.inputs)
         for layer in range(config.num_layers)

@@ -20,14 +20,12 @@ import msgspec
 from msgspec import Struct
 
 from aioengine.checks import shown
-from aioengine.families import _tensors
 from aioengine.model_files import checkpoint, folder_files
 from aioengine.model_files.checkpoint import Entry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
-    from aioengine.families._config import DecoderConfig
     from aioengine.model_files.folder_files import Json
     from aioengine.patterns import Pattern
 
@@ -188,11 +186,6 @@ class AdapterFolder(Struct, frozen=True):
 
     def _error(self, reason: str) -> ValueError:
         return ValueError(f"the adapter in {self.path} cannot be used: {reason}")
-
-
-def linear_layers(config: DecoderConfig) -> dict[str, tuple[int, int]]:
-    """Name in the checkpoint -> (outputs, inputs) of each layer of a model that an adapter may change."""
-    return _tensors.adaptable_layers(config)
 
 
 def read_folder(folder: Path) -> AdapterFolder:

@@ -21,11 +21,10 @@ from aioengine.config import OWN, TRANSFORMERS, PoolingSettings
 from aioengine.families._config import MAX_SIZES, DecoderConfig, Task, as_embedder, not_implemented
 from aioengine.families._fallback_config import linear_layers as fallback_layers
 from aioengine.families._fallback_config import read_fallback_config
-from aioengine.families._tensors import exact_types, is_ignored, tensor_shapes
+from aioengine.families._tensors import adaptable_layers, exact_types, is_ignored, tensor_shapes
 from aioengine.families._towers import num_tower_parameters
 from aioengine.families._vision import VisionConfig
 from aioengine.model_files import checkpoint, folder_files
-from aioengine.model_files.adapter_folder import linear_layers
 from aioengine.model_files.embedder_files import is_embedder, read_pooling
 from aioengine.model_files.hub import download, weight_shapes
 
@@ -211,7 +210,7 @@ class _Quantization(Struct):
 
 
 class _TextConfig(Struct):
-    """The same facts about the text model of one that reads images."""
+    """The facts that a model which reads images has in the part of its text model."""
 
     dtype: str | None = None
     torch_dtype: str | None = None
@@ -257,16 +256,16 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
                 wanted.tokenizer_path, download_dir=wanted.download_dir, progress=progress, argument="tokenizer_path"
             )
         )
-    config, decoder, pooling, implementation = _read_config(folder, wanted)
+    config, model, pooling, implementation = _read_config(folder, wanted)
     generation = folder_files.read_json(folder / "generation_config.json", _GenerationConfig) or _GenerationConfig()
     is_looked_at = not configs_only
     if implementation == OWN:
-        weights = _stored_weights(folder, decoder, is_looked_at=is_looked_at, load_format=wanted.load_format)
-        layers = linear_layers(decoder) if isinstance(decoder, DecoderConfig) else {}
+        weights = _stored_weights(folder, model, is_looked_at=is_looked_at, load_format=wanted.load_format)
+        layers = adaptable_layers(model) if isinstance(model, DecoderConfig) else {}
     else:
         shapes = _fallback_shapes(folder, wanted, configs_only=configs_only)
-        weights = _fallback_weights(folder, decoder, shapes, is_looked_at=is_looked_at)
-        layers = fallback_layers(shapes, decoder.vocab_size)
+        weights = _fallback_weights(folder, model, shapes, is_looked_at=is_looked_at)
+        layers = fallback_layers(shapes, model.vocab_size)
     if wanted.tokenizer and is_looked_at:
         weights = replace(weights, tokenizer_files=_tokenizer_files(tokenizer))
     text = config.text_config or _TextConfig()
@@ -275,20 +274,20 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
         path=path,
         architecture=(config.architectures or [""])[0],
         model_type=config.model_type or "",
-        context_length=_context_length(decoder, folder),
-        vocab_size=decoder.vocab_size,
-        hidden_size=decoder.hidden_size,
-        num_layers=decoder.num_layers,
-        heads=Heads(num_heads=decoder.num_heads, num_kv_heads=decoder.num_kv_heads, head_dim=decoder.head_size),
+        context_length=_context_length(model, folder),
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        num_layers=model.num_layers,
+        heads=Heads(num_heads=model.num_heads, num_kv_heads=model.num_kv_heads, head_dim=model.head_size),
         dtype=_dtype(config),
         weights=weights,
-        eos_token_ids=tuple(token_id for token_id in eos if 0 <= token_id < decoder.vocab_size),
+        eos_token_ids=tuple(token_id for token_id in eos if 0 <= token_id < model.vocab_size),
         tokenizer_path=str(tokenizer) if folder_files.is_file(tokenizer / folder_files.TOKENIZER) else None,
-        task=decoder.task.value,
-        is_causal=decoder.is_causal,
-        keeps_states=decoder.keeps_states,
-        short_length=decoder.short_length,
-        whole_image_tokens=decoder.whole_image_tokens if isinstance(decoder, VisionConfig) else 0,
+        task=model.task.value,
+        is_causal=model.is_causal,
+        keeps_states=model.keeps_states,
+        short_length=model.short_length,
+        whole_image_tokens=model.whole_image_tokens if isinstance(model, VisionConfig) else 0,
         pooling=pooling,
         linear_layers=layers,
         implementation=implementation,
@@ -305,24 +304,24 @@ def _tokenizer_files(folder: Path) -> dict[str, str]:
     return checkpoint.file_states(path for path in paths if folder_files.is_file(path))
 
 
-def _stored_weights(folder: Path, decoder: TransformerConfig, *, is_looked_at: bool, load_format: str) -> StoredWeights:
+def _stored_weights(folder: Path, model: TransformerConfig, *, is_looked_at: bool, load_format: str) -> StoredWeights:
     """The files of the weights, which are checked unless they are made up. Raises ValueError as ``check_folder``."""
     missing = checkpoint.missing_weights(folder) if is_looked_at else None
     is_loaded = is_looked_at and load_format != "dummy" and not missing
     files = checkpoint.file_states(checkpoint.model_files(folder, with_weights=is_loaded))
     if is_loaded:
-        if types := exact_types(decoder):
+        if types := exact_types(model):
             text = (
                 "%d tensors in %s are of 4 bits (MXFP4); they are converted to the model's dtype when they are loaded"
             )
             logs.log(_logger, logging.INFO, text, len(types) // 2, folder)
         checkpoint.check_folder(
             folder,
-            partial(tensor_shapes, decoder),
-            num_layers=decoder.num_layers,
-            prefix=decoder.prefix,
-            renamed=decoder.renamed,
-            is_ignored=partial(is_ignored, decoder),
+            partial(tensor_shapes, model),
+            num_layers=model.num_layers,
+            prefix=model.prefix,
+            renamed=model.renamed,
+            is_ignored=partial(is_ignored, model),
             types=types,
         )
     return StoredWeights(missing=missing, files=files)
@@ -343,7 +342,7 @@ def _fallback_shapes(folder: Path, wanted: ModelConfig, *, configs_only: bool) -
 
 
 def _fallback_weights(
-    folder: Path, decoder: TransformerConfig, shapes: Mapping[str, tuple[int, ...]], *, is_looked_at: bool
+    folder: Path, model: TransformerConfig, shapes: Mapping[str, tuple[int, ...]], *, is_looked_at: bool
 ) -> StoredWeights:
     """The files of the weights of a model that transformers computes. Which tensors it needs is known to transformers
     alone, and checked when they are loaded.
@@ -353,7 +352,7 @@ def _fallback_weights(
     missing = checkpoint.missing_weights(folder) if is_looked_at else None
     is_loaded = is_looked_at and not missing
     if is_loaded:
-        checkpoint.check_num_layers(shapes, decoder.num_layers, folder)
+        checkpoint.check_num_layers(shapes, model.num_layers, folder)
     files = checkpoint.file_states(checkpoint.model_files(folder, with_weights=is_loaded))
     return StoredWeights(missing=missing, files=files, num_numbers=sum(map(math.prod, shapes.values())))
 
@@ -427,9 +426,9 @@ def _implementation(config: _Config, wanted: str) -> str:
     return implementation
 
 
-def _context_length(decoder: TransformerConfig, folder: Path) -> int:
+def _context_length(model: TransformerConfig, folder: Path) -> int:
     """Positions with rope scaling: llama3 has stretched max_position_embeddings itself, the others name a factor."""
-    given, rope = decoder.max_position_embeddings, decoder.rope
+    given, rope = model.max_position_embeddings, model.rope
     length: float = given
     if rope.factor and rope.rope_type in {"linear", "dynamic"}:
         length = given * rope.factor

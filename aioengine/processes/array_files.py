@@ -34,7 +34,7 @@ _BUFFER_BYTES: Final = 1 << 16
 
 
 def reserve(path: str, num_bytes: int) -> None:
-    """Make a file with memory for so many bytes, where the system can; nothing but time depends on it."""
+    """Make a file with memory for ``num_bytes``, where the system can; nothing but time depends on it."""
     if hasattr(os, "posix_fallocate"):
         with contextlib.suppress(OSError), open(path, "wb") as file:
             os.posix_fallocate(file.fileno(), 0, num_bytes)

@@ -1,7 +1,7 @@
 """Files for pictures, made before they are needed: Pillow decodes straight into their memory.
 
-Such a picture is not copied once it is decoded, and memory for it is found while nobody waits. The files are those of
-``array_files``, with the picture in front. They have no name until they are complete, so that a process that dies
+Such a picture is not copied once it is decoded, and memory for it is found while no request waits. The files are those
+of ``array_files``, with the picture in front. They have no name until they are complete, so that a process that dies
 leaves none behind.
 """
 
@@ -127,7 +127,7 @@ class SpareFiles:
         self._used.append(file)
 
     def want(self, folder: str, num_bytes: int) -> None:
-        """Have ``make`` make one with room for so many bytes."""
+        """Have ``make`` make one with room for ``num_bytes``."""
         if num_bytes <= MAX_SPARE_BYTES and hasattr(os, "O_TMPFILE"):
             self._wanted.append((folder, num_bytes))
 

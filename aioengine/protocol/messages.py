@@ -231,8 +231,7 @@ class Media(Struct, frozen=True, array_like=True, gc=False):
         of tiles, for example) are computed as text.
     content: a sha256 digest of the source bytes and of all that makes pixels of them: equal content, equal features.
     grid: (frames, height, width) in patches, for families that have grids; else zeros.
-    path: a safetensors file with what the image processor of transformers gives for this image, under its names
-        (pixel_values, image_grid_thw, pixel_attention_mask). It lasts as long as the request.
+    path: a safetensors file with the arrays that ``VisionModel.encode_image`` takes. It lasts as long as the request.
     """
 
     start: int

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from aioengine.families import llama
-from aioengine.model_files.adapter_folder import CONFIG, TENSORS, linear_layers
+from aioengine.families._tensors import adaptable_layers
+from aioengine.model_files.adapter_folder import CONFIG, TENSORS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,7 +21,7 @@ def write_adapter(folder: Path, model: Path, *, rank: int, seed: int) -> Path:
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
-    layers = linear_layers(llama.read(json.loads((model / "config.json").read_text())))
+    layers = adaptable_layers(llama.read(json.loads((model / "config.json").read_text())))
     for name, (num_outputs, num_inputs) in layers.items():
         for half, shape in (("A", (rank, num_inputs)), ("B", (num_outputs, rank))):
             numbers = torch.randn(shape, generator=generator) * 0.1

@@ -35,8 +35,8 @@ _COLUMNS = tl.constexpr(TABLE_COLUMNS)
 
 LARGE_OUTPUTS = 4096
 MAX_AHEAD_ROWS = 64
-"""Up to so many rows the first kernel runs beside the matmul: ``kernels.linear`` then takes kernels that let the next
-one begin when their input is there, or only at their end.
+"""The most rows with which the first kernel runs beside the matmul: ``kernels.linear`` then takes kernels that let the
+next one begin when their input is there, or only at their end.
 """
 
 

@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from aioengine.families import llama
+from aioengine.families._tensors import adaptable_layers
 from aioengine.model_files import adapter_folder
-from aioengine.model_files.adapter_folder import CONFIG, linear_layers, read_folder
+from aioengine.model_files.adapter_folder import CONFIG, read_folder
 from tests.kit.adapters import PROJECTIONS, TENSORS, change_tensors, save_adapter
 from tests.kit.tiny_sizes import SIZES
 
@@ -37,7 +38,7 @@ def base() -> PreTrainedModel:
 
 
 def layers() -> dict[str, tuple[int, int]]:
-    return linear_layers(llama.read(LlamaConfig(**SIZES).to_dict()))
+    return adaptable_layers(llama.read(LlamaConfig(**SIZES).to_dict()))
 
 
 def by_layer(parts: list[AdapterPart]) -> dict[str, AdapterPart]:

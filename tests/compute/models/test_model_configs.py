@@ -13,8 +13,7 @@ from transformers import AutoConfig, LlamaConfig, MistralConfig, MixtralConfig, 
 from aioengine import models, plugins
 from aioengine.args import engine_config
 from aioengine.families._memory import active_parameters, kv_numbers, num_parameters, state_bytes
-from aioengine.families._tensors import is_ignored, tensor_shapes
-from aioengine.model_files.adapter_folder import linear_layers
+from aioengine.families._tensors import adaptable_layers, is_ignored, tensor_shapes
 from aioengine.model_files.model_folder import _context_length, supported_model_types
 from aioengine.models._base import StatefulModel
 from aioengine.models._decoder import Decoder
@@ -115,7 +114,7 @@ def test_the_tensors_that_folders_are_checked_for_are_those_that_models_load(cas
         for prefix, linear in model.linears()
         for part, size in linear.sizes.items()
     ]
-    assert linear_layers(decoder) == dict(parts)
+    assert adaptable_layers(decoder) == dict(parts)
     per_entry = {"blocks": 2, "scales": 0}  # of experts in MXFP4
     numbers = {name: target.tensor.numel() for name, target in model.weights().items()}
     assert num_parameters(decoder) == sum(
