@@ -121,6 +121,7 @@ class MediaWorker:
         self._late = late
         self._expecting_threads = futures.ThreadPoolExecutor(orders.num_workers, "expect")
         self._gate = PixelGate(orders.max_pixels)
+        self._expected_size = 0, 0  # of the last picture: what its size is needed for is known
         self.spares = SpareFiles()
         self._accepted: dict[int, Cancellation] = {}
 
@@ -196,7 +197,7 @@ class MediaWorker:
         """While a picture is decoded inside, do what its size alone is needed for, on another thread. path: where its
         file will be; "": that is there.
         """
-        if self._late is None:
+        if self._late is None or (not path and image.size == self._expected_size):
             yield
             return
         expected = self._expecting_threads.submit(_expect, self._late, image.size, path)
@@ -205,6 +206,7 @@ class MediaWorker:
         finally:
             futures.wait([expected])
         expected.result()
+        self._expected_size = image.size
 
     def _late_arrays(self, image: Image.Image, stored: Bytes | None) -> dict[str, object]:
         """A picture as it is, with what the device needs to resize it; empty where that is done here. Raises ValueError

@@ -16,6 +16,7 @@ import random
 import statistics
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,12 +26,14 @@ from PIL import Image
 
 from aioengine import Engine, models
 from aioengine.frontend.image_intake import folder_base
+from aioengine.frontend.image_sources import ImageSource, read_source
 from aioengine.media._base import find_image_model
 from aioengine.models._base import ModelOptions, VisionModel
 from aioengine.processes import resampling
 from aioengine.processes.media_process import MediaWorker, load_processor
 from aioengine.protocol.media import MediaOrders, PrepareJob
 from aioengine.runner import weights
+from aioengine.runner.tensor_files import read_arrays
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -152,8 +155,10 @@ def decode_ms(repeat: int) -> float:
     return statistics.median(milliseconds(picture.load) for picture in pictures)
 
 
-def prepare_ms(folder: Path, repeat: int) -> float:
-    """Decoding and preparing alone, as the media process does it, files included."""
+def prepare_ms(folder: Path, repeat: int) -> tuple[float, float, float]:
+    """Each alone: taking in the bytes of a new image; decoding and preparing it, as the media process does it, files
+    included; and reading its file, as the runner does it.
+    """
     images = find_image_model(folder)
     assert images is not None
     orders = MediaOrders(
@@ -170,16 +175,19 @@ def prepare_ms(folder: Path, repeat: int) -> float:
         leaves_resizing=True,
     )
     worker = MediaWorker(orders, *load_processor(orders))
-    times: list[float] = []
+    times: list[tuple[float, float, float]] = []
     with tempfile.TemporaryDirectory(dir=folder_base()) as files:
         source, made = Path(files, "source.jpg"), Path(files, "image.safetensors")
         for seed in range(1 + repeat):
-            source.write_bytes(image_of(seed))
+            image = ImageSource("bytes", image_of(seed))
             worker.accept(job := PrepareJob(seed, str(source), str(made)))
-            times.append(milliseconds(lambda job=job: worker.do(job, print)))
+            taken_in = milliseconds(lambda image=image: source.write_bytes(read_source(image, images.limits).data))
+            prepared = milliseconds(lambda job=job: worker.do(job, print))
             worker.spares.make()  # while nobody waits
+            times.append((taken_in, prepared, milliseconds(lambda: read_arrays(str(made), is_pinned=True))))
             made.unlink()
-    return statistics.median(times[1:])
+    taken_in, prepared, was_read = map(statistics.median, zip(*times[1:], strict=True))
+    return taken_in, prepared, was_read
 
 
 def first_token_ms(engine: Engine, input_ids: list[int], image: bytes | None = None) -> float:
@@ -197,7 +205,9 @@ class Parts(NamedTuple):
 
     tower: float
     decode: float
+    take_in: float
     prepare: float
+    read: float
 
 
 def measure(engine: Engine, parts: Parts, repeat: int) -> None:
@@ -210,8 +220,10 @@ def measure(engine: Engine, parts: Parts, repeat: int) -> None:
     tower, text, image = parts.tower, statistics.median(texts), statistics.median(images)
     print(f"tower alone                     {tower:9.1f} ms")
     print(f"prompt of text alone            {text:9.1f} ms")
+    print(f"taking in its bytes alone       {parts.take_in:9.1f} ms")
     print(f"decoding alone                  {parts.decode:9.1f} ms")
     print(f"decoding and preparing alone    {parts.prepare:9.1f} ms")
+    print(f"reading its file alone          {parts.read:9.1f} ms")
     print(f"first token, new image          {image:9.1f} ms   {image / (tower + text):.2f} x", flush=True)
     print(f"on top of tower and prompt      {image - tower - text:9.1f} ms", flush=True)
     again = statistics.median(first_token_ms(engine, about_image(100 + seed), pictures[seed]) for seed in seeds)
@@ -219,7 +231,8 @@ def measure(engine: Engine, parts: Parts, repeat: int) -> None:
     print(f"first token, cached text        {cached:9.1f} ms")
     print(f"first token, second question    {again:9.1f} ms   {again - cached:+.1f} ms", flush=True)
     many = range(1000, 1000 + NUM_REQUESTS)
-    new = [image_of(seed) for seed in many]
+    with ThreadPoolExecutor() as pool:
+        new = list(pool.map(image_of, many))
     all_texts = together_ms(engine, [text_of(seed, seed) for seed in many])
     all_images = together_ms(engine, [about_image(seed) for seed in many], new)
     alone = NUM_REQUESTS * tower + all_texts
@@ -239,7 +252,7 @@ def main() -> None:
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     tower = tower_ms(folder, options.repeat)
     torch.cuda.empty_cache()
-    parts = Parts(tower, decode_ms(options.repeat), prepare_ms(folder, options.repeat))
+    parts = Parts(tower, decode_ms(options.repeat), *prepare_ms(folder, options.repeat))
     with Engine(folder, load_format="dummy", skip_tokenizer_init=True, context_length=16_384) as engine:
         measure(engine, parts, options.repeat)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from aioengine.runner.tensor_files import read_arrays
+from aioengine.model_files.checkpoint import entries_of_file
+from aioengine.runner.tensor_files import read_arrays, read_in_parts, read_tensor
 
 ARRAYS = {
     "pixel_values": torch.randn(3, 5, 7),
@@ -28,6 +30,27 @@ def test_arrays_are_those_that_were_saved(tmp_path: Path) -> None:
     for name, array in ARRAYS.items():
         assert found[name].dtype == array.dtype
         assert torch.equal(found[name], array)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, 5 << 20])
+def test_bytes_are_read_in_parts(tmp_path: Path, num_bytes: int) -> None:
+    content = os.urandom(num_bytes + 10)
+    (tmp_path / "image").write_bytes(content)
+    with (tmp_path / "image").open("rb") as file:
+        for begin, num_there in ((0, num_bytes), (7, num_bytes), (20, max(num_bytes - 10, 0))):
+            memory = bytearray(num_bytes)
+            assert read_in_parts(memoryview(memory), file.fileno(), begin) == num_there
+            assert memory[:num_there] == content[begin : begin + num_bytes]
+
+
+@pytest.mark.parametrize("kept", [10, 1 << 20, (5 << 20) - 1])
+def test_a_file_that_became_shorter_is_refused(tmp_path: Path, kept: int) -> None:
+    save_file({"picture": torch.zeros(5 << 20, dtype=torch.uint8)}, tmp_path / "image")
+    [entry] = entries_of_file(tmp_path / "image")
+    with (tmp_path / "image").open("rb+") as file:
+        file.truncate(entry.begin + kept)
+        with pytest.raises(ValueError, match="was changed while it was read"):
+            read_tensor(file, entry)
 
 
 @pytest.mark.parametrize("kept", [0, 5, 60, -1])
