@@ -19,6 +19,8 @@ class FailedRows:
     A row with non-finite numbers fails by its last token, which attention brings them to. Without prompt logprobs those
     in the middle of a prompt are not noticed if all layers have windows too short for that, or if they arise behind the
     attention of the last layer, where the answer does not depend on them: reading all tokens takes each prompt time.
+    Their pages are not cleaned then, so on a CPU, whose attention multiplies unwritten slots by zero, the next owner of
+    such a page may fail, too.
 
     Attributes:
         reasons: by uid, why.
