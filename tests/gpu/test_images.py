@@ -11,8 +11,10 @@ import torch
 
 from aioengine import Engine, models
 from aioengine.models._base import ModelOptions, VisionModel
+from aioengine.processes.array_files import write_arrays
 from aioengine.runner import weights
 from aioengine.runner.device_memory import image_memory
+from aioengine.runner.tensor_files import read_arrays
 from tests.compute.models.test_image_answers import Served, check_session, made
 from tests.compute.models.test_images import TEXTS, Saved, check, run, their_states, vector
 from tests.compute.runner_world import World, make_settings
@@ -109,3 +111,19 @@ def test_weights_that_are_made_up_give_finite_features(tmp_path: Path) -> None:
     weights.load(model, tmp_path, load_format="dummy", seed=0, report=lambda *_: None)
     assert isinstance(model, VisionModel)
     assert model.encode_image(Pictures("qwen2_5_vl", tmp_path).draw(16, 16).arrays).isfinite().all()
+
+
+def test_a_large_picture_is_read_into_pinned_memory(tmp_path: Path) -> None:
+    """In parts, by several threads."""
+    draw = np.random.default_rng(0)
+    arrays = {
+        "picture": draw.integers(0, 256, (1200, 1100, 4), dtype=np.uint8),
+        "table": draw.random((3, 256), dtype=np.float32),
+        "rows_first": np.array([True]),
+    }
+    write_arrays(str(tmp_path / "image"), arrays)
+    for _ in range(3):
+        found = read_arrays(str(tmp_path / "image"), is_pinned=True)
+        for name, array in arrays.items():
+            assert found[name].is_pinned()
+            assert np.array_equal(found[name].cuda(non_blocking=True).cpu().numpy(), array)

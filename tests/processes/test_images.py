@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import io
 import math
 import os
 import shutil
@@ -26,7 +27,8 @@ from safetensors.numpy import load_file
 
 from aioengine import AsyncEngine, EngineError, RequestError
 from aioengine.frontend import image_prompts
-from aioengine.frontend.image_intake import ImageIntake, folder_base
+from aioengine.frontend.image_intake import ImageIntake, ImagesOfPrompt, folder_base
+from aioengine.frontend.image_sources import ImageSource
 from aioengine.frontend.startup import Blueprint
 from aioengine.media._base import find_image_model
 from aioengine.processes.media_process import MediaWorker, PixelGate
@@ -361,6 +363,42 @@ async def test_a_cancelled_job_does_nothing(folder: Path, tmp_path: Path) -> Non
         worker.cancel(job.id)
         assert worker.do(job, lambda _: None) == Cancelled(job.id)
         worker.cancel(job.id)
+
+
+def open_names(pid: int) -> list[str]:
+    return [str(each.readlink()) for each in Path(f"/proc/{pid}/fd").iterdir()]
+
+
+async def test_pictures_for_a_gpu_are_decoded_into_files_without_a_name(tmp_path: Path) -> None:
+    """One after the other, and several at a time: each file has its own picture."""
+    images = find_image_model(write_image_folder(tmp_path, FAMILIES["qwen2_vl"]))
+    assert images is not None
+    intake = ImageIntake(images, 2, is_for_gpu=True)
+
+    async def check(seed: int) -> None:
+        file = io.BytesIO()
+        picture(seed).save(file, "JPEG", quality=90)
+        prompt, is_over = ImagesOfPrompt([ImageSource("bytes", file.getvalue())], ""), asyncio.Event()
+        intake.begin(prompt)
+        prompt.when_over(is_over.set)
+        await is_over.wait()
+        assert prompt.error is None
+        [prepared] = prompt.prepared
+        assert np.array_equal(load_file(prepared.path)["picture"][..., :3], np.asarray(Image.open(file)))
+        intake.release(prompt)
+
+    try:
+        for seed in range(4):
+            await check(seed)
+        await asyncio.gather(*map(check, range(4, 12)))
+        assert intake._folder is not None
+        await until(lambda: len(list(Path(intake._folder.path).glob("*.media"))) == 12)
+        assert intake.process.child is not None
+        if sys.platform == "linux":  # where there are such files
+            names = open_names(intake.process.child.pid)
+            assert any(name.startswith(intake._folder.path) and name.endswith("(deleted)") for name in names)
+    finally:
+        intake.close()
 
 
 async def test_an_image_that_waits_for_others_does_not_hang(
