@@ -76,9 +76,11 @@ def faster(kind: type[Any]) -> type[Any]:
             return image
 
         def patchify(self, image: npt.NDArray[Any], patch_size: int, **options: Any) -> tuple[Any, int, int]:
+            height, width = image.shape[1:]
+            check_whole(height, width, patch_size * options["merge_size"])
             if self._table is None or image.dtype != np.uint8:
                 return super().patchify(image, patch_size, **options)
-            return image, image.shape[1] // patch_size, image.shape[2] // patch_size
+            return image, height // patch_size, width // patch_size
 
         def pad(self, images: Any, *arguments: Any, **options: Any) -> Any:
             """Zeros are added behind the normalization, and no byte stands for them: bytes become numbers first."""
@@ -93,6 +95,13 @@ def faster(kind: type[Any]) -> type[Any]:
             return found
 
     return Faster
+
+
+def check_whole(height: int, width: int, step: int) -> None:
+    """Raise ValueError for a picture that cannot be cut into squares of ``step`` pixels."""
+    if height % step or width % step:
+        message = f"it has {width} x {height} pixels, and without resizing both must be multiples of {step}"
+        raise ValueError(message)
 
 
 class LatePictures:

@@ -129,6 +129,17 @@ def test_a_size_that_the_processor_refuses_is_refused_late_too(tmp_path: Path) -
             late.beside(1, 300)
 
 
+@pytest.mark.parametrize("options", [{}, {"do_normalize": False}])
+def test_a_picture_that_is_not_resized_must_be_whole_patches(options: dict[str, object], tmp_path: Path) -> None:
+    plain, fast = processors("qwen2_vl", {"do_resize": False, **options}, tmp_path)
+    for width, height in ((90, 48), (48, 50), (3, 3)):
+        with pytest.raises(ValueError, match="reshape"):
+            plain(picture(width, height), return_tensors="np")
+        with pytest.raises(ValueError, match=f"it has {width} x {height} pixels.* multiples of 8"):
+            fast(picture(width, height), return_tensors="np")
+    assert fast(picture(48, 40), return_tensors="np")["image_grid_thw"].tolist() == [[1, 10, 12]]
+
+
 def test_bytes_of_a_picture_are_those_of_pillow_for_as_long_as_they_are_used() -> None:
     for size in [*SIZES, (1, 1), (2048, 2048), (2049, 2048)]:
         found = bytes_of(picture(*size))
