@@ -51,12 +51,21 @@ _GATED_SIZE, _INNER_SIZE = 8, 16
 
 
 class NotedCalls:
-    """The modules that a run calls once, and with one tensor alone."""
+    """The modules that a run calls once, and with one tensor alone.
+
+    Attributes:
+        experts: modules with matrices [X, O, D], and whether they make of tokens [T, D] and their routing [T, D].
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.inputs: dict[nn.Module, Tensor] = {}
+        self.experts: dict[nn.Module, bool] = {}
         self._others: set[nn.Module] = set()
         hooks = [module.register_forward_pre_hook(self._note, with_kwargs=True) for module in model.modules()]
+        with_experts = [
+            module for module in model.modules() if any(each.ndim == 3 for each in module.parameters(recurse=False))
+        ]
+        hooks += [module.register_forward_hook(self._note_experts, with_kwargs=True) for module in with_experts]
         self._hooks = hooks
 
     def _note(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
@@ -68,6 +77,15 @@ class NotedCalls:
             self.inputs[module] = args[0]
         else:
             self._others.add(module)
+
+    def _note_experts(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], result: object
+    ) -> None:
+        """All calls must give a row of each tensor to each token, and nothing else."""
+        shapes = [each.shape for each in (result, *args) if isinstance(each, torch.Tensor)]
+        has_rows = not kwargs and len(shapes) == 1 + len(args) and all(each[:1] == (NUM_TRIED,) for each in shapes)
+        is_routed = has_rows and len(args) > 1 and shapes[0] == shapes[1] and len(shapes[0]) == 2
+        self.experts[module] = is_routed and self.experts.get(module, True)
 
     def end(self) -> None:
         for hook in self._hooks:
@@ -217,7 +235,11 @@ class Swaps:
         self._tied: list[_TiedHead] = []
         self._head: nn.Module | None = cast("Any", model).get_output_embeddings()
         self._free = _free_modules(model)
-        self._rotating = [found.module for found in step.found if _rotate_by_kernel(found.module)]
+        self._rebound = [found.module for found in step.found if _rotate_by_kernel(found.module)]
+        for module, is_routed in noted.experts.items():
+            if is_routed:
+                _compute_wanted(module, step)
+                self._rebound.append(module)
         for name, module in list(model.named_modules()):
             if module not in self._gone:
                 self._swap_parts(f"{name}." if name else "", module)
@@ -290,9 +312,9 @@ class Swaps:
         """Put everything back; only before ``take``."""
         for parent, name, theirs in self._changes:
             parent._modules[name] = theirs
-        for module in self._rotating:
+        for module in self._rebound:
             del module.forward
-        self._changes, self._rotating, self._groups, self._tied, self._norms = [], [], [], [], {}
+        self._changes, self._rebound, self._groups, self._tied, self._norms = [], [], [], [], {}
 
     def take(self) -> None:
         """Make the weights of our layers, and let go of theirs."""
@@ -417,6 +439,23 @@ def _linear(weight: Tensor) -> nn.Linear:
     layer = nn.Linear(1, 1, bias=False)
     layer.weight = nn.Parameter(weight, requires_grad=False)
     return layer
+
+
+def _compute_wanted(experts: nn.Module, step: PackedStep) -> None:
+    """Let a module of ``NotedCalls.experts`` compute behind the last attention the tokens that are wanted alone; the
+    others get zeros.
+    """
+    compute = cast("Callable[..., Tensor]", experts.forward)
+
+    def forward(*rows: Tensor) -> Tensor:
+        """Tokens [T, D] and their routing [T, ...] -> [T, D]."""
+        wanted = step.outputs if step.is_behind else None
+        if wanted is None or len(wanted) >= len(rows[0]):
+            return compute(*rows)
+        found = compute(*(each.index_select(0, wanted) for each in rows))
+        return found.new_zeros(rows[0].shape).index_copy_(0, wanted, found)
+
+    experts.forward = forward
 
 
 def _rotate_by_kernel(module: nn.Module) -> bool:

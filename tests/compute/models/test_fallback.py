@@ -170,6 +170,36 @@ def test_behind_the_last_attention_only_wanted_tokens_are_computed(
     assert torch.equal(model.forward(inputs, attention), whole)
 
 
+@pytest.mark.parametrize("kind", ["experts", "experts of DeepSeek-V3", "sinks"])
+@torch.inference_mode()
+def test_behind_the_last_attention_experts_compute_wanted_tokens_alone(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference, numbers = save(CONFIGS[kind], tmp_path), list[int]()
+    (experts,) = {
+        type(part) for part in reference.modules() if any(each.ndim == 3 for each in part.parameters(recurse=False))
+    }
+    compute = experts.forward
+
+    def counted(self: torch.nn.Module, x: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor:
+        """x [N, D], routing [N, ...] -> [N, D]."""
+        assert {len(each) for each in routing} == {len(x)}
+        numbers.append(len(x))
+        return compute(self, x, *routing)
+
+    monkeypatch.setattr(experts, "forward", counted)
+    model = load(tmp_path)
+    inputs = model_inputs(model, torch.randint(3, 96, (9,)), torch.arange(9))
+    attention = Attention(model.attention_shape)
+    whole = model.forward(inputs, attention)
+    for outputs in ([8], [3, 8, 0, 0], list(range(9))):
+        numbers.clear()
+        found = model.forward(dataclasses.replace(inputs, outputs=torch.tensor(outputs)), attention)
+        torch.testing.assert_close(found, whole[outputs], rtol=1e-4, atol=1e-5)
+        assert len(numbers) > 1
+        assert numbers == [9] * (len(numbers) - 1) + [len(outputs)]
+
+
 class Attention(NoAttention):
     """Adds a sum over all tokens to each query."""
 
