@@ -47,6 +47,11 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
         """All heads have keys and values of their own, whatever ``num_key_value_heads`` says."""
         return self.num_attention_heads
 
+    @property
+    def head_size(self) -> int:
+        """The heads divide the size of the model, whatever ``head_dim`` says."""
+        return self.hidden_size // self.num_attention_heads
+
 
 def read(config: Mapping[str, object]) -> DecoderConfig:
     return gpt2_decoder(decode_config(own_names(config, Config), Config))

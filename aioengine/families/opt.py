@@ -31,6 +31,11 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
         """All heads have keys and values of their own, whatever ``num_key_value_heads`` says."""
         return self.num_attention_heads
 
+    @property
+    def head_size(self) -> int:
+        """The heads divide the size of the model, whatever ``head_dim`` says."""
+        return self.hidden_size // self.num_attention_heads
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.do_layer_norm_before:

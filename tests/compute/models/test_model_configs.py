@@ -205,6 +205,13 @@ def test_a_number_of_key_heads_that_transformers_does_not_read_is_not_read(model
     assert read({**raw, "num_key_value_heads": 1}) == read(raw)
 
 
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_bigcode", "gptj", "opt"])
+def test_a_size_of_heads_that_transformers_does_not_read_is_not_read(model_type: str) -> None:
+    raw = decoders.config_of(decoders.ONE_OF_EACH[model_type]).to_dict()
+    read = plugins.load("families", model_type)
+    assert read({**raw, "head_dim": 12}) == read(raw)
+
+
 def test_every_model_has_a_family() -> None:
     assert plugins.names("families") == models.names() == list(supported_model_types())
 
