@@ -34,6 +34,16 @@ PROCESSORS: Final = {
 }
 """The image processors of transformers that are used, in their forms that need Pillow alone, and their modules."""
 
+_CUTS: Final = "Qwen2VLImageProcessor"
+"""The one that cuts pictures into patches itself."""
+
+_PATCHES: Final = {
+    "patch_size": ("patch_size", 14),
+    "merge_size": ("spatial_merge_size", 2),
+    "temporal_patch_size": ("temporal_patch_size", 2),
+}
+"""Its fields -> what the vision tower calls them, and their values where they are left out."""
+
 _FILES: Final = ("preprocessor_config.json", "processor_config.json")
 _MAX_SIZE: Final = 1 << 16
 
@@ -128,12 +138,28 @@ def read_image_model(folder: Path, family: type[ImageFamily], config: Mapping[st
             f"the images of {str(folder)!r} are prepared by {checks.shown(name)}, which is not supported; there are "
             f"{', '.join(PROCESSORS)}"
         )
+    if plain == _CUTS:
+        _check_patches(settings, config, folder)
     place = PROCESSORS[plain]
     return ImageModel(
         family=family.read(config),
         processor=f"transformers.models.{place}.image_processing_pil_{place}:{plain}Pil",
         settings=settings,
     )
+
+
+def _check_patches(settings: Mapping[str, object], config: Mapping[str, object], folder: Path) -> None:
+    """Raise ValueError where the image processor would cut other patches than the vision tower reads."""
+    vision = config.get("vision_config")
+    tower = cast("Mapping[str, object]", vision) if isinstance(vision, dict) else {}
+    for name, (tower_name, usual) in _PATCHES.items():
+        given = usual if settings.get(name) is None else settings[name]
+        wanted = tower.get(tower_name)
+        if wanted is not None and given != wanted:
+            raise ValueError(
+                f"the image processor of {str(folder)!r} has {name}={checks.shown(given)}, and the vision tower in its "
+                f"config.json {tower_name}={checks.shown(wanted)}; copy {_FILES[0]} of the original model"
+            )
 
 
 def _settings(folder: Path) -> Mapping[str, object]:

@@ -133,6 +133,24 @@ def test_an_unknown_processor_is_refused_by_name(tmp_path: Path) -> None:
     assert image_model(folder).processor.endswith(":CLIPImageProcessorPil")
 
 
+@pytest.mark.parametrize(
+    ("field", "tower_field"),
+    [("patch_size", "patch_size"), ("merge_size", "spatial_merge_size"), ("temporal_patch_size",) * 2],
+)
+def test_a_processor_that_cuts_other_patches_than_the_tower_reads_is_refused(
+    field: str, tower_field: str, tmp_path: Path
+) -> None:
+    family = FAMILIES["qwen2_5_vl"]
+    vision = {**family.config["vision_config"], "temporal_patch_size": 2}
+    config = {**family.config, "vision_config": vision}
+    good = write_image_folder(tmp_path / "good", family._replace(config=config))
+    assert image_model(good).settings["patch_size"] == 4
+    odd = family._replace(config=config, processor={**family.processor, field: 7})
+    wanted = vision[tower_field]
+    with pytest.raises(ValueError, match=rf"has {field}=7, .*tower in its config.json {tower_field}={wanted}; copy"):
+        image_model(write_image_folder(tmp_path / "odd", odd))
+
+
 def test_counts_that_do_not_match_are_named() -> None:
     tokens = [image_ids(plugins.load("media", "qwen2_vl")(9, 2).expansion(ImageShape(8, 8, (1, 4, 4))), 9, None)] * 2
     for ids, count in (([1, 9, 2], 1), ([1, 9, 9, 9], 3), ([1], 0)):
