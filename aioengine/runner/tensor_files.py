@@ -6,8 +6,6 @@ several times as long: each page is a fault.
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -38,9 +36,6 @@ DTYPES: Final = {
 }
 """Types of tensors by their names in safetensors files."""
 
-_PART_BYTES: Final = 1 << 20
-_readers = ThreadPoolExecutor(3, "read")
-
 
 def read_tensor(file: BinaryIO, entry: Entry, *, is_pinned: bool = False) -> Tensor:
     """The tensor [*entry.shape] of an open file. ``is_pinned``: in pinned memory. Python's lock is free meanwhile.
@@ -51,29 +46,10 @@ def read_tensor(file: BinaryIO, entry: Entry, *, is_pinned: bool = False) -> Ten
     if entry.dtype not in DTYPES:
         raise ValueError(f"{entry.path}: {entry.name} is of type {entry.dtype}; what works: {', '.join(DTYPES)}")
     content = torch.empty(entry.num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
-    memory = content.numpy().data
-    if is_pinned:
-        num_bytes = read_in_parts(memory, file.fileno(), entry.begin)
-    else:
-        file.seek(entry.begin)
-        num_bytes = file.readinto(memory)  # type: ignore[attr-defined]
-    if num_bytes != entry.num_bytes:
+    file.seek(entry.begin)
+    if file.readinto(content.numpy()) != entry.num_bytes:  # type: ignore[attr-defined]
         raise ValueError(f"{entry.path} was changed while it was read")
     return content.view(DTYPES[entry.dtype]).view(entry.shape)
-
-
-def read_in_parts(memory: memoryview, descriptor: int, begin: int) -> int:
-    """Read bytes [B] of an open file, from ``begin`` on, large ones in parts side by side. Returns how many there are.
-
-    One core copies some 3 GB/s of what another has just written to a file in memory.
-    """
-
-    def read(start: int) -> int:
-        return os.preadv(descriptor, [memory[start : start + _PART_BYTES]], begin + start)
-
-    first, *others = range(0, max(len(memory), 1), _PART_BYTES)
-    reading = [_readers.submit(read, start) for start in others]
-    return read(first) + sum(each.result() for each in reading)
 
 
 def read_arrays(path: str, *, is_pinned: bool) -> dict[str, Tensor]:

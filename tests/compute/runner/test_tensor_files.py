@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from aioengine.model_files.checkpoint import entries_of_file
-from aioengine.runner.tensor_files import read_arrays, read_in_parts, read_tensor
+from aioengine.runner.tensor_files import read_arrays, read_tensor
 
 ARRAYS = {
     "pixel_values": torch.randn(3, 5, 7),
@@ -30,17 +29,6 @@ def test_arrays_are_those_that_were_saved(tmp_path: Path) -> None:
     for name, array in ARRAYS.items():
         assert found[name].dtype == array.dtype
         assert torch.equal(found[name], array)
-
-
-@pytest.mark.parametrize("num_bytes", [0, 1, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, 5 << 20])
-def test_bytes_are_read_in_parts(tmp_path: Path, num_bytes: int) -> None:
-    content = os.urandom(num_bytes + 10)
-    (tmp_path / "image").write_bytes(content)
-    with (tmp_path / "image").open("rb") as file:
-        for begin, num_there in ((0, num_bytes), (7, num_bytes), (20, max(num_bytes - 10, 0))):
-            memory = bytearray(num_bytes)
-            assert read_in_parts(memoryview(memory), file.fileno(), begin) == num_there
-            assert memory[:num_there] == content[begin : begin + num_bytes]
 
 
 @pytest.mark.parametrize("kept", [10, 1 << 20, (5 << 20) - 1])
