@@ -310,6 +310,9 @@ def _check_model(model: PreTrainedModel, body: nn.Module) -> None:
         refuse(kind, "its code takes no position_ids")
     if any(isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) for module in body.modules()):
         refuse(kind, "it has convolutions")
+    for name, weight in model.named_parameters():
+        if not weight.numel():
+            refuse(kind, f"{name} would be empty, {list(weight.shape)}: a size in config.json is 0")
 
 
 def _fix_rope(body: nn.Module, step: PackedStep) -> None:

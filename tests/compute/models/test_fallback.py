@@ -387,6 +387,7 @@ def test_code_that_mixes_the_tokens_of_a_step_is_refused(
         ({"hidden_act": "no_such_act"}, "does not build .*no_such_act"),
         ({"num_hidden_layers": 4}, "missing: model.layers.3.input_layernorm.weight"),
         ({"intermediate_size": 81}, "the model wants"),
+        ({"intermediate_size": 0}, "layers.0.mlp.gate_proj.weight would be empty, .*0"),
     ],
 )
 def test_configs_that_transformers_refuses(changes: dict[str, object], message: str, tmp_path: Path) -> None:
