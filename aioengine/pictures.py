@@ -116,7 +116,7 @@ def is_turned(image: Image.Image) -> bool:
         ValueError: they are damaged.
     """
     try:
-        return image.getexif().get(ExifTags.Base.Orientation, 1) != 1
+        return bool(image.getexif().get(ExifTags.Base.Orientation, 1) != 1)
     except Exception as error:  # it raises anything for broken data
         raise ValueError(f"its EXIF data cannot be read: {type(error).__name__}: {error}") from error
 
