@@ -5,9 +5,9 @@
     python -m benchmarks.gpu.compare /tmp/before --models /tmp/bench-models --model b --rows W6 --rounds 3
 
 An engine of each checkout is started, both on the same GPU, and one of them idles while the other is measured; the
-order changes from round to round. Printed are the ratios of each round as it ends, then medians with minimum and
-maximum, and the ratio of the medians. Both run this checkout's workloads through the public API, so rows of a feature
-need it in both.
+order changes from round to round. A workload runs once a round, and the first round does not count. Printed are the
+ratios of each round as it ends, then medians with minimum and maximum, and the ratio of the medians. Both run this
+checkout's workloads through the public API, so rows of a feature need it in both.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ async def serve(folder: Path, model: str) -> None:
         await engine.start(folder, {"max_total_tokens": POOL_TOKENS[model]})
         print(json.dumps({}), file=out, flush=True)
         while row := (await asyncio.to_thread(sys.stdin.readline)).strip():
-            bench = Bench(engine)
+            bench = Bench(engine, runs_once=True)
             await WORKLOADS[row][1](bench)
             print(json.dumps(bench.figures), file=out, flush=True)
         await engine.close()

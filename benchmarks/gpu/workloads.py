@@ -50,14 +50,21 @@ def ids(rng: random.Random, count: int) -> Ids:
 
 @dataclass
 class Bench:
-    """An engine and what was measured on it: name of a figure -> its values."""
+    """An engine and what was measured on it: name of a figure -> its values. ``runs_once``: as ``runs`` says."""
 
     engine: Engine
+    runs_once: bool = False
     figures: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     num_prompts: int = 0
 
     def add(self, name: str, value: float) -> None:
         self.figures.setdefault(name, []).append(value)
+
+    def runs(self, count: int) -> range:
+        """Numbers of the runs of a workload: number 0 warms up and does not count. With ``runs_once`` there is one run
+        that counts: whoever sets it has other runs in front of it.
+        """
+        return range(1, 2) if self.runs_once else range(count)
 
     def rng(self) -> random.Random:
         self.num_prompts += 1
@@ -83,12 +90,12 @@ class Bench:
 
 
 async def offline(bench: Bench) -> None:
-    for seed in (1, 0, 0):
-        random.seed(seed)
+    for number in bench.runs(3):
+        random.seed(0 if number else 1)
         prompts = [[random.randint(0, 10000) for _ in range(random.randint(100, 1024))] for _ in range(256)]
         counts = [random.randint(100, 1024) for _ in range(256)]
         seconds = await bench.generate(prompts, [Output(count) for count in counts])
-        if seed == 0:
+        if number:
             bench.add("offline tok/s", sum(counts) / seconds)
 
 
@@ -135,7 +142,7 @@ def percentile(values: list[float], share: float) -> float:
 
 async def streams(bench: Bench) -> None:
     for num_streams in (256, 1024):
-        for number in range(3):
+        for number in bench.runs(3):
             await bench.empty_cache()
             rng = bench.rng()
             prompts = [ids(rng, 128) for _ in range(num_streams)]
@@ -183,7 +190,7 @@ async def logprobs(bench: Bench) -> None:
 
 
 async def shared_prefix(bench: Bench) -> None:
-    for number in range(3):
+    for number in bench.runs(3):
         rng = bench.rng()
         shared = ids(rng, 2048)
         prompts = [[*shared, *ids(rng, 128)] for _ in range(256)]
@@ -194,7 +201,7 @@ async def shared_prefix(bench: Bench) -> None:
 
 async def sweep(bench: Bench) -> None:
     for batch in (1, 8, 32, 128, 256):
-        for number in range(4):
+        for number in bench.runs(4):
             rng = bench.rng()
             prompts = [ids(rng, 512) for _ in range(batch)]
             short = await bench.generate(prompts, [Output(16)] * batch)
