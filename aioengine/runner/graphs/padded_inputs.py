@@ -121,7 +121,8 @@ class PaddedInputs:
                 target[:num_tokens].copy_(source)
         for slots, part in zip(self.slots, batch.parts or (batch,), strict=True):
             slots[:num_tokens].copy_(part.slot_mapping)
-        self.slots[:, num_tokens:].zero_()
+        if num_tokens < self.slots.shape[1]:
+            self.slots[:, num_tokens:].zero_()
         assert into.outputs is not None
         assert inputs.outputs is not None
         into.outputs[:num_rows].copy_(inputs.outputs[:num_rows])

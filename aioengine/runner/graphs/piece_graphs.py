@@ -183,7 +183,8 @@ class PieceGraphs:
         chosen = (self._steps if inputs.adapters is None else self._steps_with_adapters)[size]
         with part("prepare"):
             chosen.inputs.fill(inputs, batch)
-            chosen.handed.attended[num_tokens:].zero_()  # attention skips the padding, graphs read it: keep it finite
+            if num_tokens < size:  # attention skips the padding, graphs read it: keep it finite
+                chosen.handed.attended[num_tokens:].zero_()
             self._attention.prepare(batch)
         there = chosen.handed.first(num_tokens)
         q, k, v = handed_parts(there.heads, self._model.attention_shape)
