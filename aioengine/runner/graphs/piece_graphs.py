@@ -181,18 +181,19 @@ class PieceGraphs:
         num_tokens = len(batch.slot_mapping)
         size = next(size for size in self._steps if num_tokens <= size)
         chosen = (self._steps if inputs.adapters is None else self._steps_with_adapters)[size]
+        first, *others = chosen.graphs
         with part("prepare"):
             chosen.inputs.fill(inputs, batch)
             if num_tokens < size:  # attention skips the padding, graphs read it: keep it finite
                 chosen.handed.attended[num_tokens:].zero_()
+        first.replay()  # the device begins while the host plans attention
+        with part("prepare"):
             self._attention.prepare(batch)
         there = chosen.handed.first(num_tokens)
         q, k, v = handed_parts(there.heads, self._model.attention_shape)
-        *before, last = chosen.graphs
-        for layer, graph in enumerate(before):
-            graph.replay()
+        for layer, graph in enumerate(others):
             self._attention.attend_into(q, k, v, layer, out=there.attended)
-        last.replay()
+            graph.replay()
         return chosen.hidden[: len(batch.query_lengths)]
 
     def _compute(self, inputs: PaddedInputs, seams: _Seams) -> Tensor:
