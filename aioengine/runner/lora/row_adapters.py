@@ -40,12 +40,14 @@ class RowAdapters:
         """
         if not 0 <= slot <= self.num_slots:
             raise ValueError(f"adapter slot {slot} of {self.num_slots}")
-        self._num_used += slot > 0
-        self._slots[row_index] = slot
+        if slot:
+            self._num_used += 1
+            self._slots[row_index] = slot
 
     def close(self, row_index: int) -> None:
-        self._num_used -= int(self._slots[row_index] > 0)
-        self._slots[row_index] = 0
+        if self._num_used and self._slots[row_index]:
+            self._num_used -= 1
+            self._slots[row_index] = 0
 
     def slots(self, row_indices: Ints) -> Slots | None:
         """The slots [R] of these rows [R]; None: all use the base model."""
