@@ -190,7 +190,8 @@ class InputBuilder:
         # none of these may be negative: their signs are looked at together
         signs = (rows.counts - 1) | rows.starts | missing | (1 - missing) | room
         ids = rows.known_ids
-        are_ids_valid = not ids.size or (ids.min() >= 0 and ids.max() < self._num_embeddings)
+        # as unsigned numbers, negative ones are larger than all others
+        are_ids_valid = not ids.size or ids.view(np.uint64).max() < self._num_embeddings
         return bool(are_ids_valid and (not signs.size or signs.min() >= 0))
 
     def find_errors(self, rows: list[Row]) -> dict[int, str]:
