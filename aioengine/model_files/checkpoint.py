@@ -252,7 +252,7 @@ def _paths(folder: Path) -> list[Path]:
     found = folder_files.read_json(index, _Index)
     if found is None:
         whole = folder / _WHOLE
-        return [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
+        return [whole] if folder_files.is_file(whole) else sorted(folder.glob("*.safetensors"))
     names = sorted(set(found.weight_map.values()))
     if not names:
         raise ValueError(f"cannot read {index}: it names no files")
@@ -260,7 +260,7 @@ def _paths(folder: Path) -> list[Path]:
         if "\0" in name or ".." in Path(name).parts or Path(name).is_absolute() or len(name) > _MAX_NAME:
             raise ValueError(f"cannot read {index}: it names {checks.shown(name)}, which is not in the model folder")
     paths = [folder / name for name in names]
-    missing = [path.name for path in paths if not path.is_file()]
+    missing = [path.name for path in paths if not folder_files.is_file(path)]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(

@@ -158,9 +158,9 @@ def _gguf_in(folder: Path) -> Path | None:
     """The GGUF file of a folder that has nothing else to read; None: it has, or it has none.
 
     Raises:
-        ValueError: it has several.
+        ValueError: it has several, or may not be read.
     """
-    if any((folder / name).exists() for name in (folder_files.CONFIG, folder_files.TOKENIZER)):
+    if any(folder_files.is_file(folder / name) for name in (folder_files.CONFIG, folder_files.TOKENIZER)):
         return None
     found = sorted(path for path in folder.absolute().glob(f"*{folder_files.GGUF}") if folder_files.is_gguf(path))
     if len(found) > 1:
@@ -171,7 +171,7 @@ def _gguf_in(folder: Path) -> Path | None:
 
 def needs_download(path: str | None) -> bool:
     """Whether ``locate`` would ask the hub."""
-    return path is not None and may_be_hub_id(path) and not Path(path).exists()
+    return path is not None and may_be_hub_id(path) and not os.path.exists(path)
 
 
 def may_be_hub_id(name: str) -> bool:
@@ -198,7 +198,8 @@ def _nearest_parent(folder: Path) -> str:
     parent = next((parent for parent in folder.parents if parent.is_dir()), Path())
     if not os.access(parent, os.R_OK | os.X_OK):
         return f"{str(parent)!r} may not be read"
-    names = [checks.name(name) for name in sorted(entry.name for entry in parent.iterdir() if entry.is_dir())[:10]]
+    folders = sorted(name for name in os.listdir(parent) if os.path.isdir(parent / name))
+    names = [checks.name(name) for name in folders[:10]]
     return f"{str(parent)!r} holds {'the folders ' + ', '.join(names) if names else 'no folders'}"
 
 

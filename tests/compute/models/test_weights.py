@@ -162,6 +162,8 @@ def test_damaged_missing_and_double_files(tmp_path: Path) -> None:
     check_refused(tmp_path, "cannot read", "a.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "x" * 5000}}))
     check_refused(tmp_path, "it names 'xxx", "not in the model folder")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "\u4f60" * 200}}))
+    check_refused(tmp_path, "cannot be read: File name too long")
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
     check_refused(tmp_path, "model.safetensors.index.json: it names no files")
     (tmp_path / "model.safetensors.index.json").unlink()

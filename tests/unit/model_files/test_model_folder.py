@@ -224,6 +224,23 @@ def test_folders_are_located_or_refused_with_a_hint(tmp_path: Path, monkeypatch:
         locate("")
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_files_that_cannot_be_looked_up_are_named(tmp_path: Path, name: str) -> None:
+    """As in a folder that may not be searched, which holds for all users here."""
+    (tmp_path / "other.safetensors").touch()
+    path = folder(tmp_path, {"config.json": CONFIG, "tokenizer.json": None, "model.safetensors": None, name: None})
+    (tmp_path / name).symlink_to("x" * 1000)
+    with pytest.raises(ValueError, match=rf"{name}' cannot be read: File name too long"):
+        find_facts(ModelConfig(path=path))
+
+
+def test_the_hint_leaves_out_what_cannot_be_looked_up(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "link").symlink_to("x" * 1000)
+    with pytest.raises(ValueError, match="holds the folders model$"):
+        locate(str(tmp_path / "modell"))
+
+
 def test_a_tokenizer_of_the_hub_is_fetched_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[tuple[str, object, object]] = []
 
