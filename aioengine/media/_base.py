@@ -44,6 +44,16 @@ _PATCHES: Final = {
 }
 """Its fields -> what the vision tower calls them, and their values where they are left out."""
 
+_SIDES: Final = {
+    "CLIPImageProcessor": ("do_center_crop", "crop_size"),
+    "Gemma3ImageProcessor": ("do_resize", "size"),
+    "LlavaImageProcessor": ("do_center_crop", "crop_size"),
+    "SiglipImageProcessor": ("do_resize", "size"),
+}
+"""Those that bring all pictures to one size, the switch for it, and the field with the size."""
+
+_USUAL_SIDE: Final = 224
+
 _FILES: Final = ("preprocessor_config.json", "processor_config.json")
 _MAX_SIZE: Final = 1 << 16
 
@@ -140,6 +150,8 @@ def read_image_model(folder: Path, family: type[ImageFamily], config: Mapping[st
         )
     if plain == _CUTS:
         _check_patches(settings, config, folder)
+    elif plain in _SIDES:
+        _check_side(settings, config, folder, *_SIDES[plain])
     place = PROCESSORS[plain]
     return ImageModel(
         family=family.read(config),
@@ -150,8 +162,7 @@ def read_image_model(folder: Path, family: type[ImageFamily], config: Mapping[st
 
 def _check_patches(settings: Mapping[str, object], config: Mapping[str, object], folder: Path) -> None:
     """Raise ValueError where the image processor would cut other patches than the vision tower reads."""
-    vision = config.get("vision_config")
-    tower = cast("Mapping[str, object]", vision) if isinstance(vision, dict) else {}
+    tower = _tower(config)
     for name, (tower_name, usual) in _PATCHES.items():
         given = usual if settings.get(name) is None else settings[name]
         wanted = tower.get(tower_name)
@@ -160,6 +171,28 @@ def _check_patches(settings: Mapping[str, object], config: Mapping[str, object],
                 f"the image processor of {str(folder)!r} has {name}={checks.shown(given)}, and the vision tower in its "
                 f"config.json {tower_name}={checks.shown(wanted)}; copy {_FILES[0]} of the original model"
             )
+
+
+def _check_side(settings: Mapping[str, object], config: Mapping[str, object], folder: Path, *names: str) -> None:
+    """Raise ValueError where the image processor would make pictures of another size than the vision tower reads.
+
+    names: as in ``_SIDES``.
+    """
+    switch, name = names
+    wanted = _tower(config).get("image_size")
+    given = _USUAL_SIDE if settings.get(name) is None else settings[name]
+    sides = [given.get("height"), given.get("width")] if isinstance(given, dict) else given
+    sides = cast("list[object]", sides) if isinstance(sides, list) else [sides]
+    if wanted is not None and settings.get(switch) is not False and any(side not in (None, wanted) for side in sides):
+        raise ValueError(
+            f"the image processor of {str(folder)!r} has {name}={checks.shown(given)}, and the vision tower in its "
+            f"config.json image_size={checks.shown(wanted)}; copy {_FILES[0]} of the original model"
+        )
+
+
+def _tower(config: Mapping[str, object]) -> Mapping[str, object]:
+    vision = config.get("vision_config")
+    return cast("Mapping[str, object]", vision) if isinstance(vision, dict) else {}
 
 
 def _settings(folder: Path) -> Mapping[str, object]:

@@ -151,6 +151,32 @@ def test_a_processor_that_cuts_other_patches_than_the_tower_reads_is_refused(
         image_model(write_image_folder(tmp_path / "odd", odd))
 
 
+@pytest.mark.parametrize(
+    ("model_type", "given"),
+    [
+        ("llava", {"crop_size": {"height": 35, "width": 28}}),
+        ("llava", {"crop_size": 35}),
+        ("llava", {"crop_size": None}),
+        ("gemma3", {"size": {"height": 35, "width": 35}}),
+    ],
+)
+def test_a_processor_that_makes_pictures_of_another_size_than_the_tower_reads_is_refused(
+    model_type: str, given: dict[str, object], tmp_path: Path
+) -> None:
+    family = FAMILIES[model_type]
+    family = family._replace(config={**family.config, "vision_config": {"image_size": 28, "patch_size": 7}})
+    if model_type == "llava":
+        family.config["vision_config"]["model_type"] = "clip_vision_model"
+    assert image_model(write_image_folder(tmp_path / "good", family)).settings["size"]
+    [field] = given
+    odd = family._replace(processor={**family.processor, **given})
+    with pytest.raises(ValueError, match=rf"has {field}=.*, and the vision tower in its config.json image_size=28;"):
+        image_model(write_image_folder(tmp_path / "odd", odd))
+    switch = "do_resize" if field == "size" else "do_center_crop"
+    unused = odd._replace(processor={**odd.processor, switch: False})
+    assert image_model(write_image_folder(tmp_path / "unused", unused)).settings[switch] is False
+
+
 def test_counts_that_do_not_match_are_named() -> None:
     tokens = [image_ids(plugins.load("media", "qwen2_vl")(9, 2).expansion(ImageShape(8, 8, (1, 4, 4))), 9, None)] * 2
     for ids, count in (([1, 9, 2], 1), ([1, 9, 9, 9], 3), ([1], 0)):
