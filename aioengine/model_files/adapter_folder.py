@@ -439,6 +439,8 @@ class _Targets:
     def __init__(self, config: _Config, folder: Path) -> None:
         patterns = _Patterns(folder)
         self._is_all = config.target_modules == ALL_LINEAR
+        targets = config.target_modules
+        self._whole_names = frozenset(targets) if isinstance(targets, list) else frozenset[str]()
         self._names = _Names("target_modules", None if self._is_all else config.target_modules, patterns)
         self._excluded = _Names("exclude_modules", config.exclude_modules, patterns)
         layers, places = config.layers_to_transform, config.layers_pattern
@@ -452,6 +454,8 @@ class _Targets:
             return False
         if self._is_all:
             return name not in _HEADS
+        if name in self._whole_names:
+            return True  # in any layer
         if name not in self._names:
             return False
         found = self._place.match(name)

@@ -97,6 +97,11 @@ def test_some_layers_alone(base: PreTrainedModel, tmp_path: Path) -> None:
     assert len(read_folder(folder).parts(layers())) == 2
 
 
+def test_a_whole_name_is_a_target_whatever_the_layers(base: PreTrainedModel, tmp_path: Path) -> None:
+    folder = save_adapter(base, tmp_path, target_modules=[Q0, "up_proj"], layers_to_transform=[1])
+    assert {part.layer for part in read_folder(folder).parts(layers())} == {Q0, "model.layers.1.mlp.up_proj"}
+
+
 def test_an_adapter_of_a_model_without_head(base: PreTrainedModel, tmp_path: Path) -> None:
     headless: PreTrainedModel = base.model
     parts = read_folder(save_adapter(headless, tmp_path, target_modules=["q_proj"])).parts(layers())
