@@ -233,9 +233,9 @@ def _read_text(text: str, limits: MediaConfig) -> bytes:
 def _is_readable(path: str, limits: MediaConfig) -> bool:
     """Whether there is such a file in the allowed folder. Clients cannot find out what there is elsewhere."""
     try:
-        real = os.path.realpath(path)
+        real = os.path.realpath(os.path.expanduser(path))
         return _is_allowed(real, limits) and os.path.exists(real)
-    except ValueError:  # a null character
+    except (OSError, ValueError):  # the working folder is gone; a null character
         return False
 
 
