@@ -47,7 +47,10 @@ if TYPE_CHECKING:
 NUM_READERS: Final = 4
 MAX_WORKERS: Final = 16
 MAX_KEPT_BYTES: Final = 1 << 28
-"""Of files that no request uses; the least recently used go first."""
+"""Of files that no request uses; the least recently used go first. Less where the disk is small."""
+
+KEPT_SHARE: Final = 4
+"""Of what is free at the start, they take one in so many bytes at most."""
 
 MAX_USED_BYTES: Final = 1 << 31
 """Of files that requests use: beyond it, images of further prompts wait."""
@@ -174,6 +177,7 @@ class ImageIntake:
         self._num_workers = min(MAX_WORKERS, num_workers)
         self._loop = asyncio.get_running_loop()
         self._num_session_bytes = 0
+        self._max_kept_bytes = MAX_KEPT_BYTES
         # What is kept by the bytes of an image alone would be found again after its preparation has changed.
         self._salt = hashlib.sha256(
             msgspec.json.encode([model.processor, model.settings, dict(model.family.options)], order="deterministic")
@@ -311,7 +315,11 @@ class ImageIntake:
         if known is not None and known.shape is not None and os.path.exists(known.path):
             return _Read(content, "")
         path = self._new_path("source")
-        Path(path).write_bytes(found.data)
+        try:
+            Path(path).write_bytes(found.data)
+        except OSError:  # the disk is full, of this file too
+            Path(path).unlink(missing_ok=True)
+            raise
         return _Read(content, path, found.size)
 
     def _was_read(self, unit: _Unit, reading: Future[_Read]) -> None:
@@ -401,6 +409,8 @@ class ImageIntake:
                 self._folder = None
             if self._folder is None and not self._is_closed:
                 self._folder = PrivateDirectory(folder_base())
+                disk = os.statvfs(self._folder.path)
+                self._max_kept_bytes = min(MAX_KEPT_BYTES, disk.f_bavail * disk.f_frsize // KEPT_SHARE)
             if self._folder is None:
                 raise FileNotFoundError("the engine was shut down")
             return self._folder.path
@@ -414,7 +424,7 @@ class ImageIntake:
         kept = [file for file in unused if file.shape is not None and not file.waiters]
         num_bytes = sum(file.num_bytes for file in kept)
         for file in kept:
-            if num_bytes <= MAX_KEPT_BYTES:
+            if num_bytes <= self._max_kept_bytes:
                 return
             num_bytes -= file.num_bytes
             del self.files[file.content]

@@ -173,7 +173,7 @@ async def test_replaced_and_closed_turns_keep_no_images(engine: AsyncEngine) -> 
 async def test_files_of_sessions_are_bounded(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     sid, other = await engine.open_session(), await engine.open_session()
     first = await turn_of(engine, "<image>", sid, None, ONE)
-    monkeypatch.setattr("aioengine.frontend.image_intake.MAX_KEPT_BYTES", 0)
+    monkeypatch.setattr(intake(engine), "_max_kept_bytes", 0)
     monkeypatch.setattr("aioengine.frontend.image_intake.MAX_SESSION_BYTES", intake(engine)._num_session_bytes + 10)
     with pytest.raises(EngineOverloadedError, match="the images of open sessions take .* close some of them"):
         await turn_of(engine, "<image>", sid, None, TWO)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import errno
 import io
 import math
 import os
@@ -15,6 +16,7 @@ import tempfile
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -270,7 +272,7 @@ async def settled(engine: AsyncEngine) -> None:
 async def test_kept_files_are_removed_beyond_their_limit(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, submitted: list[Submit]
 ) -> None:
-    monkeypatch.setattr("aioengine.frontend.image_intake.MAX_KEPT_BYTES", 30_000)
+    monkeypatch.setattr(intake(engine), "_max_kept_bytes", 30_000)
     for seed in range(200, 206):
         await engine.async_generate("<image> a", SHORT, image_data=png(picture(seed)))
     await settled(engine)
@@ -278,6 +280,30 @@ async def test_kept_files_are_removed_beyond_their_limit(
     [last] = submitted[-1].media
     assert last.content in intake(engine).files
     assert submitted[0].media[0].content not in intake(engine).files
+
+
+async def test_files_take_a_part_of_a_small_disk_and_none_is_left_when_it_is_full(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_bytes, image = Path.write_bytes, png(picture(220))
+
+    def write_some(path: Path, data: bytes) -> int:
+        write_bytes(path, data[:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    disk = SimpleNamespace(f_bavail=100, f_frsize=1000)
+    monkeypatch.setattr(os, "statvfs", lambda _: disk)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    async with AsyncEngine.from_blueprint(lambda: blueprint(folder)) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "write_bytes", write_some)
+            with pytest.raises(RequestError, match="No space left on device"):
+                await engine.async_generate("<image>", SHORT, image_data=image)
+        assert [file.name for file in media_folder(engine).iterdir()] == ["media.log"]
+        for seed in range(221, 231):
+            await engine.async_generate("<image>", SHORT, image_data=png(picture(seed)))
+        await settled(engine)
+        assert 0 < sum(file.num_bytes for file in intake(engine).files.values()) <= 25_000
 
 
 async def test_an_image_whose_file_others_removed_is_prepared_again(folder: Path) -> None:
