@@ -113,7 +113,7 @@ class Plan(Struct, frozen=True, kw_only=True):
         served = f"{self.max_requests:,} of this length at a time"
         if not self.fits:
             pool = "no room for one request of the context length"
-            served = "none; take a larger device, or a dtype of fewer bits"
+            served = "none; take a larger device" + (", or a dtype of fewer bits" if self.dtype == "float32" else "")
             if self.longest_context:
                 served = f"none; context_length={self.longest_context} is the most that fits"
         rows = {
@@ -222,8 +222,8 @@ def _num_parameters(family: TransformerConfig, facts: ModelFacts) -> int:
         return num_parameters(family) + _tower_parameters(family, Path(facts.path))
     if not facts.weights.num_numbers:
         raise ValueError(
-            f"transformers' own code would compute this model, of type {checks.shown(facts.model_type)}, and the size "
-            f"of its weights is found in their files: {checkpoint.missing_weights(Path(facts.path))}"
+            f"transformers' own code would compute this model, if it knows the type {checks.shown(facts.model_type)}, "
+            f"and the size of its weights is found in their files: {checkpoint.missing_weights(Path(facts.path))}"
         )
     return facts.weights.num_numbers
 

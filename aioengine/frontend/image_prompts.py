@@ -117,8 +117,8 @@ class PromptImages:
         num_open = own.count(None)
         if num_open != len(given):
             raise ValueError(
-                f'the messages have {num_open} parts {{"type": "image"}} without an image of their own, and image_data '
-                f"has {len(given)} images; give one for each"
+                f'parts {{"type": "image"}} without an image of their own in the messages: {num_open}; images in '
+                f"image_data: {len(given)}; give one for each"
             )
         rest = iter(given)
         return tuple(next(rest) if source is None else source for source in own)

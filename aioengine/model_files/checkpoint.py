@@ -278,7 +278,7 @@ def missing_weights(folder: Path) -> str | None:
     if not foreign:
         return (
             f"{str(folder)!r} holds no weights (*.safetensors or *.gguf; other forms, such as .bin, are not fetched "
-            "from the hub: convert them with transformers); load_format='dummy' makes some up"
+            "from the hub: convert them with transformers); load_format='dummy' makes some up for an engine"
         )
     return (
         f"{str(folder)!r} holds its weights as {checks.name(foreign[0])}, which is not read: that may run code. "

@@ -218,7 +218,7 @@ async def test_wrong_types_are_refused_at_the_call(engine: AsyncEngine) -> None:
         ({"type": "image", "source": {"data": "eA=="}}, "has source; an image is given as one of image, url, path"),
         ({"type": "image_url", "image_url": {}}, "image_url of part 0"),
         ({"type": "video"}, "is of type 'video'; there are text, image and image_url"),
-        ({"type": "image"}, "the messages have 1 parts .* of their own, and image_data has 0 images"),
+        ({"type": "image"}, "without an image of their own in the messages: 1; images in image_data: 0"),
     ):
         with pytest.raises((TypeError, ValueError), match=words):
             engine.async_chat([{"role": "user", "content": [part]}])
