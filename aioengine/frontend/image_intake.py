@@ -49,6 +49,9 @@ MAX_WORKERS: Final = 16
 MAX_KEPT_BYTES: Final = 1 << 28
 """Of files that no request uses; the least recently used go first. Less where the disk is small."""
 
+MAX_KEPT_FILES: Final = 2048
+"""Of these: all files are looked at for each image, on the loop."""
+
 KEPT_SHARE: Final = 4
 """Of what is free at the start, they take one in so many bytes at most."""
 
@@ -423,8 +426,8 @@ class ImageIntake:
         unused = (file for file in self.files.values() if not file.num_users and not file.num_sessions)
         kept = [file for file in unused if file.shape is not None and not file.waiters]
         num_bytes = sum(file.num_bytes for file in kept)
-        for file in kept:
-            if num_bytes <= self._max_kept_bytes:
+        for num_removed, file in enumerate(kept):
+            if num_bytes <= self._max_kept_bytes and len(kept) - num_removed <= MAX_KEPT_FILES:
                 return
             num_bytes -= file.num_bytes
             del self.files[file.content]

@@ -280,6 +280,10 @@ async def test_kept_files_are_removed_beyond_their_limit(
     [last] = submitted[-1].media
     assert last.content in intake(engine).files
     assert submitted[0].media[0].content not in intake(engine).files
+    monkeypatch.setattr("aioengine.frontend.image_intake.MAX_KEPT_FILES", 2)
+    await engine.async_generate("<image> a", SHORT, image_data=png(picture(206)))
+    await settled(engine)
+    assert list(intake(engine).files) == [last.content, submitted[-1].media[0].content]
 
 
 async def test_files_take_a_part_of_a_small_disk_and_none_is_left_when_it_is_full(
