@@ -60,7 +60,8 @@ class Pooled(Struct, frozen=True, kw_only=True):
         """
         if self.gives_scores and (task != "classify" or settings.num_labels != 1):
             found = f"gives {settings.num_labels} scores" if task == "classify" else f"has the task '{task}'"
-            raise ValueError(f"rerank needs a cross-encoder, which gives one score; this model {found}")
+            instead = "; score() works with it" if task == "generate" else ""
+            raise ValueError(f"rerank needs a cross-encoder, which gives one score; this model {found}{instead}")
         if self.dimensions is not None and self.dimensions > vector_size:
             raise ValueError(f"dimensions must be at most {vector_size} with this model, got {self.dimensions}")
         if self.prompt_name is not None and self.prompt_name not in settings.prompts:
