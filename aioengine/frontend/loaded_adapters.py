@@ -250,8 +250,11 @@ class LoadedAdapters:
             EngineError: the engine died, or was shut down.
         """
         name = _checked_name("lora_name", lora_name)
-        path = _folder(lora_path)
         is_pinned = checks.switch("pinned", pinned)
+        try:
+            path = _folder(lora_path)
+        except OSError as error:  # it is relative, and the working folder is gone
+            return self._result(f"the folder {lora_path!r} cannot be found: {describe(error)}")
         if self._rules is None:
             return self._result(_NOT_ENABLED)
         with self._lock:

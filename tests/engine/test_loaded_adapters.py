@@ -144,6 +144,20 @@ async def test_a_bad_adapter_gives_a_false_result_with_the_reason(tmp_path: Path
         assert (await texts_of(engine, "a", 1))[0]
 
 
+async def test_a_relative_folder_gives_a_false_result_where_the_working_folder_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    async with adapter_engine() as engine:
+        monkeypatch.chdir(gone)
+        gone.rmdir()
+        result = await engine.load_lora_adapter("a", "adapters/a")
+        assert not result
+        assert "the folder 'adapters/a' cannot be found: FileNotFoundError" in result.error_message
+        await load(engine, tmp_path, "a")
+
+
 async def test_an_adapter_whose_folder_is_gone_or_changed_fails_its_requests_alone(tmp_path: Path) -> None:
     names = ("a", "b", "c", "d")
     async with adapter_engine(max_loaded_loras=2, max_loras_per_batch=1) as engine:
