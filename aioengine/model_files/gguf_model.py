@@ -136,14 +136,22 @@ def tensors_of(header: Header) -> list[NamedTensor]:
     """The tensors by their names in model folders; an unknown one keeps its name.
 
     Raises:
-        ValueError: the architecture is not supported.
+        ValueError: the architecture is not supported, or two tensors have the same name there.
     """
     num_heads: dict[str, object] = {}
     if _architecture(header.metadata) == "llama":
         found = {key: _one(key, value) for key, value in header.metadata.items() if key.startswith("llama.attention.")}
         heads = found.get("llama.attention.head_count")
         num_heads = {"attn_q": heads, "attn_k": found.get("llama.attention.head_count_kv", heads)}
-    return [_named(info, num_heads) for info in header.tensors if info.name != _ROPE_FACTORS]
+    tensors: dict[str, NamedTensor] = {}
+    for info in header.tensors:
+        named = _named(info, num_heads)
+        if named.name in tensors:
+            first, second = checks.shown(tensors[named.name].info.name), checks.shown(info.name)
+            raise ValueError(f"tensors {first} and {second} are the same one of the model")
+        if info.name != _ROPE_FACTORS:
+            tensors[named.name] = named
+    return list(tensors.values())
 
 
 def _named(info: TensorInfo, num_heads: Mapping[str, object]) -> NamedTensor:

@@ -108,7 +108,10 @@ def _pieces(entry: Entry, target: Target) -> Iterator[_Piece]:
     if not entry.num_bytes:
         return
     head_size = entry.shape[0] // entry.num_heads if entry.num_heads and entry.shape else 0
-    rows = None if target.source else _as_rows(target.tensor, entry.shape[-1] if len(entry.shape) > 1 else 1)
+    is_vector = len(entry.shape) < 2  # its rows have one number, and a block has many
+    rows = None
+    if not (target.source or (is_vector and entry.dtype not in DTYPES)):
+        rows = _as_rows(target.tensor, 1 if is_vector else entry.shape[-1])
     if rows is None:
         whole = target.tensor.detach()
         yield _Piece(entry, entry.begin, entry.num_bytes, entry.shape, whole, target.index, head_size)

@@ -179,10 +179,12 @@ def write_model(
     state: Mapping[str, Tensor],
     kind: str,
     more: Mapping[str, object] | None = None,
+    *,
+    kind_of_vectors: str = "F32",
 ) -> dict[str, Tensor]:
     """A model of transformers as a GGUF file with matrices of one type; returns the weights that it then has.
 
-    ``config``: with head_dim. ``more``: metadata.
+    ``config``: with head_dim. ``more``: metadata. ``kind_of_vectors``: the type of norms and biases.
     """
     tensors: dict[str, Stored] = {}
     values: dict[str, Tensor] = {}
@@ -190,7 +192,7 @@ def write_model(
         if name == "lm_head.weight" and config["tie_word_embeddings"]:
             continue
         turned = _taking_turns(name, tensor, config) if config["model_type"] == "llama" else tensor
-        tensors[_name(name)], numbers = stored(turned, kind if tensor.dim() > 1 else "F32")
+        tensors[_name(name)], numbers = stored(turned, kind if tensor.dim() > 1 else kind_of_vectors)
         if turned is not tensor:
             places = _taking_turns(name, torch.arange(len(tensor))[:, None], config)[:, 0]
             back = torch.empty_like(numbers)

@@ -147,6 +147,29 @@ def test_rope_factors_of_llama_3(tmp_path: Path) -> None:
         our_logits(tmp_path / "model.gguf")
 
 
+def test_vectors_of_blocks(tmp_path: Path) -> None:
+    """Norms, and biases whose numbers are in the order of llama.cpp."""
+    model = transformers_model("llama", attention_bias=True)
+    for vector in model.parameters():
+        if vector.dim() == 1:
+            vector.data.uniform_(0.5, 1.5)
+    state = model.state_dict()
+    path = tmp_path / "model.gguf"
+    values = write_model(path, described(model), state, "Q8_0", kind_of_vectors="Q8_0")
+    assert not torch.equal(values["model.norm.weight"], state["model.norm.weight"])
+    model.load_state_dict(values)
+    torch.testing.assert_close(our_logits(path), logits_of(model), rtol=1e-4, atol=1e-4)
+
+
+def test_two_tensors_for_one_of_the_model_are_refused(tmp_path: Path) -> None:
+    model = transformers_model("llama")
+    state = model.state_dict()
+    path = tmp_path / "model.gguf"
+    write_model(path, described(model), {**state, "blk.00.attn_q.weight": torch.ones(64, 64)}, "F32")
+    with pytest.raises(ValueError, match="'blk.0.attn_q.weight' and 'blk.00.attn_q.weight' are the same"):
+        our_logits(path)
+
+
 def test_tensors_that_do_not_fit_are_named_with_the_file(tmp_path: Path) -> None:
     model = transformers_model("qwen2")
     state = model.state_dict()
