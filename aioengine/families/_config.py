@@ -470,10 +470,13 @@ def file_names(config: msgspec.Struct) -> dict[str, str]:
     return {field.name: field.encode_name for field in msgspec.structs.fields(config)}
 
 
-def check_experts(num_experts: int, top_k: int, sparse_step: int = 1) -> None:
-    """Raise ValueError unless ``top_k`` of ``num_experts`` can be chosen, in every ``sparse_step``-th layer."""
+def check_experts(num_experts: int, top_k: int, sparse_step: int = 1, *, name: str = "num_experts") -> None:
+    """Raise ValueError unless ``top_k`` of ``num_experts`` can be chosen, in every ``sparse_step``-th layer.
+
+    ``name``: what config.json calls ``num_experts``.
+    """
     if num_experts < 1:
-        not_implemented("num_experts", num_experts, "at least 1")
+        not_implemented(name, num_experts, "at least 1")
     if not 1 <= top_k <= num_experts:
         not_implemented("num_experts_per_tok", top_k, f"1 to {num_experts}, the number of experts")
     if sparse_step < 1:

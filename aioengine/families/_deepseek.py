@@ -39,7 +39,7 @@ class DeepseekFamily(LatentFamily, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_experts(self.num_experts, self.experts_per_token)
+        check_experts(self.num_experts, self.experts_per_token, name="n_routed_experts")
         num_groups, top_groups = self.groups
         if self.num_experts % num_groups:
             not_implemented("n_group", num_groups, f"a divisor of {self.num_experts}, the number of experts")

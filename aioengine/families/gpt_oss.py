@@ -43,7 +43,7 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_experts(self.num_local_experts, self.experts_per_token)
+        check_experts(self.num_local_experts, self.experts_per_token, name="num_local_experts")
         if self.swiglu_limit <= 0:
             not_implemented("swiglu_limit", self.swiglu_limit, "more than 0")
 

@@ -24,7 +24,7 @@ class Config(granite.Config, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_experts(self.num_local_experts, self.experts_per_token)
+        check_experts(self.num_local_experts, self.experts_per_token, name="num_local_experts")
 
 
 def read(config: Mapping[str, object]) -> DecoderConfig:

@@ -98,7 +98,7 @@ def read(config: Mapping[str, object]) -> DecoderConfig:
         decoder,
         intermediate_size=found.shared_intermediate_size,
         block=BlockConfig(mlp="shared_mlp."),
-        mlp=replace(decoder.mlp, first=("input_linear",), second="output_linear"),
+        mlp=replace(decoder.mlp, first=("input_linear",), second="output_linear", has_bias=False),
         layer_ropes=() if found.position_embedding_type == "rope" else (None,) * found.num_hidden_layers,
         mamba=found.mamba,
         keeps_states=bool(found.mamba_layers),

@@ -65,7 +65,7 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
     @property
     def inner_size(self) -> int:
         """Of the MLP."""
-        size = self.block_ff_dim or self.intermediate_size
+        size = self.intermediate_size if self.block_ff_dim is None else self.block_ff_dim
         if not self.block_auto_adjust_ff_dim:
             return size
         size = int(2 * size / 3)

@@ -149,6 +149,7 @@ def test_experts_in_mxfp4_are_those_that_transformers_makes_of_them(tmp_path: Pa
         ("quantization_config", {"quant_method": "fp8"}),
         ("swiglu_limit", 0.0),
         ("num_experts_per_tok", 7),
+        ("num_local_experts", 0),
         ("intermediate_size", 40),
     ],
 )

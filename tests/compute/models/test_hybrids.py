@@ -122,7 +122,11 @@ OTHERS: dict[str, Callable[[], PreTrainedConfig]] = {
     "lfm2": make_lfm2,
     "granitemoehybrid": make_granite,
     "granitemoehybrid rotated": lambda: make_granite(
-        position_embedding_type="rope", mamba_proj_bias=True, mamba_conv_bias=False, time_step_limit=(0.1, 0.9)
+        position_embedding_type="rope",
+        mamba_proj_bias=True,
+        mamba_conv_bias=False,
+        mlp_bias=True,  # transformers does not read it
+        time_step_limit=(0.1, 0.9),
     ),
     "lfm2 biases": lambda: make_lfm2(conv_bias=True, block_auto_adjust_ff_dim=False, conv_L_cache=4),
 }
@@ -424,3 +428,9 @@ def test_other_activations_are_refused_by_name(make: Callable[..., PreTrainedCon
     config = make(hidden_act="gelu").to_dict()
     with pytest.raises(ValueError, match="hidden_act"):
         plugins.load("families", config["model_type"])(config)
+
+
+def test_a_size_of_zero_is_refused_by_name() -> None:
+    raw = {**make_lfm2().to_dict(), "block_ff_dim": 0}
+    with pytest.raises(ValueError, match="block_ff_dim 0 is not implemented"):
+        plugins.load("families", "lfm2")(raw)

@@ -179,6 +179,7 @@ REFUSED: dict[str, list[tuple[str, object]]] = {
         ("quantization_config", {"quant_method": "fp8"}),
     ],
     "deepseek_v2": [
+        ("n_routed_experts", 0),
         ("norm_topk_prob", True),
         ("mlp_bias", True),
         ("moe_layer_freq", 2),
