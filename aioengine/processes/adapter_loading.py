@@ -227,6 +227,7 @@ class Adapters:
                 error = read.host.exception()
                 if error is None:
                     self._copies.add(key, read.host.result())
+                    self._pin_again(key)
                 else:
                     self._fail(key, error)
             elif now > read.started_at + READ_TIMEOUT_S:
@@ -234,6 +235,14 @@ class Adapters:
                 self._given_up.append(read.host)
                 why = f"{read.path} could not be read within {READ_TIMEOUT_S:g} seconds; its file system may hang"
                 self._fail(key, ValueError(why))
+
+    def _pin_again(self, key: Key) -> None:
+        """Pin what could not be read when it was pinned, in a new process say, and was read for a request since."""
+        for uid in self._slots.line.uids(key):
+            adapter = self._requests.gated[uid].submit.adapter
+            if adapter is not None and adapter.is_pinned and adapter.id not in self._pinned:
+                self._pinned[adapter.id] = adapter
+                self._slots.pin(key, adapter.id)
 
     def _take_placed(self) -> None:
         for key, (future, _) in list(self._placing.items()):

@@ -305,6 +305,28 @@ def test_a_pinned_adapter_that_cannot_be_read_is_not_waited_for(adapters: dict[s
     assert not world.core.requests.adapters.claims()
 
 
+def test_a_pinned_adapter_that_can_be_read_again_is_pinned_again(adapters: dict[str, Adapter], tmp_path: Path) -> None:
+    world = world_of()
+    folder = write_adapter(tmp_path / "here", 7)
+    pinned = loaded(folder, "pinned", 50, is_pinned=True)
+    folder.rename(tmp_path / "away")
+    call = world.control(LOAD_ADAPTER, pinned)
+    world.run()
+    assert not world.replies[call].success
+    (tmp_path / "away").rename(folder)
+    world.submit(with_adapter(submit_of(0, [1]), pinned))
+    world.run()
+    for uid in range(1, 6):
+        world.submit(with_adapter(submit_of(uid, [1]), adapters["abcde"[uid - 1]]))
+    world.run()
+    slots = world.core.requests.adapters
+    assert slots.has((pinned.path, pinned.fingerprint))
+    world.control(UNLOAD_ADAPTER, pinned)
+    world.run()
+    assert not slots.has((pinned.path, pinned.fingerprint))
+    world.check_all_over()
+
+
 def test_reads_that_hang_hold_up_no_other_and_fail_by_name(
     adapters: dict[str, Adapter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
