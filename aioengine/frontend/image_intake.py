@@ -53,7 +53,7 @@ MAX_KEPT_FILES: Final = 2048
 """Of these: all files are looked at for each image, on the loop."""
 
 KEPT_SHARE: Final = 4
-"""Of what is free at the start, they take one in so many bytes at most."""
+"""They take at most one of so many bytes that are free when their folder is made."""
 
 MAX_USED_BYTES: Final = 1 << 31
 """Of files that requests use: beyond it, images of further prompts wait."""

@@ -151,7 +151,7 @@ def read_image_model(folder: Path, family: type[ImageFamily], config: Mapping[st
     if plain == _CUTS:
         _check_patches(settings, config, folder)
     elif plain in _SIDES:
-        _check_side(settings, config, folder, *_SIDES[plain])
+        _check_side(settings, config, folder, plain)
     place = PROCESSORS[plain]
     return ImageModel(
         family=family.read(config),
@@ -173,12 +173,9 @@ def _check_patches(settings: Mapping[str, object], config: Mapping[str, object],
             )
 
 
-def _check_side(settings: Mapping[str, object], config: Mapping[str, object], folder: Path, *names: str) -> None:
-    """Raise ValueError where the image processor would make pictures of another size than the vision tower reads.
-
-    names: as in ``_SIDES``.
-    """
-    switch, name = names
+def _check_side(settings: Mapping[str, object], config: Mapping[str, object], folder: Path, processor: str) -> None:
+    """Raise ValueError where a processor of ``_SIDES`` would make pictures of another size than the tower reads."""
+    switch, name = _SIDES[processor]
     wanted = _tower(config).get("image_size")
     given = _USUAL_SIDE if settings.get(name) is None else settings[name]
     sides = [given.get("height"), given.get("width")] if isinstance(given, dict) else given

@@ -240,6 +240,18 @@ def test_a_row_without_room_fails_alone(qwen: Path) -> None:
     assert again.failed == {}
 
 
+@pytest.mark.parametrize("wrong", [-1, -(1 << 63), 10_000, (1 << 63) - 1, 1 << 70])
+def test_a_row_with_a_token_id_outside_the_vocabulary_fails_alone(qwen: Path, wrong: int) -> None:
+    runner = build(make_settings(qwen), lambda _: None)
+    opened = [NewRow(uid, Sampling(0, temperature=0.0), 3, [1, 2, 3], [uid]) for uid in (1, 2)]
+    good = runner.collect(runner.launch(Plan([Row(1, 0, 3, TOKENS, [1, 2, 3])], opened)))
+    rows = [Row(2, 0, 3, TOKENS, [1, wrong, 3]), Row(1, 0, 3, TOKENS, [1, 2, 3])]
+    result = runner.collect(runner.launch(Plan(rows)))
+    assert result.tokens.token_ids == [-1, *good.tokens.token_ids]
+    assert result.failed.keys() == {2}
+    assert f"token id {wrong} is outside the vocabulary" in result.failed[2]
+
+
 def test_a_row_that_went_bad_after_its_request_was_closed_is_forgotten(tmp_path: Path) -> None:
     save_model("llama", tmp_path)
     runner = build(make_settings(tmp_path), lambda _: None)
