@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -21,6 +20,7 @@ from aioengine.portal import Portal
 from aioengine.sync import Engine
 from aioengine.utils import async_stream_and_merge, stream_and_merge
 from tests.engine.engine_double import CONTEXT_LENGTH, Double, World, expected_text
+from tests.kit.waiting import wait_until
 
 GREEDY = {"temperature": 0, "max_new_tokens": 6}
 LONG = {"temperature": 0, "max_new_tokens": 400}
@@ -40,18 +40,16 @@ class SyncWorld:
 
     def wait(self, condition: str) -> None:
         """Until an expression about ``double`` holds."""
-        deadline = time.monotonic() + 30
-        while not eval(condition, {"double": self.double}):
-            assert time.monotonic() < deadline, condition
-            time.sleep(0.001)
+        assert wait_until(lambda: eval(condition, {"double": self.double})), condition
 
 
 def until_no_thread_is_left() -> None:
     """Threads that encode are asked to end, and no caller waits for them."""
-    deadline = time.monotonic() + 30
-    while left := [thread for thread in threading.enumerate() if thread.name.startswith("aioengine")]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.001)
+
+    def left() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name.startswith("aioengine")]
+
+    assert wait_until(lambda: not left()), left()
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -13,6 +14,14 @@ async def until(condition: Callable[[], object], timeout_s: float = 30.0) -> Non
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110  # what is waited for has no event
             await asyncio.sleep(0.001)
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 30.0) -> bool:
+    """Wait, on a thread that runs no loop, until ``condition`` holds; false where it never did."""
+    until_at = time.monotonic() + timeout_s
+    while not (holds := condition()) and time.monotonic() < until_at:
+        time.sleep(0.001)
+    return bool(holds)
 
 
 @contextmanager

@@ -508,8 +508,8 @@ async def test_starting_and_stopping_many_times_leaves_nothing() -> None:
     before = holdings()
     for _ in range(3):
         await asyncio.gather(*(cycle() for _ in range(3)))
-    after = holdings()
-    assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
+    # A thread ends a moment after it was asked to, which no caller waits for.
+    await until(lambda: all(now <= then for now, then in zip(holdings(), before, strict=True)))
 
 
 # ---------------------------------------------------------------- what children say

@@ -7,7 +7,6 @@ import gc
 import os
 import signal
 import threading
-import time
 from typing import TYPE_CHECKING
 
 import psutil
@@ -15,7 +14,7 @@ import pytest
 
 from aioengine.errors import EngineStartupError
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
-from tests.kit.waiting import until
+from tests.kit.waiting import until, wait_until
 from tests.processes.restart_kit import ANSWERS, ask_all, pid_of, undisturbed
 
 if TYPE_CHECKING:
@@ -77,10 +76,7 @@ def test_a_start_with_too_few_threads_is_an_error_and_leaves_nothing(
                 break
             with pytest.raises(EngineStartupError, match="needs another thread"):
                 start()
-        until_at = time.monotonic() + 30
-        while held() != before:
-            assert time.monotonic() < until_at, (num_threads, before, held())
-            time.sleep(0.01)
+        assert wait_until(lambda: held() == before), (num_threads, before, held())
         assert list(tmp_path.iterdir()) == []
         num_threads += 1
     assert num_needed >= 5

@@ -29,7 +29,7 @@ from aioengine.testing.fake_engine import FakeSetup, fake_async_engine, fake_eng
 from tests.engine.test_interrupts import RaiseAtCall
 from tests.kit.hub_double import HubDouble
 from tests.kit.source import ROOT
-from tests.kit.waiting import until
+from tests.kit.waiting import until, wait_until
 from tests.processes.restart_kit import frontend_of
 
 if TYPE_CHECKING:
@@ -422,6 +422,10 @@ def test_threads_that_shut_down_while_the_loop_ends_close_everything_once(tmp_pa
 # ---------------------------------------------------------------- constructors
 
 
+def threads_but(before: set[threading.Thread]) -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread not in before and thread.is_alive()}
+
+
 @process
 @pytest.mark.filterwarnings("ignore:an Engine was not shut down:ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -436,10 +440,7 @@ def test_ctrl_c_anywhere_in_a_constructor_leaves_nothing_that_runs() -> None:
         is_raised = injected.is_raised
         if kept is not None:  # at the last place nothing is raised
             kept.shutdown()
-        until_at = time.monotonic() + 30
-        while left := {thread for thread in threading.enumerate() if thread not in before and thread.is_alive()}:
-            assert time.monotonic() < until_at, (num_places, left)
-            time.sleep(0.001)
+        assert wait_until(lambda: not threads_but(before)), (num_places, threads_but(before))
     assert num_places > 20
 
 
@@ -468,8 +469,5 @@ def test_interrupts_of_a_failed_constructor_leave_nothing_that_runs(
         finally:
             injected.__exit__()
     assert injected.is_raised
-    until_at = time.monotonic() + 30
-    while left := {thread for thread in threading.enumerate() if thread not in before and thread.is_alive()}:
-        assert time.monotonic() < until_at, left
-        time.sleep(0.001)
+    assert wait_until(lambda: not threads_but(before)), threads_but(before)
     gc.collect()  # a coroutine that was interrupted before its start warns
