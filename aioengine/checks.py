@@ -74,6 +74,11 @@ def cut(text: str) -> str:
     return text if len(text) <= 2 * most else f"{text[:most]} ... {text[-most:]}"
 
 
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """``1 call``, ``2 calls``. ``plural``: where the noun does not end in just one more s."""
+    return f"{count} {noun if count == 1 else plural or f'{noun}s'}"
+
+
 def num_items(value: object) -> int:
     """Of a list, an array and the like; 0 for all else."""
     if isinstance(value, list | tuple):

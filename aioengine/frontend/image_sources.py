@@ -141,8 +141,9 @@ class GivenImages:
         self._is_batch = is_batch
         self._known: dict[int, tuple[ImageSource, ...]] = {}
         if is_batch and self._is_list and len(self._values) != num_prompts:
+            entries = checks.counted(len(self._values), "entry", "entries")
             raise ValueError(
-                f"image_data has {len(self._values)} entries for {num_prompts} prompts; give one for each (an image, a "
+                f"image_data has {entries} for {checks.counted(num_prompts, 'prompt')}; give one for each (an image, a "
                 "list of images, or None), or one image for all"
             )
 
@@ -179,7 +180,8 @@ def _sources(name: str, given: object, max_images: int) -> tuple[ImageSource, ..
 def check_number(name: str, count: int, max_images: int) -> None:
     """Raise ValueError for more images than a prompt may have."""
     if count > max_images:
-        raise ValueError(f"{name} has {count} images, and max_images_per_prompt={max_images} are allowed")
+        images = checks.counted(count, "image")
+        raise ValueError(f"{name} has {images}; the limit is max_images_per_prompt={max_images}")
 
 
 # ---------------------------------------------------------------- reading, on a thread

@@ -309,8 +309,10 @@ class LoadedAdapters:
                     await load.idle.wait()
         except TimeoutError:
             load.is_leaving = False
-            why = f"{len(load.users)} calls still used the adapter {name!r} after {timeout_s:g} s; it stays loaded"
-            return self._result(why)
+            users = checks.counted(len(load.users), "call")
+            return self._result(
+                f"the adapter {name!r} was still used by {users} after {timeout_s:g} s; it stays loaded"
+            )
         except BaseException:
             load.is_leaving = False
             raise

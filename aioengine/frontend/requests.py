@@ -368,9 +368,8 @@ def _params(value: object, given: GivenRows) -> list[SamplingParams]:
         raise TypeError("sampling_params is a list, but there is one prompt; give a list of prompts, or one dict")
     entries = checks.items("sampling_params", value, checks.MAX_COUNT)
     if len(entries) != len(given.values):
-        raise ValueError(
-            f"sampling_params has {len(entries)} entries for {len(given.values)} prompts; give one for each"
-        )
+        found, prompts = checks.counted(len(entries), "entry", "entries"), checks.counted(len(given.values), "prompt")
+        raise ValueError(f"sampling_params has {found} for {prompts}; give one for each")
     given.params = entries
     return []
 

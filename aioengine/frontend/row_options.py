@@ -72,7 +72,8 @@ def list_for(name: str, value: object, rows: Rows) -> list[object]:
         raise TypeError(f"{name} is a list, but there is one prompt; give a list of prompts, or one {name}")
     found = checks.items(name, value, checks.MAX_COUNT)
     if len(found) != rows.num_prompts:
-        raise ValueError(f"{name} has {len(found)} entries for {rows.num_prompts} prompts; give one for each")
+        entries = checks.counted(len(found), "entry", "entries")
+        raise ValueError(f"{name} has {entries} for {checks.counted(rows.num_prompts, 'prompt')}; give one for each")
     return found
 
 

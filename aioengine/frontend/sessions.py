@@ -424,8 +424,8 @@ class Sessions:
         most = self._images.model.limits.max_images_per_prompt
         if len(media) > most:
             raise ValueError(
-                f"the prompt has {len(media)} images with those of its session, and max_images_per_prompt={most} are "
-                "allowed"
+                f"the prompt has {checks.counted(len(media), 'image')} with those of its session; the limit is "
+                f"max_images_per_prompt={most}"
             )
         contents = [image.content for image in media]
         self._images.keep(set(contents) - session.images.keys())

@@ -320,7 +320,7 @@ class SchedulerService:
     def _flush_cache(self) -> tuple[bool, str, str]:
         stats = self._core.scheduler.stats(0.0)
         if stats.num_running or stats.num_waiting:
-            counts = f"{stats.num_running} requests run and {stats.num_waiting} wait"
+            counts = f"{stats.num_running} running, {stats.num_waiting} waiting"
             return False, f"the cache is not flushed while requests use it: {counts}", ""
         is_empty = self._core.scheduler.cache.clear()
         return is_empty, "" if is_empty else "some cached pages are still in use", ""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from aioengine import plugins
+from aioengine import checks, plugins
 from aioengine.errors import EngineClosedError, EngineError
 from aioengine.logs import log, warn
 from aioengine.protocol.messages import SCHEDULER, Reply, Stats, TextChunks, Totals
@@ -224,7 +224,8 @@ class Supervisor:
             return
         self._report_later()
         self._recovery = EngineTask(self._recover(loss), name="aioengine-recovery", on_failure=self._fail)
-        warn(logger, "%s; %d requests go on in new processes", _describe(loss.error), self._ledger.num_open)
+        num_open = checks.counted(self._ledger.num_open, "request")
+        warn(logger, "%s; new processes continue %s", _describe(loss.error), num_open)
 
     def _may_recover(self, loss: Loss) -> bool:
         """Whether the loss is one of ``max_restarts``, or caused by a request and so not counted."""
@@ -259,7 +260,8 @@ class Supervisor:
             if not self._is_ended:  # which ``kill_now`` does on another thread
                 self.num_restarts += is_mendable
                 self._recovery = None
-                log(logger, logging.INFO, "the lost processes are replaced; %d requests go on", self._ledger.num_open)
+                num_open = checks.counted(self._ledger.num_open, "request")
+                log(logger, logging.INFO, "the lost processes are replaced; the new ones continue %s", num_open)
                 self._incarnation.send(self._ledger.replay())
             return
 

@@ -54,7 +54,7 @@ def test_wrong_salts_are_named(llm: Engine) -> None:
         llm.generate(PROMPT, cache_salt="\ud800")
     with pytest.raises(TypeError, match="cache_salt is a list, but there is one prompt"):
         llm.generate(PROMPT, cache_salt=["a"])
-    with pytest.raises(ValueError, match="cache_salt has 1 entries for 2 prompts"):
+    with pytest.raises(ValueError, match="cache_salt has 1 entry for 2 prompts"):
         llm.generate([PROMPT, PROMPT], cache_salt=["a"])
     with pytest.raises(TypeError, match="cache_salt must be a string"):
         llm.generate([PROMPT, PROMPT], cache_salt=["a", 1])  # type: ignore[list-item]

@@ -200,7 +200,7 @@ async def test_an_unload_that_is_cancelled_or_too_late_leaves_the_adapter_loaded
         stream = engine.async_generate("x", {"max_new_tokens": 1000}, stream=True, lora_path="a")
         await anext(stream)
         late = await engine.unload_lora_adapter("a", timeout=0.01)
-        assert "1 calls still used" in late.error_message
+        assert "was still used by 1 call after" in late.error_message
         unloading = asyncio.create_task(engine.unload_lora_adapter("a"))
         await until(lambda: not registry(engine).list().loaded_adapters)
         unloading.cancel()

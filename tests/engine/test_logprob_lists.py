@@ -207,7 +207,7 @@ WRONG_AT_CALL: list[Wrong] = [
     ({"token_ids_logprob": [[1]]}, TypeError, "token_ids_logprob is a list, but there is one prompt"),
     ({"return_logprob": [True]}, TypeError, "return_logprob is a list, but there is one prompt"),
     ({"return_text_in_logprobs": "yes"}, TypeError, "return_text_in_logprobs must be True or False"),
-    ({"prompt": ["a", "b"], "return_logprob": [True]}, ValueError, "return_logprob has 1 entries for 2 prompts"),
+    ({"prompt": ["a", "b"], "return_logprob": [True]}, ValueError, "return_logprob has 1 entry for 2 prompts"),
     ({"prompt": ["a", "b"], "token_ids_logprob": [[1], 2]}, TypeError, "token_ids_logprob must be a list"),
     ({"prompt": ["a", "b"], "top_logprobs_num": [1, -1]}, ValueError, "top_logprobs_num must be an integer"),
     (

@@ -126,7 +126,7 @@ async def test_what_sessions_cannot_do_with_images_is_said(engine: AsyncEngine) 
     rid = first["meta_info"]["id"]
     with pytest.raises(ValueError, match="offset=10, inside of the image at tokens 2 to 18; give one before"):
         await turn_of(engine, "x", sid, rid, offset=10)
-    with pytest.raises(ValueError, match=r"has 4 images with those of its session, and max_images_per_prompt=3 are"):
+    with pytest.raises(ValueError, match="has 4 images with those of its session; the limit is max"):
         await turn_of(engine, "<image> <image>", sid, rid, [ONE, TWO])
     with pytest.raises(ValueError, match="has no image placeholder, and 1 image"):
         await turn_of(engine, "x", sid, rid, ONE)

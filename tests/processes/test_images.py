@@ -165,7 +165,7 @@ async def test_streams_and_constraints_work_as_without_images(engine: AsyncEngin
         ("no placeholder", b"x", r"no image placeholder, and 1 image; write <image> in it for each"),
         ("<image> <image>", None, "has 2 image placeholders .* for 0 images"),
         ("<image> <image>", [b"PICTURE"], r"has 2 image placeholders .* for 1 image; .*\(or 16, "),
-        ("<image>", [b"x"] * 4, "image_data has 4 images, and max_images_per_prompt=3 are allowed"),
+        ("<image>", [b"x"] * 4, "image_data has 4 images; the limit is max_images_per_prompt=3"),
         ("<image>", ["x"] * 10_000, "image_data has 10000 images"),
         ("<image><image>", [b"PICTURE", b"junk"], r"image 1 \(4 bytes\): it is no picture"),
         ("<image>", "missing.png", r"image 0 \('missing.png'\): it is neither a file that exists, nor a URL .*, nor"),
@@ -200,7 +200,7 @@ async def test_what_is_wrong_with_an_image_is_said(
 async def test_wrong_types_are_refused_at_the_call(engine: AsyncEngine) -> None:
     with pytest.raises(TypeError, match="image_data must be a path, a URL, base64 text, bytes or a PIL image"):
         engine.async_generate("<image>", image_data=5)
-    with pytest.raises(ValueError, match="image_data has 1 entries for 2 prompts"):
+    with pytest.raises(ValueError, match="image_data has 1 entry for 2 prompts"):
         engine.async_generate(["a", "b"], image_data=[b"x"])
     with pytest.raises(ValueError, match="image_data must be text that UTF-8 can encode"):
         engine.async_generate("<image>", image_data="http://\ud800/x.png")

@@ -150,7 +150,7 @@ def test_the_cache_is_flushed_only_while_nothing_runs_or_waits() -> None:
     refused = loop.call("flush_cache")
     assert (refused.success, refused.message) == (
         False,
-        "the cache is not flushed while requests use it: 0 requests run and 1 wait",
+        "the cache is not flushed while requests use it: 0 running, 1 waiting",
     )
     loop.call("continue")
     loop.run(1.0)
