@@ -18,6 +18,7 @@ from msgspec import Struct
 from aioengine import checks
 from aioengine import params as wire
 from aioengine.answers import Answer, BatchOutput, FinishReason
+from aioengine.errors import RequestError
 from aioengine.foreign_names import our_way
 from aioengine.params import SamplingParams, is_sampling_parameter
 from aioengine.text.detokenizer import NUM_CONTEXT_TOKENS, make_detokenizer
@@ -175,7 +176,8 @@ async def beam_search(
 ) -> BatchOutput:
     """The answers of the best beams, best first. ``generate``: ``async_generate`` of the engine of these ``parts``.
 
-    Raises what ``generate`` raises, and RequestTooLargeError where the longest beam would not fit.
+    Raises what ``generate`` raises, RequestTooLargeError where the longest beam would not fit, and RequestError where a
+    step was aborted.
     """
     _check_prompt(prompt)
     started_at = time.monotonic()
@@ -217,7 +219,10 @@ async def beam_search(
 
 
 def _likeliest(answer: Answer) -> Iterator[tuple[float, int]]:
-    tops = answer["meta_info"].get("output_top_logprobs") or [[]]
+    info = answer["meta_info"]
+    tops = info.get("output_top_logprobs")
+    if not tops:
+        raise RequestError("schedule", f"a step of its beams ended early: {dict(info['finish_reason'] or {})}")
     return ((-math.inf if logprob is None else logprob, token_id) for logprob, token_id, _ in tops[0])
 
 

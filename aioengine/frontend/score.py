@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypedDict, cast
 from msgspec import Meta, Struct, ValidationError, convert
 
 from aioengine import checks
+from aioengine.errors import RequestError
 from aioengine.frontend.requests import check_names
 
 if TYPE_CHECKING:
@@ -243,6 +244,7 @@ async def score(
     """Compute the items of a call, which share the beginning of their prompts.
 
     Raises:
+        RequestError: an item ended before its scores were there: it was aborted.
         Exception: what ``generate`` and ``encode`` raise.
     """
     if not request.num_items:
@@ -274,8 +276,12 @@ async def score(
     for out in outs:
         info = out["meta_info"]
         num_tokens += info["prompt_tokens"]
-        given = info.get("output_token_ids_logprobs", [])[0]
-        row = [-math.inf if logprob is None else logprob for logprob, _, _ in given]
+        given = info.get("output_token_ids_logprobs")
+        if not given:
+            raise RequestError(
+                "schedule", f"it ended before its scores were there: {dict(info['finish_reason'] or {})}"
+            )
+        row = [-math.inf if logprob is None else logprob for logprob, _, _ in given[0]]
         logprobs.append(row)
         scores.append(request.scores_of(row) if request.has_softmax else [math.exp(logprob) for logprob in row])
         await turns.read(len(row))
