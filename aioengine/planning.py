@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pathlib import PurePath
     from typing import Unpack
 
-    from aioengine.config import EngineConfig, Settings
+    from aioengine.config import EngineConfig, ModelConfig, Settings
     from aioengine.families._config import TransformerConfig
     from aioengine.machine import DeviceFacts
     from aioengine.model_files.model_folder import ModelFacts
@@ -62,7 +62,8 @@ class Plan(Struct, frozen=True, kw_only=True):
 
     Attributes:
         implementation: "aioengine": there is a file for the model's type; or "transformers": its own code would compute
-            the model, or refuse it when it starts. reason: why it is this one.
+            the model, or refuse it when it starts. reason: why it is this one; and, of a folder on this machine, why an
+            engine would refuse its weights, if it would.
         weights_bytes: of the weights in ``dtype``, with those of a vision tower; exactly. With transformers' code, of
             the tensors in the files.
         kv_bytes_per_token: of keys and values, or of what a model has in their place; exactly, but with transformers'
@@ -100,6 +101,19 @@ class Plan(Struct, frozen=True, kw_only=True):
     max_requests: int
 
     @property
+    def cuda_bytes(self) -> int:
+        """What CUDA itself takes of a GPU, with its libraries and kernels; estimated."""
+        return _CUDA_BYTES if self.device == "cuda" else 0
+
+    @property
+    def rest_bytes(self) -> int:
+        """The rest of ``device_memory``: what stays free, by ``mem_fraction_static`` or because the pool has no use for
+        it, and the states of requests with their snapshots.
+        """
+        taken = self.weights_bytes + self.activations_bytes + self.cuda_bytes + self.kv_pool_bytes
+        return max(self.device_memory - taken, 0)
+
+    @property
     def fits(self) -> bool:
         """Whether there is room for at least one request of the context length."""
         return self.max_requests > 0
@@ -123,10 +137,12 @@ class Plan(Struct, frozen=True, kw_only=True):
             "device": f"{self.device}, {self.dtype}, attention by {self.attention_backend}",
             "memory": f"{_shown(self.device_memory)} {whose}",
             "weights": _shown(self.weights_bytes),
-            "activations": f"about {_shown(self.activations_bytes)}",
+            "activations": f"about {_shown(self.activations_bytes)}"
+            + (f", and {_shown(self.cuda_bytes)} of CUDA itself" if self.cuda_bytes else ""),
             "KV cache": f"{_shown(self.kv_bytes_per_token)} a token"
             + (f", {_shown(state)} a request" if state else ""),
             "KV pool": pool,
+            "rest": f"{_shown(self.rest_bytes)}{' for states and snapshots of them, and' if state else ''} left free",
             "context": f"{self.context_length:,} tokens",
             "requests": served,
         }
@@ -167,6 +183,7 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
             "device='cuda': this machine shows no NVIDIA GPU; to plan for another machine, give device_memory, such as "
             "'80GiB'"
         )
+    reason = _reason(facts, config.model)
     config = replace(config, model=replace(config.model, path=facts.path, tokenizer=False, chat_template=None))
     settings = resolve(config, facts, device, read_adapters(config))
     if device_memory is None:
@@ -189,7 +206,7 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
         architecture=facts.architecture,
         task=facts.task,
         implementation=facts.implementation,
-        reason=_reason(facts, config.model.implementation),
+        reason=reason,
         num_parameters=count,
         device=settings.runner.device,
         dtype=settings.model.dtype,
@@ -207,13 +224,17 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
     )
 
 
-def _reason(facts: ModelFacts, wanted: str) -> str:
-    """Why this implementation computes the model. ``wanted``: "auto", or one of them."""
+def _reason(facts: ModelFacts, wanted: ModelConfig) -> str:
+    """Why this implementation computes the model, and why the weights of a local folder would be refused."""
     is_known = facts.model_type in model_folder.supported_model_types()
-    there_is = f"there is {'a' if is_known else 'no'} file for model_type {checks.shown(facts.model_type)}"
-    if facts.implementation == OWN:
-        return there_is
-    return (there_is if wanted == "auto" else f"model_impl={wanted!r} asks for it") + "; it may refuse when it starts"
+    reason = f"there is {'a' if is_known else 'no'} file for model_type {checks.shown(facts.model_type)}"
+    if facts.implementation != OWN:
+        asked = wanted.implementation
+        reason = (reason if asked == "auto" else f"model_impl={asked!r} asks for it") + "; it may refuse when it starts"
+    if wanted.load_format == "dummy" or model_folder.needs_download(wanted.path):
+        return reason
+    missing = checkpoint.missing_weights(Path(facts.path))
+    return f"{reason}; but an engine would refuse to start: {missing}" if missing else reason
 
 
 def _num_parameters(family: TransformerConfig, facts: ModelFacts) -> int:

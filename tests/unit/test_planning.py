@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,8 @@ from aioengine.model_files.model_folder import DEMO_MODEL
 from tests.kit.source import ROOT
 
 GIB = 1 << 30
+PARTS = ("weights", "activations", "KV pool", "rest")
+"""The rows of a plan's table with parts of the memory."""
 LARGE = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -47,12 +50,40 @@ def test_a_large_model_on_another_machine(tmp_path: Path) -> None:
     assert plan.fits
     assert plan.max_requests == plan.max_total_tokens // 8192
     assert plan.kv_pool_bytes == (plan.max_total_tokens + 16) * plan.kv_bytes_per_token
-    left = 0.88 * 80 * GIB - plan.weights_bytes - plan.kv_pool_bytes
-    assert left - plan.activations_bytes == pytest.approx(GIB, rel=0.01)  # of CUDA itself
+    assert plan.cuda_bytes == GIB
+    assert plan.rest_bytes == pytest.approx((1 - 0.88) * 80 * GIB, rel=0.01)
+    parts = (plan.weights_bytes, plan.activations_bytes, plan.cuda_bytes, plan.kv_pool_bytes, plan.rest_bytes)
+    assert sum(parts) == plan.device_memory
     table = str(plan)
     for words in ("8.03 billion parameters", "15.0 GiB", "128.0 KiB a token", "80.0 GiB in all", "8,192 tokens"):
         assert words in table
-    assert max(map(len, table.splitlines())) < 120
+    rows = dict(row.split("  ", 1) for row in table.splitlines())
+    assert "load_format='dummy'" in rows.pop("implementation")
+    assert max(map(len, rows.values())) < 100
+    sizes = [float(size) for name in PARTS for size in re.findall(r"([\d.]+) GiB", rows[name])]
+    assert len(sizes) == 5
+    assert sum(sizes) == pytest.approx(80, abs=0.25)  # each is rounded to 0.1 GiB
+
+
+def test_a_folder_whose_weights_are_refused(tmp_path: Path) -> None:
+    (folder(tmp_path) / "pytorch_model.bin").touch()
+    plan = aioengine.plan(tmp_path, device_memory="80GiB")
+    assert plan.fits
+    refused = "there is a file for model_type 'llama'; but an engine would refuse to start: .*pytorch_model.bin, which"
+    for words in (plan.reason, str(plan)):
+        assert re.search(refused, words)
+    for found in (aioengine.plan(tmp_path, device_memory="80GiB", load_format="dummy"), aioengine.plan(device="cpu")):
+        assert "refuse" not in str(found)
+
+
+def test_the_states_of_a_cpu_are_part_of_the_rest(tmp_path: Path) -> None:
+    lfm2 = {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "block_auto_adjust_ff_dim": False}
+    changes = {**lfm2, "layer_types": ["conv", "full_attention"] * 16}
+    plan = aioengine.plan(folder(tmp_path, **changes), device="cpu", device_memory="80GiB", max_total_tokens=8192)
+    assert plan.cuda_bytes == 0
+    taken = plan.weights_bytes + plan.activations_bytes + plan.kv_pool_bytes
+    assert plan.rest_bytes == plan.device_memory - taken > plan.state_bytes_per_request * 64
+    assert "for states and snapshots of them, and left free" in str(plan)
 
 
 def test_windows_save_memory_of_long_requests(tmp_path: Path) -> None:
@@ -144,6 +175,7 @@ def test_of_a_model_on_the_hub_config_files_alone_are_fetched(tmp_path: Path, mo
     plan = aioengine.plan("owner/name", device_memory="80GiB", tokenizer_path="other/words")
     assert asked == [("owner/name", True)]
     assert plan.num_parameters == 8_030_261_248
+    assert "refuse" not in plan.reason  # weights on the hub are not looked at
 
 
 def test_of_a_model_that_transformers_computes_the_headers_of_weights_too(
