@@ -23,6 +23,7 @@ from aioengine.errors import EngineOverloadedError, RequestError, describe
 from aioengine.frontend.image_sources import read_source
 from aioengine.media._base import ImageShape
 from aioengine.protocol.media import (
+    NUM_FETCHES,
     Broken,
     Cancelled,
     Fetched,
@@ -33,7 +34,7 @@ from aioengine.protocol.media import (
     PrepareJob,
     Refused,
 )
-from aioengine.supervision.media_jobs import NUM_FETCHES, MediaProcess
+from aioengine.supervision.media_jobs import MediaProcess
 from aioengine.supervision.tasks import WorkerThread, post
 from aioengine.transport.addresses import MEDIA_SUFFIX, SHARED_MEMORY, PrivateDirectory, remove_stale
 

@@ -33,6 +33,7 @@ from aioengine.processes.picture_bytes import STORED_BYTES, bytes_of
 from aioengine.processes.picture_files import SpareFiles, fits_in_file
 from aioengine.processes.web import Cancellation, WebLimits, fetch
 from aioengine.protocol.media import (
+    NUM_FETCHES,
     Broken,
     CancelJob,
     Cancelled,
@@ -58,9 +59,6 @@ if TYPE_CHECKING:
     from aioengine.protocol.media import Job, JobEnd
 
     Bytes = npt.NDArray[np.uint8]
-
-NUM_FETCHES = 16
-"""Downloads at a time: they wait for the network, beside the images that are prepared."""
 
 
 class Preprocess(Protocol):

@@ -6,10 +6,15 @@ media process --> frontend      MediaReady (first), Waits, and for each job one 
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 from msgspec import Struct
 
 from aioengine.media._base import ImageShape
+
+NUM_FETCHES: Final = 16
+"""Downloads at a time: they wait for the network, beside the images that are prepared."""
 
 
 class MediaOrders(Struct, frozen=True, kw_only=True):

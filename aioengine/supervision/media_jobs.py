@@ -24,6 +24,7 @@ from aioengine.errors import EngineStartupError, describe, describe_exit
 from aioengine.file_descriptors import SpareDescriptors
 from aioengine.logs import warn
 from aioengine.protocol.media import (
+    NUM_FETCHES,
     Broken,
     CancelJob,
     Cancelled,
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MEDIA: Final = Role("media")
-NUM_FETCHES: Final = 16
 START_TIMEOUT_S: Final = 120.0
 GRACE_S: Final = 1.0
 """How much longer than its own limit a job may take before it hangs."""
