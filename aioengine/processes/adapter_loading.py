@@ -147,7 +147,7 @@ class Adapters:
         self._copies = copies
         self._reads: dict[Key, _Read] = {}
         self._given_up: list[Future[HostAdapter]] = []
-        self._placing: dict[Key, tuple[Future[None], HostAdapter]] = {}
+        self._placing: dict[Key, Future[None]] = {}
         self._pinned: dict[int, Adapter] = {}
         self._loads: dict[int, tuple[Adapter, Callable[[Reply], None]]] = {}  # by the id of the call
 
@@ -209,7 +209,7 @@ class Adapters:
 
     @property
     def _futures(self) -> list[Future[Any]]:
-        return [*(read.host for read in self._reads.values()), *(future for future, _ in self._placing.values())]
+        return [*(read.host for read in self._reads.values()), *self._placing.values()]
 
     def _unload(self, adapter: Adapter) -> None:
         key = key_of(adapter)
@@ -245,7 +245,7 @@ class Adapters:
                 self._slots.pin(key, adapter.id)
 
     def _take_placed(self) -> None:
-        for key, (future, _) in list(self._placing.items()):
+        for key, future in list(self._placing.items()):
             if not future.done():
                 continue
             del self._placing[key]
@@ -297,13 +297,13 @@ class Adapters:
         return next((adapter for adapter in self._pinned.values() if key_of(adapter) == key), None)
 
     def _place(self, assignment: Assignment) -> None:
-        key, host = assignment.key, self._copies.get(assignment.key)
+        host = self._copies.get(assignment.key)
         try:
             future = self._runner.place_adapter(assignment.slot, host)
         except Exception as error:  # its requests fail, the others go on
             future = Future[None]()
             future.set_exception(error)
-        self._placing[key] = future, host
+        self._placing[assignment.key] = future
 
     def _fail(self, key: Key, error: BaseException) -> None:
         """End the requests in line for an adapter, and the loads of it."""
