@@ -1,9 +1,9 @@
 """Picture files to RGB, with Pillow.
 
 Only formats that Pillow decodes itself are read, and none whose header says more pixels than allowed, or that is made
-of millions of small parts, which Pillow reads one by one. Everything here
-may take long, or crash in a decoder: it runs in the media process, and only pictures that a caller holds as objects of
-Pillow become RGB on a thread of the caller's process.
+of millions of small parts, which Pillow reads one by one. Everything here may take long, or crash in a decoder: it runs
+in the media process, and only pictures that a caller holds as objects of Pillow become RGB on a thread of the caller's
+process.
 """
 
 from __future__ import annotations

@@ -271,9 +271,10 @@ def _lora_settings(wanted: LoraConfig, model: ModelFacts, adapters: Sequence[Ada
         )
     num_slots, num_pinned = wanted.num_slots, sum(adapter.is_pinned for adapter in wanted.adapters)
     if num_pinned >= num_slots:
+        pinned = checks.counted(num_pinned, "pinned adapter")
         raise ValueError(
-            f"lora_paths has {num_pinned} pinned adapters, and max_loras_per_batch={num_slots} has to be larger: "
-            "adapters that are not pinned need a place"
+            f"lora_paths has {pinned}, and max_loras_per_batch={num_slots} has to be larger: adapters that are not "
+            "pinned need a place"
         )
     if wanted.max_loaded is not None and wanted.max_loaded < num_slots:
         raise ValueError(f"max_loaded_loras must be at least max_loras_per_batch={num_slots}, got {wanted.max_loaded}")

@@ -8,6 +8,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
+from aioengine import checks
 from aioengine.errors import EngineError, EngineStartupError
 from aioengine.frontend.image_intake import ImageIntake, ImagesOfPrompt
 from aioengine.frontend.image_sources import NOT_TRUNCATED, ImageSource, check_number
@@ -136,7 +137,7 @@ class PromptImages:
             sources = self._sources_of(call, prompt, encoded)
             if isinstance(encoded, list):
                 if sources and self.placeholder_id not in encoded:
-                    what = f"no image placeholder, and {len(sources)} image" + "s" * (len(sources) > 1)
+                    what = f"no image placeholder, and {checks.counted(len(sources), 'image')}"
                     raise ValueError(f"the prompt has {what}; write {self._family.placeholder} in it for each")
                 check_count(encoded, self.placeholder_id, len(sources))
         except (TypeError, ValueError) as error:

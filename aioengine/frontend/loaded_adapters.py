@@ -346,9 +346,10 @@ class LoadedAdapters:
             others = [*(load.adapter.is_pinned for load in self._loads.values()), *self._loading.values()]
             most = self._rules.settings.num_slots - 1
             if sum(others) >= most:
+                pinned = checks.counted(sum(others), "pinned adapter")
                 return (
-                    f"{sum(others)} adapters are pinned, and max_loras_per_batch={most + 1} leaves no place for "
-                    "another one: the adapters that are not pinned need one"
+                    f"the engine has {pinned}, and max_loras_per_batch={most + 1} leaves no place for another one: the "
+                    "adapters that are not pinned need one"
                 )
         return ""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from aioengine import checks
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -93,8 +95,7 @@ def _found(token_ids: Sequence[int], placeholder_id: int, images: Sequence[Image
 
 def _mismatch(count: int, num_images: int, placeholder_id: int, num_features: int = 0) -> ValueError:
     or_all = f" (or {num_features}, one for each of their features)" if num_features else ""
-    images = f"{num_images} image" + "s" * (num_images != 1)
-    placeholders = f"{count} image placeholder" + "s" * (count != 1)
+    images, placeholders = checks.counted(num_images, "image"), checks.counted(count, "image placeholder")
     return ValueError(
         f"the prompt has {placeholders} (token id {placeholder_id}) for {images}; give one for each image{or_all}"
     )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from aioengine import checks
 from aioengine.attention._base import kv_pool_shape
 from aioengine.families._memory import SNAPSHOTS_PER_ROW
 from aioengine.kernels.triton.launcher import compile_only
@@ -357,7 +358,8 @@ def fit_states(num_wanted: int, slot_bytes: int, demand: Demand, budget: PoolBud
         )
         raise ValueError(message)
     taken = (num_slots + 1) * slot_bytes
-    explanation = f"{budget.explanation}; the states of {num_slots} requests take {format_bytes(taken)}"
+    requests = checks.counted(num_slots, "request")
+    explanation = f"{budget.explanation}; the states of {requests} take {format_bytes(taken)}"
     return num_slots, PoolBudget(max(budget.free_bytes - taken, 0), max(budget.usable_bytes - taken, 0), explanation)
 
 

@@ -253,7 +253,7 @@ def test_without_adapters_of_the_start_their_bounds_are_needed() -> None:
         ({"lora_target_modules": ["q_proj", "x_proj"]}, "'x_proj', which this model has not; it has k_proj, q_proj"),
         (
             {"lora_paths": [{"lora_name": "a", "lora_path": "/a", "pinned": True}], "max_loras_per_batch": 1},
-            "1 pinned adapters, and max_loras_per_batch=1",
+            "1 pinned adapter, and max_loras_per_batch=1",
         ),
     ],
 )
