@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioengine.page_groups import PageGroups
+from aioengine.page_groups import PageGroups, layer_groups
 
 GROUPS = st.builds(
     lambda windows, page_size, min_tokens: PageGroups(
@@ -16,6 +16,17 @@ GROUPS = st.builds(
     st.sampled_from([1, 2, 5, 16]),
     st.sampled_from([1, 1, 7]),
 )
+
+
+def test_layers_are_divided_into_groups_of_as_many_as_attend_to_all() -> None:
+    assert layer_groups((5, 5, None, 5, 5, None)) == (((2, 5), (0, 1), (3, 4)), (None, 5, 5))
+    assert layer_groups((3, 9)) == (((1,), (0,)), (9, 3))
+    assert layer_groups((None, None)) == (((0, 1),), ())
+    assert layer_groups(()) == ((), ())
+
+
+def test_layers_whose_groups_would_waste_memory_have_one_page_table() -> None:
+    assert layer_groups((None, None, None, None, 5)) == (((0, 1, 2, 3), (4,)), ())
 
 
 def test_without_windows_the_pages_are_those_of_all_tokens() -> None:

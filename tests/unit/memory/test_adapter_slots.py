@@ -228,6 +228,17 @@ def test_a_slot_of_released_requests_goes_to_one_that_ranks_before_them() -> Non
     desk.slots.check_integrity()
 
 
+def test_a_released_request_that_waits_again_is_in_line_alone() -> None:
+    desk = Desk(1)
+    desk.slots.wait(A, waiter(5))
+    assigned(desk.slots, ALL)
+    desk.slots.placed(A)
+    assert assigned(desk.slots, ALL)[1] == [5]
+    desk.slots.wait(A, waiter(5))
+    desk.slots.leave(5)
+    assert desk.slots.line.uids(A) == []
+
+
 @pytest.mark.parametrize("num_slots", [1, 2, 8])
 @pytest.mark.parametrize("quantum", [1, 4])
 def test_a_crowd_over_many_adapters_is_served_and_nobody_is_overtaken_for_ever(num_slots: int, quantum: int) -> None:

@@ -147,6 +147,12 @@ def test_of_a_request_the_newest_snapshots_stay() -> None:
     assert world.answer([*ids[:27], 0]) == 24
 
 
+def test_the_snapshot_of_a_prompt_stands_before_its_last_token() -> None:
+    """The same prompt goes on from it, and computes at least one token."""
+    world = World(make_cache())
+    assert [world.answer(list(range(12)), 12) for _ in range(2)] == [0, 8]
+
+
 def test_requests_wait_for_pages_that_took_the_place_of_evicted_ones() -> None:
     world = World(make_cache(num_pages=8))
     world.answer([1, 1, 1, 1, 1, 1], 6)

@@ -121,6 +121,23 @@ class Machine(RuleBasedStateMachine):
 TestWindowedCache = Machine.TestCase
 
 
+def test_a_prefix_that_another_request_is_to_compute_is_pending() -> None:
+    cache = WindowedCache(PageGroups(windows=(None, 3), page_size=2), num_pages=20)
+    token_ids = list(range(9))
+    hold = cache.lock(token_ids, cache.match(token_ids))
+    assert cache.match(token_ids).pending is hold.path[-1]
+
+
+def test_nothing_is_cached_where_the_cache_is_switched_off() -> None:
+    cache = WindowedCache(PageGroups(windows=(None, 3), page_size=2), num_pages=20, enabled=False)
+    token_ids = list(range(8))
+    hold = cache.lock(token_ids, cache.match(token_ids))
+    for end in range(2, 9, 2):
+        cache.grow(hold)
+        cache.insert(hold, token_ids, end)
+    assert (cache.num_cached, hold.path) == (0, [])
+
+
 class CountedDict(dict[object, object]):
     """Counts how often it is looked into."""
 
