@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from aioengine import checks, machine
 from aioengine.args import engine_config
 from aioengine.config import OWN
+from aioengine.families._config import DecoderConfig
 from aioengine.families._memory import SNAPSHOTS_PER_ROW, num_parameters, page_numbers, state_bytes, step_numbers
 from aioengine.families._towers import num_tower_parameters
 from aioengine.families._vision import VisionConfig
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from pathlib import PurePath
     from typing import Unpack
 
-    from aioengine.config import EngineConfig, ModelConfig, Settings
+    from aioengine.config import EngineConfig, ModelConfig, RunnerSettings, Settings
     from aioengine.families._config import TransformerConfig
     from aioengine.machine import DeviceFacts
     from aioengine.model_files.model_folder import ModelFacts
@@ -64,12 +65,14 @@ class Plan(Struct, frozen=True, kw_only=True):
         implementation: "aioengine": there is a file for the model's type; or "transformers": its own code would compute
             the model, or refuse it when it starts. reason: why it is this one; and, of a folder on this machine, why an
             engine would refuse its weights, if it would.
+        attention_backend: the engine's, unless its kernels do not work on the machine.
         weights_bytes: of the weights in ``dtype``, with those of a vision tower; exactly. With transformers' code, of
             the tensors in the files.
         kv_bytes_per_token: of keys and values, or of what a model has in their place; exactly, but with transformers'
-            code as the names of sizes in config.json tell. Where layers have windows, a token's part of a request of
-            the context length: these layers keep what the next token sees. state_bytes_per_request: of layers that keep
-            a state of each request instead; snapshots of these lessen the pool.
+            code as the names of sizes in config.json tell, as without windows. Where layers have windows, a token's
+            part of a request of the context length: these layers keep what the next token sees.
+        state_bytes_per_request: of layers that keep a state of each request instead; snapshots of these lessen the
+            pool.
         activations_bytes: what the largest step takes beside weights and pool, with CUDA graphs, the slots of adapters
             and the features of images that are kept; estimated.
         device_memory: of the GPU in all, or what is free of the memory of a CPU's machine.
@@ -210,7 +213,7 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
         num_parameters=count,
         device=settings.runner.device,
         dtype=settings.model.dtype,
-        attention_backend=settings.runner.attention_backend,
+        attention_backend=_attention_backend(family, settings.runner),
         weights_bytes=weights_bytes,
         kv_bytes_per_token=pages.bytes_in(whole) // (whole * page_size),
         state_bytes_per_request=states,
@@ -247,6 +250,18 @@ def _num_parameters(family: TransformerConfig, facts: ModelFacts) -> int:
             f"and the size of its weights is found in their files: {checkpoint.missing_weights(Path(facts.path))}"
         )
     return facts.weights.num_numbers
+
+
+def _attention_backend(family: TransformerConfig, settings: RunnerSettings) -> str:
+    """The one that the runner takes, as far as the config tells: two have no latent attention, or no soft cap."""
+    wanted = settings.attention_backend
+    attention = family.attention if isinstance(family, DecoderConfig) else None
+    is_latent = attention is not None and attention.latent is not None
+    if wanted == "flashinfer" and is_latent:
+        return settings.fallback_backend or wanted
+    if wanted == "fused" and (is_latent or (attention is not None and attention.soft_cap is not None)):
+        return "torch"
+    return wanted
 
 
 def _activations(family: TransformerConfig, settings: Settings, itemsize: int) -> int:

@@ -95,6 +95,17 @@ def test_windows_save_memory_of_long_requests(tmp_path: Path) -> None:
     assert "16.1 KiB a token" in str(found)
 
 
+def test_the_attention_is_one_that_can_compute_the_model(tmp_path: Path) -> None:
+    latent = {
+        "architectures": ["YoutuForCausalLM"], "model_type": "youtu", "num_key_value_heads": 32, "q_lora_rank": None,
+    }  # fmt: skip
+    gemma = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "attn_logit_softcapping": 50.0}
+    for changes, of_cpu, of_gpu in ((latent, "torch", "triton"), (gemma, "torch", "flashinfer")):
+        path = folder(tmp_path, **changes)
+        assert aioengine.plan(path, device="cpu", device_memory="80GiB").attention_backend == of_cpu
+        assert aioengine.plan(path, device_memory="80GiB").attention_backend == of_gpu
+
+
 def test_a_device_that_is_too_small(tmp_path: Path) -> None:
     plan = aioengine.plan(folder(tmp_path, max_position_embeddings=131072), device_memory=24 * 10**9)
     assert (plan.fits, plan.max_requests, plan.kv_pool_bytes, plan.max_total_tokens) == (False, 0, 0, 0)
