@@ -85,7 +85,7 @@ def is_public(address: Address) -> bool:
             return is_public(address.ipv4_mapped)
         if address.is_site_local:
             return False
-        if any(inner is not None and not is_public(inner) for inner in (address.sixtofour, *(address.teredo or ()))):
+        if address.sixtofour is not None and not is_public(address.sixtofour):
             return False
     return address.is_global and not (address.is_multicast or address.is_reserved or address.is_unspecified)
 

@@ -174,7 +174,8 @@ def test_a_name_that_is_never_found_takes_no_longer(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     "address",
     ["10.1.2.3", "127.0.0.1", "169.254.169.254", "100.100.100.200", "0.0.0.0", "224.0.0.1", "::1", "::", "fe80::1",
-     "fd00:ec2::254", "::ffff:10.0.0.1", "64:ff9b::a00:1", "2002:a00:1::", "ff02::1", "fec0::1"],
+     "fd00:ec2::254", "::ffff:10.0.0.1", "64:ff9b::a00:1", "2002:a00:1::", "2001:0:808:808::f5ff:fffe", "ff02::1",
+     "fec0::1"],
 )  # fmt: skip
 def test_addresses_that_are_not_public(address: str) -> None:
     assert not is_public(ipaddress.ip_address(address))
