@@ -213,6 +213,16 @@ def test_few_are_kept_in_memory_and_all_are_served(adapters: dict[str, Adapter])
     world.check_all_over()
 
 
+def test_the_bytes_of_copies_are_bounded_once_they_are_placed(adapters: dict[str, Adapter]) -> None:
+    world = world_of(2)
+    world.copies._max_bytes = 1
+    for uid, name in enumerate(("a", "b")):
+        world.submit(with_adapter(submit_of(uid, [1]), adapters[name]))
+    world.run()
+    world.check_all_over()
+    assert len(world.copies) == 1
+
+
 def test_copies_are_kept_within_a_number_and_bytes() -> None:
     copies = Copies(None, 100)
     for number in range(4):

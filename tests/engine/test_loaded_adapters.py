@@ -14,6 +14,8 @@ import pytest
 
 from aioengine.errors import EngineClosedError, RequestError, RequestTooLargeError
 from aioengine.frontend.loaded_adapters import LoadedAdapters
+from aioengine.protocol.messages import LOAD_ADAPTER, Reply
+from aioengine.supervision.ledger import CRASH_STAGE
 from aioengine.testing.fake_engine import FakeSetup, fake_async_engine, fake_engine
 from aioengine.testing.faults import Faults
 from tests.kit.fake_adapters import write_adapter
@@ -283,6 +285,22 @@ async def test_an_unload_waits_for_all_steps_of_a_beam_search(tmp_path: Path) ->
             await engine.async_beam_search("x", 2, 4, lora_path="a")
         assert (await searching)["text"] == expected["text"]
         assert await unloading
+
+
+async def test_a_load_that_is_lost_again_and_again_gives_a_false_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ask(name: str, *_: object, **__: object) -> Reply:
+        asked.append(name)
+        raise RequestError(CRASH_STAGE, "the process was lost")
+
+    asked: list[str] = []
+    async with adapter_engine() as engine:
+        monkeypatch.setattr(registry(engine)._controls, "ask", ask)
+        result = await engine.load_lora_adapter("a", write_adapter(tmp_path / "a"))
+    assert asked == 3 * [LOAD_ADAPTER]
+    assert (result.success, result.loaded_adapters) == (False, {})
+    assert "the process was lost" in result.error_message
 
 
 @pytest.mark.process

@@ -137,6 +137,14 @@ def test_files_of_countless_small_parts_are_refused(kind: str) -> None:
         read(many_parts(kind))
 
 
+def test_a_large_file_may_have_as_many_parts_as_its_length_explains() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (600, 600, 3), dtype=np.uint8)
+    file = saved(Image.fromarray(noise), "PNG")
+    assert len(file) > 1_000_000
+    picture = pictures.decode(pictures.open_picture(io.BytesIO(file), noise.size))
+    assert np.array_equal(pixels(picture), noise)
+
+
 def test_chunks_behind_the_pixels_count_too() -> None:
     file = saved(RGB, "PNG")
     with pytest.raises(ValueError, match="more parts than its length explains"):
