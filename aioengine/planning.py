@@ -367,9 +367,10 @@ def _gpu_memory(device: DeviceFacts) -> int:
         rows = [[field.strip() for field in row] for row in csv.reader(done.stdout.splitlines())]
         sizes = {name: int(row[2]) << 20 for row in rows for name in row[:2]}
     except (OSError, ValueError, IndexError, subprocess.SubprocessError) as error:
+        gpus = checks.counted(device.num_gpus, "GPU")
         raise ValueError(
-            f"the memory of this machine's {device.num_gpus} GPUs cannot be found out with nvidia-smi: {error}; give "
-            "device_memory, such as '80GiB'"
+            f"the memory of this machine's {gpus} cannot be found out with nvidia-smi: {error}; give device_memory, "
+            "such as '80GiB'"
         ) from error
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
     found = sizes.get(visible) or next(iter(sizes.values()), None)
