@@ -70,13 +70,18 @@ class Array(Struct, frozen=True):
     num_items: int
     content: bytes
 
+    @property
+    def has_texts(self) -> bool:
+        """Whether the items are strings; else they are numbers."""
+        return self.kind == _STRING
+
     def texts(self) -> list[str]:
         """The items, which must be strings. Bytes that are no UTF-8 become U+FFFD.
 
         Raises:
             ValueError: they are numbers.
         """
-        if self.kind != _STRING:
+        if not self.has_texts:
             raise ValueError(f"{self.key} holds numbers, and should hold strings")
         found: list[str] = []
         place = 0
@@ -88,7 +93,7 @@ class Array(Struct, frozen=True):
 
     def numbers(self) -> tuple[float, ...]:
         """The items, which must be numbers. Raises ValueError if they are strings."""
-        if self.kind == _STRING:
+        if self.has_texts:
             raise ValueError(f"{self.key} holds strings, and should hold numbers")
         return struct.unpack(f"<{self.num_items}{_FORMS[self.kind]}", self.content)
 

@@ -186,7 +186,7 @@ def _architecture(metadata: Mapping[str, Scalar | Array]) -> str:
 def _one(key: str, value: Scalar | Array) -> Scalar:
     """The value of a key that describes the model: one number, or the same one for all layers."""
     if isinstance(value, Array):
-        distinct: set[Scalar] = set(value.texts() if value.kind == 8 else value.numbers())
+        distinct: set[Scalar] = set(value.texts() if value.has_texts else value.numbers())
         if len(distinct) != 1:
             raise ValueError(f"{checks.shown(key)} has {len(distinct)} values; what works: the same one for all layers")
         value = distinct.pop()
