@@ -26,7 +26,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
         has_bias: whether a bias is added to the logits.
         has_choice_bias: whether there is a bias that is added to the scores to choose experts, and not to weight them.
         is_wide: whether the logits are computed in fp32.
-        scoring, is_normalized, scale, num_groups, top_groups, group_top: as in ``kernels.routing.Routing``.
+        scoring, is_normalized, scale, num_groups, top_groups, group_top: as in ``kernels.expert_types.Routing``.
     """
 
     name: str = "gate"
@@ -64,7 +64,7 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
             [E, 2 I, D], gates first, and [E, D, I]. "interleaved": [E, D, 2 I], gates and ups in turn, and [E, I, D],
             with biases. "mxfp4": blocks of [E, 2 I, D], gates and ups in turn, and of [E, D, I], with biases.
         names: of the tensors of gates, ups and downs ("separate"), or of gates with ups and of downs.
-        limit, alpha: as in ``kernels.experts.Gate``.
+        limit, alpha: as in ``kernels.expert_types.Gate``.
         shared: None: there is none.
         dense_layers: the layers that have an ordinary MLP in the place of experts.
     """

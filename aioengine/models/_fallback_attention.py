@@ -1,6 +1,6 @@
 """Attention of transformers' modules on the paged cache.
 
-One run with a few tokens finds out how each layer attends (``found_layers``); from then on the layers reach the
+One run with a few tokens finds out how each layer attends (``PackedStep.found``); from then on the layers reach the
 attention of the step through transformers' attention interface.
 
 T tokens, H query heads, K kv heads, E head size, F size of a value head.

@@ -44,7 +44,7 @@ class KVPool:
     Attributes:
         num_pages: pages that requests can have; the tensors have the padding page before them.
         groups: of layers with pages of their own; None: all layers have the same page table.
-        tensors: one for each of ``AttentionShape.groups``, in the layout of ``attention.kv_pool_shape``.
+        tensors: one for each of ``AttentionShape.groups``, in the layout of ``attention._base.kv_pool_shape``.
     """
 
     def __init__(

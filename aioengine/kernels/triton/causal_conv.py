@@ -182,7 +182,7 @@ def causal_conv(
 
 
 def keys_of(rows: StateRows) -> tuple[object, ...]:
-    """The part of ``Launcher.key`` that depends on the rows."""
+    """The part of the key of a ``Launcher`` that depends on the rows."""
     tensors = rows.slots, rows.starts, rows.ends
     dtypes = tuple(tensor.dtype for tensor in tensors)
     return (*dtypes, *(tensor.data_ptr() % 16 for tensor in tensors), rows.blocks is None)
