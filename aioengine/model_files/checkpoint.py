@@ -44,6 +44,12 @@ _MAX_PROBLEMS: Final = 8
 """Listed in one error message."""
 
 
+class _Classes(Struct):
+    """The classes that config.json names."""
+
+    architectures: list[str] | None = None
+
+
 class Entry(Struct, frozen=True):
     """A tensor of a checkpoint, as the header of its file describes it. ``name``: with the prefix of the base model,
     which ``stored_name`` may lack. ``begin``: the place of its first byte in the file. ``num_heads``: as in
@@ -283,9 +289,18 @@ def missing_weights(folder: Path) -> str | None:
     return (
         f"{str(folder)!r} holds its weights as {checks.name(foreign[0])}, which is not read: that may run code. "
         "Convert a model that you trust to safetensors, and copy its tokenizer files: "
-        'python -c "from transformers import '
-        f"AutoModelForCausalLM as M; M.from_pretrained({str(folder)!r}, dtype='auto').save_pretrained('NEW_FOLDER')\""
+        f'python -c "from transformers import {_class_name(folder)} as M; '
+        f"M.from_pretrained({str(folder)!r}, dtype='auto').save_pretrained('NEW_FOLDER')\""
     )
+
+
+def _class_name(folder: Path) -> str:
+    """Of the class of transformers that reads all tensors of a model, as config.json has it: another one would leave
+    out the head of a classifier, and make up one that generates.
+    """
+    config = folder_files.read_json(folder / folder_files.CONFIG, _Classes) or _Classes()
+    name = config.architectures[0] if config.architectures else ""
+    return name if name.isascii() and name.isidentifier() and len(name) < _MAX_NAME else "AutoModelForCausalLM"
 
 
 def entries_of_file(path: Path) -> list[Entry]:

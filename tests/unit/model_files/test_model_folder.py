@@ -11,6 +11,7 @@ import pytest
 from aioengine.config import EngineConfig, ModelConfig
 from aioengine.frontend.startup import blueprint_of
 from aioengine.model_files import model_folder
+from aioengine.model_files.checkpoint import missing_weights
 from aioengine.model_files.model_folder import Heads, ModelFacts, find_facts, locate
 
 CONFIG = {
@@ -195,6 +196,19 @@ def test_missing_weights_are_a_fact(tmp_path: Path, files: dict[str, str], messa
     assert facts.weights.missing is not None
     with pytest.raises(ValueError, match=message):
         raise ValueError(facts.weights.missing)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "shown"),
+    [
+        ("LlamaForSequenceClassification", "LlamaForSequenceClassification"),  # another class makes up other heads
+        ("x; import os #ForCausalLM", "AutoModelForCausalLM"),
+    ],
+)
+def test_weights_are_converted_with_the_class_that_saved_them(tmp_path: Path, architecture: str, shown: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    (tmp_path / "pytorch_model.bin").touch()
+    assert f'python -c "from transformers import {shown} as M; M.from_pretrained(' in (missing_weights(tmp_path) or "")
 
 
 def test_the_tokenizer_may_be_in_another_folder(tmp_path: Path) -> None:
