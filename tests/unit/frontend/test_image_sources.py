@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,29 @@ def test_text_is_read_where_the_working_folder_is_gone(tmp_path: Path, monkeypat
     assert read_source(image_source("image_data", text), MediaConfig()).data == b"the bytes of a picture"
     with pytest.raises(ValueError, match="neither a file that exists"):
         read_source(image_source("image_data", "a.png"), MediaConfig())
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_folder_that_becomes_a_link_while_the_file_is_opened_leads_nowhere_else(
+    stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``stays``: it is still a link when the opened file is checked."""
+
+    def open_elsewhere(path: str, flags: int) -> int:
+        inner.rename(tmp_path / "old")
+        inner.symlink_to(tmp_path / "outside")
+        descriptor = open_file(path, flags)
+        if not stays:
+            inner.unlink()
+            (tmp_path / "old").rename(inner)
+        return descriptor
+
+    inner, open_file = tmp_path / "allowed" / "inner", os.open
+    for folder in (inner, tmp_path / "outside"):
+        folder.mkdir(parents=True)
+        (folder / "a.png").write_text(folder.name)
+    limits = MediaConfig(allowed_local_media_path=str(tmp_path / "allowed"))
+    assert read_source(image_source("image_data", inner / "a.png"), limits).data == b"inner"
+    monkeypatch.setattr(os, "open", open_elsewhere)
+    with pytest.raises(ValueError, match="is not in allowed_local_media_path" if stays else "replaced while it was"):
+        read_source(image_source("image_data", inner / "a.png"), limits)
