@@ -147,6 +147,13 @@ class GivenImages:
             )
 
     @property
+    def has_any(self) -> bool:
+        """Whether an image is given for a prompt: a list may have None, or an empty list, for each prompt."""
+        if not self._is_batch:
+            return len(self._values) > 1 or self._values[0] is not None
+        return any(value is not None and not (isinstance(value, list | tuple) and not value) for value in self._values)
+
+    @property
     def num_bytes(self) -> int:
         """Of memory that the caller holds for those that were checked."""
         return sum(source.num_bytes for sources in self._known.values() for source in sources)
@@ -162,6 +169,14 @@ class GivenImages:
                 )
             self._known[key] = _sources(name, given, max_images)
         return self._known[key]
+
+
+def given_images(value: object, *, is_batch: bool, num_prompts: int) -> GivenImages | None:
+    """``image_data`` of a call; None: no prompt has an image. Raises ValueError as ``GivenImages``."""
+    if value is None or (isinstance(value, list | tuple) and not value):
+        return None
+    given = GivenImages(value, is_batch=is_batch, num_prompts=num_prompts)
+    return given if given.has_any else None
 
 
 def _sources(name: str, given: object, max_images: int) -> tuple[ImageSource, ...]:

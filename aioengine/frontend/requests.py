@@ -18,7 +18,7 @@ from aioengine import checks
 from aioengine.answers import StateReader
 from aioengine.args import ALIASES, ARGUMENTS
 from aioengine.foreign_names import our_way
-from aioengine.frontend.image_sources import NOT_TRUNCATED, GivenImages
+from aioengine.frontend.image_sources import NOT_TRUNCATED, GivenImages, given_images
 from aioengine.frontend.loaded_adapters import AdapterChoice, adapter_choice  # the first: a field of a Struct
 from aioengine.frontend.params_together import ParamsTogether
 from aioengine.frontend.pooling import Pooled  # a field of a Struct
@@ -352,10 +352,9 @@ def call_request(
     )
     if options:
         request = _with_options(request, options)
-        if (images := options.get("image_data")) is not None and not (isinstance(images, list) and not images):
-            if options.get("truncate_prompt_tokens") is not None:
-                raise ValueError(NOT_TRUNCATED)
-            given.images = GivenImages(images, is_batch=given.is_batch, num_prompts=num_prompts)
+        given.images = given_images(options.get("image_data"), is_batch=given.is_batch, num_prompts=num_prompts)
+        if given.images is not None and options.get("truncate_prompt_tokens") is not None:
+            raise ValueError(NOT_TRUNCATED)
     request.check_more()
     return request
 

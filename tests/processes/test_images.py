@@ -542,7 +542,17 @@ async def test_without_pillow_images_are_refused_by_name(engine: AsyncEngine, mo
 
 async def test_a_model_of_text_takes_no_images() -> None:
     async with AsyncEngine.from_blueprint(FakeSetup(processes=False).blueprint) as engine:
-        assert (await engine.async_generate("x", SHORT, image_data=[]))["text"]
+        for none in ([], (), [None]):
+            assert (await engine.async_generate("x", SHORT, image_data=none))["text"]
+        for none in ([], (), [None, None], ([], None)):
+            assert all(
+                (await engine.async_generate(["x", "y"], SHORT, image_data=none, truncate_prompt_tokens=1))["text"]
+            )
+            assert len(await engine.async_encode(["x", "y"], image_data=none)) == 2
+        with pytest.raises(ValueError, match="image_data has 1 entry for 2 prompts"):
+            engine.async_generate(["x", "y"], image_data=[None])
+        with pytest.raises(ValueError, match="image_data is given, and this model takes text alone"):
+            engine.async_generate(["x", "y"], image_data=[None, b"x"])
         with pytest.raises(ValueError, match="image_data is given, and this model takes text alone"):
             engine.async_generate("x", image_data=b"x")
         with pytest.raises(ValueError, match="the messages have images, and this model takes text alone"):
