@@ -64,6 +64,7 @@ class PackedStep:
         is_behind: whether the last layer has attended: from there on no token needs another one.
         found: how the layers attend, in the order of their calls, while that is found out.
         max_positions: positions that a request can have.
+        last_layer: the run ends behind it, with ``StopError``; None: it goes to its end.
     """
 
     model_type: str
