@@ -5,17 +5,16 @@ Both have the same bits as the image processors of transformers, which work with
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
+
+from aioengine.protocol.media import RESIZE_BITS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
-
-BITS: Final = 22
-"""Of weights, behind the point."""
 
 
 def looked_up(pixels: Tensor, table: Tensor) -> Tensor:
@@ -38,10 +37,10 @@ def resized(arrays: Mapping[str, Tensor], *, rows_first: bool) -> Tensor:
 def _summed(pixels: Tensor, starts: Tensor, weights: Tensor, dim: int) -> Tensor:
     """One pass along ``dim`` of bytes [C, h, w]: sums of K neighbours, from ``starts`` [N] on, by weights [N, K]."""
     shape = [*pixels.shape[:dim], len(starts), *pixels.shape[dim + 1 :]]
-    total = starts.new_full(shape, 1 << (BITS - 1))  # rounds
+    total = starts.new_full(shape, 1 << (RESIZE_BITS - 1))  # rounds
     reach = torch.arange(weights.shape[1], device=starts.device, dtype=starts.dtype)
     places = (starts + reach.unsqueeze(1)).clamp_(max=pixels.shape[dim] - 1)
     column = (-1, 1) if dim == 1 else (-1,)
     for part, weight in zip(places, weights.unbind(1), strict=True):
         total += pixels.index_select(dim, part).int().mul_(weight.view(column))
-    return total.bitwise_right_shift_(BITS).clamp_(0, 255).byte()
+    return total.bitwise_right_shift_(RESIZE_BITS).clamp_(0, 255).byte()

@@ -13,15 +13,14 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from aioengine.protocol.media import RESIZE_BITS
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     Bytes = npt.NDArray[np.uint8]
     RowsFirst = Callable[[int, int, int, int], bool]
     """From the height and width of a picture and those of the result."""
-
-BITS: Final = 22
-"""Of a weight, behind the point."""
 
 MAX_PROPORTION: Final = 100
 """Some versions of Pillow resize a picture that is more times higher than wide in another order."""
@@ -37,7 +36,8 @@ class Taps(NamedTuple):
     """One pass, to N columns or rows: number n is the sum of K from ``starts[n]`` on, times ``weights[n]``.
 
     Attributes:
-        starts: [N] int32. weights: [N, K] int32, with ``BITS`` bits behind the point; 0 beyond the end of the picture.
+        starts: [N] int32.
+        weights: [N, K] int32, with ``RESIZE_BITS`` bits behind the point; 0 beyond the end of the picture.
     """
 
     starts: npt.NDArray[np.int32]
@@ -47,7 +47,7 @@ class Taps(NamedTuple):
 def taps(old: int, new: int) -> Taps:
     """From ``old`` columns or rows to ``new`` ones."""
     if old == new:  # it is no pass for Pillow
-        return Taps(np.arange(new, dtype=np.int32), np.full((new, 1), 1 << BITS, np.int32))
+        return Taps(np.arange(new, dtype=np.int32), np.full((new, 1), 1 << RESIZE_BITS, np.int32))
     stretch = max(old / new, 1.0)
     centers = (np.arange(new) + 0.5) * (old / new)
     starts = np.maximum((centers - 2.0 * stretch + 0.5).astype(np.int64), 0)
@@ -56,7 +56,7 @@ def taps(old: int, new: int) -> Taps:
     weights = _cubic((places - centers[:, None] + 0.5) * (1.0 / stretch))
     weights[places >= ends[:, None]] = 0.0
     weights /= np.cumsum(weights, 1)[:, -1:]  # one after the other, as the last bit depends on it
-    fixed = np.trunc(weights * (1 << BITS) + np.where(weights < 0, -0.5, 0.5))
+    fixed = np.trunc(weights * (1 << RESIZE_BITS) + np.where(weights < 0, -0.5, 0.5))
     return Taps(starts.astype(np.int32), fixed.astype(np.int32))
 
 
@@ -100,4 +100,4 @@ def _resampled(picture: Bytes, columns: Taps) -> Bytes:
     """[rows, columns] -> [rows, N]."""
     places = columns.starts[:, None] + np.arange(columns.weights.shape[1])
     parts = picture[:, np.minimum(places, picture.shape[1] - 1)].astype(np.int32) * columns.weights
-    return np.clip((parts.sum(2, dtype=np.int32) + (1 << (BITS - 1))) >> BITS, 0, 255).astype(np.uint8)
+    return np.clip((parts.sum(2, dtype=np.int32) + (1 << (RESIZE_BITS - 1))) >> RESIZE_BITS, 0, 255).astype(np.uint8)

@@ -16,6 +16,9 @@ from aioengine.media._base import ImageShape
 NUM_FETCHES: Final = 16
 """Downloads at a time: they wait for the network, beside the images that are prepared."""
 
+RESIZE_BITS: Final = 22
+"""Of the weights by which a device resizes a picture, behind the point."""
+
 
 class MediaOrders(Struct, frozen=True, kw_only=True):
     """The settings of a media process.
