@@ -66,8 +66,8 @@ class Plan(Struct, frozen=True, kw_only=True):
             the model, or refuse it when it starts. reason: why it is this one; and, of a folder on this machine, why an
             engine would refuse its weights, if it would.
         attention_backend: the engine's, unless its kernels do not work on the machine.
-        weights_bytes: of the weights in ``dtype``, with those of a vision tower; exactly. With transformers' code, of
-            the tensors in the files.
+        weights_bytes: of the weights in ``dtype``, with those of a vision tower; exactly, but that a few small tensors,
+            as routers and some norms, are kept in fp32. With transformers' code, of the tensors in the files.
         kv_bytes_per_token: of keys and values, or of what a model has in their place; exactly, but with transformers'
             code as the names of sizes in config.json tell, as without windows. Where layers have windows, a token's
             part of a request of the context length: these layers keep what the next token sees.
