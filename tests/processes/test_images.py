@@ -269,7 +269,7 @@ async def settled(engine: AsyncEngine) -> None:
     assert engine._run.frontend.images._held == {}
 
 
-async def test_kept_files_are_removed_beyond_their_limit(
+async def test_kept_files_are_removed_beyond_their_limit_the_least_recently_used_first(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, submitted: list[Submit]
 ) -> None:
     monkeypatch.setattr(intake(engine), "_max_kept_bytes", 30_000)
@@ -281,9 +281,10 @@ async def test_kept_files_are_removed_beyond_their_limit(
     assert last.content in intake(engine).files
     assert submitted[0].media[0].content not in intake(engine).files
     monkeypatch.setattr("aioengine.frontend.image_intake.MAX_KEPT_FILES", 2)
-    await engine.async_generate("<image> a", SHORT, image_data=png(picture(206)))
+    for seed in (204, 206):  # the first is there, and older than the last
+        await engine.async_generate("<image> a", SHORT, image_data=png(picture(seed)))
     await settled(engine)
-    assert list(intake(engine).files) == [last.content, submitted[-1].media[0].content]
+    assert list(intake(engine).files) == [submit.media[0].content for submit in submitted[-2:]]
 
 
 async def test_files_take_a_part_of_a_small_disk_and_none_is_left_when_it_is_full(
