@@ -214,7 +214,8 @@ async def _labels(value: object, num_items: int, parts: Running) -> list[list[in
     if not isinstance(checks.plain(given[0]), list | tuple):
         return [await _checked_labels("label_token_ids", given, size, turns)]
     if len(given) != num_items:
-        raise ValueError(f"label_token_ids has {len(given)} lists for {num_items} items; give one for each")
+        lists, items = checks.counted(len(given), "list"), checks.counted(num_items, "item")
+        raise ValueError(f"label_token_ids has {lists} for {items}; give one for each")
     found: list[list[int]] = []
     for place, row in enumerate(given):
         name = f"label_token_ids[{place}]"

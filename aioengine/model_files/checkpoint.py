@@ -120,8 +120,8 @@ def check_num_layers(entries: Sized, num_layers: int, folder: Path) -> None:
     """Raise ValueError if there are fewer tensors than layers."""
     if num_layers > len(entries):
         raise ValueError(
-            f"the weights in {folder} do not fit the model (config.json): they are {len(entries)} tensors, for "
-            f"num_hidden_layers={num_layers}"
+            f"the weights in {folder} do not fit the model (config.json): they are "
+            f"{checks.counted(len(entries), 'tensor')}, for num_hidden_layers={num_layers}"
         )
 
 
@@ -365,4 +365,4 @@ def _described(file: BinaryIO) -> list[tuple[str, _Described]]:
 def _listed(what: str, names: list[str]) -> Iterator[str]:
     if names:
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        yield f"{len(names)} tensors {what}: {', '.join(map(checks.name, names[:5]))}{more}"
+        yield f"{checks.counted(len(names), 'tensor')} {what}: {', '.join(map(checks.name, names[:5]))}{more}"

@@ -13,6 +13,8 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from aioengine import checks
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
@@ -78,8 +80,8 @@ def _refuse_copies(names: Collection[str]) -> None:
     """Raise ValueError if there are any."""
     if names:
         message = (
-            f"transformers converts {len(names)} tensors of this checkpoint in a way that is not implemented here: "
-            f"{', '.join(sorted(names)[:5])}; save the model anew with transformers: "
+            f"transformers converts {checks.counted(len(names), 'tensor')} of this checkpoint in a way that is not "
+            f"implemented here: {', '.join(sorted(names)[:5])}; save the model anew with transformers: "
             "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder, save_original_format=False)"
         )
         raise ValueError(message)

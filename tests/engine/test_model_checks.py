@@ -191,7 +191,7 @@ BREAKS: dict[str, tuple[Break, str]] = {
         with_tensors(model__norm__weight=(15,)),
         r"model.norm.weight has shape \[15\], the model wants \[16\]",
     ),
-    "missing tensor": (with_tensors(without="model.norm.weight"), "1 tensors missing: model.norm.weight"),
+    "missing tensor": (with_tensors(without="model.norm.weight"), "1 tensor missing: model.norm.weight"),
     "unexpected tensor": (with_tensors(model__extra=(16,)), "not expected by this model: model.extra"),
     "wrong type": (with_tensors(dtype="I32"), "is of type I32; what works: F64"),
     "weights in another form": (

@@ -84,7 +84,7 @@ def test_a_classifier_gives_its_own_scores(tmp_path: Path) -> None:
         (("q", ["a"], None), {}, "label_token_ids is missing"),
         (("q", ["a"], []), {}, "label_token_ids is empty"),
         (("q", ["a"], "invalid"), {}, "label_token_ids must be"),
-        (("q", ["a"], [[1], [2]]), {}, "2 lists for 1 items"),
+        (("q", ["a"], [[1], [2]]), {}, "2 lists for 1 item;"),
         (("q", ["a"], [[]]), {}, r"label_token_ids\[0\] is empty"),
         (("q", ["a"], [3, 3]), {}, "has 3 twice"),
         (("q", ["a"], [True]), {}, "label_token_ids entries"),
