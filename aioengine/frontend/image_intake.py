@@ -54,7 +54,7 @@ MAX_KEPT_FILES: Final = 2048
 """Of these: all files are looked at for each image, on the loop."""
 
 KEPT_SHARE: Final = 4
-"""They take at most one of so many bytes that are free when their folder is made."""
+"""They take at most 1 / ``KEPT_SHARE`` of what is free when their folder is made."""
 
 MAX_USED_BYTES: Final = 1 << 31
 """Of files that requests use: beyond it, images of further prompts wait."""

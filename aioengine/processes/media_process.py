@@ -133,13 +133,13 @@ class MediaWorker:
         if cancellation is not None:
             cancellation.cancel()
 
-    def do(self, job: Job, tell: Callable[[Waits], None]) -> JobEnd:
-        """``tell`` gets what is to be said before the end."""
+    def do(self, job: Job, report: Callable[[Waits], None]) -> JobEnd:
+        """``report`` gets the messages that come before the end."""
         cancellation = self._accepted[job.id]
         try:
             if isinstance(job, FetchJob):
                 return self._fetch(job, cancellation)
-            return self._prepare(job, cancellation, tell)
+            return self._prepare(job, cancellation, report)
         except _CancelledError:
             return Cancelled(job.id)
         except ValueError as error:
@@ -155,14 +155,14 @@ class MediaWorker:
         Path(job.path).write_bytes(body)
         return Fetched(job.id, hashlib.sha256(body).hexdigest())
 
-    def _prepare(self, job: PrepareJob, cancellation: Cancellation, tell: Callable[[Waits], None]) -> Prepared:
+    def _prepare(self, job: PrepareJob, cancellation: Cancellation, report: Callable[[Waits], None]) -> Prepared:
         _check(cancellation)
         with Path(job.source).open("rb") as file:
             if job.size != (0, 0):
                 image = Image.frombytes("RGB", job.size, file.read())
             else:
                 image = pictures.open_picture(file, self._max_pixels)
-            with self._gate.holding(image.width * image.height, lambda is_over: tell(Waits(job.id, is_over))):
+            with self._gate.holding(image.width * image.height, lambda is_over: report(Waits(job.id, is_over))):
                 _check(cancellation)
                 return self._prepare_opened(image, job, cancellation)
 

@@ -26,7 +26,6 @@ CLIP_LARGE = {
     "num_attention_heads": 16,
     "patch_size": 14,
 }
-SIGLIP = {"model_type": "siglip_vision_model"}
 
 
 def num_parameters(model: Any, prefixes: tuple[str, ...]) -> int:

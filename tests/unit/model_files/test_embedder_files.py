@@ -22,7 +22,6 @@ SIZES = {
     "num_attention_heads": 6,
     "max_position_embeddings": 130,
 }
-POOLING = "1_Pooling/config.json"
 
 
 def modules(*names: str) -> list[dict[str, object]]:
