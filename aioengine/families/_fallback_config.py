@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
 
+from aioengine import plugins
 from aioengine.families._config import (
     FamilyConfig,
     Labels,
@@ -57,6 +58,10 @@ _NO_LINEAR: Final = frozenset(
 
 _FLOAT: Final = "__float__"
 """The key of an object that stands for a number which JSON does not have, in files of transformers."""
+
+_TEXT_PARTS: Final = "text_config", "llm_config", "language_config", "thinker_config"
+"""Where the sizes are of the text model of a model that is made of several."""
+
 _EPSILONS: Final = ("norm_eps", "norm_epsilon", "rms_eps")
 """How names end of what keeps a norm from dividing by zero."""
 
@@ -101,8 +106,14 @@ def read_fallback_config(raw: Mapping[str, object]) -> TransformerConfig:
         sizes = msgspec.convert(given, _Sizes)
         labels = msgspec.convert(raw, _Labels)
     except msgspec.ValidationError as error:
-        message = f"config.json of model_type {raw.get('model_type')!r}, as model_impl='transformers' reads it: {error}"
-        raise ValueError(message) from error
+        where = f"config.json of model_type {raw.get('model_type')!r}"
+        part = next((name for name in _TEXT_PARTS if isinstance(raw.get(name), dict)), None)
+        if part is not None and "vocab_size" not in given:
+            raise ValueError(
+                f"{where} describes several models, of which {part} is one, and model_impl='transformers' computes "
+                f"models of text alone; those that read images run without it: {', '.join(plugins.names('media'))}"
+            ) from None
+        raise ValueError(f"{where}, as model_impl='transformers' reads it: {error}") from error
     task = task_of(labels.architectures, _TASKS)
     heads = sizes.num_attention_heads
     return TransformerConfig(

@@ -252,6 +252,13 @@ def test_what_cannot_run_is_refused_by_name(
         load(tmp_path, max_positions=max_positions)
 
 
+@pytest.mark.parametrize("part", ["text_config", "llm_config"])
+def test_models_of_several_parts_are_refused_with_those_that_read_images(part: str) -> None:
+    raw = {"model_type": "internvl", part: {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2}}
+    with pytest.raises(ValueError, match=rf"'internvl' describes several models, of which {part} is .*gemma3, .*llava"):
+        read_fallback_config(raw)
+
+
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "XLMWithLMHeadModel", "LlamaForCausalLM"])
 def test_names_of_models_that_generate(name: str) -> None:
     raw = json.loads(LlamaConfig(**SIZES).to_json_string()) | {"architectures": [name]}
