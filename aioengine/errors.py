@@ -249,7 +249,8 @@ class RequestError(EngineError):
     """One request failed; the engine and all other requests continue.
 
     ``stage`` is the part of the engine that failed it (``tokenize``, ``image``: an image of it could not be prepared;
-    ``schedule``, ``forward``, ``sample``, ``detokenize``; ``adapter``: its LoRA adapter could not be read; ``control``:
+    ``submit``; ``schedule``: also an ``encode``, ``score`` or ``beam_search`` that was aborted; ``forward``,
+    ``sample``, ``detokenize``, ``deliver``, ``engine``; ``adapter``: its LoRA adapter could not be read; ``control``:
     a control call failed in the runner; ``crash``: it killed a process of the engine, again and again, or it is a
     control call, which is not repeated, and was in progress when one was lost);
     ``cause``: the error there.

@@ -151,7 +151,7 @@ class GivenImages:
         """Whether an image is given for a prompt: a list may have None, or an empty list, for each prompt."""
         if not self._is_batch:
             return len(self._values) > 1 or self._values[0] is not None
-        return any(value is not None and not (isinstance(value, list | tuple) and not value) for value in self._values)
+        return not all(map(_is_none, self._values))
 
     @property
     def num_bytes(self) -> int:
@@ -173,10 +173,15 @@ class GivenImages:
 
 def given_images(value: object, *, is_batch: bool, num_prompts: int) -> GivenImages | None:
     """``image_data`` of a call; None: no prompt has an image. Raises ValueError as ``GivenImages``."""
-    if value is None or (isinstance(value, list | tuple) and not value):
+    if _is_none(value):
         return None
     given = GivenImages(value, is_batch=is_batch, num_prompts=num_prompts)
     return given if given.has_any else None
+
+
+def _is_none(value: object) -> bool:
+    """Whether this stands for no image: None, or an empty list."""
+    return value is None or (isinstance(value, list | tuple) and not value)
 
 
 def _sources(name: str, given: object, max_images: int) -> tuple[ImageSource, ...]:
