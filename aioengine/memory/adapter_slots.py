@@ -61,9 +61,9 @@ class _Slot:
         self.last_used = 0
         self.running: set[int] = set()
         self.released: dict[int, Waiter] = {}
-        self.hold(None)
+        self.assign(None)
 
-    def hold(self, key: Key | None) -> None:
+    def assign(self, key: Key | None) -> None:
         """Give it to another adapter, or to none."""
         self.key = key
         self.is_ready = False
@@ -228,7 +228,7 @@ class AdapterSlots:
 
     def fail(self, key: Key) -> None:
         """An adapter could not be copied: its slot is empty. Requests in line for it go on waiting."""
-        self._by_key.pop(key).hold(None)
+        self._by_key.pop(key).assign(None)
         self.is_changed = True
 
     def has(self, key: Key) -> bool:
@@ -254,7 +254,7 @@ class AdapterSlots:
         slot = self._by_key.get(key)
         if slot is not None and slot.is_ready and not (slot.running or slot.released or key in self._pins):
             del self._by_key[key]
-            slot.hold(None)
+            slot.assign(None)
 
     def check_integrity(self) -> None:
         """Raises RuntimeError unless the slots and their indexes agree."""
@@ -318,6 +318,6 @@ class AdapterSlots:
             del self._by_key[slot.key]
         for uid in slot.released:
             del self._keys[uid]
-        slot.hold(key)
+        slot.assign(key)
         self._by_key[key] = slot
         slot.last_used = self._num_uses = self._num_uses + 1

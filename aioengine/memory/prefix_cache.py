@@ -1,6 +1,6 @@
 """PrefixCache: the radix tree and the pages. It finds the computed prefix of a request, and owns every page.
 
-A page is free, cached (in the tree), or owned by one request. A request's page table in a ``Hold``:
+A page is free, cached (in the tree), or owned by one request. The page table of a request in an ``Allocation``:
 
     | shared with others | computed here, in the tree | being computed, pending in the tree | the partly filled rest |
       0 ... path                              num_ready                             len(path)               len(pages)
@@ -88,7 +88,7 @@ class Match(NamedTuple):
     missing: Boundary | None = None
 
 
-class Hold:
+class Allocation:
     """The pages of one request.
 
     pages: the page table. path: the nodes locked, one for each of the first pages. num_matched: how many of them were
@@ -97,15 +97,25 @@ class Hold:
     unsent: pages that no row of a plan has named yet. snapshots: of the request; None for a model without states.
     """
 
-    __slots__ = ("border", "num_matched", "num_ready", "pages", "path", "room", "salt", "snapshots", "unsent")
+    __slots__ = (
+        "capacity",
+        "next_insert_at",
+        "num_matched",
+        "num_ready",
+        "pages",
+        "path",
+        "salt",
+        "snapshots",
+        "unsent",
+    )
 
     def __init__(self, salt: Salt = "") -> None:
         self.pages: list[int] = []
         self.path: list[Node] = []
         self.num_matched = 0
         self.num_ready = 0
-        self.room = 0
-        self.border = NEVER
+        self.capacity = 0
+        self.next_insert_at = NEVER
         self.salt = salt
         self.unsent: list[int] = []
         self.snapshots: RequestSnapshots | None = None
@@ -191,13 +201,13 @@ class PrefixCache:
         """
         return self.num_available(match) - self.pages_for(num_tokens) + len(match.path) - promised
 
-    def num_promised(self, running: Iterable[tuple[Hold, int]]) -> int:
+    def num_promised(self, running: Iterable[tuple[Allocation, int]]) -> int:
         """Pages that running requests, each with its known tokens, have still to take for these: they have them all."""
         return 0
 
     # ------------------------------------------------------------ do
 
-    def lock(self, token_ids: list[int], match: Match) -> Hold:
+    def lock(self, token_ids: list[int], match: Match) -> Allocation:
         """Lock the matched pages and take pages for all of ``token_ids``, announcing the full ones as pending.
 
         Raises:
@@ -206,75 +216,79 @@ class PrefixCache:
         missing = self.pages_for(len(token_ids)) - len(match.path)
         if missing > self.num_available(match):
             raise ValueError(f"{missing} pages are needed and {self.num_available(match)} are available")
-        hold = Hold(match.salt)
+        allocation = Allocation(match.salt)
         self._tree.lock(match.path)
-        hold.path = list(match.path)
-        hold.pages = [node.page for node in match.path] + self._allocate(missing)
-        hold.num_matched = hold.num_ready = len(match.path)
-        hold.room = len(hold.pages) * self.page_size
+        allocation.path = list(match.path)
+        allocation.pages = [node.page for node in match.path] + self._allocate(missing)
+        allocation.num_matched = allocation.num_ready = len(match.path)
+        allocation.capacity = len(allocation.pages) * self.page_size
         if self.enabled:
-            first, parent = hold.num_ready, hold.path[-1] if hold.path else self._tree.root
-            hold.border = (first + 1) * self.page_size
-            hold.path += self._tree.announce(parent, self._tree.keys(token_ids, first, hold.salt), hold.pages[first:])
+            first, parent = allocation.num_ready, allocation.path[-1] if allocation.path else self._tree.root
+            allocation.next_insert_at = (first + 1) * self.page_size
+            allocation.path += self._tree.announce(
+                parent, self._tree.keys(token_ids, first, allocation.salt), allocation.pages[first:]
+            )
         if self.snapshots is not None:
-            hold.snapshots = self.snapshots.begin(hold.path, hold.num_matched, match.missing)
-        return hold
+            allocation.snapshots = self.snapshots.begin(allocation.path, allocation.num_matched, match.missing)
+        return allocation
 
-    def grow(self, hold: Hold) -> list[int] | None:
+    def grow(self, allocation: Allocation) -> list[int] | None:
         """Add one page to a request and return it; None, and nothing changed, where there is none."""
         if self.num_free == 0:
             return None
         page = self._allocate(1)
-        hold.pages += page
-        hold.room += self.page_size
+        allocation.pages += page
+        allocation.capacity += self.page_size
         return page
 
-    def insert(self, hold: Hold, token_ids: list[int], num_computed: int) -> None:
+    def insert(self, allocation: Allocation, token_ids: list[int], num_computed: int) -> None:
         """Record that positions before ``num_computed`` have KV: other requests now match the full pages among them."""
         size = self.page_size
-        index = hold.num_ready
+        index = allocation.num_ready
         num_full = num_computed // size
         while index < num_full:
-            if index < len(hold.path):
-                hold.path[index].is_pending = False
-            elif not self._attach(hold, tuple(token_ids[index * size : (index + 1) * size])):
+            if index < len(allocation.path):
+                allocation.path[index].is_pending = False
+            elif not self._attach(allocation, tuple(token_ids[index * size : (index + 1) * size])):
                 break
             index += 1
-        hold.num_ready = index
-        hold.border = (index + 1) * size
-        if self.snapshots is not None and hold.snapshots is not None:
-            self.snapshots.passed(hold.snapshots, hold.path, num_computed)
+        allocation.num_ready = index
+        allocation.next_insert_at = (index + 1) * size
+        if self.snapshots is not None and allocation.snapshots is not None:
+            self.snapshots.passed(allocation.snapshots, allocation.path, num_computed)
 
-    def unlock(self, hold: Hold, *, is_invalid: bool = False) -> None:
+    def unlock(self, allocation: Allocation, *, is_invalid: bool = False) -> None:
         """Release the pages: computed ones stay cached, all others are free. A second call changes nothing.
 
         is_invalid: computed pages are wrong, and are freed too unless another request uses them.
         """
-        if self.snapshots is not None and hold.snapshots is not None:
-            self.snapshots.end(hold.snapshots, is_invalid=is_invalid)
-            hold.snapshots = None
+        if self.snapshots is not None and allocation.snapshots is not None:
+            self.snapshots.end(allocation.snapshots, is_invalid=is_invalid)
+            allocation.snapshots = None
         if is_invalid:
-            while hold.num_ready > hold.num_matched and _is_used_by_none_but(hold, hold.num_ready - 1):
-                hold.num_ready -= 1
-        unfinished = hold.path[hold.num_ready :]
+            while allocation.num_ready > allocation.num_matched and _is_used_by_none_but(
+                allocation, allocation.num_ready - 1
+            ):
+                allocation.num_ready -= 1
+        unfinished = allocation.path[allocation.num_ready :]
         for node in reversed(unfinished):
             self._tree.remove(node)
             if self.snapshots is not None:
                 self.snapshots.drop(node)
-        ready = hold.path[: hold.num_ready]
-        owned = [page for node, page in zip(ready, hold.pages, strict=False) if node.page != page]
-        owned += hold.pages[hold.num_ready :]
+        ready = allocation.path[: allocation.num_ready]
+        owned = [page for node, page in zip(ready, allocation.pages, strict=False) if node.page != page]
+        owned += allocation.pages[allocation.num_ready :]
         self._tree.unlock(ready)
         self._allocator.free(owned)
-        hold.pages, hold.path = [], []
-        hold.num_matched = hold.num_ready = hold.room = 0
-        hold.border = NEVER
+        allocation.pages, allocation.path = [], []
+        allocation.num_matched = allocation.num_ready = allocation.capacity = 0
+        allocation.next_insert_at = NEVER
 
-    def pin(self, session: int, hold: Hold) -> None:
+    def pin(self, session: int, allocation: Allocation) -> None:
         """Keep the computed pages of a request for a session too, which counts as used just now."""
         pinned = self._pins.setdefault(session, {})
         self._pins.move_to_end(session)
-        new = [node for node in hold.path[: hold.num_ready] if node not in pinned]
+        new = [node for node in allocation.path[: allocation.num_ready] if node not in pinned]
         self._tree.pin(new)
         pinned.update(dict.fromkeys(new))
 
@@ -310,12 +324,12 @@ class PrefixCache:
         self.evict(self.num_pages)
         return self.num_cached == 0
 
-    def check_integrity(self, holds: Iterable[Hold]) -> None:
-        """Raises RuntimeError unless free, cached and owned pages add up, ``holds`` being all there are; and ids
+    def check_integrity(self, allocations: Iterable[Allocation]) -> None:
+        """Raises RuntimeError unless free, cached and owned pages add up, ``allocations`` being all there are; and ids
         of snapshots.
         """
-        holds = list(holds)
-        num_owned = sum(hold.num_owned for hold in holds)
+        allocations = list(allocations)
+        num_owned = sum(allocation.num_owned for allocation in allocations)
         found = self._allocator.num_free + self.num_cached + num_owned
         if found != self.num_pages:
             raise RuntimeError(
@@ -323,7 +337,9 @@ class PrefixCache:
                 f"are {found}, not {self.num_pages}"
             )
         if self.snapshots is not None:
-            self.snapshots.check_integrity(hold.snapshots for hold in holds if hold.snapshots is not None)
+            self.snapshots.check_integrity(
+                allocation.snapshots for allocation in allocations if allocation.snapshots is not None
+            )
 
     # ------------------------------------------------------------ inside
 
@@ -331,24 +347,24 @@ class PrefixCache:
         self.evict(count - self._allocator.num_free)
         return self._allocator.allocate(count)
 
-    def _attach(self, hold: Hold, key: Key) -> bool:
+    def _attach(self, allocation: Allocation, key: Key) -> bool:
         """Continue the path by a computed page; False while another request is computing the same."""
-        parent = hold.path[-1] if hold.path else self._tree.root
-        if hold.salt and not hold.path:
-            key = (*key, hold.salt)
+        parent = allocation.path[-1] if allocation.path else self._tree.root
+        if allocation.salt and not allocation.path:
+            key = (*key, allocation.salt)
         node = parent.children.get(key)
         if node is None:
-            node = self._tree.add(parent, key, hold.pages[len(hold.path)])
+            node = self._tree.add(parent, key, allocation.pages[len(allocation.path)])
         elif node.is_pending:
             return False
         else:
             self._tree.lock([node])
-        hold.path.append(node)
+        allocation.path.append(node)
         return True
 
 
-def _is_used_by_none_but(hold: Hold, index: int) -> bool:
+def _is_used_by_none_but(allocation: Allocation, index: int) -> bool:
     """Whether a node of the path has the request's own page, which nothing else keeps and no page continues."""
-    node = hold.path[index]
-    is_own = node.page == hold.pages[index] and node.num_locks == 1 and not node.num_pins
-    return is_own and all(child in hold.path[index + 1 : index + 2] for child in node.children.values())
+    node = allocation.path[index]
+    is_own = node.page == allocation.pages[index] and node.num_locks == 1 and not node.num_pins
+    return is_own and all(child in allocation.path[index + 1 : index + 2] for child in node.children.values())

@@ -286,7 +286,7 @@ class SchedulerService:
         elif control.name in self._controls:
             self._answer(self._scheduler_reply(control), now)
         else:
-            self._core.call_at_border(lambda: self._answer(self._runner_reply(control), now))
+            self._core.call_between_steps(lambda: self._answer(self._runner_reply(control), now))
 
     def _answer(self, reply: Reply, now: float) -> None:
         """Queue a reply, and statistics with it: they show what the call changed. ``now``: when the call came."""

@@ -215,11 +215,11 @@ def run_warmup_steps(runner: ModelRunner, limits: WarmupLimits, report: Callable
     sizes = [size for size in SIZES if size <= most]
     total = len(sizes) + 1
     report(Progress("warming up", 0, total))
-    gives = TOKENS if limits.samples else VECTOR
+    outputs = TOKENS if limits.samples else VECTOR
     for num_done, size in enumerate(sizes, 1):
         plans = [*_many_rows(size, page_size, limits.num_groups)] if limits.samples else []
         if size < limits.context_length and -(-(size + 1) // page_size) <= limits.num_pages:
-            plans += _one_prompt(size, page_size, gives, num_groups=limits.num_groups)
+            plans += _one_prompt(size, page_size, outputs, num_groups=limits.num_groups)
         for plan in plans:
             if plan.num_tokens <= limits.max_tokens:
                 runner.collect(runner.launch(plan))
@@ -227,9 +227,9 @@ def run_warmup_steps(runner: ModelRunner, limits: WarmupLimits, report: Callable
     for size in ADAPTER_SIZES if runner.num_adapter_slots else ():
         if size <= min(limits.max_tokens, limits.context_length - 1, limits.num_pages * page_size - 1):
             # an empty slot changes nothing
-            for plan in _one_prompt(size, page_size, gives, adapter_slot=1, num_groups=limits.num_groups):
+            for plan in _one_prompt(size, page_size, outputs, adapter_slot=1, num_groups=limits.num_groups):
                 runner.collect(runner.launch(plan))
-    for plan in _full_step(limits, page_size, gives):
+    for plan in _full_step(limits, page_size, outputs):
         runner.collect(runner.launch(plan))
     report(Progress("warming up", total, total))
 
@@ -254,13 +254,15 @@ def _many_rows(size: int, page_size: int, num_groups: int) -> Iterator[Plan]:
         yield Plan([], closed=uids)
 
 
-def _one_prompt(size: int, page_size: int, gives: int, *, adapter_slot: int = 0, num_groups: int = 1) -> Iterator[Plan]:
+def _one_prompt(
+    size: int, page_size: int, outputs: int, *, adapter_slot: int = 0, num_groups: int = 1
+) -> Iterator[Plan]:
     ids, pages = [_TOKEN] * size, [*range(-(-(size + 1) // page_size) * num_groups)]
-    yield Plan([Row(0, 0, size, gives, ids)], [NewRow(0, _PLAIN[0], size, ids, pages, adapter_slot=adapter_slot)])
+    yield Plan([Row(0, 0, size, outputs, ids)], [NewRow(0, _PLAIN[0], size, ids, pages, adapter_slot=adapter_slot)])
     yield Plan([], closed=[0])
 
 
-def _full_step(limits: WarmupLimits, page_size: int, gives: int) -> Iterator[Plan]:
+def _full_step(limits: WarmupLimits, page_size: int, outputs: int) -> Iterator[Plan]:
     """The most rows that a step can have, with about as many tokens as fit in a step."""
     num_rows = min(limits.max_rows, limits.max_tokens // 2, limits.num_pages)
     if not num_rows:
@@ -269,5 +271,5 @@ def _full_step(limits: WarmupLimits, page_size: int, gives: int) -> Iterator[Pla
     ids, num_pages = [_TOKEN] * size, -(-size // page_size) * limits.num_groups
     pages = [list(range(uid * num_pages, (uid + 1) * num_pages)) for uid in range(num_rows)]
     opened = [NewRow(uid, _PLAIN[0], size, ids, pages[uid]) for uid in range(num_rows)]
-    yield Plan([Row(uid, 0, size, gives, ids) for uid in range(num_rows)], opened)
+    yield Plan([Row(uid, 0, size, outputs, ids) for uid in range(num_rows)], opened)
     yield Plan([], closed=list(range(num_rows)))

@@ -123,7 +123,7 @@ class TokenBudget:
 
 def reserve_for(request: Request, num_missing: int, chunk_tokens: int) -> int:
     """How many steps ahead every running request must have pages for, once ``request`` is admitted."""
-    steps = STEPS_AHEAD_AGAIN if request.marks.num_preemptions else STEPS_AHEAD
+    steps = STEPS_AHEAD_AGAIN if request.history.num_preemptions else STEPS_AHEAD
     return steps + 2 * num_missing // chunk_tokens
 
 

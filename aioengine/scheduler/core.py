@@ -60,7 +60,7 @@ class Runner(Protocol[Ticket]):
 
 
 class Trace(Protocol):
-    """Marks the parts of a step for a profile, while one is recorded."""
+    """Records the parts of a step for a profile, while one is recorded."""
 
     def part(self, name: str) -> AbstractContextManager[object]:
         """A range named ``name``."""
@@ -72,7 +72,7 @@ class Trace(Protocol):
 
 
 class NoTrace:
-    """Marks nothing."""
+    """Does nothing without a profiler."""
 
     _nothing = nullcontext()
 
@@ -120,7 +120,7 @@ class SchedulerCore(Generic[Ticket]):
         self._clock = clock
         self._trace: Trace = NoTrace() if trace is None else trace
         self._in_flight: deque[tuple[Plan, Ticket]] = deque()
-        self._border_calls: list[Callable[[], None]] = []
+        self._calls_between_steps: list[Callable[[], None]] = []
         self._num_launched = 0
         self._num_failures = 0
         self.is_paused = False
@@ -130,8 +130,8 @@ class SchedulerCore(Generic[Ticket]):
 
         Raises the runner's exception when it has failed ``MAX_FAILURES`` times in a row.
         """
-        if self._border_calls and not self._in_flight:
-            self._run_border_calls()
+        if self._calls_between_steps and not self._in_flight:
+            self._run_calls_between_steps()
         plan = self._plan(now)
         if plan is not None:
             self._launch(plan)
@@ -144,7 +144,7 @@ class SchedulerCore(Generic[Ticket]):
     @property
     def has_work(self) -> bool:
         """Whether calling ``step`` now does anything. False: nothing to do before a message or the next deadline."""
-        if self._in_flight or self.requests.outbox.has_events or self._border_calls:
+        if self._in_flight or self.requests.outbox.has_events or self._calls_between_steps:
             return True
         return not (self.requests.is_idle or self.is_paused)
 
@@ -153,24 +153,24 @@ class SchedulerCore(Generic[Ticket]):
 
         The requests can be submitted again. Computed pages stay cached.
         """
-        self._border_calls.clear()
+        self._calls_between_steps.clear()
         self.requests.forget_all()
 
-    def call_at_border(self, call: Callable[[], None]) -> None:
+    def call_between_steps(self, call: Callable[[], None]) -> None:
         """Run ``call`` at the next step border: in ``step``, before it plans, once no step is in flight.
 
         No step is launched until then; what is in flight is collected, deadlines and aborts still act. An exception of
         ``call`` is raised by ``step``.
         """
-        self._border_calls.append(call)
+        self._calls_between_steps.append(call)
 
-    def _run_border_calls(self) -> None:
-        calls, self._border_calls = self._border_calls, []
+    def _run_calls_between_steps(self) -> None:
+        calls, self._calls_between_steps = self._calls_between_steps, []
         for call in calls:
             call()
 
     def _plan(self, now: float) -> Plan | None:
-        if self.is_paused or self._border_calls:
+        if self.is_paused or self._calls_between_steps:
             self.requests.expire(now)
             return None
         with self._trace.part("schedule"):

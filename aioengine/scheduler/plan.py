@@ -24,7 +24,7 @@ NOTHING = 0
 TOKENS = 1
 VECTOR = 2
 DISTRIBUTION = 4
-"""Bits of ``Row.gives``; plain integers, for they are read once for each row of each step."""
+"""Bits of ``Row.outputs``; plain integers, for they are read once for each row of each step."""
 
 
 class Row(Struct, array_like=True, gc=False):
@@ -45,7 +45,7 @@ class Row(Struct, array_like=True, gc=False):
     uid: int
     start: int
     count: int
-    gives: int
+    outputs: int
     token_ids: list[int] = []
     new_pages: list[int] = []
 
@@ -117,7 +117,7 @@ class StepResult(Struct, array_like=True, gc=False):
 
     def check(self, plan: Plan) -> None:
         """Raise BadColumnsError unless its rows are those that ``plan`` asks for."""
-        expected = [row.uid for row in plan.rows if row.gives]
+        expected = [row.uid for row in plan.rows if row.outputs]
         if self.tokens.uids != expected:
             raise BadColumnsError(f"the runner gave rows of the requests {self.tokens.uids}, not of {expected}")
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from aioengine.memory.prefix_cache import Hold
+from aioengine.memory.prefix_cache import Allocation
 from aioengine.protocol.messages import ALL_STATES, End, FinishCode, RequestKind
 from aioengine.scheduler.gates import ALL_OPEN, Gate
 from aioengine.scheduler.image_keys import with_image_keys
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from aioengine.protocol.messages import Submit
     from aioengine.protocol.packed_logprobs import LogprobRules
 
-NOTHING_HELD = Hold()  # of a request that is not running; never changed
+NO_PAGES = Allocation()  # of a request that is not running; never changed
 
 
 class State(Enum):
@@ -37,7 +37,7 @@ class State(Enum):
     ENDED = 3
 
 
-class Marks:
+class History:
     """What happened to a request, for its ``TextOpened`` message and for its deadlines.
 
     num_charged: tokens that its tenant was charged for it. most_tokens: prompt and output together, in the end.
@@ -65,22 +65,22 @@ class Request:
     kind: POOL ends when its vector was given, SCORE with its logprobs; both never have output tokens.
     gates: the closed gates.
     decodes: whether its next row is a decode: the runner holds the newest token, and all gates are open.
-    hold: its pages, ``NOTHING_HELD`` while it is not running; a new one after each preemption and each ``fall_behind``,
+    allocation: its pages, ``NO_PAGES`` while it is not running; a new one after each preemption and each ``rewind``,
         so a row of a plan is late when its request has another hold than at the launch.
-    is_behind: the runner gave another number of tokens than one, and the next rows compute what is missing.
+    is_rewound: the runner gave another number of tokens than one, and the next rows compute what is missing.
     short_length: with more tokens its rotations are those of long texts, and then all of it is computed with them;
         until then, ``max_tokens`` is one more. 0: rotations do not depend on the length.
     waits_for: the last page of its prefix that another request is computing, or is going to take a snapshot of.
     """
 
     __slots__ = (
+        "allocation",
         "decodes",
         "gates",
-        "hold",
+        "history",
         "holds_last",
-        "is_behind",
+        "is_rewound",
         "kind",
-        "marks",
         "max_tokens",
         "num_computed",
         "num_prompt",
@@ -113,13 +113,13 @@ class Request:
         self.state = State.WAITING
         self.order: tuple[float, ...] = (number,)
         self.rank = (-submit.priority, number)
-        self.hold = NOTHING_HELD
+        self.allocation = NO_PAGES
         self.holds_last = False
         self.decodes = False
-        self.is_behind = False
+        self.is_rewound = False
         self.gates = ALL_OPEN
         self.waits_for: Node | None = None
-        self.marks = Marks(max_tokens)
+        self.history = History(max_tokens)
 
     @property
     def num_missing(self) -> int:
@@ -145,7 +145,7 @@ class Request:
     def logprobs(self) -> LogprobRules | None:
         """The logprobs that it still needs: those of the prompt came with its first token."""
         rules = self.submit.logprobs
-        if rules is None or rules.start < 0 or not self.marks.is_text_open:
+        if rules is None or rules.start < 0 or not self.history.is_text_open:
             return rules
         return replace(rules, start=-1)
 
@@ -169,35 +169,35 @@ class Request:
     def num_output(self) -> int:
         return len(self.token_ids) - self.num_prompt
 
-    def start(self, hold: Hold, num_cached: int) -> None:
+    def start(self, allocation: Allocation, num_cached: int) -> None:
         """Run with these pages, of which the first ``num_cached`` positions are computed."""
-        self.hold = hold
+        self.allocation = allocation
         self.num_computed = num_cached
         self.state = State.RUNNING
         self.wait_for(None)
 
     def stop(self, state: State) -> None:
         """Stop running: drop the pages (the caller frees them) and all tokens that are still in flight."""
-        self.hold = NOTHING_HELD
+        self.allocation = NO_PAGES
         self.holds_last = False
         self.decodes = False
-        self.is_behind = False
+        self.is_rewound = False
         self.num_computed = 0
         self.num_tokens = len(self.token_ids)
         self.wait_for(None)
         self.state = state
 
-    def fall_behind(self, num_computed: int) -> None:
+    def rewind(self, num_computed: int) -> None:
         """A row up to ``num_computed`` gave none or several tokens, where one was planned for: later rows are late.
 
         Without a token the last position is computed again, for its logits.
         """
-        self.hold = copy(self.hold)
+        self.allocation = copy(self.allocation)
         self.num_tokens = len(self.token_ids)
         self.num_computed = min(num_computed, self.num_tokens - 1)
         self.holds_last = False
         self.decodes = False
-        self.is_behind = True
+        self.is_rewound = True
 
     def wait_for(self, node: Node | None) -> None:
         """Wait for the prefix up to ``node``, which another request is computing; None: for no prefix."""
@@ -225,7 +225,7 @@ def end_of(request: Request) -> End | None:
     token_id = request.token_ids[-1]
     if token_id in request.stop_ids and request.num_output > request.submit.limits.min_new_tokens:
         return End(request.uid, FinishCode.STOP, token_id)
-    if len(request.token_ids) >= request.marks.most_tokens:
+    if len(request.token_ids) >= request.history.most_tokens:
         return End(request.uid, FinishCode.LENGTH)
     return None
 

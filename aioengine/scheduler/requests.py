@@ -55,26 +55,26 @@ class Outbox:
 
     def open_text(self, request: Request, now: float) -> None:
         """Its first token is here. Preemptions before it are sent now: the detokenizer did not know the request."""
-        marks = request.marks
-        marks.is_text_open = True
-        first_token = FirstToken(request.uid, marks.num_cached, marks.admitted_at or now, now)
+        history = request.history
+        history.is_text_open = True
+        first_token = FirstToken(request.uid, history.num_cached, history.admitted_at or now, now)
         self._opened.append(TextOpened(first_token, request.submit.text))
-        self._preempted += [request.uid] * marks.num_preemptions
+        self._preempted += [request.uid] * history.num_preemptions
         self.totals.prompt_tokens += request.num_prompt
-        self.totals.cached_tokens += marks.num_cached
+        self.totals.cached_tokens += history.num_cached
 
     def reopen_text(self, request: Request, continuation: Continuation) -> None:
         """It had its first token before its processes were replaced; the detokenizer begins its text anew."""
-        first_token, marks = continuation.first_token, request.marks
-        marks.is_text_open = True
-        marks.admitted_at, marks.num_cached = first_token.admitted_at, first_token.num_cached
+        first_token, history = continuation.first_token, request.history
+        history.is_text_open = True
+        history.admitted_at, history.num_cached = first_token.admitted_at, first_token.num_cached
         opened = TextOpened(first_token, request.submit.text, continuation.token_ids, continuation.num_preemptions)
         self._opened.append(opened)
 
     def preempt(self, request: Request) -> None:
-        request.marks.num_preemptions += 1
+        request.history.num_preemptions += 1
         self.totals.num_preemptions += 1
-        if request.marks.is_text_open:
+        if request.history.is_text_open:
             self._preempted.append(request.uid)
 
     def end(self, end: End, *, is_known: bool = False) -> None:
@@ -274,25 +274,25 @@ class Requests:
 
     def admit(self, request: Request, match: Match, now: float) -> None:
         """Run a waiting request on the pages of ``match`` and as many new ones as its tokens need."""
-        hold = self.cache.lock(request.token_ids, match)
+        allocation = self.cache.lock(request.token_ids, match)
         num_cached = len(match.path) * self.cache.page_size
         snapshots = self.cache.snapshots
-        if snapshots and hold.snapshots and request.kind is RequestKind.GENERATE and not request.submit.embeds:
-            snapshots.stop_before(hold.snapshots, num_cached, len(request.token_ids))
+        if snapshots and allocation.snapshots and request.kind is RequestKind.GENERATE and not request.submit.embeds:
+            snapshots.stop_before(allocation.snapshots, num_cached, len(request.token_ids))
         del self.waiting[bisect_left(self.waiting, request.order, key=_order)]
-        request.start(hold, num_cached)
+        request.start(allocation, num_cached)
         insort(self.running, request, key=_rank)
         if request.submit.adapter is not None:
             waiter = Waiter(request.uid, request.submit.tenant, request.order)
             self.adapters.use(key_of(request.submit.adapter), waiter)
         self.pace.note_admission(now, has_next=bool(self.waiting))
-        marks = request.marks
-        if not marks.num_charged:
-            marks.num_charged = request.max_tokens
-            self._tenants.charge(request.submit.tenant, marks.num_charged)
-        if marks.admitted_at is None:
-            marks.admitted_at = now
-            marks.num_cached = num_cached
+        history = request.history
+        if not history.num_charged:
+            history.num_charged = request.max_tokens
+            self._tenants.charge(request.submit.tenant, history.num_charged)
+        if history.admitted_at is None:
+            history.admitted_at = now
+            history.num_cached = num_cached
 
     def preempt(self) -> Request:
         """Take the pages of the last running request and put it back into the queue, or beside it; returns it."""
@@ -310,9 +310,9 @@ class Requests:
         del self._requests[request.uid]
         session = request.submit.session
         if session in self._sessions and end is not None and end.code in ANSWERED_CODES and not is_invalid:
-            self.cache.pin(session, request.hold)
-        if request.marks.num_charged:
-            self._tenants.charge(request.submit.tenant, len(request.token_ids) - request.marks.num_charged)
+            self.cache.pin(session, request.allocation)
+        if request.history.num_charged:
+            self._tenants.charge(request.submit.tenant, len(request.token_ids) - request.history.num_charged)
         self._tenants.leave(request.submit.tenant)
         self._take_out(request, State.ENDED, is_invalid=is_invalid)
         if end is not None:
@@ -338,7 +338,7 @@ class Requests:
             self.adapters.leave(request.uid)  # else it leaves the line, and is released
         if request.state is State.RUNNING:
             del self.running[bisect_left(self.running, request.rank, key=_rank)]
-            self.cache.unlock(request.hold, is_invalid=is_invalid)
+            self.cache.unlock(request.allocation, is_invalid=is_invalid)
             self.closed.append(request.uid)
         elif request.state is State.GATED:
             del self.gated[request.uid]

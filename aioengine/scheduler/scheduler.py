@@ -99,8 +99,10 @@ class Scheduler:
         cache = self.cache
         single, others = _by_row(plan, result)
         limits: dict[int, int] = {}  # uid -> how many of its tokens count, where that is not all
-        for row, request, hold, token_id in zip(plan.rows, flight.requests, flight.holds, single, strict=True):
-            if request.hold is not hold:
+        for row, request, allocation, token_id in zip(
+            plan.rows, flight.requests, flight.allocations, single, strict=True
+        ):
+            if request.allocation is not allocation:
                 limits[row.uid] = 0  # late
                 continue
             if token_id < 0:
@@ -109,11 +111,11 @@ class Scheduler:
                     limits[row.uid] = num_taken
                 continue
             end = row.start + row.count
-            if end >= hold.border:
-                cache.insert(hold, request.token_ids, end)
+            if end >= allocation.next_insert_at:
+                cache.insert(allocation, request.token_ids, end)
             known = request.token_ids
             known.append(token_id)
-            if not request.marks.is_text_open:
+            if not request.history.is_text_open:
                 self._outbox.open_text(request, now)
             if token_id in request.stop_ids or len(known) >= request.max_tokens:
                 ended = end_of(request)
@@ -138,22 +140,22 @@ class Scheduler:
         new: its tokens; None where it has none and should have given something.
         """
         error = result.failed.get(row.uid)
-        if error is None and new is None and row.gives:
-            error = f"the runner gave no {_GIVEN[row.gives]}"
+        if error is None and new is None and row.outputs:
+            error = f"the runner gave no {_GIVEN[row.outputs]}"
         if error is not None:
             failed = End(row.uid, FinishCode.FAILED, stage="sample", message=error)
             self.requests.end(request, failed, is_invalid=True)
             return 0
         end = row.start + row.count
-        if end >= request.hold.border:
-            self.cache.insert(request.hold, request.token_ids, end)
+        if end >= request.allocation.next_insert_at:
+            self.cache.insert(request.allocation, request.token_ids, end)
         if new is None:  # a part of a prompt
             return None
-        is_last = bool(row.gives & (VECTOR | DISTRIBUTION))
-        if (new or is_last) and not request.marks.is_text_open:
+        is_last = bool(row.outputs & (VECTOR | DISTRIBUTION))
+        if (new or is_last) and not request.history.is_text_open:
             self._outbox.open_text(request, now)
         if is_last:
-            self.requests.end(request, End(row.uid, FinishCode.STOP if row.gives & VECTOR else FinishCode.LENGTH))
+            self.requests.end(request, End(row.uid, FinishCode.STOP if row.outputs & VECTOR else FinishCode.LENGTH))
             return None
         is_complete = row.uid in result.complete  # it ends with the last of its tokens
         for num_taken, token_id in enumerate(new, 1):
@@ -167,18 +169,18 @@ class Scheduler:
         if len(request.token_ids) >= request.max_tokens:
             self._restart_long(request)
         else:
-            request.fall_behind(end)
+            request.rewind(end)
         return None
 
     def _restart_long(self, request: Request) -> None:
         """Compute a running request, of which no row is in flight, from its start with the rotations of long texts."""
-        request.max_tokens = request.marks.most_tokens
+        request.max_tokens = request.history.most_tokens
         self.requests.release([request.uid])
 
     def _end_complete(self, flight: Flight, result: StepResult) -> None:
         """End the requests whose grammar allows no further token, unless they are over or their rows are late."""
-        for row, request, hold in zip(flight.plan.rows, flight.requests, flight.holds, strict=True):
-            if row.uid in result.complete and request.hold is hold:
+        for row, request, allocation in zip(flight.plan.rows, flight.requests, flight.allocations, strict=True):
+            if row.uid in result.complete and request.allocation is allocation:
                 self.requests.end(request, End(row.uid, FinishCode.STOP))
 
     def fail(self, plan: Plan, message: str) -> None:
@@ -189,8 +191,8 @@ class Scheduler:
         """
         num_later = len(self._flights) - 1 - self._place_of(plan)
         flight = self._take_flight(plan)
-        for request, hold in zip(flight.requests, flight.holds, strict=True):
-            if request.hold is hold:
+        for request, allocation in zip(flight.requests, flight.allocations, strict=True):
+            if request.allocation is allocation:
                 self.requests.end(request, End(request.uid, FinishCode.FAILED, stage="forward", message=message))
         if num_later == 0:
             self.requests.closed = plan.closed + self.requests.closed
@@ -227,7 +229,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raises RuntimeError unless free, cached and owned pages add up. Cheap when no request runs."""
-        self.cache.check_integrity(request.hold for request in self.requests.running)
+        self.cache.check_integrity(request.allocation for request in self.requests.running)
         self.requests.adapters.check_integrity()
 
 
@@ -241,15 +243,15 @@ def _by_row(plan: Plan, result: StepResult) -> tuple[list[int], dict[int, list[i
     single = tokens.token_ids
     if tokens.counts is not None:
         given = {extra.uid for extra in tokens.extras if extra.kind in (POOLED_VECTOR, NEXT_LOGPROBS)}
-        rows = [row for row in plan.rows if row.gives]
+        rows = [row for row in plan.rows if row.outputs]
         single = list[int]()
         for row, new in zip(rows, tokens.rows(), strict=True):
             ids = [new] if isinstance(new, int) else new
             single.append(ids[0] if len(ids) == 1 else -1)
-            if len(ids) != 1 and (row.gives & TOKENS or row.uid in given):
+            if len(ids) != 1 and (row.outputs & TOKENS or row.uid in given):
                 others[row.uid] = ids
     if len(single) < len(plan.rows) or result.failed:
         each = iter(single)
-        of_rows = [(row.uid, next(each) if row.gives else -1) for row in plan.rows]
+        of_rows = [(row.uid, next(each) if row.outputs else -1) for row in plan.rows]
         single = [-1 if uid in result.failed else token_id for uid, token_id in of_rows]
     return single, others

@@ -64,7 +64,7 @@ def test_more_tokens_than_a_step_computes_are_computed_in_chunks_beside_prompts(
     world.submit(submit_of(1, [5] * 6, limits=Limits(28)), submit_of(2, [5] * 40))
     world.run()
     world.check_all_over()
-    plans = [[(row.uid, row.count, row.gives) for row in plan.rows] for plan in world.runner.plans]
+    plans = [[(row.uid, row.count, row.outputs) for row in plan.rows] for plan in world.runner.plans]
     assert [(1, 5, 0), (2, 2, 0)] in plans
     assert [(1, 4, 1), (2, 3, 0)] in plans
     assert max(plan.num_tokens for plan in world.runner.plans) <= 8

@@ -58,7 +58,7 @@ def test_every_form_is_computed_and_nothing_fails(world: World, monkeypatch: pyt
     shapes = {tuple(row.count for row in plan.rows) for plan in watch.plans}
     for size in (1, 2, 16, 17, 32, 33, 64):
         assert {(1,) * size, (size,), (1,) * (size // 2) + (3,) * (size - size // 2)} <= shapes
-    silent = {tuple(row.gives for row in plan.rows) for plan in watch.plans}
+    silent = {tuple(row.outputs for row in plan.rows) for plan in watch.plans}
     assert {(NOTHING,), (TOKENS, NOTHING), (TOKENS,) * 32 + (NOTHING,) * 32} <= silent
     assert (256 // 64,) * 64 in shapes
     assert max(len(plan.rows) for plan in watch.plans) == 64
