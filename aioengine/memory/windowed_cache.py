@@ -1,16 +1,16 @@
-"""WindowedCache: a ``PrefixCache`` of pages in groups (``PageGroups``), for models whose layers attend to windows.
+"""WindowedCache: a ``PrefixCache`` with page groups (``PageGroups``), for models with sliding-window layers.
 
-The tree is an index: its nodes have no pages themselves. The pages of a node, one for each group, are children of it.
-So each is locked, pinned and evicted alone, by the rules of ``RadixTree``:
+The tree is an index: its nodes have no pages. The pages of a node, one for each group, are its children. So each page
+is locked, pinned and evicted separately, by the rules of ``RadixTree``:
 
     root ── (16 ids) ── (16 ids) ── (16 ids)
                │ │         │ │         │ │
                0 1         0 -         0 1      pages of the groups 0 (no window) and 1 (its second one was evicted)
 
-A request takes its pages as its tokens are computed, not at its admission. It locks what its next tokens see. What is
-behind the window is unlocked: it stays cached until the page is needed, as pages of a request that ended. A prefix hit
-is valid where its last tokens, as far as the next token sees them, have their pages in all groups; a longer one is cut
-back to there.
+A request allocates pages as its tokens are computed, not at its admission. It locks the pages that its next tokens
+attend to. Pages outside the window are unlocked: they stay cached until they are evicted, like pages of finished
+requests. A prefix hit is valid if all groups have the pages that the next token attends to. A longer match is shortened
+to the last valid length.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from aioengine.page_groups import PageGroups
 
 RELEASED: Final = -1
-"""In a page table, in place of a page."""
+"""Entry of a page table: the page was released because no later token attends to it."""
 
 
 class WindowedAllocation(Allocation):
     """The pages of one request.
 
-    pages: one for each group, page of positions by page of positions; ``RELEASED`` where no token sees it any more.
-    nodes: beside each, its node where the tree has it; None: it is of this request alone, or given back.
-    firsts: of each group, the first page of positions that it has.
+    pages: ``num_groups`` entries for each block of ``page_size`` positions; ``RELEASED`` outside the window.
+    nodes: the tree node of each entry; None: the page belongs to this request only, or was released.
+    firsts: for each group, the first block of positions whose page is not released.
     """
 
     __slots__ = ("firsts", "nodes")
@@ -51,26 +51,26 @@ class WindowedAllocation(Allocation):
 
     @property
     def num_held(self) -> int:
-        """Pages that it has, of its own and shared."""
+        """Pages that the request uses, its own and shared ones."""
         return len(self.pages) - self.pages.count(RELEASED)
 
 
 class _Index(RadixTree):
-    """Nodes for ids, whose locks only keep them from being dropped, and below them nodes for pages."""
+    """A tree with nodes for token ids (a lock only keeps them in the tree) and, below them, nodes for pages."""
 
     def open(self, parent: Node, key: Key, *, is_pending: bool = False) -> Node:
-        """A new node for ids, locked once."""
+        """Add a node for token ids, locked once."""
         node = parent.children[key] = Node(key, RELEASED, parent, 1, is_pending)
         return node
 
     def close(self, path: list[Node]) -> None:
-        """Undo one lock of each node for ids; those without pages and children are dropped."""
+        """Undo one lock of each node for token ids, and remove nodes without pages and children."""
         for node in reversed(path):
             node.num_locks -= 1
             self._drop(node)
 
     def discard(self, page: Node) -> None:
-        """Take out the node of a page that is cached, and neither locked nor pinned."""
+        """Remove the node of a cached page that is neither locked nor pinned."""
         del self._unlocked[page]
         self._detach(page)
 
@@ -89,7 +89,7 @@ class _Index(RadixTree):
 
 
 class WindowedCache(PrefixCache):
-    """See the module. ``num_pages``: of all groups together."""
+    """See the module docstring. ``num_pages`` counts the pages of all groups."""
 
     __slots__ = ("_groups", "_index", "_page_keys")
 
@@ -121,8 +121,8 @@ class WindowedCache(PrefixCache):
     # ------------------------------------------------------------ do
 
     def lock(self, token_ids: list[int], match: Match) -> WindowedAllocation:
-        """Lock the matched pages that the next token sees, announcing those of ``token_ids`` as pending. ``grow`` takes
-        pages for the other tokens.
+        """Lock the matched pages that the next token attends to, and add nodes for the rest as pending. ``grow``
+        allocates the pages of the other tokens.
         """
         groups, path = self._groups, match.path
         allocation = WindowedAllocation(match.salt, groups.num_groups)
@@ -150,7 +150,7 @@ class WindowedCache(PrefixCache):
         return allocation
 
     def grow(self, allocation: Allocation) -> list[int] | None:
-        """Add a page of each group to a request and return them; None, and nothing changed, where there are too few."""
+        """Add one page of each group to a request and return them. If too few are left, return None."""
         assert isinstance(allocation, WindowedAllocation)
         num_groups = self._groups.num_groups
         if self.num_free < num_groups:
@@ -162,9 +162,9 @@ class WindowedCache(PrefixCache):
         return pages
 
     def insert(self, allocation: Allocation, token_ids: list[int], num_computed: int) -> None:
-        """Record that positions before ``num_computed`` have KV, and give back what no later token sees.
+        """Record that positions before ``num_computed`` have KV, and release pages that no later token attends to.
 
-        The last of them may be computed again (``Request.rewind``).
+        The last position may be computed again (``Request.rewind``), so its window is kept.
         """
         assert isinstance(allocation, WindowedAllocation)
         size, index, num_full = self.page_size, allocation.num_ready, num_computed // self.page_size
@@ -194,7 +194,7 @@ class WindowedCache(PrefixCache):
         allocation.next_insert_at = NEVER
 
     def pin(self, session: int, allocation: Allocation) -> None:
-        """Keep the pages that a continuation of the request sees; of earlier ones, those of groups without a window."""
+        """Pin the pages that a continuation of the request attends to, and for groups without a window all pages."""
         pinned = self._pins.setdefault(session, {})
         self._pins.move_to_end(session)
         seen = dict.fromkeys(
@@ -214,16 +214,16 @@ class WindowedCache(PrefixCache):
         return self._groups.windows[self._page_keys.index(page.key)] is not None
 
     def _seen(self, path: list[Node]) -> Iterator[tuple[int, Node]]:
-        """The pages of a valid prefix that the next token sees, with their indexes in its page table."""
+        """Yield (index in the page table, page) of a valid prefix for pages that the next token attends to."""
         groups = self._groups
         for group, key in enumerate(self._page_keys):
             for index in range(groups.first_seen(group, len(path) * self.page_size), len(path)):
                 yield index * groups.num_groups + group, path[index].children[key]
 
     def _num_valid(self, path: list[Node]) -> int:
-        """How many nodes of a path can be a prefix hit. Looks at each page at most once."""
+        """Return how many nodes of a path are a valid prefix hit. Looks at each page at most once."""
         found, groups = len(path), self._groups
-        present = [found] * groups.num_groups  # of each group, pages from there to ``found`` are there
+        present = [found] * groups.num_groups  # for each group: all pages from here up to ``found`` exist
         is_settled = False
         while not is_settled:
             is_settled = True
@@ -233,25 +233,25 @@ class WindowedCache(PrefixCache):
                 missing = next((index for index in unknown if key not in path[index].children), None)
                 if missing is None:
                     present[group] = min(first, present[group])
-                else:  # one that reaches behind it would see it
+                else:  # any longer prefix needs this page
                     found = present[group] = missing
                     is_settled = False
         return found
 
     def _num_promised(self, allocation: Allocation, num_tokens: int) -> int:
-        """The pages that a running request with this many known tokens has still to take for them."""
+        """Return the pages that a running request still needs for its known tokens."""
         assert isinstance(allocation, WindowedAllocation)
         return max(self.pages_for(num_tokens) - allocation.num_held, 0) if allocation.capacity < num_tokens else 0
 
     def _cache_pages(self, allocation: WindowedAllocation, index: int) -> None:
-        """Put the pages of a computed page of positions into the tree, as far as it has none there."""
+        """Add the computed pages of a block of positions to the tree, unless it already has them."""
         node, first = allocation.path[index], index * self._groups.num_groups
         for place, key in enumerate(self._page_keys, first):
             if allocation.nodes[place] is None and allocation.pages[place] != RELEASED and key not in node.children:
                 allocation.nodes[place] = self._tree.add(node, key, allocation.pages[place])
 
     def _give_back(self, allocation: WindowedAllocation, group: int, first: int) -> None:
-        """Unlock or free the pages of a group before the page of positions ``first``."""
+        """Unlock or free the pages of a group before the block of positions ``first``."""
         num_groups = self._groups.num_groups
         for place in range(allocation.firsts[group] * num_groups + group, first * num_groups, num_groups):
             node, page = allocation.nodes[place], allocation.pages[place]
@@ -263,7 +263,7 @@ class WindowedCache(PrefixCache):
         allocation.firsts[group] = max(first, allocation.firsts[group])
 
     def _attach(self, allocation: Allocation, key: Key) -> bool:
-        """Continue the path by a computed page; False while another request is computing the same."""
+        """Extend the path by a computed page. Return False while another request is computing the same page."""
         parent = allocation.path[-1] if allocation.path else self._tree.root
         if allocation.salt and not allocation.path:
             key = (*key, allocation.salt)
@@ -278,7 +278,7 @@ class WindowedCache(PrefixCache):
         return True
 
     def _forget_computed(self, allocation: WindowedAllocation) -> None:
-        """Take out the pages that the request computed, and all others there that no request uses."""
+        """Remove the pages that the request computed, and other pages of the same nodes that no request uses."""
         num_groups = self._groups.num_groups
         for index in range(allocation.num_matched, allocation.num_ready):
             for place, key in enumerate(self._page_keys, index * num_groups):

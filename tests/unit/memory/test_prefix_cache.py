@@ -133,7 +133,7 @@ def test_locking_more_pages_than_are_available_changes_nothing() -> None:
     wanted = [1, 2, 5, 6, 7, 8]
     match = cache.match(wanted)
     assert cache.num_available(match) == 1
-    with pytest.raises(ValueError, match="2 pages are needed and 1 are available"):
+    with pytest.raises(ValueError, match="2 pages are needed, but only 1 are available"):
         cache.lock(wanted, match)
     assert num_matched(cache, wanted) == 2
     assert cache.num_free == 2

@@ -132,8 +132,8 @@ class Storm(RuleBasedStateMachine):
 TestStorm = Storm.TestCase
 
 
-def test_snapshots_stand_at_borders_of_pages() -> None:
-    with pytest.raises(ValueError, match="multiples of the page size, 4, not of 6 tokens"):
+def test_span_must_be_a_multiple_of_the_page_size() -> None:
+    with pytest.raises(ValueError, match="span must be a multiple of the page size, 4; got 6"):
         Snapshots(3, span=6, page_size=4)
 
 
