@@ -1,8 +1,8 @@
 """Planner: fills one step with rows, and advances the counts of the requests.
 
-Decode rows come first, in the order of rank, one for each running request whose newest token the runner holds; so they
-advance in every step, however long the prompts are. Then the token budget is divided among the prompts that run, and
-among those of the queue that can be admitted.
+Decode rows come first, ordered by rank: one for each running request whose newest token is in the runner. So decoding
+requests advance in every step, however long the prompts are. The remaining token budget is divided among the prompts of
+running requests, then among waiting requests that can be admitted.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 OUTPUTS = {RequestKind.GENERATE: TOKENS, RequestKind.POOL: VECTOR, RequestKind.SCORE: DISTRIBUTION}
 """``Row.outputs`` at the end of a prompt."""
 
-MAX_LATER = 64  # requests refused in a step because of a prefix: each costs a look into the cache
+MAX_LATER = 64  # requests that may be passed over in a step because of a prefix: each costs a cache lookup
 
 
 class Flight:
-    """A plan in flight: its rows, the request of each, and the pages that the request held when the plan was made."""
+    """A plan in flight, with the request of each row and the allocation of this request at planning time."""
 
     __slots__ = ("allocations", "num_prompt_tokens", "plan", "planned_at", "requests")
 
@@ -43,7 +43,7 @@ class Flight:
         self.allocations: list[Allocation] = []
 
     def add(self, row: Row, request: Request) -> None:
-        """``request`` computes ``row``; its counts advance as if that were done."""
+        """Add a row of ``request`` and advance its counts as if the row were computed."""
         self.num_prompt_tokens += row.count
         self.plan.rows.append(row)
         self.requests.append(request)
@@ -56,7 +56,7 @@ class Flight:
 
 
 class Planner:
-    """Fills flights with rows; nothing else admits and preempts."""
+    """Fills flights with rows. Only the planner admits and preempts requests."""
 
     __slots__ = (
         "_admission",
@@ -88,24 +88,24 @@ class Planner:
         self._admission = Admission(requests.cache, settings.chunk_tokens)
 
     def fill(self, flight: Flight, now: float, *, is_overlapped: bool = False) -> None:
-        """Choose everything that the next step computes. ``is_overlapped``: other steps are in flight."""
+        """Fill ``flight`` with the rows of the next step. is_overlapped: other steps are in flight."""
         self._is_overlapped = is_overlapped
         self._place_prompts(flight, self._place_decodes(flight), now)
         if self._snapshots is not None:
             self._take_snapshots(self._snapshots, flight)
 
     def _place_decodes(self, flight: Flight) -> list[Request]:
-        """One row for each request that decodes; returns the running requests that compute their prompts.
+        """Add one row for each decoding request. Return the running requests that still compute their prompts.
 
-        One with a closed gate gets no row in this step. Pages are taken from the last of the running requests, so no
-        request that has a row already loses them.
+        Requests with a closed gate get no row. Preemption takes the last running request, so a request that already has
+        a row in this step keeps its pages.
         """
         prompts: list[Request] = []
         rows, requests, allocations = flight.plan.rows, flight.requests, flight.allocations
         for request in self._requests.running:
             if not request.decodes:
                 if not request.num_missing or request.gates:
-                    continue  # one without a closed gate has its vector on its way
+                    continue  # gated, or its last row is in flight
                 if not request.is_rewound:
                     if request.allocation.capacity >= request.num_tokens or self._has_room(request):
                         prompts.append(request)
@@ -114,7 +114,7 @@ class Planner:
                 continue
             start = request.num_computed
             if start + 1 >= request.max_tokens:
-                continue  # its last token is on its way
+                continue  # its last token is in flight
             allocation = request.allocation
             if start < allocation.capacity:
                 row = Row(request.uid, start, 1, TOKENS)
@@ -131,10 +131,9 @@ class Planner:
         return prompts
 
     def _recompute(self, request: Request, flight: Flight) -> Row | None:
-        """A row for what is missing of a request that gave none or several tokens; None: it was preempted, or waits for
-        pages.
+        """Return a row for the missing positions of a rewound request; None: it was preempted, or waits for pages.
 
-        It has one token at least, and else leaves an eighth of the step to the prompts.
+        The row has at least one token. It leaves an eighth of the token budget to prompts.
         """
         left = self._chunk_tokens - self._chunk_tokens // 8 - len(self._requests.running) - flight.num_prompt_tokens
         start = request.num_computed
@@ -153,11 +152,12 @@ class Planner:
         return Row(request.uid, start, end - start, outputs, request.ids_to_compute(start, end), pages)
 
     def _grow(self, request: Request) -> list[int] | None:
-        """Pages for the next position, preempting others where none is left. None: there is none, it must wait.
+        """Allocate pages for the next position, preempting other requests if none is left. Return None if the request
+        must wait.
 
-        A request preempts itself last of all; when it is alone, not before its tokens in flight are known: it would be
-        admitted again at once, lose them again, and never advance. So it does not while a chunk of it is in flight,
-        behind which it may give pages back.
+        A request preempts itself last. If it is the only one, it first waits for its steps in flight: preempted at
+        once, it would be admitted again, lose the same tokens again, and never advance; and a chunk in flight may let
+        it release pages.
         """
         running = self._requests.running
         while (pages := self._requests.cache.grow(request.allocation)) is None:
@@ -168,8 +168,8 @@ class Planner:
         return pages
 
     def _has_room(self, request: Request) -> bool:
-        """Take pages for the next tokens of a prompt whose pages come with its chunks (``WindowedCache``), at least as
-        many as are computed at once; False: it gets no row in this step.
+        """Allocate pages for the next ``min_tokens`` tokens of a prompt whose pages are allocated chunk by chunk
+        (``WindowedCache``). Return False if it gets no row in this step.
         """
         allocation = request.allocation
         end = min(request.num_tokens, request.num_computed + self._min_tokens)
@@ -181,7 +181,7 @@ class Planner:
         return True
 
     def _extend(self, request: Request, count: int) -> int:
-        """Take pages for the next ``count`` tokens of a prompt as far as there are any; returns for how many it has."""
+        """Allocate pages for the next ``count`` tokens of a prompt. Return how many tokens have pages."""
         allocation = request.allocation
         while allocation.capacity < request.num_computed + count:
             pages = self._requests.cache.grow(allocation)
@@ -191,7 +191,7 @@ class Planner:
         return count
 
     def _place_prompts(self, flight: Flight, prompts: list[Request], now: float) -> None:
-        """Divide the rest of the step among the prompts: the first running one, then the shorter, then new ones."""
+        """Divide the rest of the budget among prompts: the first running one, shorter running ones, then new ones."""
         num_placed = flight.num_prompt_tokens + self._decode_cost * len(flight.requests)
         budget = TokenBudget(self._chunk_tokens, num_placed)
         prompts[1:] = sorted(prompts[1:], key=lambda request: request.num_missing)
@@ -215,7 +215,7 @@ class Planner:
                 start = request.num_computed
                 is_first = start == request.allocation.num_matched * self._requests.cache.page_size
                 count = images.limited(request.submit.media, start, count, is_first=is_first)
-                if self._extend(request, count) < count:  # an image that is not divided: it waits for its pages
+                if self._extend(request, count) < count:  # an image must not be split, so it waits for its pages
                     count = 0
             if count and self._snapshots is not None:
                 cut = self._up_to_snapshot(self._snapshots, request, count)
@@ -226,14 +226,14 @@ class Planner:
 
     @staticmethod
     def _up_to_snapshot(snapshots: Snapshots, request: Request, count: int) -> int:
-        """Of the next ``count`` tokens those of its row, which may have to end at a snapshot before."""
+        """Return how many of the next ``count`` tokens the row computes: it may have to end at a snapshot."""
         assert request.allocation.snapshots is not None
         start = request.num_computed
         return snapshots.end_of_row(request.allocation.snapshots, start, start + count, request.num_tokens) - start
 
     @staticmethod
     def _take_snapshots(snapshots: Snapshots, flight: Flight) -> None:
-        """Have the states of the rows kept that end where snapshots stand."""
+        """Add a snapshot for each row that ends at a multiple of ``span``."""
         for row, allocation in zip(flight.plan.rows, flight.allocations, strict=True):
             end = row.start + row.count
             if end % snapshots.span == 0 and allocation.snapshots is not None:
@@ -242,25 +242,25 @@ class Planner:
                     flight.plan.snapshots.append((row.uid, snapshot_id))
 
     def _admit(self, budget: TokenBudget, num_partial: int, now: float) -> Iterator[Request]:
-        """Admit waiting requests, one by one; the caller takes the share of each from ``budget`` in between."""
+        """Admit waiting requests one by one. The caller takes the share of each from ``budget`` before the next."""
         running = self._requests.running
         if not budget.left or len(running) >= self._max_running:
             return
         num_later, cache = 0, self._requests.cache
         promised = cache.num_promised((one.allocation, one.num_tokens) for one in running)
         for request in self._requests.candidates():
-            if request.gates and self._admission.waits(request):  # any other gate has taken it out of the queue
+            if request.gates and self._admission.waits(request):  # requests with other gates are not in the queue
                 continue
             adapter = request.submit.adapter
             if adapter is not None and not self._requests.has_adapter(request, adapter):
                 continue
             if not self._splits_prompts and budget.left < min(request.num_tokens, self._chunk_tokens):
-                return  # it goes into the next step, where it is the first
+                return  # it will be the first of the next step
             answer = self._admission.ask(request, running, left=budget.left, num_partial=num_partial, promised=promised)
             if answer is Refusal.LATER:
                 num_later += self._admission.waits(request)
                 if num_later == MAX_LATER:
-                    self._requests.is_stalled = False  # the next step looks at the others
+                    self._requests.is_stalled = False  # the next step continues with the others
                     return
                 continue
             if isinstance(answer, Refusal):
