@@ -79,8 +79,11 @@ def test_other_names_of_settings_equal_the_aliases() -> None:
 def test_errors_equal_the_tree() -> None:
     public = {name: value for name in aioengine.__all__ if inspect.isclass(value := getattr(aioengine, name))}
     errors = {name: value for name, value in public.items() if issubclass(value, Exception)}
-    expected = {name: [base.__name__ for base in error.__bases__] for name, error in errors.items()}
-    assert {name: names_in(cells[0]) for name, cells in table(guide("errors"), "error").items()} == expected
+    expected = {
+        name: ([base.__name__ for base in error.__bases__], error.status_code) for name, error in errors.items()
+    }
+    rows = table(guide("errors"), "error").items()
+    assert {name: (names_in(cells[0]), int(cells[-1][:3])) for name, cells in rows} == expected
 
 
 def test_every_counter_and_every_state_is_explained() -> None:
