@@ -107,14 +107,15 @@ def make_app(engine: AsyncEngine) -> web.Application:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--max-running-requests", type=int)
     parser.add_argument("--max-queued-requests", type=int)
     flags = vars(parser.parse_args())
-    port = flags.pop("port")
+    host, port = flags.pop("host"), flags.pop("port")
     engine = AsyncEngine(**flags)
     # handler_cancellation cancels the handler of a client that disconnects, which aborts its request.
-    web.run_app(make_app(engine), host="127.0.0.1", port=port, handler_cancellation=True)
+    web.run_app(make_app(engine), host=host, port=port, handler_cancellation=True)
     return int(engine.health()["state"] in {"dead", "stalled"})
 
 

@@ -104,12 +104,15 @@ async def events(stream: Stream) -> AsyncIterator[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--max-running-requests", type=int)
     parser.add_argument("--max-queued-requests", type=int)
     flags = vars(parser.parse_args())
-    port, engine = flags.pop("port"), AsyncEngine(**flags)
-    server = uvicorn.Server(uvicorn.Config(make_app(engine, lambda: setattr(server, "should_exit", True)), port=port))
+    host, port = flags.pop("host"), flags.pop("port")
+    engine = AsyncEngine(**flags)
+    app = make_app(engine, lambda: setattr(server, "should_exit", True))
+    server = uvicorn.Server(uvicorn.Config(app, host=host, port=port))
     server.run()
     return int(engine.health()["state"] in {"dead", "stalled"})
 
