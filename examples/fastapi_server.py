@@ -98,7 +98,7 @@ async def events(stream: Stream) -> AsyncIterator[str]:
             async for chunk in stream:
                 event_id = "" if "index" in chunk else f"id: {chunk['text_offset'] + len(chunk['text'])}\n"
                 yield f"{event_id}data: {json.dumps(chunk)}\n\n"
-        except EngineError as error:  # the status was sent with the first chunk
+        except EngineError as error:  # the status was sent before the first chunk
             yield f"event: error\ndata: {json.dumps({'message': str(error)})}\n\n"
 
 
