@@ -413,7 +413,7 @@ _OFF_BY_FEATURE: Final[dict[str, dict[str, tuple[object, ...]]]] = {
     "tensor parallelism": {"tp_size": (1,), "tensor_parallel_size": (1,)},
     "pipeline parallelism": {"pp_size": (1,), "pipeline_parallel_size": (1,)},
     "data parallelism": {"dp_size": (1,), "data_parallel_size": (1,), "enable_dp_attention": (False,)},
-    "expert parallelism": {"ep_size": (1,)},
+    "expert parallelism": {"ep_size": (1,), "enable_expert_parallel": (False,)},
     "several machines": {"nnodes": (1,), "node_rank": (0,)},
     "quantized weights": {"quantization": ()},
     "a KV cache of another type than the weights": {"kv_cache_dtype": ("auto",)},
@@ -425,16 +425,36 @@ _OFF_BY_FEATURE: Final[dict[str, dict[str, tuple[object, ...]]]] = {
         "speculative_num_draft_tokens": (),
         "speculative_draft_model_revision": (),
         "speculative_token_map": (),
+        "speculative_model": (),
+        "speculative_config": (),
+        "num_speculative_tokens": (),
     },
-    "releasing memory": {"enable_memory_saver": (False,), "enable_weights_cpu_backup": (False,)},
+    "releasing memory": {
+        "enable_memory_saver": (False,),
+        "enable_weights_cpu_backup": (False,),
+        "enable_sleep_mode": (False,),
+    },
     "audio and video": {"enable_multimodal": (False,)},
-    "a KV cache in several tiers": {"enable_hierarchical_cache": (False,), "enable_lmcache": (False,)},
-    "torch.compile": {"enable_torch_compile": (False,)},
+    "a KV cache in several tiers": {
+        "enable_hierarchical_cache": (False,),
+        "enable_lmcache": (False,),
+        "kv_transfer_config": (),
+    },
+    "torch.compile": {"enable_torch_compile": (False,), "compilation_config": ()},
     "sessions": {"enable_streaming_session": (False,)},
     "cutting prompts that are too long": {"allow_auto_truncate": (False,)},
     "weights in host memory": {"cpu_offload_gb": (0,)},
-    "default sampling parameters of the engine": {"preferred_sampling_params": ({},)},
-    "changes to the model's config.json": {"json_model_override_args": ("{}", {})},
+    "default sampling parameters of the engine": {
+        "preferred_sampling_params": ({},),
+        "generation_config": ("vllm",),
+        "override_generation_config": ({},),
+    },
+    "changes to the model's config.json": {
+        "json_model_override_args": ("{}", {}),
+        "hf_overrides": ({},),
+        "rope_scaling": (),
+        "rope_theta": (),
+    },
     "slow tokenizers": {"tokenizer_mode": ("auto",)},
     "separate prefill and decode engines": {
         "disaggregation_mode": ("null",),
@@ -524,9 +544,18 @@ def _by_own_name(arguments: Mapping[str, object]) -> dict[str, object]:
         elif key in _IGNORED:
             without_meaning.append(key)
         else:
-            known = (*ARGUMENTS, *ALIASES, *_OFF, *_IGNORED)
-            raise TypeError(f"unknown argument {key!r}{our_way(key) or checks.did_you_mean(key, known)}")
+            raise TypeError(f"unknown argument {key!r}{our_way(key) or _hint(key)}")
     if without_meaning:
         names = ", ".join(sorted(without_meaning))
         warn_caller(f"these arguments have no effect in aioengine: {names}", stacklevel=4)
     return given
+
+
+def _hint(key: str) -> str:
+    """Suggest an argument that works. For a misspelled argument of a missing feature, name the feature."""
+    meant = checks.nearest(key, (*ARGUMENTS, *ALIASES, *_OFF, *_IGNORED))
+    if meant in ARGUMENTS or meant in ALIASES:
+        return f" (did you mean {meant!r}?)"
+    if meant in _OFF and checks.nearest(key, (meant,), cutoff=0.85):
+        return f" ({meant!r} belongs to a feature that is not available yet: {_OFF[meant][1]})"
+    return ""

@@ -33,6 +33,7 @@ OUR_WAY: Final[dict[str, str]] = {
     "limit_mm_per_prompt": "it is max_images_per_prompt here",
     "beam_width": _BEAMS,
     "use_beam_search": _BEAMS,
+    "max_loras": "it is max_loras_per_batch here, an argument of the engine",
     "enable_prefix_caching": "the prefix cache is on, unless the engine is made with disable_radix_cache=True",
     "enable_chunked_prefill": "prompts are computed in chunks, unless the engine is made with chunked_prefill_size=-1",
     "max_model_len": "it is context_length here: an argument of the engine, and a key of engine.get_model_info()",

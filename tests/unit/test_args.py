@@ -159,6 +159,19 @@ def test_unknown_arguments_are_type_errors_with_a_suggestion() -> None:
         engine_config(None, {"zzz": 5})
 
 
+def test_unknown_arguments_are_never_answered_with_one_that_has_no_effect() -> None:
+    """``enable_metrics`` has no effect, and ``language_only`` belongs to a missing feature."""
+    for name in ("enable_metric", "enable_symm_memory", "language_front"):
+        with pytest.raises(TypeError, match=f"unknown argument '{name}'$"):
+            engine_config(None, {name: True})
+
+
+def test_misspelled_arguments_of_missing_features_name_the_feature() -> None:
+    message = r"'tp_sizes' \('tp_size' belongs to a feature that is not available yet: tensor parallelism\)$"
+    with pytest.raises(TypeError, match=message):
+        engine_config(None, {"tp_sizes": 2})
+
+
 @pytest.mark.parametrize("alias", ALIASES)
 def test_aliases_mean_the_same_and_may_not_stand_beside_the_name(alias: str) -> None:
     name = ALIASES[alias]
@@ -181,6 +194,9 @@ def test_the_model_may_be_given_once() -> None:
         ("tp_size", 2, "tensor parallelism"),
         ("quantization", "fp8", "quantized weights"),
         ("speculative_algorithm", "EAGLE", "speculative"),
+        ("speculative_model", "draft", "speculative decoding"),
+        ("enable_sleep_mode", True, "releasing memory"),
+        ("generation_config", "auto", "default sampling parameters"),
     ],
 )
 def test_features_to_come_are_refused_and_not_ignored(name: str, value: object, feature: str) -> None:
