@@ -45,6 +45,7 @@ from aioengine.frontend.pool_encoder import PoolEncoder
 from aioengine.frontend.requests import MAX_TIMEOUT_S
 from aioengine.frontend.sessions import Sessions
 from aioengine.frontend.submitter import PromptRules, RequestChecks
+from aioengine.frontend.throughput import Throughput
 from aioengine.protocol.messages import FinishCode, Reply, Stats, TextChunks
 from aioengine.supervision.processes import Processes
 from aioengine.supervision.tasks import post, runs_here
@@ -97,6 +98,7 @@ class Frontend:
         self.loop = asyncio.get_running_loop()
         self.failure: EngineError | None = None
         self.last_stats: Stats | None = None
+        self._throughput = Throughput(settings.log_level)
         self.calls = Calls()
         self.router = Router(self.calls.rows, lock := threading.RLock(), lambda row: self._lifecycle.row_ended(row))
         self.limits = QueueLimits(
@@ -251,6 +253,7 @@ class Frontend:
                 self.router.deliver(message)
             elif isinstance(message, Stats):
                 self.last_stats = message
+                self._throughput.record(message)
             elif isinstance(message, Reply):
                 self.controls.answer(message)
         self.router.wake()

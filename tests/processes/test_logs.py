@@ -31,6 +31,17 @@ with fake_engine(processes=True, max_restarts=int(sys.argv[1])) as engine:
     except RuntimeError as error:
         print(type(error).__name__)
 """
+THROUGHPUT = """
+import time
+from aioengine import Engine
+from aioengine.frontend import throughput
+
+throughput.INTERVAL_S = 0.0
+with Engine(device="cpu", log_level=LEVEL) as engine:
+    engine.generate("x", {"max_new_tokens": 1})
+    while not engine.stats()["output_tokens"]:
+        time.sleep(0.001)
+"""
 START = [
     "model: .*/aioengine/demo, (9|17) MB of weights",
     r"device: cpu, (1 thread|\d\d+ threads|[2-9] threads)",
@@ -63,6 +74,12 @@ def test_info_shows_what_an_engine_runs_on_in_an_unconfigured_program() -> None:
     assert len(lines) == len(START), lines
     for line, pattern in zip(lines, START, strict=True):
         assert re.fullmatch(r"INFO aioengine\S*: " + pattern, line)
+
+
+def test_info_shows_the_throughput_of_each_interval() -> None:
+    pattern = r"INFO \S*: 0 running, 0 waiting; .* prompt tokens/s .*, .* output tokens/s; KV pool 0 % used"
+    assert re.fullmatch(pattern, stderr_of(THROUGHPUT.replace("LEVEL", '"info"'))[-1])
+    assert stderr_of(THROUGHPUT.replace("LEVEL", '"error"')) == []
 
 
 @pytest.mark.parametrize("place", ["setup", "later"])
