@@ -251,6 +251,11 @@ ARGUMENTS: Final[dict[str, Argument]] = {
     "chat_template": Argument(
         "model.chat_template", _template, "text or file of a chat template in place of the model's own", "the model's"
     ),
+    "allow_request_templates": Argument(
+        "model.allow_request_templates",
+        checks.switch,
+        "requests may bring the text or the file of a chat template, which is run in this process",
+    ),
     "is_embedding": Argument(
         "model.is_embedding",
         checks.switch,

@@ -20,9 +20,9 @@ TRANSFORMERS: Final = "transformers"
 class ModelConfig(Struct, frozen=True, kw_only=True):
     """Which model, and how to read it. ``path``: a folder or a hub id; None is the demo model of the package.
 
-    ``chat_template``: text or a path; None: the model's own. ``is_embedding``: whether a model that generates gives
-    vectors alone; None: where its folder is one of sentence-transformers. ``implementation``: "auto", "aioengine" or
-    "transformers".
+    ``chat_template``: text or a path; None: the model's own. ``allow_request_templates``: whether a request may bring
+    the text or the file of a template. ``is_embedding``: whether a model that generates gives vectors alone; None:
+    where its folder is one of sentence-transformers. ``implementation``: "auto", "aioengine" or "transformers".
     """
 
     path: str | None = None
@@ -35,6 +35,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     trust_remote_code: bool = False
     tokenizer: bool = True
     chat_template: str | None = None
+    allow_request_templates: bool = False
     is_embedding: bool | None = None
     implementation: str = "auto"
 
@@ -318,10 +319,12 @@ class RunnerSettings(Struct, frozen=True, kw_only=True):
 
 class TextSettings(Struct, frozen=True, kw_only=True):
     """The detokenizer. ``tokenizer_path`` None: no tokenizer, ids pass through without text. ``files``: path -> state
-    of the tokenizer's files, as ``checkpoint.file_states`` has it.
+    of the tokenizer's files, as ``checkpoint.file_states`` has it. ``allow_request_templates``: as in ``ModelConfig``;
+    read by the frontend.
     """
 
     tokenizer_path: str | None
+    allow_request_templates: bool = False
     files: dict[str, str] = {}
 
 

@@ -78,6 +78,7 @@ class ModelArguments(OtherNames, total=False):
     trust_remote_code: bool | None
     skip_tokenizer_init: bool | None
     chat_template: str | PurePath | None
+    allow_request_templates: bool | None
     is_embedding: bool | None
     device: str | None
     attention_backend: str | None

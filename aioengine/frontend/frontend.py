@@ -371,7 +371,8 @@ def _computed_since(frontend: Frontend, since: float) -> Collection[int] | None:
 
 def _prompt_rules(parts: Running) -> PromptRules:
     """What the checks of requests know of the settings."""
-    settings = parts.settings
+    settings, tokenizer = parts.settings, parts.tokenizer
+    templates = None if tokenizer is None or settings.text.allow_request_templates else tokenizer.template_names
     return PromptRules(
         vocab_size=settings.model.vocab_size,
         context_length=settings.model.context_length,
@@ -386,6 +387,7 @@ def _prompt_rules(parts: Running) -> PromptRules:
         logits_processors=settings.runner.logits_processors,
         hidden_size=settings.model.hidden_size,
         max_hidden_state_bytes=parts.delivery.max_hidden_state_bytes,
+        template_names=templates,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple, cast
@@ -54,7 +55,10 @@ MIN_SHARED_BYTES: Final = 1024
 
 
 class PromptRules(Struct, frozen=True, kw_only=True):
-    """The limits and facts of the model that prompts and parameters are checked against."""
+    """The limits and facts of the model that prompts and parameters are checked against.
+
+    ``template_names``: the chat templates of the model, which requests may choose; None: also any text or file.
+    """
 
     vocab_size: int
     context_length: int
@@ -66,6 +70,7 @@ class PromptRules(Struct, frozen=True, kw_only=True):
     logits_processors: tuple[str, ...] = ()
     hidden_size: int = 0
     max_hidden_state_bytes: int = 0
+    template_names: tuple[str, ...] | None = None
     task: str = "generate"
     pooling: PoolingSettings = PoolingSettings()
     vector_size: int = 1
@@ -107,6 +112,8 @@ class RequestChecks:
             prompt = request.prompts[place]
             if self.encoder is None and isinstance(prompt, TextPrompt | ChatPrompt | PooledPrompt):
                 raise ValueError("this engine has no tokenizer (skip_tokenizer_init); give input_ids")
+            if isinstance(prompt, ChatPrompt) and prompt.options.template is not None:
+                self._check_template(prompt.options.template)
             try:
                 if request.logprobs is not None and request.logprobs.differ:
                     request.logprobs.check(place, self.rules.vocab_size, has_tokenizer=self.encoder is not None)
@@ -133,6 +140,15 @@ class RequestChecks:
             request.logprobs.check(0, self.rules.vocab_size, has_tokenizer=self.encoder is not None)
         if request.processors is not None and not request.processors.is_list:
             self._check_processor(request.processors.of(0))
+
+    def _check_template(self, template: str | os.PathLike[str]) -> None:
+        names = self.rules.template_names
+        if names is not None and not (isinstance(template, str) and template in names):
+            raise ValueError(
+                f"chat_template={checks.shown(os.fspath(template))} is not the name of one of the model's templates "
+                f"({', '.join(names) or 'it has none'}), and requests cannot bring their own: make the engine with "
+                "allow_request_templates=True if none of them come from strangers"
+            )
 
     def _check_params(self, request: CallRequest, params: SamplingParams) -> None:
         parts = self.parts_of(params, request.given.parts)

@@ -1,6 +1,6 @@
-"""Chats written as the text that a model expects, by the chat templates of its folder.
+"""Writes chats as the text that a model expects, by the chat templates of its folder.
 
-``template_language`` is their language; it is imported with the first chat.
+``template_language`` imports jinja2, so it is imported with the first chat.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class ChatTemplates:
             raise ValueError(f"the model has several chat templates; pass chat_template= one of {sorted(self.sources)}")
         raise ValueError(
             "the model has no chat template (neither chat_template.jinja nor an entry in tokenizer_config.json); "
-            "pass chat_template= its text or its file to the engine or to the call, or write the prompt yourself"
+            "pass chat_template= its text or its file to the engine, or write the prompt yourself"
         )
 
 
@@ -196,10 +196,10 @@ def checked_template(source: str) -> str:
 
 
 def compiled(source: str) -> Template:
-    """The compiled template. Raises ValueError if it is not valid."""
+    """The compiled template. Raises ValueError if it is not valid, or too large."""
     from aioengine.tokenization.template_language import Template
 
-    return Template(source)
+    return Template(checks.text("the chat template", source, max_bytes=MAX_TEMPLATE_BYTES))
 
 
 def read_chat_templates(folder: Path) -> dict[str, str]:

@@ -135,6 +135,11 @@ class Tokenizer:
         """Whether ``apply_chat_template`` works without ``chat_template``."""
         return bool(self._chats.sources)
 
+    @property
+    def template_names(self) -> tuple[str, ...]:
+        """The names of the model's chat templates."""
+        return tuple(sorted(self._chats.sources))
+
     def decoding_facts(self) -> Json:
         """The parts of tokenizer.json that decoding needs: ``decoder``, ``added_tokens``, ``vocab`` of ``model``."""
         decoder = self._fast.decoder
