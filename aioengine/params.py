@@ -135,9 +135,10 @@ class SamplingParams(
         None,
         table.patterns,
         "pattern before whose match the answer ends. A string, or a list of up to 32 (of 256 bytes each), in the "
-        "dialect of the `regex` package, without recursion, fuzzy and reverse matching, `\\G` and `\\K`; counted "
-        "repetitions, nested ones multiplied, up to 10,000. Matching may take 50 ms for a token, and 1 s and 1 ms per "
-        "token for a request; beyond, the request fails with `RequestError`",
+        "dialect of the `regex` package, without recursion, fuzzy matching, `\\G`, `\\K` and the flags f, r, x and V1. "
+        "The bytes of a pattern times all its counted repetitions `{m,n}` are at most 50,000, for all patterns of a "
+        "request together. Matching may take 50 ms for a token, and 1 s and 1 ms per token for a request; beyond, the "
+        "request fails with `RequestError`",
         wire="text",
         columns=table.strings_column,
         read=str,
