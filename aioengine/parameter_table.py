@@ -16,7 +16,7 @@ from msgspec import UNSET, Meta, Struct, StructMeta, UnsetType, ValidationError,
 
 from aioengine import checks
 from aioengine.errors import UnknownParameterError
-from aioengine.foreign_names import our_way
+from aioengine.foreign_names import MISSING_PARAMETERS, our_way
 
 MAX_STOPS: Final = 32
 MAX_STOP_BYTES: Final = 4096
@@ -31,11 +31,6 @@ MAX_BIASES: Final = 4096
 
 PARTS: Final = ("sampling", "limits", "text")
 """The parts of a message that have values of parameters: for the runner, the scheduler, the detokenizer."""
-
-_LATER: Final = {
-    "watermark": "watermarking",
-}
-"""Parameters to come: name -> the feature."""
 
 ARGUMENTS_OF_CALLS: Final = frozenset(
     """
@@ -158,8 +153,9 @@ class Table:
             name = self.aliases.get(key, key)
             if value is UNSET:  # a copy is made
                 continue
-            if name in _LATER and (value is None or (isinstance(value, str | dict) and not value)):
-                continue  # switched off, as it is anyway
+            if name in MISSING_PARAMETERS:
+                checks.off(name, value, *MISSING_PARAMETERS[name])
+                continue
             if name not in self.rows:
                 raise self.unknown(key)
             if name in found:
@@ -169,8 +165,6 @@ class Table:
 
     def unknown(self, key: object) -> UnknownParameterError:
         """The error about a name that does not exist, with what to use instead."""
-        if isinstance(key, str) and key in _LATER:
-            return UnknownParameterError(f"sampling parameter {key!r} is not supported yet ({_LATER[key]})")
         if isinstance(key, str) and key in ARGUMENTS_OF_CALLS:
             return UnknownParameterError(
                 f"unknown sampling parameter {key!r}: it is an argument of the call, beside sampling_params"

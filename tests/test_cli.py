@@ -179,6 +179,8 @@ def test_the_workload_of_a_benchmark() -> None:
         (["chat", "--system-prompt", "x"], "--system-prompt (did you mean --system?)"),
         (["generate", "--prompt", "x"], "--prompt (the prompt is given without a flag)"),
         (["bench", "-m", "x", "--ctx-size", "5"], "-m (did you mean --model?), --ctx-size (did you mean --context-l"),
+        (["chat", "--block-size", "8"], "--block-size (did you mean --page-size?)"),
+        (["info", "--max-model-len", "8"], "--max-model-len (did you mean --context-length?)"),
         (["bench", "--max-tokens", "5"], "--max-tokens (did you mean --output-tokens?)"),
         (["--json", "info"], "unrecognized arguments: --json (a flag of a command comes after the command)"),
         (["generate", "x", "--seed", "9" * 5000], "9999... (50"),

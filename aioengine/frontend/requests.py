@@ -16,8 +16,8 @@ from msgspec.structs import replace
 
 from aioengine import checks
 from aioengine.answers import StateReader
-from aioengine.args import ALIASES, ARGUMENTS
-from aioengine.foreign_names import our_way
+from aioengine.args import ARGUMENTS
+from aioengine.foreign_names import ALIASES, MISSING_OPTIONS, our_way
 from aioengine.frontend.image_sources import NOT_TRUNCATED, GivenImages, given_images
 from aioengine.frontend.loaded_adapters import AdapterChoice, adapter_choice  # the first: a field of a Struct
 from aioengine.frontend.params_together import ParamsTogether
@@ -56,27 +56,6 @@ IDS_OR_ROWS: Final = "a list of token ids, or a list of such lists"
 
 ROWS_IN_PIECE: Final = 512
 """Rows of a batch that are checked at once, in the call or in one turn of the loop."""
-
-
-_OFF: Final[dict[str, tuple[tuple[object, ...], str]]] = {
-    name: (allowed, feature)
-    for feature, allowed, names in (
-        ("images in rerank, score and beam_search", ([],), "image_data"),
-        ("audio and video", ([],), "audio_data video_data mm_hashes mm_content_hashes"),
-        ("grammars that begin after the reasoning", (False,), "require_reasoning"),
-        ("routed experts", (False,), "return_routed_experts"),
-        ("routed experts", (0,), "routed_experts_start_len"),
-        ("routing by session (session_params goes on from earlier requests)", (), "session_id"),
-        ("parts of the prefix cache", ("",), "extra_key"),
-        ("data parallelism", (0,), "routed_dp_rank data_parallel_rank"),
-        ("separate prefill and decode engines", (), "bootstrap_host bootstrap_port bootstrap_room"),
-        ("separate prefill and decode engines", (), "disagg_prefill_dp_rank kv_hints"),
-        ("traces", (), "external_trace_header"),
-    )
-    for name in names.split()
-}
-"""Arguments of calls to come: name -> (values that mean "off", beside None; what it is)."""
-
 
 _TIMEOUTS: Final = (("total", "timeout"), ("queue", "queue_timeout"), ("first_token", "first_token_timeout"))
 """Words of a finish reason, and the options that they belong to."""
@@ -421,10 +400,10 @@ def check_names(
     for name, value in options.items():
         if name in known:
             continue
-        if name in _OFF:
+        if name in MISSING_OPTIONS:
             entries = cast("list[object]", value) if isinstance(value, list) else [value]
             for entry in entries:
-                checks.off(name, entry, *_OFF[name])
+                checks.off(name, entry, *MISSING_OPTIONS[name])
         else:
             raise _unexpected(name, (*others, *known))
 
@@ -438,7 +417,7 @@ def _unexpected(name: str, known: tuple[str, ...]) -> TypeError:
         return TypeError(f"unexpected argument {name!r}{hint}")
     if name in ARGUMENTS or name in ALIASES:
         return TypeError(f"unexpected argument {name!r}: the constructor of the engine takes it")
-    hint = checks.did_you_mean(name, (*known, *_OFF))
+    hint = checks.did_you_mean(name, (*known, *MISSING_OPTIONS))
     return TypeError(f"unexpected argument {checks.shown(name)}{hint}; there are {', '.join(known)}")
 
 

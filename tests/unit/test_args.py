@@ -12,8 +12,9 @@ from typing import get_args, get_type_hints
 import pytest
 
 from aioengine import AsyncEngine, Engine, EngineArguments
-from aioengine.args import ALIASES, ARGUMENTS, engine_config
+from aioengine.args import ARGUMENTS, engine_config
 from aioengine.config import EngineConfig
+from aioengine.foreign_names import ALIASES
 
 DOCUMENTED = """
     model_path tokenizer_path device dtype context_length trust_remote_code model_impl load_format random_seed
