@@ -189,10 +189,15 @@ class PoolingSettings(Struct, frozen=True, kw_only=True):
 
 
 class ModelSettings(Struct, frozen=True, kw_only=True):
-    """The model folder and how to read it. ``dtype``: "bfloat16", "float16" or "float32". ``task``: "generate", "embed"
-    or "classify". ``hidden_size``: of its hidden states; 0: it has none. ``files``: path -> state of config.json and of
-    the weights; the runner loads no others. ``implementation``: whose code computes it, "aioengine" or "transformers",
-    which may then run code of the folder with ``trust_remote_code``.
+    """The model folder and how to read it.
+
+    Attributes:
+        dtype: of the computation: "bfloat16", "float16" or "float32". checkpoint_dtype: of the stored weights.
+        task: "generate", "embed" or "classify".
+        hidden_size: of the hidden states; 0: the model has none.
+        files: path -> state of config.json and of the weights; the runner loads no other files.
+        implementation: whose code computes the model, "aioengine" or "transformers". Only the latter may run code of
+            the folder, with ``trust_remote_code``.
     """
 
     path: str
@@ -200,6 +205,7 @@ class ModelSettings(Struct, frozen=True, kw_only=True):
     load_format: str
     context_length: int
     vocab_size: int
+    checkpoint_dtype: str = ""
     trust_remote_code: bool = False
     implementation: str = OWN
     hidden_size: int = 0

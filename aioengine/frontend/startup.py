@@ -340,11 +340,13 @@ def _lines(settings: Settings, facts: Mapping[str, object]) -> list[str]:
     count = facts.get("num_threads") if facts.get("device") == "cpu" else None
     threads = "" if count is None else f", {count} thread{'s' * (count != 1)}"
     is_gguf = settings.model.load_format == "gguf"
-    form = f", all in {settings.model.dtype} (the file's blocks were dequantized)" if is_gguf else ""
+    dtype, stored = settings.model.dtype, settings.model.checkpoint_dtype
+    change = " (the checkpoint has float32; dtype='float32' keeps it)" if stored == "float32" != dtype else ""
+    form = f", all in {dtype} (the file's blocks were dequantized)" if is_gguf else ""
     return [
         f"model: {settings.model.path}" + (f", {_megabytes(size)} of weights{form}" if size is not None else ""),
         f"device: {facts.get('device_name', settings.runner.device)}{threads}",
-        f"dtype: {facts.get('dtype', settings.model.dtype)}, attention: "
+        f"dtype: {facts.get('dtype', dtype)}{change}, attention: "
         f"{facts.get('attention_backend', settings.runner.attention_backend)}",
         f"KV pool: {facts.get('max_total_tokens')} tokens in {pages} pages"
         + (f", {_megabytes(facts['kv_pool_bytes'])}" if "kv_pool_bytes" in facts else ""),

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from aioengine import checks, logs, plugins
 from aioengine.config import OWN, TRANSFORMERS, PoolingSettings
 from aioengine.families._config import MAX_SIZES, DecoderConfig, Task, as_embedder, not_implemented
+from aioengine.families._encoders import EncoderConfig
 from aioengine.families._fallback_config import linear_layers as fallback_layers
 from aioengine.families._fallback_config import read_fallback_config
 from aioengine.families._tensors import adaptable_layers, exact_types, is_ignored, tensor_shapes
@@ -81,6 +82,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
         keeps_states: as in ``TransformerConfig``. whole_image_tokens: as in ``VisionConfig``.
         short_length: as in ``TransformerConfig``.
         task: "generate", "embed" or "classify". is_causal: a token attends to no later position.
+        is_encoder: an encoder as BERT, not a decoder, whatever its task.
         linear_layers: those that an adapter may change: name in the checkpoint -> (outputs, inputs).
         implementation: whose code computes it: "aioengine" or "transformers".
     """
@@ -99,6 +101,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     weights: StoredWeights = StoredWeights()
     task: str = "generate"
     is_causal: bool = True
+    is_encoder: bool = False
     keeps_states: bool = False
     whole_image_tokens: int = 0
     short_length: int = 0
@@ -286,6 +289,7 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
         tokenizer_path=str(tokenizer) if folder_files.is_file(tokenizer / folder_files.TOKENIZER) else None,
         task=model.task.value,
         is_causal=model.is_causal,
+        is_encoder=isinstance(model, EncoderConfig),
         keeps_states=model.keeps_states,
         short_length=model.short_length,
         whole_image_tokens=model.whole_image_tokens if isinstance(model, VisionConfig) else 0,
