@@ -257,6 +257,12 @@ ARGUMENTS: Final[dict[str, Argument]] = {
         "vectors alone from a model that could generate",
         "where the folder is one of sentence-transformers",
     ),
+    "sampling_defaults": Argument(
+        "model.sampling_defaults",
+        _words("model", "engine", openai="engine"),
+        "values of sampling parameters that a request leaves out: model (those of its generation_config.json) or "
+        "engine",
+    ),
     "device": Argument("device.name", _words("auto", "cpu", "cuda", gpu="cuda"), "auto, cpu or cuda"),
     "attention_backend": Argument(
         "device.attention_backend",
@@ -475,7 +481,7 @@ _IGNORED: Final = frozenset(
     enable_mixed_chunk enable_p2p_check enable_tokenizer_batch_encode fastapi_root_path file_storage_path
     gpu_id_step grammar_backend grpc_mode host incremental_streaming_output log_level_http log_requests
     log_requests_level max_prefill_tokens nccl_port num_continuous_decode_steps port radix_eviction_policy
-    sampling_backend sampling_defaults schedule_conservativeness served_model_name show_time_cost skip_server_warmup
+    sampling_backend schedule_conservativeness served_model_name show_time_cost skip_server_warmup
     sleep_on_idle stream_output tokenizer_worker_num warmups
     """.split()  # noqa: SIM905  # a hundred quoted names would hide the list
 )

@@ -22,7 +22,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
 
     ``chat_template``: text or a path; None: the model's own. ``is_embedding``: whether a model that generates gives
     vectors alone; None: where its folder is one of sentence-transformers. ``implementation``: "auto", "aioengine" or
-    "transformers".
+    "transformers". ``sampling_defaults``: "model" (from generation_config.json) or "engine".
     """
 
     path: str | None = None
@@ -37,6 +37,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     chat_template: str | None = None
     is_embedding: bool | None = None
     implementation: str = "auto"
+    sampling_defaults: str = "model"
 
 
 class DeviceConfig(Struct, frozen=True, kw_only=True):
@@ -196,6 +197,7 @@ class ModelSettings(Struct, frozen=True, kw_only=True):
         task: "generate", "embed" or "classify".
         hidden_size: of the hidden states; 0: the model has none.
         files: path -> state of config.json and of the weights; the runner loads no other files.
+        sampling_defaults: the model's values of sampling parameters, for requests that leave them out.
         implementation: whose code computes the model, "aioengine" or "transformers". Only the latter may run code of
             the folder, with ``trust_remote_code``.
     """
@@ -212,6 +214,7 @@ class ModelSettings(Struct, frozen=True, kw_only=True):
     task: str = "generate"
     pooling: PoolingSettings = PoolingSettings()
     files: dict[str, str] = {}
+    sampling_defaults: dict[str, float] = {}
 
 
 class MemorySettings(Struct, frozen=True, kw_only=True):

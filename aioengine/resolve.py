@@ -205,6 +205,7 @@ def _model_settings(config: EngineConfig, model: ModelFacts, dtype: str) -> Mode
         files=model.weights.files,
         trust_remote_code=config.model.trust_remote_code,
         implementation=model.implementation,
+        sampling_defaults=model.sampling_defaults,
     )
 
 

@@ -79,6 +79,7 @@ class ModelArguments(OtherNames, total=False):
     skip_tokenizer_init: bool | None
     chat_template: str | PurePath | None
     is_embedding: bool | None
+    sampling_defaults: str | None
     device: str | None
     attention_backend: str | None
     enable_deterministic_inference: bool | None

@@ -59,7 +59,7 @@ _QUIET_S: Final = 0.3
 class Blueprint(Struct, frozen=True, kw_only=True):
     """The parts of an engine that is to be started. ``load_tokenizer`` may block; None: token ids only.
 
-    ``images``: those of its prompts; None: the model takes text alone.
+    ``images``: those of its prompts; None: the model takes text alone. ``warning``: for the user, at the start.
     """
 
     settings: Settings
@@ -71,6 +71,7 @@ class Blueprint(Struct, frozen=True, kw_only=True):
     delivery: DeliveryConfig = DeliveryConfig()
     adapters: AdapterRules | None = None
     images: ImageModel | None = None
+    warning: str = ""
 
 
 def parts_of(config: EngineConfig) -> tuple[Callable[[], Blueprint], bool | None, str]:
@@ -142,6 +143,7 @@ def blueprint_of(config: EngineConfig) -> Blueprint:
         load_tokenizer=None if tokenizer_path is None else partial(_load_tokenizer, settings.text, chat_template),
         make_processes=make_processes,
         adapters=adapters,
+        warning=facts.warning,
     )
 
 
@@ -270,7 +272,7 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
             facts = await processes.start()
         finally:
             patience.cancel()
-        if warning := facts.get("warning"):
+        for warning in filter(None, (blueprint.warning, facts.get("warning"))):
             warn_caller(str(warning), stacklevel=2)
         loaded = (None, None) if loading is None else await loading
         frontend = Frontend(_running(blueprint, processes, facts, loaded, images=images))

@@ -22,6 +22,7 @@ DOCUMENTED = """
     tenant_weights max_queued_bytes slow_reader slow_reader_timeout
     cuda_graph_max_bs attention_backend stream_interval skip_tokenizer_init max_restarts restart_window stall_timeout
     startup_timeout revision download_dir log_level progress chat_template enable_deterministic_inference is_embedding
+    sampling_defaults
     logits_processors logprobs_mode max_hidden_state_bytes enable_lora lora_paths max_loras_per_batch max_lora_rank
     lora_target_modules max_loaded_loras
     logits_processors logprobs_mode max_hidden_state_bytes allowed_local_media_path allow_private_urls max_image_bytes
@@ -85,6 +86,7 @@ def test_each_argument_changes_one_field() -> None:
         "slow_reader": "pause",
         "log_level": "info",
         "logprobs_mode": "processed",
+        "sampling_defaults": "engine",
         "allowed_local_media_path": "/",
     }
     seen: set[EngineConfig | str] = set()
