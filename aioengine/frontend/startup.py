@@ -270,6 +270,10 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
         patience = asyncio.get_running_loop().call_later(_QUIET_S, on_progress, _ANNOUNCEMENT)
         try:
             facts = await processes.start()
+        except EngineStartupError:
+            if loading is not None:
+                await loading  # if the tokenizer is at fault, its ValueError names the file
+            raise
         finally:
             patience.cancel()
         for warning in filter(None, (blueprint.warning, facts.get("warning"))):

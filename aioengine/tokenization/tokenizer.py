@@ -26,7 +26,7 @@ from aioengine.tokenization.chat_template import (
     read_chat_templates,
     template_variables,
 )
-from aioengine.tokenization.tokenizer_limits import check_tokenizer
+from aioengine.tokenization.tokenizer_limits import read_tokenizer
 
 if TYPE_CHECKING:
     import os
@@ -282,7 +282,7 @@ class Tokenizer:
 
 def _read_fast_tokenizer(folder: Path) -> FastTokenizer:
     path = folder / folder_files.TOKENIZER
-    content = folder_files.read_bytes(path, folder_files.MAX_TOKENIZER_BYTES)
+    content = read_tokenizer(path)
     if content is None and folder_files.is_gguf(folder):
         raise ValueError(
             f"{str(folder)!r} has no tokenizer in it; name a folder that has one with tokenizer_path=, or pass "
@@ -299,7 +299,6 @@ def _read_fast_tokenizer(folder: Path) -> FastTokenizer:
             "tokenizer_path=; or pass skip_tokenizer_init=True and token ids"
         )
     try:
-        check_tokenizer(content)
         with _panics_as_errors:
             return FastTokenizer.from_buffer(content)  # its from_file takes UTF-8 paths alone
     except Exception as error:  # the library raises nothing more specific
