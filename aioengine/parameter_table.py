@@ -228,6 +228,11 @@ def constraint(name: str) -> checks.Check:
 # ---------------------------------------------------------------- checks of lists, and their columns
 
 
+def top_k(name: str, value: object) -> int:
+    """-1 for 0: both mean that all tokens may be drawn."""
+    return checks.whole(name, value, -1) or -1
+
+
 def length(name: str, value: object) -> int | None:
     return None if value is None else checks.whole(name, value, 0)
 

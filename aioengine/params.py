@@ -18,7 +18,7 @@ from msgspec.structs import astuple, force_setattr, replace
 
 from aioengine import checks
 from aioengine import parameter_table as table
-from aioengine.checks import whole_from, whole_or_minus_one
+from aioengine.checks import whole_from
 from aioengine.errors import RequestTooLargeError
 from aioengine.parameter_table import (
     DefaultFloat,
@@ -149,8 +149,8 @@ class SamplingParams(
     )
     top_k: Whole = parameter(
         DefaultInt(-1),
-        whole_or_minus_one("off"),
-        "draw from this many of the likeliest tokens; -1: all",
+        table.top_k,
+        "draw from this many of the likeliest tokens; -1 or 0: all",
         wire="sampling",
         read=int,
     )

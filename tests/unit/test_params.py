@@ -34,7 +34,7 @@ OUTSIDE = {
     "min_new_tokens": [-1, 129, HUGE],
     "temperature": [-0.01, 2.01, math.nan, math.inf, -math.inf, HUGE],
     "top_p": [0, -0.1, 1.01, math.nan],
-    "top_k": [0, -2, HUGE],
+    "top_k": [-2, HUGE],
     "min_p": [-0.1, 1.1, math.nan],
     "frequency_penalty": [-2.1, 2.1, math.inf],
     "presence_penalty": [-2.1, 2.1, math.nan],
@@ -236,6 +236,12 @@ def test_the_default_length_is_clipped_and_an_explicit_one_refused() -> None:
     for params in (SamplingParams(), SamplingParams(max_new_tokens=None), SamplingParams(max_new_tokens=0)):
         with pytest.raises(RequestTooLargeError, match="the prompt has 100 tokens"):
             output_limit(params, 100, **room)
+
+
+@pytest.mark.parametrize("off", [0, -1, None, np.int64(0)])
+def test_top_k_of_0_or_minus_1_is_off(off: object) -> None:
+    params = by_keyword({"top_k": off})
+    assert params.top_k == sampling(params, vocab_size=10, eos_token_ids=()).top_k == -1
 
 
 DEFAULTS = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05}
