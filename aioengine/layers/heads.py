@@ -62,13 +62,7 @@ def qkv_order(
 
 
 class HeadLayerNorm:
-    """LayerNorm of each head, [T, H, E] -> [T, H, E]; computed in fp32 and rounded once.
-
-    Args:
-        num_weights: 1, or the number of heads where each has a weight of its own.
-        stored: the shape of a tensor in the checkpoint.
-        order: [E] int64 indices of the loaded weights; None: in the same order.
-    """
+    """LayerNorm of each head, [T, H, E] -> [T, H, E]; computed in fp32 and rounded once."""
 
     def __init__(
         self,
@@ -81,6 +75,13 @@ class HeadLayerNorm:
         stored: tuple[int, ...],
         order: Tensor | None,
     ) -> None:
+        """Make the norm.
+
+        Args:
+            num_weights: 1, or the number of heads where each has a weight of its own.
+            stored: the shape of a tensor in the checkpoint.
+            order: [E] int64 indices of the loaded weights; None: in the same order.
+        """
         self._epsilon, self._order = epsilon, order
         self._stored = stored
         shape = (num_weights, size)
