@@ -46,11 +46,14 @@ class Argument(Struct, frozen=True):
     @property
     def default(self) -> object:
         """The value of the argument where it is left out; None where it is determined at the start."""
-        section, _, field = self.place.rpartition(".")
-        value = (_DEFAULTS[section] if section else _DEFAULTS)[field]
-        if self.check is _negated:
-            return not value
+        value = self.value_in(EngineConfig())
         return value or None if self.unset else value
+
+    def value_in(self, config: EngineConfig) -> object:
+        """Return the value of the argument in a config, as plain data."""
+        section, _, field = self.place.rpartition(".")
+        value: object = getattr(getattr(config, section) if section else config, field)
+        return not value if self.check is _negated else to_builtins(value)
 
     @property
     def default_text(self) -> str:
@@ -219,8 +222,6 @@ MAX_MODULES: Final = 1024
 ADAPTERS: Final = "a list of paths, of 'name=path' or of dicts with lora_name, lora_path and pinned; or a dict of them"
 ALL_MODULES: Final = frozenset(("all", "all-linear"))
 
-_DEFAULTS: Final = cast("dict[str, dict[str, object]]", to_builtins(EngineConfig()))
-
 ARGUMENTS: Final[dict[str, Argument]] = {
     "model_path": Argument("model.path", _path, "folder, hub id or GGUF file of the model", "the demo model"),
     "tokenizer_path": Argument(
@@ -260,6 +261,12 @@ ARGUMENTS: Final[dict[str, Argument]] = {
         checks.switch,
         "vectors alone from a model that could generate",
         "where the folder is one of sentence-transformers",
+    ),
+    "sampling_defaults": Argument(
+        "model.sampling_defaults",
+        _words("model", "engine", openai="engine"),
+        "values of sampling parameters that a request leaves out: model (those of its generation_config.json) or "
+        "engine",
     ),
     "device": Argument("device.name", _words("auto", "cpu", "cuda", gpu="cuda"), "auto, cpu or cuda"),
     "attention_backend": Argument(

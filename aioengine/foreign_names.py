@@ -73,8 +73,7 @@ MISSING_ARGUMENTS: Final = _missing(
         "sessions": "enable_streaming_session=False",
         "cutting prompts that are too long": "allow_auto_truncate=False",
         "weights in host memory": "cpu_offload_gb=0",
-        "default sampling parameters of the engine": "preferred_sampling_params={} generation_config=vllm "
-        "override_generation_config={}",
+        "default sampling parameters of the engine": "preferred_sampling_params={} override_generation_config={}",
         "changes to the model's config.json": "json_model_override_args='{}'|{} hf_overrides={} rope_scaling "
         "rope_theta",
         "slow tokenizers": "tokenizer_mode=auto",
@@ -124,7 +123,7 @@ IGNORED: Final = frozenset(
     load_balance_method log_level_http log_requests log_requests_level lora_backend lora_eviction_policy
     max_lora_chunk_size max_prefill_tokens mm_attention_backend mm_process_config moe_a2a_backend moe_dense_tp_size
     moe_runner_backend nccl_port num_continuous_decode_steps numa_node port pp_max_micro_batch_size
-    prefill_max_requests radix_eviction_policy sampling_backend sampling_defaults schedule_conservativeness
+    prefill_max_requests radix_eviction_policy sampling_backend schedule_conservativeness
     served_model_name show_time_cost skip_server_warmup sleep_on_idle soft_watchdog_timeout
     speculative_accept_threshold_acc speculative_accept_threshold_single stream_output swa_full_tokens_ratio
     tokenizer_worker_num torch_compile_max_bs warmups weight_loader_disable_mmap
@@ -163,6 +162,7 @@ OUR_WAY: Final = _by_name(
         "it is max_images_per_prompt here": "limit_mm_per_prompt",
         "beam search is a method of its own, engine.beam_search": "beam_width use_beam_search",
         "it is max_loras_per_batch here, an argument of the engine": "max_loras",
+        'it is sampling_defaults="model" or "engine" here': "generation_config",
         "the prefix cache is on, unless the engine is made with disable_radix_cache=True": "enable_prefix_caching",
         "prompts are computed in chunks, unless the engine is made with "
         "chunked_prefill_size=-1": "enable_chunked_prefill",

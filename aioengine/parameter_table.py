@@ -47,6 +47,14 @@ Params = TypeVar("Params")
 Default = TypeVar("Default")
 
 
+class DefaultInt(int):
+    """A default that differs in type from the same number in a request, so that both can be told apart."""
+
+
+class DefaultFloat(float):
+    """As ``DefaultInt``."""
+
+
 class Parameter(Struct, frozen=True, kw_only=True):
     """One row of the table of sampling parameters.
 
@@ -102,7 +110,7 @@ def parameter(
 def number(default: float, low: float, high: float, doc: str, *, above: bool = False) -> float:
     """A field that is a number from ``low``, or above it, to ``high``, which the runner receives."""
     check = checks.number_from(low, high, above=above)
-    return parameter(default, check, doc, wire="sampling", read=float)
+    return parameter(DefaultFloat(default), check, doc, wire="sampling", read=float)
 
 
 def other_name(name: str) -> UnsetType:
@@ -212,6 +220,11 @@ def constraint(name: str) -> checks.Check:
 
 
 # ---------------------------------------------------------------- checks of lists, and their columns
+
+
+def top_k(name: str, value: object) -> int:
+    """-1 for 0: both mean that all tokens may be drawn."""
+    return checks.whole(name, value, -1) or -1
 
 
 def length(name: str, value: object) -> int | None:

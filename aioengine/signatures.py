@@ -80,6 +80,7 @@ class ModelArguments(OtherNames, total=False):
     chat_template: str | PurePath | None
     allow_request_templates: bool | None
     is_embedding: bool | None
+    sampling_defaults: str | None
     device: str | None
     attention_backend: str | None
     enable_deterministic_inference: bool | None

@@ -379,6 +379,7 @@ def _prompt_rules(parts: Running) -> PromptRules:
         max_total_tokens=parts.max_total_tokens,
         eos_token_ids=parts.eos_token_ids,
         stream_interval=parts.stream_interval,
+        sampling_defaults=settings.model.sampling_defaults,
         random_seed=settings.random_seed,
         max_rows_in_flight=2 * settings.scheduler.max_running,
         task=settings.model.task,

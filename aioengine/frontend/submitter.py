@@ -65,6 +65,7 @@ class PromptRules(Struct, frozen=True, kw_only=True):
     max_total_tokens: int
     eos_token_ids: tuple[int, ...]
     stream_interval: int
+    sampling_defaults: dict[str, float] = {}
     random_seed: int
     max_rows_in_flight: int
     logits_processors: tuple[str, ...] = ()
@@ -176,6 +177,7 @@ class RequestChecks:
                     vocab_size=rules.vocab_size,
                     eos_token_ids=rules.eos_token_ids,
                     tokenize=None if self.encoder is None else self.encoder.tokenize,
+                    defaults=rules.sampling_defaults,
                 ),
                 wire.stop_ids(params, vocab_size=rules.vocab_size, eos_token_ids=rules.eos_token_ids),
                 wire.text_rules(params, stream_interval=rules.stream_interval),

@@ -15,6 +15,7 @@ import msgspec
 
 from aioengine import checks
 from aioengine.model_files import folder_files
+from aioengine.tokenization.tokenizer_limits import read_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -234,7 +235,12 @@ def _templates_in(path: Path) -> dict[str, str]:
 
 
 def check_files(folder: Path) -> None:
-    """Check the files beside tokenizer.json before anything is started. Raises ValueError, which names the file."""
+    """Check tokenizer.json and the files beside it before anything is started. Raises ValueError, which names the file.
+
+    The tokenizers library finds more faults. It reads the file while the processes start.
+    """
+    if not folder_files.is_gguf(folder):
+        read_tokenizer(folder / folder_files.TOKENIZER)
     folder_files.added_texts(folder)
     read_chat_templates(folder)
 

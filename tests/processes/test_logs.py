@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from aioengine.model_files.model_folder import DEMO_MODEL
 from tests.kit.source import ROOT
 
 pytestmark = pytest.mark.process
@@ -80,6 +84,15 @@ def test_info_shows_the_throughput_of_each_interval() -> None:
     pattern = r"INFO \S*: 0 running, 0 waiting; .* prompt tokens/s .*, .* output tokens/s; KV pool 0 % used"
     assert re.fullmatch(pattern, stderr_of(THROUGHPUT.replace("LEVEL", '"info"'))[-1])
     assert stderr_of(THROUGHPUT.replace("LEVEL", '"error"')) == []
+
+
+def test_info_says_that_a_float32_checkpoint_is_computed_in_16_bits(tmp_path: Path) -> None:
+    config = json.loads((DEMO_MODEL / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+    shutil.copy(DEMO_MODEL / "tokenizer.json", tmp_path)
+    lines = start(f'{str(tmp_path)!r}, device="cpu", dtype="bfloat16", load_format="dummy", log_level="info"')
+    (line,) = [line for line in lines if "float32" in line]
+    assert "dtype: bfloat16 (the checkpoint has float32; dtype='float32' keeps it)" in line
 
 
 @pytest.mark.parametrize("place", ["setup", "later"])

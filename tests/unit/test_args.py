@@ -23,7 +23,7 @@ DOCUMENTED = """
     tenant_weights max_queued_bytes slow_reader slow_reader_timeout
     cuda_graph_max_bs attention_backend stream_interval skip_tokenizer_init max_restarts restart_window stall_timeout
     startup_timeout revision download_dir log_level progress chat_template enable_deterministic_inference is_embedding
-    allow_request_templates enable_lora lora_paths max_loras_per_batch max_lora_rank
+    allow_request_templates sampling_defaults enable_lora lora_paths max_loras_per_batch max_lora_rank
     lora_target_modules max_loaded_loras
     logits_processors logprobs_mode max_hidden_state_bytes allowed_local_media_path allow_private_urls max_image_bytes
     max_image_pixels max_images_per_prompt media_timeout
@@ -86,6 +86,7 @@ def test_each_argument_changes_one_field() -> None:
         "slow_reader": "pause",
         "log_level": "info",
         "logprobs_mode": "processed",
+        "sampling_defaults": "engine",
         "allowed_local_media_path": "/",
     }
     seen: set[EngineConfig | str] = set()
@@ -197,7 +198,7 @@ def test_the_model_may_be_given_once() -> None:
         ("speculative_algorithm", "EAGLE", "speculative"),
         ("speculative_model", "draft", "speculative decoding"),
         ("enable_sleep_mode", True, "releasing memory"),
-        ("generation_config", "auto", "default sampling parameters"),
+        ("override_generation_config", {"top_k": 5}, "default sampling parameters"),
     ],
 )
 def test_features_to_come_are_refused_and_not_ignored(name: str, value: object, feature: str) -> None:
