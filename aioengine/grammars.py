@@ -75,8 +75,8 @@ _MAX_TAIL: Final = 4096
 _SPACES: Final = b" \t\r\n"
 
 
-class GrammarError(ValueError):
-    """A grammar that cannot be compiled, or that cannot be followed any further."""
+class GrammarError(UnsupportedSchemaError):
+    """A grammar cannot be compiled, or not be followed any further."""
 
 
 class _Vocabulary(NamedTuple):
@@ -381,7 +381,8 @@ class Grammars:
             try:
                 text = checked_lark(text)
             except UnsupportedSchemaError as error:
-                raise GrammarError(f"in the schema behind its %json, {checks.cut(str(error))}") from error
+                message = f"in the schema behind its %json, {checks.cut(str(error))}"
+                raise GrammarError(message, pointer=error.pointer, keyword=error.keyword) from error
             except ValueError as error:
                 raise GrammarError(checks.cut(str(error))) from error
             text = LLMatcher.grammar_from_lark(text)

@@ -382,7 +382,8 @@ class Submitter:
                 if num_bytes >= MAX_BYTES_AT_ONCE or is_awaited:
                     call.is_encoding = True
                     break
-            if not call.request.refuses_late or not submits:  # else its first chunk shows that it was not refused
+            # Else its first chunk shows that it was not refused, or its grammars are compiled first.
+            if not call.output.compiling and not (call.request.refuses_late and submits):
                 call.output.accept()
         if submits:
             self._submit(submits)
@@ -468,6 +469,8 @@ class Submitter:
             end_row(row, FinishCode.LENGTH)
             return
         parts = self.checks.parts_of(params, request.given.parts)
+        if request.is_stream and parts.sampling.grammar is not None:
+            call.output.compiling.add(row.position)
         row.uid = self._num_uids
         self._num_uids += 1
         self._limits.add_row(call.reservation, row.position // request.num_samples, len(ids))

@@ -26,6 +26,7 @@ from aioengine.protocol.messages import (
     Stats,
     StepOutput,
     Submit,
+    TextChunks,
     TextRules,
 )
 from aioengine.scheduler.requests import Requests
@@ -282,6 +283,23 @@ async def test_grammars_for_which_nobody_waits_are_not_compiled() -> None:
     assert sorted(grammars.begun) == ["a", "b", "d"]
     assert {uid for uid, end in loop.ends().items() if end.code == FinishCode.LENGTH} == {1, 5}
     assert grammars.compile(Grammar("regex", "c")).result(10) == "c"
+
+
+async def test_streams_alone_are_told_that_their_grammar_is_compiled() -> None:
+    loop, grammars = Loop(), SlowGrammars()
+    loop.service._grammars = grammars
+    loop.call("pause")  # a request need not be admitted for it
+    for uid, is_stream in enumerate((True, False, True)):
+        request = replace(submit(uid), text=TextRules(stream=is_stream))
+        loop.give(1.0, replace(request, sampling=replace(request.sampling, grammar=Grammar("regex", "a"))))
+    loop.give(1.0, Abort([2]))
+    assert loop.of(TextChunks) == []
+    grammars.may_end.set()
+    await until(lambda: loop.give(1.0) or not loop.service._compiling)
+    assert [message.compiled for message in loop.of(TextChunks)] == [[0]]
+    request = replace(submit(3), sampling=replace(submit(3).sampling, grammar=Grammar("regex", "a")))
+    loop.give(1.0, request)  # its grammar is there
+    assert loop.of(TextChunks)[-1].compiled == [3]
 
 
 async def test_grammars_of_requests_stay_though_there_are_larger_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,10 +204,30 @@ async def test_what_the_compiler_refuses_fails_alone(engine: Engine) -> None:
             await engine.async_generate("x", params)
         assert str(raised.value).startswith(f"{name}={shown[:80]!r}"), raised.value
         assert "cannot be enforced: " in str(raised.value)
+        with pytest.raises(UnsupportedSchemaError) as raised:
+            await engine.async_generate("x", params, stream=True)
+        assert (raised.value.pointer, raised.value.keyword) == ("", name)
     rows = await engine.async_generate(["x", "y"], [bad[0], {"choice": ["z"]}], return_exceptions=True)
     assert isinstance(rows[0], UnsupportedSchemaError)
     assert rows[1]["text"] == "z"
     check("schema", (await good)[0][0], (await good)[0][2])
+
+
+async def test_a_schema_in_an_ebnf_is_refused_with_its_place(engine: Engine) -> None:
+    with pytest.raises(UnsupportedSchemaError) as raised:
+        await engine.async_generate("x", {"ebnf": 'start: %json {"items": {"contains": {}}}'})
+    assert (raised.value.pointer, raised.value.keyword) == ("/items", "contains")
+
+
+async def test_a_stream_that_is_awaited_while_the_scheduler_dies_goes_on() -> None:
+    async with AsyncEngine() as engine:
+        [pid] = [each["pid"] for each in engine.health()["processes"] if each["role"] == "scheduler"]
+        os.kill(pid, signal.SIGSTOP)
+        task = asyncio.ensure_future(engine.async_generate("x", {"choice": ["yes"]}, stream=True))
+        await until(lambda: engine.stats()["num_streams"] == 1)
+        os.kill(pid, signal.SIGKILL)
+        assert "".join([chunk["text"] async for chunk in await task]) == "yes"
+        assert engine.stats()["num_restarts"] == 1
 
 
 async def test_a_request_that_waits_for_its_grammar_can_be_left(engine: Engine) -> None:
