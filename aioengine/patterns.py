@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from contextlib import suppress
 from functools import lru_cache
 from itertools import count
 from typing import TYPE_CHECKING, Final, Protocol, cast
@@ -20,7 +19,7 @@ import regex
 from aioengine import checks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Sequence
 
 MAX_REPEATS: Final = 10_000
 """How often the innermost part of nested repetitions may be repeated at most."""
@@ -28,10 +27,6 @@ MAX_REPEATS: Final = 10_000
 MAX_EXPANDED_SIZE: Final = 20_000
 """Parts of all patterns of a request after counted repetitions are written out; each takes 0.1 to 0.2 us and about
 250 bytes to compile."""
-
-MAX_SIZE_OF_CALL: Final = 80_000
-MIN_SIZE_OF_CALL: Final = 250
-"""Parts of all patterns in the parameters of a call, which are compiled together; a pattern counts as some at least."""
 
 BYTES_PER_PART: Final = 250
 BYTES_PER_PATTERN: Final = 16_384
@@ -129,27 +124,6 @@ def check_patterns(patterns: Sequence[str]) -> None:
             f"the {len(patterns)} patterns of stop_regex have {size} parts when their repetitions are written out; "
             f"at most {MAX_EXPANDED_SIZE} are allowed together"
         )
-
-
-def check_patterns_of_call(patterns: Collection[str]) -> None:
-    """Refuse patterns that take too long to compile together, by their sizes alone.
-
-    Raises:
-        ValueError: they have more parts than the patterns of one call may have. What is wrong with a single pattern is
-            not looked for.
-    """
-    size = 0
-    for pattern in patterns:
-        if len(pattern) > checks.MAX_PATTERN_BYTES:
-            continue
-        with suppress(ValueError):
-            size += max(MIN_SIZE_OF_CALL, expanded_size(pattern))
-        if size > MAX_SIZE_OF_CALL:
-            raise ValueError(
-                f"stop_regex: the {len(patterns)} different patterns of one call have more than {MAX_SIZE_OF_CALL} "
-                f"parts together (a pattern counts as {MIN_SIZE_OF_CALL} at least); make several calls, or give "
-                "SamplingParams objects that were made before"
-            )
 
 
 def compile_pattern(pattern: str) -> tuple[Pattern, int]:
