@@ -318,11 +318,12 @@ class RunnerSettings(Struct, frozen=True, kw_only=True):
 
 class TextSettings(Struct, frozen=True, kw_only=True):
     """The detokenizer. ``tokenizer_path`` None: no tokenizer, ids pass through without text. ``files``: path -> state
-    of the tokenizer's files, as ``checkpoint.file_states`` has it.
+    of the tokenizer's files, as ``checkpoint.file_states`` has it. ``eos_token_ids``: of the model's configuration.
     """
 
     tokenizer_path: str | None
     files: dict[str, str] = {}
+    eos_token_ids: tuple[int, ...] = ()
 
 
 class Settings(Struct, frozen=True, kw_only=True):

@@ -102,7 +102,11 @@ def resolve(
             logits_processors=config.device.logits_processors,
             lora=_lora_settings(config.lora, model, adapters),
         ),
-        text=TextSettings(tokenizer_path=_tokenizer_path(config, model), files=model.weights.tokenizer_files),
+        text=TextSettings(
+            tokenizer_path=_tokenizer_path(config, model),
+            files=model.weights.tokenizer_files,
+            eos_token_ids=model.eos_token_ids,
+        ),
         random_seed=device.drawn_seed if config.random_seed is None else config.random_seed,
         log_level=config.log_level,
     )

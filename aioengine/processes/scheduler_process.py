@@ -67,7 +67,7 @@ Ticket = TypeVar("Ticket")
 
 _CONTROL_STAGE = "control"
 _SWITCH_S = 0.0005
-"""How long a thread that reads an adapter may keep Python from the steps, which are short."""
+"""How long a thread that reads an adapter, or prepares for grammars, may keep the GIL from the steps."""
 
 _WAIT_S = 0.001
 """How long to wait for a grammar or an adapter while nothing else is to be done, before messages are read."""
@@ -159,6 +159,8 @@ class SchedulerService:
         """One step where there is work, with replies and statistics."""
         to_peer: list[Message] = []
         to_frontend: list[Message] = []
+        if self._grammars is not None:
+            self._grammars.prepare_when_quiet(now, is_busy=self._core.has_work)
         if self._compiling:
             if not self._core.has_work:
                 wait(set(self._compiling.values()), _WAIT_S, FIRST_COMPLETED)
@@ -354,6 +356,8 @@ class SchedulerService:
         info = {"settings": self._settings, "facts": self._facts, "stats": stats}
         if self.adapters is not None:
             stats["adapters"] = self.adapters.figures
+        if self._grammars is not None:
+            stats["grammars_prepared"] = self._grammars.is_prepared
         return True, "", json.dumps(msgspec.to_builtins(info))  # paths need not be UTF-8
 
     def _freeze_gc(self) -> tuple[bool, str, str]:
@@ -418,8 +422,8 @@ def build_service(
     imports_s = time.monotonic() - start
     runner: Runner[Any] = factory(settings, report)
     grammars = None
-    if isinstance(runner, ConstrainedRunner):
-        grammars = Grammars(settings.text.tokenizer_path, settings.model.vocab_size)
+    if isinstance(runner, ConstrainedRunner) and settings.model.task == "generate":
+        grammars = Grammars(settings.text.tokenizer_path, settings.model.vocab_size, settings.text.eos_token_ids)
         runner.use_grammars(grammars)
     lora = settings.runner.lora
     can_adapt = runner if isinstance(runner, AdapterRunner) and runner.num_adapter_slots else None
@@ -493,8 +497,7 @@ def work(child: Child) -> None:
     limit_kernel_cache()
     keep_freed_memory()
     install_timer_signal()
-    if child.settings.runner.lora is not None:
-        sys.setswitchinterval(_SWITCH_S)
+    sys.setswitchinterval(_SWITCH_S)
     service = build_service(child.settings, child.uplink.report, child.board)
     child.serve(service, DETOKENIZER)
 
