@@ -330,12 +330,13 @@ class RunnerSettings(Struct, frozen=True, kw_only=True):
 class TextSettings(Struct, frozen=True, kw_only=True):
     """The detokenizer. ``tokenizer_path`` None: no tokenizer, ids pass through without text. ``files``: path -> state
     of the tokenizer's files, as ``checkpoint.file_states`` has it. ``allow_request_templates``: as in ``ModelConfig``;
-    read by the frontend.
+    read by the frontend. ``eos_token_ids``: of the model's configuration.
     """
 
     tokenizer_path: str | None
     allow_request_templates: bool = False
     files: dict[str, str] = {}
+    eos_token_ids: tuple[int, ...] = ()
 
 
 class Settings(Struct, frozen=True, kw_only=True):

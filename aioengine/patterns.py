@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import sys
 from collections import OrderedDict
-from contextlib import suppress
 from functools import lru_cache
 from itertools import count
 from typing import TYPE_CHECKING, Final, Protocol, cast
@@ -19,14 +18,10 @@ import regex
 from aioengine import checks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Sequence
 
 MAX_SIZE: Final = 50_000
 """Largest ``expanded_size`` of all patterns of a request together. Compiling them takes 20 ms at most."""
-
-MAX_SIZE_OF_CALL: Final = 200_000
-MIN_SIZE_OF_CALL: Final = 600
-"""The same of all patterns of a call, and the least that one counts for: each takes about 0.1 ms."""
 
 _EMPTY_SEARCH_S: Final = 0.003
 _BYTES_OF_A_SEARCH: Final = 16_384
@@ -76,23 +71,11 @@ _num_compiled = count(1)
 
 def check_patterns(patterns: Sequence[str]) -> None:
     """Raise ValueError if a pattern cannot stop a text, or if they are too large together."""
-    _check_total(sum(map(_checked_size, patterns)), MAX_SIZE, f"{len(patterns)} patterns of one request")
-
-
-def check_patterns_of_call(patterns: Collection[str]) -> None:
-    """Raise ValueError if the patterns of a call are too large together."""
-    size = 0
-    for pattern in patterns:
-        with suppress(ValueError):  # a wrong pattern is refused when its row is checked
-            size += max(MIN_SIZE_OF_CALL, expanded_size(pattern))
-    _check_total(size, MAX_SIZE_OF_CALL, f"{len(patterns)} different patterns of one call")
-
-
-def _check_total(size: int, most: int, owners: str) -> None:
-    if size > most:
+    size = sum(map(_checked_size, patterns))
+    if size > MAX_SIZE:
         raise ValueError(
-            f"stop_regex: the {owners} have a size of {size} together (bytes times counted repetitions); at most "
-            f"{most} is allowed"
+            f"stop_regex: the {len(patterns)} patterns of one request have a size of {size} together (bytes times "
+            f"counted repetitions); at most {MAX_SIZE} is allowed"
         )
 
 

@@ -106,6 +106,7 @@ def resolve(
             tokenizer_path=_tokenizer_path(config, model),
             allow_request_templates=config.model.allow_request_templates,
             files=model.weights.tokenizer_files,
+            eos_token_ids=model.eos_token_ids,
         ),
         random_seed=device.drawn_seed if config.random_seed is None else config.random_seed,
         log_level=config.log_level,

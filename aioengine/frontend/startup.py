@@ -29,6 +29,7 @@ from aioengine.media._base import ImageModel, find_image_model
 from aioengine.model_files import model_folder
 from aioengine.model_files.adapter_folder import read_folder
 from aioengine.model_files.checkpoint import check_unchanged
+from aioengine.model_files.vocabulary import end_ids
 from aioengine.protocol.messages import Progress
 from aioengine.resolve import resolve
 from aioengine.supervision.processes import Events, Processes
@@ -218,14 +219,6 @@ def _loaded(load: Callable[[], Tokenizer]) -> tuple[Tokenizer, int | None]:
     return tokenizer, longest_token(tokenizer.decoding_facts())
 
 
-def _ends(blueprint: Blueprint, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """The ids that end a text, with that of a token which the model folder's files name by its text alone."""
-    own = None if tokenizer is None else tokenizer.eos_token_id
-    known = blueprint.eos_token_ids
-    is_new = own is not None and own not in known and own < blueprint.settings.model.vocab_size
-    return (*known, own) if own is not None and is_new else known
-
-
 def _retrieve(work: asyncio.Future[tuple[Tokenizer, int | None]]) -> None:
     """Retrieve the error of a task that was not awaited, since the start has failed before."""
     if not work.cancelled():
@@ -316,6 +309,7 @@ def _running(
     if not isinstance(max_total_tokens, int):
         raise EngineStartupError(f"the scheduler process did not report the size of its KV pool: {facts!r}")
     tokenizer, longest = loaded
+    own_end = None if tokenizer is None else tokenizer.eos_token_id
     settings = blueprint.settings
     if isinstance(max_running := facts.get("max_running_requests"), int):  # as many as it has room for
         settings = replace(settings, scheduler=replace(settings.scheduler, max_running=max_running))
@@ -323,7 +317,7 @@ def _running(
         settings=settings,
         queue=blueprint.queue,
         delivery=blueprint.delivery,
-        eos_token_ids=_ends(blueprint, tokenizer),
+        eos_token_ids=end_ids(blueprint.eos_token_ids, own_end, settings.model.vocab_size),
         stream_interval=blueprint.stream_interval,
         facts=facts,
         max_total_tokens=max_total_tokens,

@@ -48,6 +48,10 @@ MAX_ROWS_AT_ONCE: Final = 64
 MAX_BYTES_AT_ONCE: Final = 4 * 1024 * 1024
 """Size of their messages: every row, also every sample of one prompt, is sent with its ids and its stops."""
 
+PARSE_S: Final = 0.05
+"""How long the tokenizer's thread parses the sampling parameters of a batch before it does other work."""
+PARSE_ON_LOOP_S: Final = 0.005
+
 GENERATE, POOL, SCORE = RequestKind
 
 MIN_SHARED_BYTES: Final = 1024
@@ -272,7 +276,17 @@ class Submitter:
     def check_rest(self, call: Call) -> None:
         """Check the other rows of a long batch, some in each of the next turns of the loop. A wrong one fails it."""
         self.checking.add(call)
-        self._loop.call_soon(self._check_some, call)
+        self._check_next(call)
+
+    def _check_next(self, call: Call) -> None:
+        """Check some rows in a later turn of the loop, once a thread has parsed their parameters."""
+        check, given = partial(self._check_some, call), call.request.given
+        parse = partial(call.request.parse_more, partial(self.checks.parts_of, known=given.parts))
+        if given.params is not None and self._encoder is not None:
+            self._encoder.run(partial(parse, PARSE_S), check)
+            return
+        parse(PARSE_ON_LOOP_S)  # only an engine without a tokenizer has something to parse here
+        self._loop.call_soon(check)
 
     def _check_some(self, call: Call) -> None:
         request, first = call.request, len(call.request.prompts)
@@ -283,7 +297,7 @@ class Submitter:
                 with self._lock:
                     self._calls.add_names(call, first)
                 if not request.is_checked:
-                    self._loop.call_soon(self._check_some, call)
+                    self._check_next(call)
                     return
             self._end_checks(call)
         except (TypeError, ValueError) as error:
@@ -400,7 +414,8 @@ class Submitter:
                 if num_bytes >= MAX_BYTES_AT_ONCE or is_awaited:
                     call.is_encoding = True
                     break
-            if not call.request.refuses_late or not submits:  # else its first chunk shows that it was not refused
+            # Else its first chunk shows that it was not refused, or its grammars are compiled first.
+            if not call.output.compiling and not (call.request.refuses_late and submits):
                 call.output.accept()
         if submits:
             self._submit(submits)
@@ -486,6 +501,8 @@ class Submitter:
             end_row(row, FinishCode.LENGTH)
             return
         parts = self.checks.parts_of(params, request.given.parts)
+        if request.is_stream and parts.sampling.grammar is not None:
+            call.output.compiling.add(row.position)
         row.uid = self._num_uids
         self._num_uids += 1
         self._limits.add_row(call.reservation, row.position // request.num_samples, len(ids))
