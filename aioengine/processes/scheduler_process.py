@@ -67,7 +67,7 @@ Ticket = TypeVar("Ticket")
 
 _CONTROL_STAGE = "control"
 _SWITCH_S = 0.0005
-"""How long a thread that reads an adapter, or prepares for grammars, may keep the GIL from the steps."""
+"""How long a thread that reads an adapter may keep the GIL from the steps. (It slows masks of grammars down.)"""
 
 _WAIT_S = 0.001
 """How long to wait for a grammar or an adapter while nothing else is to be done, before messages are read."""
@@ -497,7 +497,8 @@ def work(child: Child) -> None:
     limit_kernel_cache()
     keep_freed_memory()
     install_timer_signal()
-    sys.setswitchinterval(_SWITCH_S)
+    if child.settings.runner.lora is not None:
+        sys.setswitchinterval(_SWITCH_S)
     service = build_service(child.settings, child.uplink.report, child.board)
     child.serve(service, DETOKENIZER)
 

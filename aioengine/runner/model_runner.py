@@ -206,8 +206,8 @@ class ModelRunner:
             self._constrained.note(ticket, sampled, (rows.starts + rows.counts)[rows.samples])
         return ticket
 
-    def use_grammars(self, grammars: Grammars | None) -> None:
-        """Set what opens the constraints of requests with a grammar; None: they fail."""
+    def use_grammars(self, grammars: Grammars) -> None:
+        """Set what opens the constraints of requests with a grammar."""
         self._constrained.grammars = grammars
 
     def collect(self, ticket: Ticket) -> StepResult:
