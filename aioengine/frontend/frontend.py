@@ -159,7 +159,7 @@ class Frontend:
                 self.limits.check_refusal()  # it may have failed meanwhile
                 self.limits.add_bytes(reservation, request.num_bytes)
                 if request.given.adapters is not None:
-                    self.adapters.open(request.given.adapters)
+                    self.adapters.open(request.given.adapters, rows_fail_alone=request.rows_fail_alone)
                 self.calls.open(call)
                 if request.resume_ttl_s is not None:
                     self.attachments.add(call)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -37,7 +37,14 @@ from aioengine.frontend.prompts import (
     text_prompt,
 )
 from aioengine.frontend.request_options import ChatOptions, GenerateOptions, RequestOptions
-from aioengine.frontend.row_options import LogprobOptions, PerPrompt, list_for, logprob_options, per_prompt
+from aioengine.frontend.row_options import (
+    ROWS_IN_PIECE,
+    LogprobOptions,
+    PerPrompt,
+    list_for,
+    logprob_options,
+    per_prompt,
+)
 from aioengine.frontend.sessions import SessionParams, session_params
 from aioengine.params import SamplingParams, is_sampling_parameter
 from aioengine.protocol.messages import ALL_STATES, LAST_STATES
@@ -53,10 +60,6 @@ MAX_RID_BYTES: Final = 512
 MAX_SALT_BYTES: Final = 512
 MAX_PRIORITY: Final = 2**63 - 1
 IDS_OR_ROWS: Final = "a list of token ids, or a list of such lists"
-
-ROWS_IN_PIECE: Final = 512
-"""Rows of a batch that are checked at once, in the call or in one turn of the loop."""
-
 
 _OFF: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     name: (allowed, feature)
@@ -114,7 +117,8 @@ class CallRequest(Struct, kw_only=True):
     Attributes:
         prompts: of the rows checked so far; an exception stands for one that fails alone.
         params: one for all prompts, or one for each of those checked so far. num_samples: of each prompt.
-        rid: of the whole call where the caller gave one. rids: of the prompts where it gave a list.
+        rid: of the whole call where the caller gave one. rids: of the prompts where it gave a list; "" for a prompt
+            with a wrong one.
         timeouts: in seconds from the call, by the words that name them in a finish reason.
     """
 
@@ -200,13 +204,14 @@ class CallRequest(Struct, kw_only=True):
         given, first = self.given, len(self.prompts)
         budget = CheckBudget(0 if first else MAX_IDS_AT_CALL)
         last = self._end_of_piece(first)
-        for option in (self.salts, self.processors, self.states, self.sessions, self.logprobs):
-            if option is not None:
-                option.check_rows(first, last)
+        lists = self._option_lists()
         for place in range(first, last):
-            if self.rids is not None:
-                self.rids[place] = _rid(self.rids[place])
             try:
+                if self.rids is not None:
+                    rid, self.rids[place] = self.rids[place], ""
+                    self.rids[place] = _rid(rid)
+                for option in lists:
+                    option.check_row(place)
                 if given.params is not None:
                     self.params.append(self._parsed(given.params[place]))
                 if self.processors is None and (unread := self.params_of(place).custom_params):
@@ -218,12 +223,27 @@ class CallRequest(Struct, kw_only=True):
                 if not self.rows_fail_alone:
                     raise
                 prompt = error
+                for option in lists:
+                    option.reset_row(place)
                 if given.params is not None and len(self.params) == place:
                     self.params.append(SamplingParams(n=self.num_samples))
             if self.params_of(place).n != self.num_samples:  # it gives the answers their places: no row can fail alone
                 counts = f"{self.num_samples} and {self.params_of(place).n}"
                 raise ValueError(f"n must be the same in all sampling_params of a batch, got {counts}")
             self.prompts.append(prompt)
+
+    def fail_row(self, prompt: int, error: TypeError | ValueError) -> None:
+        """Let a prompt give this error in its place; raise the error where it ends the whole call."""
+        if not self.rows_fail_alone:
+            raise error
+        self.prompts[prompt] = error
+
+    def _option_lists(self) -> list[PerPrompt[Any]]:
+        """The options with one value for each prompt."""
+        options = [self.salts, self.processors, self.states, self.sessions, *(self.logprobs or ())]
+        if self.given.adapters is not None:
+            options.append(self.given.adapters.of_prompts)
+        return [option for option in options if option is not None and option.is_list]
 
     def _end_of_piece(self, first: int) -> int:
         """Behind the rows from ``first`` on that are checked together."""

@@ -119,9 +119,7 @@ class RequestChecks:
                 if request.given.images is not None or isinstance(prompt, ChatPrompt):
                     check_images(request, place, self.images)
             except (TypeError, ValueError) as error:
-                if not request.rows_fail_alone:
-                    raise
-                request.prompts[place] = error
+                request.fail_row(place, error)
 
     def _check_call(self, request: CallRequest) -> None:
         """Check what is the same for all rows."""
@@ -395,6 +393,8 @@ class Submitter:
         call.num_started += 1
         prompt, sample = divmod(position, request.num_samples)
         params = request.params_of(prompt)
+        if request.given.adapters is not None:
+            encoded = request.given.adapters.error_of(prompt) or encoded
         if isinstance(encoded, list) and (self.checks.images is not None or isinstance(encoded, ChatIds)):
             encoded = self._with_images_in_place(encoded)
         if request.given.pooled is not None:
