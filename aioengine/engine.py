@@ -205,13 +205,14 @@ class EngineFace(ABC):
         with frontend.adapters.held(adapter):
             return await beam_search(partial(self.async_generate, lora_path=adapter), frontend.parts, prompt, options)
 
+    @signatures.async_score
     async def async_score(
         self,
         query: str | TokenIds | None = None,
         items: str | Texts | TokenIds | BatchIds | None = None,
         label_token_ids: TokenIds | BatchIds | None = None,
         **options: Unpack[ScoreOptions],
-    ) -> ScoreResult:
+    ) -> ScoreResult | ScoreResult[list[float] | Exception]:
         """Score items behind a query: the probability of each of ``label_token_ids`` as the token after both.
 
         The prompt of an item is ``query + item``, as texts or as token ids. The labels are a list for all items, or one
