@@ -67,6 +67,8 @@ async def with_asyncio(is_stream: bool) -> None:
         turn = await engine.async_generate("a", session_params={"id": session, "rid": None}, cache_salt="mine")
         assert_type(turn, Answer)
         await engine.close_session(session)
+        async with engine.open_session() as session:
+            assert_type(session, str)
         scored = await engine.async_generate("a", return_logprob=True, top_logprobs_num=3, token_ids_logprob=[1, 2])
         assert_type(scored["meta_info"].get("output_token_logprobs"), list[tuple[float | None, int, str | None]] | None)
         rows = await engine.async_generate(["a", "b"], return_logprob=[True, False], token_ids_logprob=[[1], None])
