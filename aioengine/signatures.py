@@ -125,6 +125,7 @@ class EngineArguments(ImageArguments, total=False):
     max_queued_requests: int | None
     max_queued_tokens: int | None
     max_queued_bytes: int | None
+    max_logprob_bytes: int | None
     slow_reader: str | None
     slow_reader_timeout: float | None
     max_hidden_state_bytes: int | None

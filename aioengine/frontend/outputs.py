@@ -97,6 +97,12 @@ class ReaderActions(Protocol):
         ...
 
 
+class LogprobCounter(Protocol):
+    """Counts the bytes reserved for logprobs (``QueueLimits``)."""
+
+    num_logprob_bytes: int
+
+
 class RowStream:
     """One row of a call, with its unread output. Under the engine's lock.
 
@@ -115,11 +121,12 @@ class RowStream:
         finished: its end, None while it runs.
         error: why it has no answer, if it failed.
         is_queued: whether it is in ``ready`` of its reader; always true where the call is no stream and has no queue.
+        num_logprob_bytes: reserved for its logprobs (``QueueLimits.reserve_logprobs``).
     """
 
     __slots__ = (
-        "delivered_at", "error", "extras", "facts", "finished", "has_first_token", "is_queued", "more_texts", "output",
-        "position", "text", "text_offset", "token_ids", "token_offset", "uid", "unread",
+        "delivered_at", "error", "extras", "facts", "finished", "has_first_token", "is_queued", "more_texts",
+        "num_logprob_bytes", "output", "position", "text", "text_offset", "token_ids", "token_offset", "uid", "unread",
     )  # fmt: skip
 
     keeps: ClassVar[bool] = False
@@ -141,6 +148,7 @@ class RowStream:
         self.unread: int | list[int] = []
         self.extras: dict[tuple[int, str], Extra] = {}
         self.token_ids: list[int] = []
+        self.num_logprob_bytes = 0
 
     def put(self, text: str, new: int | list[int]) -> bool:
         """Add output; returns whether the reader is to be woken (``Cursor.wake``). Before the end of the row.
@@ -164,9 +172,9 @@ class RowStream:
         if extra.index >= self.token_offset or not self.token_offset:
             self.extras[extra.index, extra.kind] = extra
         if self.facts.states == LAST_STATES:
-            drop_old_states(self.extras, self._num_known())
+            drop_old_states(self.extras, self.num_known())
 
-    def _num_known(self) -> int:
+    def num_known(self) -> int:
         """How many output tokens it has."""
         num_unread = 1 if isinstance(self.unread, int) else len(self.unread)
         return self.token_offset + (num_unread if self.is_queued else 0)
@@ -208,7 +216,14 @@ class RowStream:
         self.is_queued = False
         if self.finished is not None:
             self.output.num_held -= 1
+            self.free_logprobs()
         return made
+
+    def free_logprobs(self, num_kept: int = 0) -> None:
+        """Give back the memory reserved for its logprobs, but for ``num_kept`` bytes."""
+        num_bytes = max(0, self.num_logprob_bytes - num_kept)
+        self.num_logprob_bytes -= num_bytes
+        self.output.free_logprobs(num_bytes)
 
     def answer(self) -> Answer:
         """The whole row. Under the lock, behind its end."""
@@ -312,11 +327,12 @@ class CallOutput:
         is_accepted: its first rows are on their way. wants: when its reader calls ``on_read``.
         cursor: of the reader.
         results: answers (or exceptions) by position, where the call is no stream.
+        num_logprob_bytes: reserved for the logprobs of all its rows. counter: where they are counted; None: nowhere.
     """
 
     __slots__ = (
-        "cursor", "error", "is_accepted", "is_batch", "is_left", "is_stream", "live", "num_held", "num_open",
-        "results", "returns_exceptions", "rid", "wants",
+        "counter", "cursor", "error", "is_accepted", "is_batch", "is_left", "is_stream", "live", "num_held",
+        "num_logprob_bytes", "num_open", "results", "returns_exceptions", "rid", "wants",
     )  # fmt: skip
 
     def __init__(self, rid: str, num_rows: int, *, is_stream: bool, is_batch: bool, returns_exceptions: bool) -> None:
@@ -332,6 +348,8 @@ class CallOutput:
         self.wants = Wants.NOTHING
         self.error: BaseException | None = None
         self.cursor = Cursor(self)
+        self.counter: LogprobCounter | None = None
+        self.num_logprob_bytes = 0
         self.results: list[Answer | BaseException | None] = [] if is_stream else [None] * num_rows
 
     @property
@@ -360,6 +378,18 @@ class CallOutput:
     def mark_left(self, cursor: Cursor) -> None:
         """Its reader has left. From any thread, without the lock: the engine acts on it a moment later."""
         cursor.is_closed = self.is_left = True
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether its reader has something to take."""
+        return bool(self.cursor.ready) or (bool(self.results) and self.error is None and not self.is_left)
+
+    def free_logprobs(self, num_bytes: int | None = None) -> None:
+        """Give back memory reserved for logprobs; None: all of it."""
+        if self.counter is not None:
+            freed = self.num_logprob_bytes if num_bytes is None else min(num_bytes, self.num_logprob_bytes)
+            self.num_logprob_bytes -= freed
+            self.counter.num_logprob_bytes -= freed
 
     def add_row(self, position: int, facts: RowFacts) -> RowStream:
         row = self.live[position] = RowStream(self, position, facts)
@@ -429,7 +459,8 @@ class Reader:
 
     def __del__(self) -> None:
         try:
-            self.leave_later()
+            if self._can_be_left or (self._output.num_logprob_bytes and not self._cursor.is_closed):
+                self._actions.leave_later(self._cursor)
         except AttributeError:  # the constructor was interrupted
             return
 
@@ -496,6 +527,7 @@ class Reader:
                 return None
             batch = BatchOutput(cast("list[Answer]", output.arranged()))
             output.results = []  # which live until the next garbage collection: the caller alone keeps the answers
+            output.free_logprobs()
             self._result = batch if output.is_batch else batch[0]
             return self._result
 

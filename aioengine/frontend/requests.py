@@ -222,7 +222,7 @@ class CallRequest(Struct, kw_only=True):
             except (TypeError, ValueError) as error:
                 if not self.rows_fail_alone:
                     raise
-                prompt = error
+                prompt = _without_frames(error)
                 for option in lists:
                     option.reset_row(place)
                 if given.params is not None and len(self.params) == place:
@@ -236,7 +236,7 @@ class CallRequest(Struct, kw_only=True):
         """Let a prompt give this error in its place; raise the error where it ends the whole call."""
         if not self.rows_fail_alone:
             raise error
-        self.prompts[prompt] = error
+        self.prompts[prompt] = _without_frames(error)
 
     def _option_lists(self) -> list[PerPrompt[Any]]:
         """The options with one value for each prompt."""
@@ -260,6 +260,15 @@ class CallRequest(Struct, kw_only=True):
         parsed = self.given.parsed
         found = parsed[id(value)] = parsed.get(id(value)) or SamplingParams.parse(cast("Sampled | None", value))
         return found
+
+
+def _without_frames(error: PromptError) -> PromptError:
+    """The error without its tracebacks, whose frames would keep the reader of the call alive after it was dropped."""
+    each: BaseException | None = error
+    while each is not None:
+        each.__traceback__ = None
+        each = each.__cause__ or each.__context__
+    return error
 
 
 def generate_request(

@@ -195,6 +195,16 @@ class RequestChecks:
             params, num_ids, context_length=rules.context_length, max_total_tokens=rules.max_total_tokens
         )
 
+    def most_logprob_bytes(self, request: CallRequest, prompt: int) -> int:
+        """What the logprobs of a row of this prompt may take at most, before its length is known."""
+        rules, limit = request.logprobs_of(prompt), self.rules.context_length
+        if rules is None:
+            return 0
+        num_output = request.params_of(prompt).max_new_tokens
+        if rules.start < 0 and num_output is not None:
+            limit = max(1, min(num_output, limit))
+        return rules.position_bytes * limit
+
     def check_states(self, states: str, num_ids: int, max_new_tokens: int) -> None:
         """Raise RequestTooLargeError where the hidden states of a row may be larger than allowed."""
         num_positions = num_ids + max_new_tokens - 1 if states == ALL_STATES else 1
@@ -298,7 +308,7 @@ class Submitter:
         if call.is_encoding or call.ending is not None or output.is_over:
             return
         with self._lock:
-            room = self._rules.max_rows_in_flight - output.num_held
+            room = self._room(call)
             if output.wants is not Wants.READS:
                 output.wants = Wants.ENDS if room <= 0 else Wants.NOTHING
         first = call.num_started // request.num_samples
@@ -323,6 +333,22 @@ class Submitter:
         elif self._encoder is not None:
             call.is_encoding = True
             self._encoder.encode(Job(prompts, partial(self._encoded, call, ready), self.checks.check_ids))
+
+    def _room(self, call: Call) -> int:
+        """How many more rows of a call may be in flight: few of a batch whose logprobs take much memory."""
+        request, output = call.request, call.output
+        room = self._rules.max_rows_in_flight - output.num_held
+        if request.logprobs is None or room <= 0:
+            return room
+        num_free, fitting = self._limits.free_logprob_bytes, 0
+        prompt = call.num_started // request.num_samples
+        while fitting < min(room, MAX_ROWS_AT_ONCE) and prompt < len(request.prompts):
+            num_free -= request.num_samples * self.checks.most_logprob_bytes(request, prompt)
+            if num_free < 0:
+                break
+            fitting += request.num_samples
+            prompt += 1
+        return min(room, max(fitting, 0 if output.num_held else 1))  # the only row in flight is started, or refused
 
     def _ids_if_known(self, prompt: Prompt | PromptError, *, is_pooled: bool) -> Encoded | None:
         """The ids of a prompt that needs no tokenizer, or why it can have none."""
@@ -461,7 +487,10 @@ class Submitter:
                 check_lengths(rules, num_prompt=len(ids), num_output=max_new_tokens, has_ids=has_ids)
             if facts.states:
                 self.checks.check_states(facts.states, len(ids), max_new_tokens)
-        except ValueError as error:
+            if rules is not None:
+                num_positions = rules.num_prompt_positions(len(ids)) + max(1, max_new_tokens)
+                self._limits.reserve_logprobs(row, rules.position_bytes * num_positions)
+        except (ValueError, EngineOverloadedError) as error:
             refuse_row(row, error)
             return
         if max_new_tokens == 0 and rules is None and not is_pooled:

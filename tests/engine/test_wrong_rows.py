@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from aioengine.config import PoolingSettings
 from aioengine.frontend.row_options import ROWS_IN_PIECE
 from aioengine.frontend.startup import Blueprint
 from aioengine.testing.fake_engine import FakeSetup, fake_async_engine
+from tests.kit.waiting import until
 
 PARAMS = {"max_new_tokens": 4, "temperature": 0}
 LONG = "x" * 5000
@@ -219,6 +221,20 @@ async def test_a_stream_names_the_error_of_a_wrong_row(generating: AsyncEngine) 
     assert reason is not None
     assert (reason["type"], reason["err_type"]) == ("abort", "TypeError")
     assert "".join(chunk["text"] for chunk in chunks if chunk["index"] == 0)
+
+
+async def test_a_batch_with_a_wrong_row_is_aborted_when_it_is_dropped() -> None:
+    async with fake_async_engine(step_time_s=0.001, processes=False) as engine:
+        params: list[Any] = [{"max_new_tokens": 2000}, {"max_new_tokens": "x"}]
+        gc.disable()  # the error of the row must not need a collection
+        try:
+            generation = engine.async_generate(["a", "b"], params, return_exceptions=True)
+            await until(lambda: engine.stats()["num_running"] > 0)
+            del generation
+            await until(lambda: engine.stats()["num_running"] == 0)
+            assert engine.stats()["num_aborted"] == 1
+        finally:
+            gc.enable()
 
 
 async def test_all_items_of_a_score_may_be_wrong(generating: AsyncEngine) -> None:
