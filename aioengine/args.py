@@ -363,6 +363,9 @@ ARGUMENTS: Final[dict[str, Argument]] = {
     "max_queued_requests": Argument("queue.max_requests", whole_from(0), "requests that may wait"),
     "max_queued_tokens": Argument("queue.max_tokens", whole_from(0), "prompt tokens that may wait"),
     "max_queued_bytes": Argument("queue.max_bytes", whole_from(0), "bytes of the prompts of open calls"),
+    "max_logprob_bytes": Argument(
+        "queue.max_logprob_bytes", whole_from(0, 1 << 48), "bytes of all logprobs that may wait until they are read"
+    ),
     "slow_reader": Argument(
         "delivery.slow_reader",
         _words("coalesce", "pause", "abort"),

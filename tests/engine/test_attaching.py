@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from aioengine.engine import AsyncEngine
 from aioengine.errors import EngineClosedError
 from aioengine.frontend import attachments
-from aioengine.frontend.outputs import Reader, RowStream
+from aioengine.frontend.outputs import RowStream
+from aioengine.frontend.reader import Reader
 from aioengine.frontend.replay import AttachableOutput, Log
 from aioengine.stream import Stream
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
