@@ -116,7 +116,7 @@ async def test_every_way_of_leaving_detaches(how: str) -> None:
 
 async def test_when_nobody_comes_it_is_ended_and_forgotten() -> None:
     async with slow_engine() as engine:
-        stream = engine.async_generate("a", {"max_new_tokens": 1500}, stream=True, rid="x", resume_ttl=0.05)
+        stream = engine.async_generate("a", {"max_new_tokens": 1500}, stream=True, rid="x", resume_ttl=0.3)
         await anext(stream)
         await stream.aclose()
         with pytest.raises(ValueError, match="'x' is in use .* can be attached to"):
@@ -128,10 +128,10 @@ async def test_when_nobody_comes_it_is_ended_and_forgotten() -> None:
             with pytest.raises(ValueError, match="'x' can be attached"):
                 engine.attach("x")
         await engine.async_generate("b", {"max_new_tokens": 2}, rid="x")
-        ended = engine.async_generate("b", {"max_new_tokens": 2}, stream=True, rid="y", resume_ttl=0.05)
+        ended = engine.async_generate("b", {"max_new_tokens": 2}, stream=True, rid="y", resume_ttl=1.0)
         assert [chunk async for chunk in ended]
         assert [chunk async for chunk in engine.attach("y")]
-        await asyncio.sleep(0.1)
+        await until(lambda: "y" not in frontend_of(engine).attachments._by_rid)
         with pytest.raises(ValueError, match="'y' can be attached"):
             engine.attach("y")
         del stream, ended

@@ -637,21 +637,24 @@ class TestTokenizing:
         assert world.tokenizer.batches == [list("abcdef")]
 
     async def test_what_comes_while_it_works_goes_next(self, world: World) -> None:
-        world.tokenizer.delay_s = 0.2
+        world.tokenizer.held_text = "a"
         first = asyncio.ensure_future(world.engine.async_generate("a", GREEDY))
         await until(lambda: world.tokenizer.batches)
-        await asyncio.gather(first, *(world.engine.async_generate(prompt, GREEDY) for prompt in "bcd"))
+        others = [world.engine.async_generate(prompt, GREEDY) for prompt in "bcd"]
+        world.tokenizer.is_released.set()
+        await asyncio.gather(first, *others)
         assert world.tokenizer.batches == [["a"], ["b", "c", "d"]]
 
     async def test_a_long_prompt_does_not_hold_short_ones(self) -> None:
         here = World()
         here.tokenizer.decoder = "WordPiece"
-        here.tokenizer.delay_by_length = 1e-6
+        here.tokenizer.held_text = "x" * 200_000
         async with here.engine as engine:
             long = asyncio.ensure_future(engine.async_generate("x" * 200_000, GREEDY))
-            await asyncio.sleep(0.005)
+            await until(lambda: here.tokenizer.batches)
             await engine.async_generate("a", GREEDY)
             assert not long.done()
+            here.tokenizer.is_released.set()
             with pytest.raises(RequestTooLargeError, match="200000 tokens"):
                 await long
 
