@@ -66,7 +66,10 @@ async def main():
         await asyncio.sleep(0.1)
         use_up()
         kill(engine, int(sys.argv[1]))
-        return (await call)["text"] == expected["text"], engine.stats()["num_restarts"]
+        is_same = (await call)["text"] == expected["text"]
+        while not engine.stats()["num_restarts"]:
+            await asyncio.sleep(0.01)
+        return is_same, engine.stats()["num_restarts"]
 
 print(json.dumps(asyncio.run(main())))
 """

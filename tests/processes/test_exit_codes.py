@@ -39,6 +39,7 @@ if has_pidfd == "False":
 
 import logging
 from aioengine.errors import EngineDeadError, EngineStartupError
+from tests.kit.waiting import until
 from tests.processes.engine_kit import Frontend, fake_settings
 
 logging.getLogger("aioengine").setLevel(logging.CRITICAL)  # lost processes are not reported on stderr
@@ -60,7 +61,7 @@ async def replaced():
         frontend.submit(1, num_tokens=60)
         for place in (0, 1):
             os.kill(frontend.supervisor.processes()[place].pid, signal.SIGKILL)
-            await asyncio.sleep(0.2)
+            await until(lambda: frontend.supervisor.num_restarts > place and not frontend.supervisor.is_recovering)
         await frontend.finished(1)
         pids = [state.pid for state in frontend.supervisor.processes() if state.alive]
     return {"alive": len(pids), "restarts": frontend.supervisor.num_restarts, "left": [p for p in pids if exists(p)]}
