@@ -112,7 +112,7 @@ asyncio.run(main())
 
 def gone(pids: list[int]) -> bool:
     found = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    _, alive = psutil.wait_procs(found, timeout=5)
+    _, alive = psutil.wait_procs(found, timeout=20)
     return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 

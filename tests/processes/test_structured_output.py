@@ -125,13 +125,7 @@ async def test_answers_fit_alone_in_a_batch_and_in_streams(engine: Engine, alone
     for name, rows in alone.items():
         for text, _, reason in rows:
             check(name, text, reason)
-    for name in (
-        "schema",
-        "regex",
-        "choice",
-        "ebnf",
-        "forced",
-    ):  # these grammars allow fewer tokens than max_new_tokens
+    for name in ("schema", "regex", "choice", "ebnf", "forced"):  # grammars of fewer tokens than max_new_tokens
         assert alone[name][0][2] == "stop", name
     assert await ask_all(engine) == alone
     assert await ask_all(engine, stream=True) == alone

@@ -200,7 +200,7 @@ async def started(*, has_stream: bool) -> tuple[weakref.ref[AsyncEngine], list[p
 
 def assert_gone(children: list[psutil.Process]) -> None:
     assert len(children) == 2
-    _, alive = psutil.wait_procs(children, timeout=5)
+    _, alive = psutil.wait_procs(children, timeout=20)
     assert alive == []
 
 
@@ -325,7 +325,7 @@ def test_a_program_ends_soon_although_an_engine_starts(name: str, tmp_path: Path
     children = psutil.Process(running.pid).children(recursive=True)
     _, err = running.communicate(timeout=30)
     assert (line, running.returncode, err) == ("over\n", 0, "")
-    _, alive = psutil.wait_procs(children, timeout=5)
+    _, alive = psutil.wait_procs(children, timeout=20)
     assert alive == []
     assert [entry for entry in tmp_path.iterdir() if not entry.name.startswith("fake-model-")] == []
 
