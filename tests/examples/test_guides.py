@@ -14,6 +14,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from inspect import CO_COROUTINE
@@ -105,7 +106,10 @@ def model_that_sees(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("page", sorted({page for page, _ in found("python")} - {IMAGES}), ids=place)
-async def test_the_pieces_of_a_page_run(page: Path, engine: AsyncEngine, llm: Engine) -> None:
+async def test_the_pieces_of_a_page_run(
+    page: Path, engine: AsyncEngine, llm: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # the pages do not remove their temporary folders
     await run_pieces(page, {"engine": engine, "llm": llm, "asyncio": asyncio})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -108,13 +109,13 @@ print(json.dumps(asyncio.run(main())))
 """
 
 WAITING = """
-import tempfile, zmq
+import zmq
 from aioengine.protocol.messages import Abort
 from aioengine.transport.addresses import listen
 from aioengine.transport.zmq import AsyncZmqReceiver, ZmqSender
 
 async def main():
-    context, listener = zmq.Context(), listen(tempfile.mkdtemp(), "r")
+    context, listener = zmq.Context(), listen(sys.argv[1], "r")
     receiver = AsyncZmqReceiver(context, 7)
     receiver.expect(listener)
     sender = ZmqSender(context, listener.endpoint, 7)
@@ -182,5 +183,5 @@ def test_every_call_ends_while_processes_die_and_descriptors_run_out(seed: int) 
     assert set(found) <= {"answered", "dead"}
 
 
-def test_a_connection_waits_until_a_descriptor_is_free() -> None:
-    assert run(WAITING) == [False, [[1]], []]
+def test_a_connection_waits_until_a_descriptor_is_free(tmp_path: Path) -> None:
+    assert run(WAITING, tmp_path) == [False, [[1]], []]
