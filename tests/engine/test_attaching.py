@@ -67,7 +67,7 @@ async def test_who_attaches_at_the_end_of_a_stream_that_rests_sees_it_go_on() ->
             assert len(str(caught.value)) < 300
         num_given = int(re.findall(r"\d+", str(refused.value))[0])
         assert num_given < len(whole)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             rest = [chunk["text"] async for chunk in engine.attach("x", num_given)]
         assert "".join(rest) == whole[num_given:]
 
@@ -450,7 +450,7 @@ async def test_an_exception_anywhere_in_attaching_leaves_a_state_to_attach_to(le
             is_raised = injected.is_raised
             if kept is not None:  # at the last places nothing is raised
                 await kept.aclose()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 if leaves:
                     await first.aclose()
                     await asyncio.sleep(0.001)

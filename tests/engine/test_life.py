@@ -332,7 +332,7 @@ class TestShutdown:
         here = World()
         starting = asyncio.create_task(here.engine.start())
         await until(lambda: bool(here.doubles))
-        await asyncio.wait_for(here.engine.shutdown(), 10)
+        await asyncio.wait_for(here.engine.shutdown(), 30)
         assert here.double.is_stopped
         with pytest.raises(EngineClosedError):
             await starting
@@ -421,7 +421,7 @@ class TestOneLoop:
         elsewhere = threading.Thread(target=home.run_forever)
         elsewhere.start()
         with pytest.raises(WrongLoopError):
-            asyncio.run(asyncio.wait_for(_text_of(stream, num_chunks=1), 5))
+            asyncio.run(asyncio.wait_for(_text_of(stream, num_chunks=1), 30))
         home.call_soon_threadsafe(home.stop)
         elsewhere.join()
         home.run_until_complete(world.engine.shutdown())
@@ -689,7 +689,7 @@ async def test_a_drain_lets_a_paused_engine_go_on() -> None:
     async with fake_async_engine({"": "abcdefgh"}) as engine:
         assert await engine.pause_generation("in_place")
         asked = engine.async_generate("a", {"max_new_tokens": 8})
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             assert await engine.drain()
         assert (await asked)["text"] == "abcdefgh"
 

@@ -83,7 +83,7 @@ async def test_a_tokenizer_that_raises_no_exception(world: World, monkeypatch: p
         return plain(text)
 
     monkeypatch.setattr(world.tokenizer, "encode", encode)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         for _ in range(3):
             good, bad = world.engine.async_generate("good", SHORT), world.engine.async_generate("bad", SHORT)
             with pytest.raises(RequestError, match="Panic: out of bounds"):
@@ -104,7 +104,7 @@ async def test_an_error_while_rows_begin_ends_their_call_alone(world: World, row
     def fail(messages: list[ToScheduler]) -> None:
         raise MemoryError("no place for it")
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         submitter._submit = fail  # type: ignore[assignment]
         bad = world.engine.async_generate(["bad"] * rows, SHORT)
         with pytest.raises(RequestError, match="MemoryError: no place for it"):

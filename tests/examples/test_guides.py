@@ -64,7 +64,14 @@ def found(language: str, *, programs: bool = False) -> Iterator[tuple[Path, Bloc
 def run(command: list[str], given: str | None = None) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
     done = subprocess.run(
-        command, input=given, env=environment, capture_output=True, text=True, encoding="utf-8", timeout=55, check=False
+        command,
+        input=given,
+        env=environment,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=90,
+        check=False,
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return done.stdout

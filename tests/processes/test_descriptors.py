@@ -126,7 +126,7 @@ async def main():
     await asyncio.sleep(0.3)
     was_done = waiting.done()
     give_back(10)
-    messages = await asyncio.wait_for(waiting, 10)
+    messages = await asyncio.wait_for(waiting, 30)
     names = os.listdir(os.path.dirname(listener.endpoint.removeprefix("ipc://")))
     receiver.close()
     sender.close()
@@ -139,7 +139,7 @@ print(json.dumps(asyncio.run(main())))
 
 def run(program: str, *argv: object) -> object:
     command = [sys.executable, "-W", "error", "-c", HEAD + program, *map(str, argv)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done
     return json.loads(done.stdout)
 
@@ -173,7 +173,6 @@ def test_lost_processes_are_replaced_while_no_descriptor_is_free(place: int) -> 
     assert run(REPLACED, place) == [True, 1]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "seed", [1, 2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
 )

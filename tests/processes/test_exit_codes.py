@@ -113,7 +113,7 @@ def give_up(*_: object) -> None:
 def run(setup: str, has_pidfd: bool, *scenes: str) -> dict[str, dict[str, object]]:
     """What was found in each scene, one after the other in one program."""
     command = [sys.executable, "-W", "error", "-c", PROGRAM, setup, str(has_pidfd), *scenes]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
     assert (done.returncode, done.stderr) == (0, ""), done
     found: dict[str, dict[str, object]] = json.loads(done.stdout)
     return found

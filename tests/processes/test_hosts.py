@@ -73,7 +73,7 @@ class Parent:
 
     def end(self) -> tuple[str, str]:
         """Let it end by itself; what it wrote."""
-        written = self.popen.communicate("\n", timeout=20)
+        written = self.popen.communicate("\n", timeout=60)
         assert self.popen.returncode == 0, written
         return written
 
@@ -86,7 +86,7 @@ def base() -> Iterator[Path]:
 
 
 def are_gone(children: list[psutil.Process]) -> bool:
-    _, alive = psutil.wait_procs(children, timeout=20)
+    _, alive = psutil.wait_procs(children, timeout=30)
     return not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -135,7 +135,7 @@ def test_the_terminal_s_signals_are_the_parent_s_alone(base: Path, number: signa
     time.sleep(0.3)
     assert all(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in parent.children)
     os.killpg(parent.popen.pid, number)
-    parent.popen.communicate(timeout=20)
+    parent.popen.communicate(timeout=60)
     assert are_gone(parent.children)
 
 
@@ -282,7 +282,7 @@ exec env TMPDIR=/tmp/{"x" * 180} {sys.executable} -P -c "$PROGRAM"
         input=b"\n",
         capture_output=True,
         check=False,
-        timeout=50,
+        timeout=90,
     )
     assert (done.returncode, done.stderr) == (0, b""), done
     os.rmdir(f"/tmp/{'x' * 180}")
