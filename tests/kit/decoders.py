@@ -228,10 +228,17 @@ def _named(model_type: str, fields: Fields) -> Fields:
 
 
 def random_model(config: PreTrainedConfig, *, seed: int = 1) -> PreTrainedModel:
-    """The model of transformers, in fp32, with random weights that are lively enough to tell layers apart."""
+    """The model of transformers, in fp32, with random weights that are large enough to tell layers apart.
+
+    Heads with a state forget it slowly. With transformers' initial ``A_log`` a head forgets its past in one token. Its
+    output is then (q k) v, which the norm behind it divides by its own length: where q and k are nearly orthogonal, the
+    rounding errors of fp32 grow a thousandfold.
+    """
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
+            if name.endswith("A_log"):
+                parameter.sub_(4.0)
     return model

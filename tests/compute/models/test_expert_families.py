@@ -24,6 +24,7 @@ from aioengine.args import engine_config
 from aioengine.model_files.model_folder import find_facts
 from aioengine.runner import weights
 from tests.compute.stepping import Stepper, check_bits, options
+from tests.kit.decoders import random_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -96,11 +97,8 @@ CASES: dict[str, tuple[Callable[..., PreTrainedConfig], dict[str, object]]] = {
 
 
 def pair(config: PreTrainedConfig, folder: Path) -> tuple[torch.nn.Module, Model]:
-    """The model of transformers with lively random weights, and ours with those that it saved in the folder."""
-    torch.manual_seed(1)
-    theirs = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
-    for parameter in theirs.parameters():
-        parameter.add_(torch.randn_like(parameter) * 0.2)
+    """transformers' model with random weights, and ours with the weights that it saved in the folder."""
+    theirs = random_model(config)
     theirs.save_pretrained(folder)
     ours = models.build({**config.to_dict(), "architectures": [type(theirs).__name__]}, options())
     weights.load(ours, folder, load_format="auto", seed=0, report=lambda *_: None)

@@ -152,7 +152,6 @@ def outline_of(model_type: str) -> PreTrainedConfig:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("model_type", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 @torch.inference_mode()
 def test_its_numbers_are_those_of_transformers_or_it_is_refused(model_type: str) -> None:

@@ -69,7 +69,7 @@ def test_adapters_give_what_merged_weights_give(kind: str, tmp_path: Path) -> No
     expected = [continued(model, num_tokens=3) for model in models]
     runner = build(with_adapters(by_transformers(make_settings(tmp_path / "model"))), lambda _: None)
     for slot, path in enumerate(folders, 1):
-        runner.place_adapter(slot, runner.read_adapter(adapter(path, slot))).result(timeout=5)
+        runner.place_adapter(slot, runner.read_adapter(adapter(path, slot))).result(timeout=60)
     seen: list[torch.Tensor] = []
     compute_logits = runner._model.compute_logits
 
