@@ -2,7 +2,8 @@
 
 A folder is named by its path inside the package, for example "scheduler/policies". Only the chosen file is imported,
 so a plug-in whose package is missing, or which is broken, affects no other. A leading underscore in a file's name
-means "shared by this folder" and is no plug-in.
+means "shared by this folder" and is no plug-in. ``ALIASES`` in the folder's ``__init__`` names plug-ins without a file
+of their own: name -> "file:class".
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from aioengine import checks
 
 
 def names(folder: str) -> list[str]:
-    """The plug-ins of ``folder``, sorted; nothing of it is imported but the folder's own ``__init__``."""
+    """The plug-ins of ``folder``, sorted. Imports nothing of the folder but its ``__init__``."""
     package = importlib.import_module(_module(folder))
-    return sorted(found.name for found in pkgutil.iter_modules(package.__path__) if not found.name.startswith("_"))
+    files = {file.name for file in pkgutil.iter_modules(package.__path__) if not file.name.startswith("_")}
+    return sorted(files | _aliases(folder).keys())
 
 
 def file_name(name: str) -> str:
@@ -35,7 +37,12 @@ def load(folder: str, name: str) -> Any:
     if name not in known:
         hint = checks.did_you_mean(name, known)
         raise ValueError(f"{folder} has no plug-in {name!r}{hint}; there are {', '.join(known)}")
-    return importlib.import_module(f"{_module(folder)}.{name}").PLUGIN
+    file, _, attribute = _aliases(folder).get(name, f"{name}:PLUGIN").partition(":")
+    return getattr(importlib.import_module(f"{_module(folder)}.{file}"), attribute)
+
+
+def _aliases(folder: str) -> dict[str, str]:
+    return getattr(importlib.import_module(_module(folder)), "ALIASES", {})
 
 
 def _module(folder: str) -> str:

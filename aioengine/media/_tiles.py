@@ -56,3 +56,11 @@ class TiledImages(Struct, frozen=True):
         texts.append(("\n\n" if texts else "") + _AROUND + _WHOLE)
         num_patches = (image.height // self.patch_size) * (image.width // self.patch_size)
         return Expansion((*texts, _AROUND), num_patches // self.scale_factor**2)
+
+
+class Idefics3Images(TiledImages, frozen=True):
+    processor = "Idefics3ImageProcessor"
+
+
+class SmolVlmImages(TiledImages, frozen=True):
+    processor = "SmolVLMImageProcessor"

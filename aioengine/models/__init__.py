@@ -7,7 +7,7 @@ The family of a model type in ``families`` reads config.json. From what it retur
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from aioengine import plugins
 from aioengine.families._encoders import EncoderConfig
@@ -21,6 +21,15 @@ if TYPE_CHECKING:
 
     from aioengine.families._config import DecoderConfig, Task
     from aioengine.models._base import Model, ModelClass, ModelOptions
+
+ALIASES: Final = {
+    "llava": "_image_decoder:ImageDecoder",
+    "qwen2_5_vl": "_qwen_decoder:QwenVision",
+    "qwen2_vl": "_qwen_decoder:QwenVision",
+    "qwen3_vl": "_qwen_decoder:QwenVision",
+    "smolvlm": "idefics3:Idefics3",
+}
+"""Model types whose class is in another file, see ``plugins``."""
 
 
 def names() -> list[str]:

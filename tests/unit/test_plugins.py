@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import sys
 from pathlib import Path
 
@@ -33,7 +35,8 @@ def folder_of_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
     folder = tmp_path / "sample_plugins"
     folder.mkdir()
-    (folder / "__init__.py").write_text("")
+    (folder / "__init__.py").write_text("ALIASES = {'other': '_parts:OTHER', 'best': 'good:PLUGIN'}\n")
+    (folder / "_parts.py").write_text("OTHER = 'other'\n")
     (folder / "good.py").write_text("PLUGIN = 'good'\n")
     (folder / "broken.py").write_text("import a_package_that_nobody_has\n")
     (folder / "_shared.py").write_text("raise RuntimeError\n")
@@ -44,7 +47,22 @@ def folder_of_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_broken_plugin_does_not_affect_others(folder_of_plugins: str) -> None:
-    assert plugins.names(folder_of_plugins) == ["broken", "good"]
+    assert plugins.names(folder_of_plugins) == ["best", "broken", "good", "other"]
     assert plugins.load(folder_of_plugins, "good") == "good"
     with pytest.raises(ModuleNotFoundError, match="a_package_that_nobody_has"):
         plugins.load(folder_of_plugins, "broken")
+
+
+def test_aliases_load_from_other_files(folder_of_plugins: str) -> None:
+    assert plugins.load(folder_of_plugins, "best") == "good"
+    assert plugins.load(folder_of_plugins, "other") == "other"
+    with pytest.raises(ValueError, match="there are best, broken, good, other"):
+        plugins.load(folder_of_plugins, "_parts")
+
+
+def test_aliases_name_classes_that_exist_and_hide_no_file() -> None:
+    for folder in ("media",):
+        package = importlib.import_module(f"aioengine.{folder}")
+        files = {file.name for file in pkgutil.iter_modules(package.__path__)}
+        assert not files & package.ALIASES.keys()
+        assert all(isinstance(plugins.load(folder, name), type) for name in package.ALIASES)
