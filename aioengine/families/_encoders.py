@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping  # noqa: TC003  # for the fields of Structs
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from msgspec import Struct
 
-from aioengine.families._config import (
-    Labels,
-    RopeConfig,
-    Task,
-    TransformerConfig,
-    check_sizes,
-    not_implemented,
-    task_of,
-)
+from aioengine.families._config import Labels, Task, TransformerConfig, task_of
+from aioengine.families._fields import check_sizes, decode_config, not_implemented
+from aioengine.families._rope_config import RopeConfig
 
 Gelu = Literal["none", "tanh"]
 """How GELU is approximated."""
@@ -106,6 +100,15 @@ class EncoderFamily(Labels, frozen=True, kw_only=True):
                 "num_attention_heads", self.num_attention_heads, f"a divisor of {self.hidden_size}, with even heads"
             )
 
+    @classmethod
+    def read(cls, config: Mapping[str, object]) -> EncoderConfig:
+        """The encoder that config.json describes. Raises ValueError for a value that is not implemented."""
+        return decode_config(config, cls).encoder()
+
+    def encoder(self) -> EncoderConfig:
+        """The encoder that these fields describe."""
+        raise NotImplementedError
+
     @property
     def head_size(self) -> int:
         return self.hidden_size // self.num_attention_heads
@@ -113,60 +116,3 @@ class EncoderFamily(Labels, frozen=True, kw_only=True):
     @property
     def task(self) -> Task:
         return task_of(self.architectures, self.tasks)
-
-
-class BertFamily(EncoderFamily, frozen=True, kw_only=True):
-    """BERT, RoBERTa and XLM-R."""
-
-    hidden_act: Literal["gelu", "gelu_new", "gelu_pytorch_tanh"] = "gelu"
-    layer_norm_eps: float = 1e-12
-    type_vocab_size: int = 2
-    pad_token_id: int = 0
-    position_embedding_type: Literal["absolute"] = "absolute"
-    is_decoder: Literal[False] = False
-
-
-def bert_config(found: BertFamily, *, name: str, position_offset: int, head: HeadConfig) -> EncoderConfig:
-    """The encoder of a ``found`` config.json. ``name``: of the base model in the checkpoint.
-
-    Raises:
-        ValueError: there are no positions but the padding's.
-    """
-    outer, inner = found.hidden_size, found.intermediate_size
-    num_positions = found.max_position_embeddings - position_offset
-    if num_positions < 1:
-        not_implemented("max_position_embeddings", found.max_position_embeddings, f"more than {position_offset}")
-    is_classifier = found.task is Task.CLASSIFY
-    return EncoderConfig(
-        task=found.task,
-        vocab_size=found.vocab_size,
-        hidden_size=outer,
-        intermediate_size=inner,
-        num_layers=found.num_hidden_layers,
-        num_heads=found.num_attention_heads,
-        num_kv_heads=found.num_attention_heads,
-        head_size=found.head_size,
-        epsilon=found.layer_norm_eps,
-        max_position_embeddings=num_positions,
-        num_labels=found.num_scores if is_classifier else 0,
-        prefix=f"{name}.",
-        gelu=GELU[found.hidden_act],
-        position_offset=position_offset,
-        embeddings={
-            "embeddings.word_embeddings": found.vocab_size,
-            "embeddings.position_embeddings": found.max_position_embeddings,
-            "embeddings.token_type_embeddings": found.type_vocab_size,
-        },
-        norms=("embeddings.LayerNorm",),
-        blocks="encoder.layer",
-        linears=(
-            *(LinearShape(f"attention.self.{part}", outer, outer, True) for part in ("query", "key", "value")),
-            LinearShape("attention.output.dense", outer, outer, True),
-            LinearShape("intermediate.dense", inner, outer, True),
-            LinearShape("output.dense", outer, inner, True),
-        ),
-        block_norms=("attention.output.LayerNorm", "output.LayerNorm"),
-        head=head if is_classifier else None,
-        # of a model of masked words; and the pooler, which only BERT's classifier reads
-        ignored=("cls.", "lm_head.", *(() if is_classifier and name == "bert" else (f"{name}.pooler.",))),
-    )

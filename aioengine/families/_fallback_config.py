@@ -10,16 +10,9 @@ from typing import TYPE_CHECKING, Final, cast
 import msgspec
 
 from aioengine import plugins
-from aioengine.families._config import (
-    FamilyConfig,
-    Labels,
-    RopeConfig,
-    Task,
-    TransformerConfig,
-    check_sizes,
-    not_implemented,
-    task_of,
-)
+from aioengine.families._config import DecoderFamily, Labels, Task, TransformerConfig, task_of
+from aioengine.families._fields import check_sizes, not_implemented
+from aioengine.families._rope_config import RopeConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,7 +37,7 @@ _NAMES: Final = {
 """The name of a size in most files -> all names of it, the usual one first."""
 
 
-_TASKS: Final = {"LMHeadModel": Task.GENERATE, **FamilyConfig.tasks}
+_TASKS: Final = {"LMHeadModel": Task.GENERATE, **DecoderFamily.tasks}
 """The end of an architecture's name -> its task; the first that fits counts."""
 
 _NO_LINEAR: Final = frozenset(

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from aioengine.families._block_config import AttentionConfig, LatentConfig
-from aioengine.families._config import FamilyConfig, RopeConfig, not_implemented
+from aioengine.families._config import DecoderConfig, DecoderFamily
+from aioengine.families._fields import not_implemented
+from aioengine.families._rope_config import RopeConfig
 
-if TYPE_CHECKING:
-    from aioengine.families._config import DecoderConfig
 
-
-class LatentFamily(FamilyConfig, frozen=True, kw_only=True):
+class LatentFamily(DecoderFamily, frozen=True, kw_only=True):
     """``rope_interleave``: the rotation pairs neighbours."""
 
     kv_lora_rank: int = 512
@@ -48,12 +46,16 @@ class LatentFamily(FamilyConfig, frozen=True, kw_only=True):
         """Of a head; null stands for the share of a head in the stream."""
         return self.hidden_size // self.num_attention_heads if self.v_head_dim is None else self.v_head_dim
 
-    def latent_decoder(self, rope: RopeConfig) -> DecoderConfig:
-        """As ``decoder``, with latent attention."""
+    @property
+    def rotated_size(self) -> int:
+        return self.qk_rope_head_dim
+
+    def decoder(self) -> DecoderConfig:
+        decoder = super().decoder()
         attention = AttentionConfig(
             qkv_bias=self.attention_bias,
             output_bias=self.attention_bias,
-            scale=self._scale(rope),
+            scale=self._scale(decoder.rope),
             is_interleaved=self.rope_interleave,
             latent=LatentConfig(
                 rank=self.kv_lora_rank,
@@ -63,9 +65,7 @@ class LatentFamily(FamilyConfig, frozen=True, kw_only=True):
                 value_size=self.value_size,
             ),
         )
-        rope.check_head(self.qk_rope_head_dim)
-        decoder = self.decoder(RopeConfig())
-        return replace(decoder, num_kv_heads=1, rope=rope, rope_size=self.qk_rope_head_dim, attention=attention)
+        return replace(decoder, num_kv_heads=1, rope_size=self.qk_rope_head_dim, attention=attention)
 
     def _scale(self, rope: RopeConfig) -> float:
         """Of the dot products: 1 / sqrt(size of a query head), times what ``mscale_all_dim`` adds for long contexts."""

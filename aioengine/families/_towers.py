@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from aioengine.families._config import not_implemented
+from aioengine.families._fields import not_implemented
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -6,18 +6,16 @@ of config.json. Here is what the text model and everything around it needs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Final
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Final
 
 import msgspec
 
 from aioengine import plugins
-from aioengine.families._config import DecoderConfig, Task, not_implemented, task_of
+from aioengine.families._config import DecoderConfig, DecoderFamily, Task, task_of
+from aioengine.families._fields import decode_config, not_implemented
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-TASKS: Final = {"ForConditionalGeneration": Task.GENERATE, "Model": Task.EMBED}
-"""As ``FamilyConfig.tasks``."""
+ImageToken = Annotated[int, msgspec.Meta(ge=0)]
 
 TEXT_DEFAULTS: Final[Mapping[str, Mapping[str, object]]] = {
     "llama": {
@@ -72,48 +70,66 @@ class VisionFamily(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         text_types: model types of text models that are implemented. tower_types: those of vision towers.
         text_family: the family of the text model; "": that of its type. text_defaults: fields that files may leave out.
+        towers, renamed: as in ``VisionConfig``.
     """
 
     text_types: ClassVar[tuple[str, ...]] = ()
     tower_types: ClassVar[tuple[str, ...]] = ()
     text_family: ClassVar[str] = ""
     text_defaults: ClassVar[dict[str, object]] = {}
+    towers: ClassVar[tuple[str, ...]] = ("vision_tower.", "multi_modal_projector.")
+    renamed: ClassVar[tuple[tuple[str, str], ...]] = ()
+    tasks: ClassVar[Mapping[str, Task]] = {"ForConditionalGeneration": Task.GENERATE, "Model": Task.EMBED}
 
     architectures: list[str] | None = None
     text_config: dict[str, object] = {}
     vision_config: Tower = Tower()
+    image_token_id: ImageToken | None = None
     tie_word_embeddings: bool | None = None
 
     def __post_init__(self) -> None:
         if self.vision_config.model_type not in self.tower_types:
             not_implemented("vision_config.model_type", self.vision_config.model_type, ", ".join(self.tower_types))
 
-    def text(self, raw: Mapping[str, object]) -> DecoderConfig:
-        """The decoder that ``text_config`` describes. ``raw``: config.json, which may say whether the head is tied."""
+    @classmethod
+    def read(cls, config: Mapping[str, object]) -> DecoderConfig:
+        """The text model that config.json describes. Raises ValueError for a value that is not implemented."""
+        return decode_config(config, cls).decoder()
+
+    @property
+    def placeholder_id(self) -> int | None:
+        """The token that stands for an image in prompts."""
+        return self.image_token_id
+
+    def text(self) -> DecoderConfig:
+        """The decoder that ``text_config`` describes."""
         model_type = self.text_config.get("model_type", self.text_types[0])
         if not isinstance(model_type, str) or model_type not in self.text_types:
             not_implemented("text_config.model_type", model_type, ", ".join(self.text_types))
-        is_embedder = task_of(self.architectures, TASKS) is Task.EMBED
+        is_embedder = task_of(self.architectures, self.tasks) is Task.EMBED
         defaults = {**TEXT_DEFAULTS.get(model_type, {}), **self.text_defaults}
         fields = {**defaults, **self.text_config, "model_type": model_type}
         fields["architectures"] = ["Model"] if is_embedder else None
-        if raw.get("tie_word_embeddings"):
+        if self.tie_word_embeddings:
             fields["tie_word_embeddings"] = True
-        if raw.get("quantization_config") is not None:
-            fields["quantization_config"] = raw["quantization_config"]
-        found: DecoderConfig = plugins.load("families", self.text_family or model_type)(fields)
-        return found
+        family: type[DecoderFamily] = plugins.load("families", self.text_family or model_type)
+        return family.read(fields)
 
+    def decoder(self) -> DecoderConfig:
+        """The text model with what ``VisionConfig`` adds."""
+        return self.with_images(self.text())
 
-def vision_config_of(text: DecoderConfig, **fields: object) -> VisionConfig:
-    """The text model with what ``VisionConfig`` adds.
+    def with_images(self, text: DecoderConfig, **fields: object) -> VisionConfig:
+        """The text model with what ``VisionConfig`` adds; ``fields``: those that have other values than by default.
 
-    Raises:
-        ValueError: the placeholder is not in the vocabulary.
-    """
-    if text.short_length:
-        not_implemented("rope_parameters.rope_type", "longrope", "other types, in a model that reads images")
-    found = msgspec.convert({**msgspec.structs.asdict(text), **fields}, VisionConfig)
-    if not 0 <= found.image_token_id < found.vocab_size:
-        not_implemented("image_token_id", found.image_token_id, f"an id below the vocabulary of {found.vocab_size}")
-    return found
+        Raises:
+            ValueError: the placeholder is not in the vocabulary.
+        """
+        if text.short_length:
+            not_implemented("rope_parameters.rope_type", "longrope", "other types, in a model that reads images")
+        own = {"image_token_id": self.placeholder_id, "towers": self.towers, "renamed": self.renamed, **fields}
+        config = msgspec.convert({**msgspec.structs.asdict(text), **own}, VisionConfig)
+        if not 0 <= config.image_token_id < config.vocab_size:
+            limit = f"an id below the vocabulary of {config.vocab_size}"
+            not_implemented("image_token_id", config.image_token_id, limit)
+        return config

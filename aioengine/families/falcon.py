@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 from msgspec.structs import replace
 
 from aioengine.families._block_config import AttentionConfig, BlockConfig, NormConfig, TensorNames
-from aioengine.families._config import FamilyConfig, decode_config, not_implemented
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from aioengine.families._config import DecoderConfig
+from aioengine.families._config import DecoderConfig, DecoderFamily
+from aioengine.families._fields import not_implemented
 
 
-class Config(FamilyConfig, frozen=True, kw_only=True):
+class FalconFamily(DecoderFamily, frozen=True, kw_only=True):
     hidden_act: str = msgspec.field(default="gelu", name="activation")
     rms_norm_eps: float = msgspec.field(default=1e-5, name="layer_norm_epsilon")
     num_key_value_heads: int | None = msgspec.field(default=None, name="num_kv_heads")
@@ -34,6 +31,13 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
         if self.new_decoder_architecture and not self.is_parallel:
             not_implemented("parallel_attn", self.is_parallel, "true with new_decoder_architecture")
 
+    @classmethod
+    def read(cls, config: Mapping[str, object]) -> DecoderConfig:
+        size, inner = config.get("n_embed", config.get("hidden_size")), config.get("ffn_hidden_size")
+        if inner is None and isinstance(size, int):
+            inner = 4 * size
+        return super().read({**config, "hidden_size": size, "ffn_hidden_size": inner})
+
     @property
     def num_kv_heads(self) -> int:
         if self.new_decoder_architecture:
@@ -50,32 +54,19 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
             )
         return BlockConfig(attention="self_attention.", mlp_norm="", is_parallel=True)
 
-
-def read(config: Mapping[str, object]) -> DecoderConfig:
-    found = decode_config(_with_sizes(config), Config)
-    decoder, bias = found.decoder(found.rope(config)), bool(found.bias)
-    return replace(
-        decoder,
-        names=TensorNames(embedding="transformer.word_embeddings", layers="transformer.h", norm="transformer.ln_f"),
-        prefix="transformer.",
-        norm=NormConfig(kind="layer", has_bias=True),
-        block=found.block(),
-        attention=AttentionConfig(
-            qkv=("query_key_value",), is_grouped=True, output="dense", qkv_bias=bias, output_bias=bias
-        ),
-        mlp=replace(decoder.mlp, first=("dense_h_to_4h",), second="dense_4h_to_h", is_gated=False, has_bias=bias),
-    )
+    def decoder(self) -> DecoderConfig:
+        decoder, bias = super().decoder(), bool(self.bias)
+        return replace(
+            decoder,
+            names=TensorNames(embedding="transformer.word_embeddings", layers="transformer.h", norm="transformer.ln_f"),
+            prefix="transformer.",
+            norm=NormConfig(kind="layer", has_bias=True),
+            block=self.block(),
+            attention=AttentionConfig(
+                qkv=("query_key_value",), is_grouped=True, output="dense", qkv_bias=bias, output_bias=bias
+            ),
+            mlp=replace(decoder.mlp, first=("dense_h_to_4h",), second="dense_4h_to_h", is_gated=False, has_bias=bias),
+        )
 
 
-def _with_sizes(raw: Mapping[str, object]) -> dict[str, object]:
-    """config.json with what is computed of other sizes where it is not there."""
-    size = raw.get("n_embed", raw.get("hidden_size"))
-    inner = raw.get("ffn_hidden_size")
-    return {
-        **raw,
-        "hidden_size": size,
-        "ffn_hidden_size": 4 * size if inner is None and isinstance(size, int) else inner,
-    }
-
-
-PLUGIN = read
+PLUGIN = FalconFamily

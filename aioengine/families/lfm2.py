@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import msgspec
 from msgspec.structs import replace
@@ -15,15 +15,11 @@ from aioengine.families._block_config import (
     ShortConvConfig,
     TensorNames,
 )
-from aioengine.families._config import FamilyConfig, check_factor, decode_config, not_implemented
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from aioengine.families._config import DecoderConfig
+from aioengine.families._config import DecoderConfig, DecoderFamily
+from aioengine.families._fields import check_factor, not_implemented
 
 
-class Config(FamilyConfig, frozen=True, kw_only=True):
+class Lfm2Family(DecoderFamily, frozen=True, kw_only=True):
     default_theta: ClassVar[float] = 1e6
 
     intermediate_size: int = 12_288
@@ -73,21 +69,19 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
             return size
         return -(-int(self.block_ffn_dim_multiplier * size) // self.block_multiple_of) * self.block_multiple_of
 
-
-def read(config: Mapping[str, object]) -> DecoderConfig:
-    found = decode_config(config, Config)
-    decoder = found.decoder(found.rope(config))
-    return replace(
-        decoder,
-        intermediate_size=found.inner_size,
-        tied=decoder.tied if found.tie_embedding is None else found.tie_embedding,
-        names=TensorNames(norm="model.embedding_norm"),
-        block=BlockConfig(mlp="feed_forward.", attention_norm="operator_norm", mlp_norm="ffn_norm"),
-        attention=AttentionConfig(output="out_proj", head_norm=HeadNorm(names=("q_layernorm", "k_layernorm"))),
-        mlp=MlpConfig(first=("w1", "w3"), second="w2"),
-        short_conv=ShortConvConfig(layers=found.conv_layers, width=found.conv_width, has_bias=found.conv_bias),
-        keeps_states=True,
-    )
+    def decoder(self) -> DecoderConfig:
+        decoder = super().decoder()
+        return replace(
+            decoder,
+            intermediate_size=self.inner_size,
+            tied=decoder.tied if self.tie_embedding is None else self.tie_embedding,
+            names=TensorNames(norm="model.embedding_norm"),
+            block=BlockConfig(mlp="feed_forward.", attention_norm="operator_norm", mlp_norm="ffn_norm"),
+            attention=AttentionConfig(output="out_proj", head_norm=HeadNorm(names=("q_layernorm", "k_layernorm"))),
+            mlp=MlpConfig(first=("w1", "w3"), second="w2"),
+            short_conv=ShortConvConfig(layers=self.conv_layers, width=self.conv_width, has_bias=self.conv_bias),
+            keeps_states=True,
+        )
 
 
-PLUGIN = read
+PLUGIN = Lfm2Family

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from aioengine.families._config import RopeConfig, not_implemented
+from aioengine.families._fields import not_implemented
+from aioengine.families._rope_config import RopeConfig
 
 if TYPE_CHECKING:
     from torch import Tensor

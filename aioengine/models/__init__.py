@@ -50,7 +50,7 @@ def build(config: Mapping[str, object], options: ModelOptions) -> Model:
     if name in plugins.names("models"):
         model_class: ModelClass = plugins.load("models", name)
         return model_class(config, options)
-    found: DecoderConfig | EncoderConfig = plugins.load("families", name)(config)
+    found: DecoderConfig | EncoderConfig = plugins.load("families", name).read(config)
     if isinstance(found, EncoderConfig):
         return Encoder(found, options)
     return Decoder(found, options) if found.stateful is None else HybridDecoder(found, options)

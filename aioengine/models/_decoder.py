@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import StepAttention
-    from aioengine.families._config import DecoderConfig, RopeConfig
+    from aioengine.families._config import DecoderConfig
+    from aioengine.families._rope_config import RopeConfig
     from aioengine.kernels.linear import Matmul
     from aioengine.layers.adapters import AdapterRows
     from aioengine.layers.norm import Norm

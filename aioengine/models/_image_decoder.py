@@ -36,7 +36,7 @@ class ImageDecoder(Decoder):
 
     def __init__(self, raw: Mapping[str, object], options: ModelOptions) -> None:
         """raw: config.json, which the family of its ``model_type`` reads."""
-        config: VisionConfig = plugins.load("families", plugins.file_name(str(raw["model_type"])))(raw)
+        config: VisionConfig = plugins.load("families", plugins.file_name(str(raw["model_type"]))).read(raw)
         super().__init__(config, options)
         self.input_spec = InputSpec(embeddings=True, position_axes=config.num_axes)
         self.image_token_id = config.image_token_id

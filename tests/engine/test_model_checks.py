@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from aioengine import AsyncEngine, Engine
-from aioengine.families import mistral
 from aioengine.families._tensors import tensor_shapes
+from aioengine.families.mistral import MistralFamily
 from aioengine.model_files.model_folder import DEMO_MODEL
 from tests.kit.source import ROOT
 from tests.kit.waiting import wait_until
@@ -41,7 +41,7 @@ Break = Callable[[Path], object]
 
 
 def shapes(**changes: object) -> Shapes:
-    return tensor_shapes(mistral.read(CONFIG | changes))
+    return tensor_shapes(MistralFamily.read(CONFIG | changes))
 
 
 def save_weights(path: Path, tensors: Shapes, *, dtype: str = "F32") -> None:

@@ -7,43 +7,37 @@ The models of a row and its notes are written by hand in the page; a new family 
 
 from __future__ import annotations
 
-import ast
-import importlib
+import sys
+from typing import Any
 
 from aioengine import plugins
-from aioengine.families._config import FamilyConfig, Task
-from aioengine.families._encoders import EncoderFamily
-from aioengine.families._vision import TASKS, VisionFamily
+from aioengine.families._config import Task
 from aioengine.model_files import gguf_model
 from tests.kit.source import ROOT
 
 PAGE = ROOT / "examples" / "guides" / "models.md"
 HEAD = ("`model_type`", "models", "gives", "takes", "adapters", "GGUF", "notes")
-GIVEN = {Task.GENERATE: "text", Task.EMBED: "vectors", Task.CLASSIFY: "scores"}
+OUTPUTS = {Task.GENERATE: "text", Task.EMBED: "vectors", Task.CLASSIFY: "scores"}
 
 
 def families() -> list[str]:
-    """Every ``model_type`` that has a file."""
+    """Every ``model_type`` that has a family."""
     return [name.replace("xlm_roberta", "xlm-roberta") for name in plugins.names("families")]
+
+
+def family(model_type: str) -> Any:
+    """The class that reads config.json of this type."""
+    return plugins.load("families", plugins.file_name(model_type))
 
 
 def facts(model_type: str) -> tuple[str, ...]:
     """The cells of the code: what such models give and take, and whether adapters and GGUF files work."""
     name = plugins.file_name(model_type)
-    module = importlib.import_module(plugins.load("families", name).__module__)
-    classes = [found for found in vars(module).values() if isinstance(found, type)]
-    tasks: set[Task] = set().union(*(_tasks(found) for found in classes))
-    given = ", ".join(words for task, words in GIVEN.items() if task in tasks)
+    tasks = set(family(model_type).tasks.values())
+    outputs = ", ".join(words for task, words in OUTPUTS.items() if task in tasks)
     takes = "text, images" if name in plugins.names("media") else "text"
     is_decoder = Task.GENERATE in tasks
-    return given, takes, "yes" if is_decoder else "", "yes" if model_type in gguf_model.ARCHITECTURES else ""
-
-
-def _tasks(found: type) -> set[Task]:
-    """Of a class that reads config.json."""
-    if issubclass(found, VisionFamily):
-        return set(TASKS.values())
-    return set(found.tasks.values()) if issubclass(found, FamilyConfig | EncoderFamily) else set()
+    return outputs, takes, "yes" if is_decoder else "", "yes" if model_type in gguf_model.ARCHITECTURES else ""
 
 
 def rows(page: str) -> dict[str, list[str]]:
@@ -55,8 +49,7 @@ def rows(page: str) -> dict[str, list[str]]:
 
 def words_of_file(model_type: str) -> tuple[str, str]:
     """The names of the models, and what is particular about them, from the first line of the family's file."""
-    file = ROOT / "aioengine" / "families" / f"{plugins.file_name(model_type)}.py"
-    first = (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
+    first = (sys.modules[family(model_type).__module__].__doc__ or "").partition("\n")[0]
     models, _, notes = first.rstrip(".").partition(": ")
     return models, notes
 

@@ -61,7 +61,7 @@ def test_aliases_load_from_other_files(folder_of_plugins: str) -> None:
 
 
 def test_aliases_name_classes_that_exist_and_hide_no_file() -> None:
-    for folder in ("media",):
+    for folder in ("families", "media"):
         package = importlib.import_module(f"aioengine.{folder}")
         files = {file.name for file in pkgutil.iter_modules(package.__path__)}
         assert not files & package.ALIASES.keys()

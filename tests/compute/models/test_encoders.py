@@ -20,7 +20,7 @@ from transformers import (
 
 from aioengine import models
 from aioengine.attention.packed import PackedAttention
-from aioengine.families import modernbert
+from aioengine.families.modernbert import ModernBertFamily
 from aioengine.models._base import ModelInputs
 from tests.compute.stepping import make_batch, options
 from tests.kit.tiny_sizes import SIZES
@@ -151,8 +151,8 @@ def test_the_scaling_in_older_files_of_modernbert_is_that_of_all_layers() -> Non
     scaling = {"rope_type": "linear", "factor": 2.0}
     config = ModernBertConfig(**{**ENCODER, **SPECIAL, "rope_scaling": {**scaling}})
     older = {**config.to_dict(), "rope_parameters": None, "rope_scaling": scaling}
-    assert modernbert.read(older) == modernbert.read(config.to_dict())
-    assert [rope.factor for rope in modernbert.read(older).ropes] == [2.0, 2.0]
+    assert ModernBertFamily.read(older) == ModernBertFamily.read(config.to_dict())
+    assert [rope.factor for rope in ModernBertFamily.read(older).ropes] == [2.0, 2.0]
 
 
 def test_only_the_tokens_that_are_pooled_go_through_the_last_mlp() -> None:

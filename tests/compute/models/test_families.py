@@ -12,8 +12,9 @@ import torch
 from aioengine import models
 from aioengine.attention.packed import PackedAttention
 from aioengine.config import ModelConfig
-from aioengine.families import phi3
-from aioengine.families._config import RopeConfig, as_embedder
+from aioengine.families._config import as_embedder
+from aioengine.families._rope_config import RopeConfig
+from aioengine.families.phi3 import Phi3Family
 from aioengine.layers.rope import RotaryEmbedding
 from aioengine.model_files.model_folder import find_facts
 from aioengine.runner import weights
@@ -123,7 +124,7 @@ def test_longrope_is_chosen_by_the_length_of_the_request(max_positions: int) -> 
 
 def test_longrope_without_its_table() -> None:
     config = config_of("phi3 longrope")
-    rope = phi3.read(config.to_dict()).rope
+    rope = Phi3Family.read(config.to_dict()).rope
     short, long = (
         RotaryEmbedding(
             rope,
@@ -146,8 +147,8 @@ def test_older_names_of_longrope(name: str) -> None:
     raw = config.to_dict()
     scaling = {**raw.pop("rope_parameters"), "type": name}
     del scaling["rope_type"], scaling["original_max_position_embeddings"]
-    older = phi3.read({**raw, "rope_scaling": scaling, "rope_theta": scaling.pop("rope_theta")})
-    assert older == phi3.read(config.to_dict())
+    older = Phi3Family.read({**raw, "rope_scaling": scaling, "rope_theta": scaling.pop("rope_theta")})
+    assert older == Phi3Family.read(config.to_dict())
 
 
 def test_older_configs_name_the_scaling_in_rope_scaling() -> None:

@@ -172,7 +172,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(case: str) -> None:
 @pytest.mark.parametrize("case", [*CASES, *OTHERS])
 def test_sizes_of_weights_pages_and_states_are_known_from_the_config(case: str) -> None:
     config = make_config(**CASES[case]) if case in CASES else OTHERS[case]()
-    read = plugins.load("families", config.model_type)(config.to_dict() | {"architectures": ["AnyForCausalLM"]})
+    read = plugins.load("families", config.model_type).read(config.to_dict() | {"architectures": ["AnyForCausalLM"]})
     _, model = pair(config, max_positions=128)
     model.open_for_loading()
     assert num_parameters(read) == sum(target.tensor.numel() for target in model.weights().values())
@@ -419,7 +419,7 @@ def test_a_granite_4_with_attention_in_all_layers_is_a_decoder_without_states() 
     token_ids = torch.randint(0, 96, (NUM_TOKENS,))
     expected = theirs(token_ids.unsqueeze(0)).logits[0]
     torch.testing.assert_close(Stepper(ours).run(token_ids.tolist(), [9]), expected, atol=3e-5, rtol=1e-5)
-    read = plugins.load("families", "granitemoehybrid")
+    read = plugins.load("families", "granitemoehybrid").read
     assert read({**config.to_dict(), "mamba_n_heads": 7}) == read(config.to_dict())
 
 
@@ -427,10 +427,10 @@ def test_a_granite_4_with_attention_in_all_layers_is_a_decoder_without_states() 
 def test_other_activations_are_refused_by_name(make: Callable[..., PreTrainedConfig]) -> None:
     config = make(hidden_act="gelu").to_dict()
     with pytest.raises(ValueError, match="hidden_act"):
-        plugins.load("families", config["model_type"])(config)
+        plugins.load("families", config["model_type"]).read(config)
 
 
 def test_a_size_of_zero_is_refused_by_name() -> None:
     raw = {**make_lfm2().to_dict(), "block_ff_dim": 0}
     with pytest.raises(ValueError, match="block_ff_dim 0 is not implemented"):
-        plugins.load("families", "lfm2")(raw)
+        plugins.load("families", "lfm2").read(raw)

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModel
 from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
 
-from aioengine.families._config import RopeConfig
+from aioengine.families._rope_config import RopeConfig
 from aioengine.layers.rope import RotaryEmbedding
 from aioengine.models._qwen_tower import patch_places, windows_of
 from aioengine.protocol.messages import Media

@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from aioengine import models, plugins
-from aioengine.families import youtu
 from aioengine.families._tensors import is_ignored, tensor_shapes
+from aioengine.families.youtu import YoutuFamily
 from aioengine.models import _decoder
 from aioengine.runner import weights
 from aioengine.runner.device_memory import kv_bytes_per_token
@@ -152,7 +152,7 @@ def test_one_vector_a_token_is_kept(tmp_path: Path) -> None:
     assert kv_bytes_per_token(ours.attention_shape, torch.float32) == 3 * (24 + 8) * 4
     raw = {**YoutuConfig(**SIZES).to_dict(), "architectures": ["YoutuForCausalLM"]}
     ours.open_for_loading()
-    assert {name: target.shape for name, target in ours.weights().items()} == tensor_shapes(youtu.read(raw))
+    assert {name: target.shape for name, target in ours.weights().items()} == tensor_shapes(YoutuFamily.read(raw))
 
 
 def test_weights_loaded_anew(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def raw_config(model_type: str, **fields: object) -> dict[str, object]:
     [(model_type, field, value) for model_type, refused in REFUSED.items() for field, value in refused],
 )
 def test_value_that_is_not_implemented_is_refused_by_name(model_type: str, field: str, value: object) -> None:
-    read = plugins.load("families", model_type)
+    read = plugins.load("families", model_type).read
     read(raw_config(model_type))
     with pytest.raises(ValueError, match=field):
         read(raw_config(model_type, **{field: value}))
@@ -223,17 +223,17 @@ def test_value_that_is_not_implemented_is_refused_by_name(model_type: str, field
 
 def test_groups_of_one_expert_are_refused() -> None:
     with pytest.raises(ValueError, match="n_group 8 is not implemented; what works: at most 4"):
-        plugins.load("families", "deepseek_v3")(raw_config("deepseek_v3", n_group=8, topk_group=3))
+        plugins.load("families", "deepseek_v3").read(raw_config("deepseek_v3", n_group=8, topk_group=3))
 
 
 def test_layers_for_further_tokens_are_ignored_and_others_are_not() -> None:
     raw = raw_config("deepseek_v3", num_nextn_predict_layers=1)
     for model_type in ("deepseek_v3", "kimi_k2"):
-        config = plugins.load("families", model_type)(raw)
+        config = plugins.load("families", model_type).read(raw)
         assert is_ignored(config, "model.layers.3.eh_proj.weight")
         assert is_ignored(config, "model.layers.3.mlp.experts.0.up_proj.weight")
         assert not is_ignored(config, "model.layers.30.mlp.experts.0.up_proj.weight")
         assert not is_ignored(config, "model.layers.2.eh_proj.weight")
         assert models.build({**raw, "model_type": model_type}, options()).is_ignored("model.layers.3.norm.weight")
-    without = plugins.load("families", "deepseek_v3")({**raw, "num_nextn_predict_layers": 0})
+    without = plugins.load("families", "deepseek_v3").read({**raw, "num_nextn_predict_layers": 0})
     assert not is_ignored(without, "model.layers.3.eh_proj.weight")

@@ -105,7 +105,7 @@ def test_the_tensors_that_folders_are_checked_for_are_those_that_models_load(cas
     config["architectures"] = [f"Any{end}"]
     model = models.build(config, options())
     assert isinstance(model, Decoder)
-    decoder = plugins.load("families", config["model_type"])(config)
+    decoder = plugins.load("families", config["model_type"]).read(config)
     assert tensor_shapes(decoder) == {name: target.shape for name, target in model.weights().items()}
     for name in ("lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq", "model.norm.weight"):
         assert is_ignored(decoder, name) == model.is_ignored(name)
@@ -127,7 +127,7 @@ def test_the_tensors_that_folders_are_checked_for_are_those_that_models_load(cas
 
 @pytest.mark.parametrize("name", ["gemma-2-2b-it", "DeepSeek-V2-Lite"])
 def test_of_experts_those_are_active_that_a_token_goes_through(name: str) -> None:
-    config = plugins.load("families", HUB[name]["model_type"])(HUB[name])
+    config = plugins.load("families", HUB[name]["model_type"]).read(HUB[name])
     numbers = {name: math.prod(shape) for name, shape in tensor_shapes(config).items()}
     top_k = HUB[name].get("num_experts_per_tok", 0)
     idle = [count for name, count in numbers.items() if (found := EXPERT.search(name)) and int(found[1]) >= top_k]
@@ -138,7 +138,7 @@ def test_of_experts_those_are_active_that_a_token_goes_through(name: str) -> Non
 @pytest.mark.parametrize("name", HUB)
 def test_files_on_the_hub_are_read_as_those_that_transformers_makes_of_them(name: str) -> None:
     raw = HUB[name]
-    read = plugins.load("families", raw["model_type"])
+    read = plugins.load("families", raw["model_type"]).read
     assert read(raw) == read(AutoConfig.for_model(**raw).to_dict())
 
 
@@ -146,12 +146,12 @@ def test_files_on_the_hub_are_read_as_those_that_transformers_makes_of_them(name
 def test_a_rotation_that_files_leave_out_is_that_of_transformers(model_type: str) -> None:
     config = decoders.config_of(decoders.ONE_OF_EACH[model_type]) if model_type != "mixtral" else MixtralConfig(**SIZES)
     raw = {name: value for name, value in config.to_dict().items() if name != "rope_parameters"}
-    read = plugins.load("families", model_type)
+    read = plugins.load("families", model_type).read
     assert read(raw) == read(AutoConfig.for_model(**raw).to_dict())
 
 
 def test_the_context_of_gemma3_has_its_scaling_already() -> None:
-    decoder = plugins.load("families", "gemma3_text")(HUB["gemma-3-12b-it, its text_config"])
+    decoder = plugins.load("families", "gemma3_text").read(HUB["gemma-3-12b-it, its text_config"])
     assert [rope.rope_type for rope in decoder.layer_ropes] == ["default"] * 5 + ["linear"]
     assert _context_length(decoder, Path()) == decoder.max_position_embeddings == 131_072
 
@@ -201,14 +201,14 @@ def test_values_of_other_decoders_are_refused_by_name(model_type: str, fields: d
 @pytest.mark.parametrize("model_type", ["gpt2", "gptj", "gpt_neox", "opt"])
 def test_a_number_of_key_heads_that_transformers_does_not_read_is_not_read(model_type: str) -> None:
     raw = decoders.config_of(decoders.ONE_OF_EACH[model_type]).to_dict()
-    read = plugins.load("families", model_type)
+    read = plugins.load("families", model_type).read
     assert read({**raw, "num_key_value_heads": 1}) == read(raw)
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "gpt_bigcode", "gptj", "opt"])
 def test_a_size_of_heads_that_transformers_does_not_read_is_not_read(model_type: str) -> None:
     raw = decoders.config_of(decoders.ONE_OF_EACH[model_type]).to_dict()
-    read = plugins.load("families", model_type)
+    read = plugins.load("families", model_type).read
     assert read({**raw, "head_dim": 12}) == read(raw)
 
 
@@ -247,7 +247,7 @@ def test_unknown_model_names_those_that_work() -> None:
 def test_scores_of_a_classifier(fields: dict[str, object], expected: int) -> None:
     config = config_of("llama", architectures=["LlamaForSequenceClassification"])
     del config["id2label"]
-    assert plugins.load("families", "llama")({**config, **fields}).num_labels == expected
+    assert plugins.load("families", "llama").read({**config, **fields}).num_labels == expected
 
 
 def test_a_model_with_another_head_is_refused() -> None:
@@ -278,7 +278,7 @@ HUB_QWEN = {
 
 def test_older_files_of_qwen_have_the_text_model_beside_the_tower() -> None:
     raw = {"model_type": "qwen2_5_vl", **HUB_QWEN, "vision_config": {"hidden_size": 1280}}
-    found = plugins.load("families", "qwen2_5_vl")(raw)
+    found = plugins.load("families", "qwen2_5_vl").read(raw)
     assert found.rope.mrope_section == (8, 12, 12)
     assert found.rope.rope_type == "default"
     assert (found.hidden_size, found.tied, found.num_axes, found.image_token_id) == (64, False, 3, 151_655)
@@ -286,7 +286,7 @@ def test_older_files_of_qwen_have_the_text_model_beside_the_tower() -> None:
 
 def test_fields_that_files_of_llava_leave_out_have_the_values_of_transformers() -> None:
     raw = {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}, "image_token_index": 31_999}
-    found = plugins.load("families", "llava")(raw)
+    found = plugins.load("families", "llava").read(raw)
     wanted = LlamaConfig()
     assert (found.hidden_size, found.num_layers, found.vocab_size) == (4096, 32, wanted.vocab_size)
     assert found.image_token_id == 31_999
@@ -318,4 +318,4 @@ def test_values_of_models_that_read_images_are_refused_by_name(
     tower = {"model_type": "clip_vision_model"} if model_type == "llava" else {}
     raw = {"model_type": model_type, **plain, "vision_config": tower, **fields}
     with pytest.raises(ValueError, match=named):
-        plugins.load("families", model_type)(raw)
+        plugins.load("families", model_type).read(raw)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from aioengine.families import llama
 from aioengine.families._config import Task
+from aioengine.families.llama import LlamaFamily
 from aioengine.models._decoder import Decoder
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 class BidirectionalLlama(Decoder):
     def __init__(self, config: Mapping[str, object], options: ModelOptions) -> None:
-        read = llama.read({**config, "architectures": None})
+        read = LlamaFamily.read({**config, "architectures": None})
         super().__init__(replace(read, task=Task.EMBED, is_causal=False, tied=True), options)
 
     def weights(self) -> dict[str, Target]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aioengine.families import llama
+from aioengine.families.llama import LlamaFamily
 from aioengine.models._base import InputSpec
 from aioengine.models._decoder import Decoder
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 class EmbeddedLlama(Decoder):
     def __init__(self, config: Mapping[str, object], options: ModelOptions) -> None:
-        super().__init__(llama.read(config), options)
+        super().__init__(LlamaFamily.read(config), options)
         self.input_spec = InputSpec(embeddings=True)
 
     def forward(self, inputs: ModelInputs, attention: StepAttention) -> Tensor:

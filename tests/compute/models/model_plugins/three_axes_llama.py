@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from aioengine.families import llama
+from aioengine.families.llama import LlamaFamily
 from aioengine.models._base import InputSpec
 from aioengine.models._decoder import Decoder
 
@@ -22,7 +22,7 @@ class ThreeAxesLlama(Decoder):
     """``rows``: of the last step."""
 
     def __init__(self, config: Mapping[str, object], options: ModelOptions) -> None:
-        super().__init__(llama.read(config), options)
+        super().__init__(LlamaFamily.read(config), options)
         self.input_spec = InputSpec(position_axes=3, rows=True)
         self.rows: list[int] = []
 

@@ -1,0 +1,124 @@
+"""How fields of config.json are read and checked. No torch."""
+
+from __future__ import annotations
+
+import re
+import types
+import typing
+from typing import Final, Literal, NoReturn, TypeVar
+
+import msgspec
+
+from aioengine.checks import cut, shown
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ConfigType = TypeVar("ConfigType", bound=msgspec.Struct)
+
+MAX_SIZES: Final = {
+    "max_position_embeddings": 2**31 - 1,
+    "vocab_size": 2**27,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**24,
+    "num_hidden_layers": 2**14,
+    "num_attention_heads": 2**14,
+    "num_key_value_heads": 2**14,
+    "head_dim": 2**14,
+    "kv_lora_rank": 2**14,
+    "q_lora_rank": 2**20,
+    "qk_nope_head_dim": 2**14,
+    "qk_rope_head_dim": 2**14,
+    "v_head_dim": 2**14,
+    "num_experts": 2**14,
+    "num_local_experts": 2**14,
+    "experts_per_token": 2**14,
+    "moe_intermediate_size": 2**24,
+    "shared_expert_intermediate_size": 2**24,
+    "num_nextn_predict_layers": 2**14,
+    "num_mtp_layers": 2**14,
+    "num_shared_experts": 2**14,
+}
+"""Far beyond all models: a larger value is a mistake, which would cost hours and memory before it is noticed."""
+
+_MAY_BE_ZERO: Final = (
+    "num_experts",
+    "num_local_experts",
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+    "num_shared_experts",
+)
+"""Of ``MAX_SIZES``; a model with no experts is dense, and ``check_experts`` is for others."""
+_MIN_FACTOR, _MAX_FACTOR = 1e-6, 1e6
+
+
+def not_implemented(field: str, value: object, implemented: str) -> NoReturn:
+    message = f"{field} {shown(value)} is not implemented; what works: {implemented}"
+    raise ValueError(message)
+
+
+def decode_config(raw: Mapping[str, object], config_type: type[ConfigType]) -> ConfigType:
+    """Read config.json into a Struct.
+
+    Raises:
+        ValueError: a field is missing, has a wrong type, or a value that is not implemented; the message names it.
+    """
+    if raw.get("per_layer_config"):
+        not_implemented("per_layer_config", raw["per_layer_config"], "layers of the same config")
+    if raw.get("quantization_config") is not None:
+        not_implemented("quantization_config", raw["quantization_config"], "checkpoints that are not quantized")
+    return decode(raw, config_type, f"config.json of model_type {shown(raw.get('model_type'))}")
+
+
+def decode(fields: Mapping[str, object], config_type: type[ConfigType], where: str, *, path: str = "$") -> ConfigType:
+    """Read an object into a Struct.
+
+    Args:
+        where: the file, which error messages begin with.
+        path: place of the object in it, for error messages.
+    """
+    try:
+        return msgspec.convert(fields, config_type)
+    except msgspec.ValidationError as error:
+        wrong = cut(str(error)).replace("at `$", f"at `{path}") + _what_works(error, config_type)
+        raise ValueError(f"{where}: {wrong}") from error
+
+
+def _what_works(error: msgspec.ValidationError, config_type: type[msgspec.Struct]) -> str:
+    """ "; what works: ..." where the field that the error names may have a few values alone, else nothing."""
+    found = re.search(r"at `\$\.(\w+)", str(error))
+    names = {field.encode_name: field.name for field in msgspec.structs.fields(config_type)}
+    name = names.get(found[1]) if found else None
+    left = [typing.get_type_hints(config_type)[name]] if name else []
+    values: list[object] = []
+    while left:
+        kind = left.pop(0)
+        if kind is types.NoneType:
+            values.append(None)
+        elif typing.get_origin(kind) is Literal:
+            values += typing.get_args(kind)
+        elif typing.get_origin(kind) in (list, typing.Union, types.UnionType):
+            left += typing.get_args(kind)
+        else:
+            return ""
+    return "; what works: " + ", ".join(msgspec.json.encode(value).decode() for value in values) if values else ""
+
+
+def check_sizes(config: msgspec.Struct) -> None:
+    """Raise ValueError for a size beyond ``MAX_SIZES``."""
+    given, names = msgspec.structs.asdict(config), file_names(config)
+    for name, most in MAX_SIZES.items():
+        least = 0 if name in _MAY_BE_ZERO else 1
+        if given.get(name) is not None and not least <= given[name] <= most:
+            not_implemented(names[name], given[name], f"{least} to {most}")
+
+
+def check_factor(field: str, factor: float) -> None:
+    """Raise ValueError for a number whose square or inverse leaves the range of floats."""
+    if not _MIN_FACTOR <= factor <= _MAX_FACTOR:
+        not_implemented(field, factor, f"{_MIN_FACTOR:g} to {_MAX_FACTOR:g}")
+
+
+def file_names(config: msgspec.Struct) -> dict[str, str]:
+    """The name in config.json of each field."""
+    return {field.name: field.encode_name for field in msgspec.structs.fields(config)}
