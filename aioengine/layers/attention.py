@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from aioengine.kernels.rotate_and_write import KVTarget, rotate_and_write
 from aioengine.kernels.rotate_heads import rotate_heads
 from aioengine.kernels.sigmoid_and_mul import sigmoid_and_mul
 from aioengine.layers.heads import HeadNorms, pair_order, qkv_order
+from aioengine.layers.layer import Layer
 from aioengine.layers.linear import Linear, Stored
 
 if TYPE_CHECKING:
@@ -16,39 +17,10 @@ if TYPE_CHECKING:
     from aioengine.attention._base import AttentionShape, StepAttention
     from aioengine.families._block_config import AttentionConfig
     from aioengine.layers.adapters import AdapterRows
-    from aioengine.layers.placement import Placement, Target
+    from aioengine.layers.placement import Placement
 
 
-class AttentionLayer(Protocol):
-    """Attention of a block, with all that belongs to it: [T, D] -> [T, D], or [S, D] for selected tokens."""
-
-    def weights(self, prefix: str) -> dict[str, Target]:
-        """Name in the checkpoint -> where it goes, as ``Model.weights``."""
-        ...
-
-    def linears(self) -> list[Linear]:
-        """The linear layers that adapters may change."""
-        ...
-
-    def finish_loading(self) -> None: ...
-
-    def open_for_loading(self) -> None: ...
-
-    def __call__(
-        self,
-        x: Tensor,
-        tables: tuple[Tensor, Tensor],
-        attention: StepAttention,
-        layer: int,
-        *,
-        outputs: Tensor | None = None,
-        adapters: AdapterRows | None = None,
-    ) -> Tensor:
-        """As ``SelfAttention``: x [T, D] -> [T, D], or [S, D]."""
-        ...
-
-
-class SelfAttention:
+class SelfAttention(Layer):
     """[T, D] -> [T, D], or [S, D] for selected tokens. Writes keys and values to the KV cache.
 
     Args:
@@ -85,23 +57,7 @@ class SelfAttention:
         if config.head_norm is not None:
             self._head_norms = HeadNorms(config.head_norm, epsilon, shape, placement, pairs=pairs)
         self._norms = None if self._head_norms is None else self._head_norms.fused
-
-    def weights(self, prefix: str) -> dict[str, Target]:
-        found = self._qkv.weights(prefix) | self._output.weights(prefix)
-        return found if self._head_norms is None else found | self._head_norms.weights(prefix)
-
-    def finish_loading(self) -> None:
-        self._qkv.finish_loading()
-        self._output.finish_loading()
-        if self._head_norms is not None:
-            self._head_norms.finish_loading()
-
-    def open_for_loading(self) -> None:
-        self._qkv.open_for_loading()
-        self._output.open_for_loading()
-
-    def linears(self) -> list[Linear]:
-        return [self._qkv, self._output]
+        self.parts = ("", self._qkv), ("", self._output), ("", self._head_norms)
 
     def __call__(
         self,

@@ -49,17 +49,14 @@ class GatedDeltaNet(StateLayer):
         self._norm = RMSNorm(config.value_size, epsilon, placement)
         self._log_rate, self._bias = torch.empty(2, num_heads, dtype=torch.float32, device=placement.device)
         self._in_blocks = not placement.batch_invariant and placement.dtype != torch.float32
-        self._parts = config.num_channels, values, num_heads, num_heads
+        self._sizes = config.num_channels, values, num_heads, num_heads
+        self.parts = ("", self._input), ("norm.", self._norm), ("", self._output)
 
-    def weights(self, prefix: str) -> dict[str, Target]:
-        """Only while the layer is open for loading."""
+    def tensors(self) -> dict[str, Target]:
         return {
-            **self._input.weights(prefix),
-            f"{prefix}conv1d.weight": Target(self._filter.unsqueeze(1)),
-            f"{prefix}A_log": Target(self._log_rate),
-            f"{prefix}dt_bias": Target(self._bias),
-            **self._norm.weights(f"{prefix}norm"),
-            **self._output.weights(prefix),
+            "conv1d.weight": Target(self._filter.unsqueeze(1)),
+            "A_log": Target(self._log_rate),
+            "dt_bias": Target(self._bias),
         }
 
     def __call__(
@@ -75,7 +72,7 @@ class GatedDeltaNet(StateLayer):
         rows = None if adapters is None else adapters.tokens
         projected = self._input(x, rows)
         inputs, matrices = states.layer(layer)
-        given, output_gates, scores, steps = projected.split(self._parts, dim=1)
+        given, output_gates, scores, steps = projected.split(self._sizes, dim=1)
         channels = causal_conv(given, self._filter, inputs, states.rows)
         gates = DeltaGates(steps=steps, scores=scores, log_rate=self._log_rate, bias=self._bias)
         heads = gated_delta(channels, gates, matrices, states.rows, in_blocks=self._in_blocks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aioengine.kernels import linear
+from aioengine.layers.layer import Layer
 from aioengine.layers.placement import Target
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from aioengine.layers.placement import Placement
 
 
-class Embedding:
+class Embedding(Layer):
     """[T] ids -> [T, D]."""
 
     def __init__(self, vocab_size: int, hidden_size: int, placement: Placement) -> None:
@@ -22,8 +23,8 @@ class Embedding:
         self._batch_invariant = placement.batch_invariant
         self._head: Matmul | None = None
 
-    def weights(self, name: str) -> dict[str, Target]:
-        return {f"{name}.weight": Target(self.weight)}
+    def tensors(self) -> dict[str, Target]:
+        return {"weight": Target(self.weight)}
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """[T] int64 ids -> [T, D]."""

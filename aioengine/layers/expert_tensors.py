@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class ExpertTensors(Protocol):
     """Tensors to load into."""
 
-    def weights(self, prefix: str) -> dict[str, Target]:
+    def targets(self) -> dict[str, Target]:
         """Name in the checkpoint -> where it goes."""
         ...
 
@@ -85,13 +85,13 @@ class _SeparateTensors:
         self._config = config
         self._weights = weights
 
-    def weights(self, prefix: str) -> dict[str, Target]:
+    def targets(self) -> dict[str, Target]:
         gate_name, up_name, down_name = self._config.names
         found: dict[str, Target] = {}
         for expert, (gate_up, down) in enumerate(zip(self._weights.gate_up, self._weights.down, strict=True)):
             gate, up = gate_up.chunk(2)
             for name, tensor in ((gate_name, gate), (up_name, up), (down_name, down)):
-                found[f"{prefix}experts.{expert}.{name}.weight"] = Target(tensor)
+                found[f"experts.{expert}.{name}.weight"] = Target(tensor)
         return found
 
     def assemble(self) -> ExpertWeights:
@@ -105,9 +105,9 @@ class _PackedTensors:
         self._config = config
         self._weights = weights
 
-    def weights(self, prefix: str) -> dict[str, Target]:
+    def targets(self) -> dict[str, Target]:
         gate_up, down = self._config.names
-        return {f"{prefix}{gate_up}": Target(self._weights.gate_up), f"{prefix}{down}": Target(self._weights.down)}
+        return {gate_up: Target(self._weights.gate_up), down: Target(self._weights.down)}
 
     def assemble(self) -> ExpertWeights:
         return self._weights
@@ -123,8 +123,8 @@ class _InterleavedTensors:
         for name, matrix, bias in zip(config.names, matrices, biases, strict=True):
             self._tensors |= {name: matrix, f"{name}_bias": bias}
 
-    def weights(self, prefix: str) -> dict[str, Target]:
-        return {f"{prefix}{name}": Target(tensor) for name, tensor in self._tensors.items()}
+    def targets(self) -> dict[str, Target]:
+        return {name: Target(tensor) for name, tensor in self._tensors.items()}
 
     def assemble(self) -> ExpertWeights:
         gate_up, down = self._config.names
@@ -150,8 +150,8 @@ class _Mxfp4Tensors:
                 self._tensors[f"{name}_{part}"] = torch.empty(shape, dtype=torch.uint8, device=placement.device)
             self._tensors[f"{name}_bias"] = placement.empty(num_experts, rows)
 
-    def weights(self, prefix: str) -> dict[str, Target]:
-        return {f"{prefix}{name}": Target(tensor) for name, tensor in self._tensors.items()}
+    def targets(self) -> dict[str, Target]:
+        return {name: Target(tensor) for name, tensor in self._tensors.items()}
 
     def assemble(self) -> ExpertWeights:
         gate_up_name, down_name = self._config.names

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
+from aioengine.layers.layer import Layer
 from aioengine.layers.norm import RMSNorm
 from aioengine.layers.placement import Target
 
@@ -82,7 +83,7 @@ class HeadLayerNorm:
         }
         self._used = {name: torch.empty_like(tensor) for name, tensor in self._loaded.items()}
 
-    def weights(self, names: list[str]) -> dict[str, Target]:
+    def targets(self, names: list[str]) -> dict[str, Target]:
         """``names``: of the norm, or of the norm of each head."""
         found: dict[str, Target] = {}
         for name, tensor in self._loaded.items():
@@ -117,7 +118,7 @@ def _norm(
     return RMSNorm(size, epsilon, placement, is_wide=norm.is_wide, offset=norm.offset, order=order)
 
 
-class HeadNorms:
+class HeadNorms(Layer):
     """The norms of queries and keys.
 
     Attributes:
@@ -147,11 +148,11 @@ class HeadNorms:
         if config.extent == "head" and isinstance(query_norm, RMSNorm) and isinstance(key_norm, RMSNorm):
             self.fused = query_norm.weight, key_norm.weight, query_norm.epsilon
 
-    def weights(self, prefix: str) -> dict[str, Target]:
+    def tensors(self) -> dict[str, Target]:
         found: dict[str, Target] = {}
         for name, norm, num_heads in zip(self._config.names, self._norms, self._num_heads, strict=True):
-            names = [f"{prefix}{part}" for part in self._config.parts(name, num_heads)]
-            found |= norm.weights(names) if isinstance(norm, HeadLayerNorm) else norm.weights(names[0])
+            names = self._config.parts(name, num_heads)
+            found |= norm.targets(names) if isinstance(norm, HeadLayerNorm) else norm.weights(f"{names[0]}.")
         return found
 
     def finish_loading(self) -> None:

@@ -19,6 +19,7 @@ from aioengine.kernels import head_linear
 from aioengine.kernels.latent_heads import latent_heads, rotated_queries
 from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.layers.heads import pair_order
+from aioengine.layers.layer import Layer
 from aioengine.layers.linear import Linear, Stored
 from aioengine.layers.norm import RMSNorm
 from aioengine.layers.placement import Target
@@ -36,7 +37,7 @@ EPSILON = 1e-6
 """Of the norms of the latent vectors; config.json has it for other norms alone."""
 
 
-class LatentAttention:
+class LatentAttention(Layer):
     """[T, D] -> [T, D], or [S, D] for selected tokens. Writes latent vectors to the KV cache."""
 
     def __init__(
@@ -79,31 +80,23 @@ class LatentAttention:
         self._from_latent: HeadMatmul | None = None
         output = {config.output: hidden_size}
         self._output = Linear(num_heads * latent.value_size, output, placement, bias=config.output_bias)
+        self.parts = (
+            ("", self._inputs),
+            ("q_a_layernorm.", self._query_norm),
+            ("", self._query),
+            ("kv_a_layernorm.", self._latent_norm),
+            ("", self._output),
+        )
 
-    def weights(self, prefix: str) -> dict[str, Target]:
-        found = self._inputs.weights(prefix) | self._output.weights(prefix)
-        found |= self._latent_norm.weights(f"{prefix}kv_a_layernorm")
-        found[f"{prefix}kv_b_proj.weight"] = Target(self._expansion.flatten(0, 1))
-        if self._query is not None and self._query_norm is not None:
-            found |= self._query.weights(prefix) | self._query_norm.weights(f"{prefix}q_a_layernorm")
-        return found
+    def tensors(self) -> dict[str, Target]:
+        return {"kv_b_proj.weight": Target(self._expansion.flatten(0, 1))}
 
     def finish_loading(self) -> None:
-        for linear in self.linears():
-            linear.finish_loading()
+        super().finish_loading()
         for_keys, for_values = self._expansion.split((self._sizes.plain_size, self._sizes.value_size), dim=1)
         invariant = self._batch_invariant
         self._to_latent = head_linear.prepare(for_keys, batch_invariant=invariant)
         self._from_latent = head_linear.prepare(for_values.transpose(1, 2), batch_invariant=invariant)
-
-    def open_for_loading(self) -> None:
-        for linear in self.linears():
-            linear.open_for_loading()
-
-    def linears(self) -> list[Linear]:
-        """The linear layers; ``kv_b_proj`` is none of them, since it is never applied to its input."""
-        more = [] if self._query is None else [self._query]
-        return [self._inputs, *more, self._output]
 
     def __call__(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from aioengine.layers.layer import Layer
 from aioengine.layers.placement import Slice, Target
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class Stored(NamedTuple):
 AS_COMPUTED = Stored()
 
 
-class Linear:
+class Linear(Layer):
     """[T, D] -> [T, O].
 
     Args:
@@ -77,12 +78,12 @@ class Linear:
         self._adapters: LayerAdapters | None = None
         self._ungated: Matmul | None = None
 
-    def weights(self, prefix: str) -> dict[str, Target]:
+    def tensors(self) -> dict[str, Target]:
         """Checkpoint name -> the view of the fused tensor to load it into. Only while the layer is open for loading."""
         assert self._is_open, "the layer is not open for loading"
         sizes = list(self.sizes.values())
         return {
-            f"{prefix}{part}.{name}": Target(self._as_stored(piece), self._source(name, piece))
+            f"{part}.{name}": Target(self._as_stored(piece), self._source(name, piece))
             for name, tensor in self._tensors.items()
             for part, piece in zip(self.sizes, self._format.split(name, tensor, sizes), strict=True)
         }
@@ -153,3 +154,11 @@ class Linear:
             return self._adapters.add(self._ungated, x, rows)
         assert self._matmul is not None, "finish_loading was not called"
         return self._matmul(x)
+
+
+def adaptable_linears(layer: Layer, prefix: str = "") -> list[tuple[str, Linear]]:
+    """Return the linear layers that adapters may change, in order, each with the prefix of its tensor names."""
+    if isinstance(layer, Linear):
+        return [(prefix, layer)]
+    parts = [(f"{prefix}{name}", part) for name, part in layer.parts if part is not None and part.is_adaptable]
+    return [entry for name, part in parts for entry in adaptable_linears(part, name)]

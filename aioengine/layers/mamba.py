@@ -45,21 +45,18 @@ class Mamba(StateLayer):
         rates, biases, skips = torch.empty(3, config.num_heads, dtype=torch.float32, device=placement.device)
         self._weights = SpaceWeights(log_rate=rates, bias=biases, skip=skips, limits=config.time_limits)
         self._norm = RMSNorm(values, config.epsilon, placement)
-        self._parts = values, config.num_channels, config.num_heads
+        self._sizes = values, config.num_channels, config.num_heads
+        self.parts = ("", self._input), ("norm.", self._norm), ("", self._output)
         self._in_blocks = not placement.batch_invariant and placement.dtype != torch.float32
 
-    def weights(self, prefix: str) -> dict[str, Target]:
-        """Only while the layer is open for loading."""
-        found = {
-            **self._input.weights(prefix),
-            f"{prefix}conv1d.weight": Target(self._filter.unsqueeze(1)),
-            f"{prefix}A_log": Target(self._weights.log_rate),
-            f"{prefix}dt_bias": Target(self._weights.bias),
-            f"{prefix}D": Target(self._weights.skip),
-            **self._norm.weights(f"{prefix}norm"),
-            **self._output.weights(prefix),
+    def tensors(self) -> dict[str, Target]:
+        targets = {
+            "conv1d.weight": Target(self._filter.unsqueeze(1)),
+            "A_log": Target(self._weights.log_rate),
+            "dt_bias": Target(self._weights.bias),
+            "D": Target(self._weights.skip),
         }
-        return found if self._bias is None else {**found, f"{prefix}conv1d.bias": Target(self._bias)}
+        return targets if self._bias is None else {**targets, "conv1d.bias": Target(self._bias)}
 
     def __call__(
         self,
@@ -72,7 +69,7 @@ class Mamba(StateLayer):
     ) -> Tensor:
         """x [T, D] -> [T, D], or [S, D] with ``outputs``; as ``StateLayer``."""
         rows = None if adapters is None else adapters.tokens
-        gates, given, steps = self._input(x, rows).split(self._parts, dim=1)
+        gates, given, steps = self._input(x, rows).split(self._sizes, dim=1)
         inputs, matrices = states.layer(layer)
         channels = causal_conv(given, self._filter, inputs, states.rows, bias=self._bias)
         heads = state_space(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from aioengine.kernels.activation import activate, activate_and_mul
+from aioengine.layers.layer import Layer
 from aioengine.layers.linear import Linear, Stored
 
 if TYPE_CHECKING:
@@ -12,30 +13,10 @@ if TYPE_CHECKING:
 
     from aioengine.families._block_config import Activation, MlpConfig
     from aioengine.layers.adapters import Grouping
-    from aioengine.layers.placement import Placement, Target
+    from aioengine.layers.placement import Placement
 
 
-class FeedForward(Protocol):
-    """The part of a block behind attention: an MLP, or a mixture of experts."""
-
-    def weights(self, prefix: str) -> dict[str, Target]:
-        """Name in the checkpoint -> where it goes, as ``Model.weights``."""
-        ...
-
-    def linears(self) -> list[Linear]:
-        """The linear layers that adapters may change."""
-        ...
-
-    def finish_loading(self) -> None: ...
-
-    def open_for_loading(self) -> None: ...
-
-    def __call__(self, x: Tensor, rows: Grouping | None = None) -> Tensor:
-        """[T, D] -> [T, D]. ``rows``: grouped by adapter, as in ``Linear``."""
-        ...
-
-
-class MLP:
+class MLP(Layer):
     """second(activation(first(x))), or where gated second(activation(gates) * others): [T, D] -> [T, D].
 
     Gates and others are one matmul.
@@ -61,20 +42,7 @@ class MLP:
         )
         second = {config.second: hidden_size}
         self._second = Linear(intermediate_size, second, placement, bias=config.has_bias, stored=stored)
-
-    def weights(self, prefix: str) -> dict[str, Target]:
-        return self._first.weights(prefix) | self._second.weights(prefix)
-
-    def finish_loading(self) -> None:
-        self._first.finish_loading()
-        self._second.finish_loading()
-
-    def open_for_loading(self) -> None:
-        self._first.open_for_loading()
-        self._second.open_for_loading()
-
-    def linears(self) -> list[Linear]:
-        return [self._first, self._second]
+        self.parts = ("", self._first), ("", self._second)
 
     def __call__(self, x: Tensor, rows: Grouping | None = None) -> Tensor:
         """[T, D] -> [T, D]. ``rows``: as in ``Linear``."""

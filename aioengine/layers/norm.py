@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
@@ -11,6 +11,7 @@ from aioengine.kernels.add_layer_norm import add_layer_norm
 from aioengine.kernels.add_rms_norm import add_rms_norm
 from aioengine.kernels.norm_and_add import norm_and_add
 from aioengine.kernels.rms_norm import rms_norm
+from aioengine.layers.layer import Layer
 from aioengine.layers.placement import Target
 
 if TYPE_CHECKING:
@@ -20,32 +21,7 @@ if TYPE_CHECKING:
     from aioengine.layers.placement import Placement
 
 
-class Norm(Protocol):
-    """[..., D] -> [..., D]."""
-
-    def weights(self, name: str) -> dict[str, Target]: ...
-
-    def finish_loading(self) -> None:
-        """Bring loaded weights into the form that is computed with; may be called again after they changed."""
-        ...
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., D]."""
-        ...
-
-    def after(self, delta: Tensor, residual: Tensor) -> Tensor:
-        """Add ``delta`` [T, D] to ``residual`` [T, D] in place; return the norm of the sum, [T, D]."""
-        ...
-
-
-def make_norm(config: NormConfig, size: int, epsilon: float, placement: Placement) -> Norm:
-    """The norm of ``size`` numbers that ``config`` describes."""
-    if config.kind == "layer":
-        return LayerNorm(size, epsilon, placement, bias=config.has_bias, has_weight=config.has_weight)
-    return RMSNorm(size, epsilon, placement, is_wide=config.is_wide, offset=config.offset)
-
-
-class RMSNorm:
+class RMSNorm(Layer):
     """[..., D] -> [..., D].
 
     Args:
@@ -71,8 +47,8 @@ class RMSNorm:
         self._offset, self._order = offset, order
         self._loaded = torch.empty_like(self.weight) if offset or order is not None else self.weight
 
-    def weights(self, name: str) -> dict[str, Target]:
-        return {f"{name}.weight": Target(self._loaded)}
+    def tensors(self) -> dict[str, Target]:
+        return {"weight": Target(self._loaded)}
 
     def finish_loading(self) -> None:
         if self._loaded is not self.weight:
@@ -86,6 +62,40 @@ class RMSNorm:
     def after(self, delta: Tensor, residual: Tensor) -> Tensor:
         """Add ``delta`` [T, D] to ``residual`` [T, D] in place; return the norm of the sum, [T, D]."""
         return add_rms_norm(delta, residual, self.weight, self.epsilon)
+
+
+class LayerNorm(Layer):
+    """[..., D] -> [..., D], with the mean taken away."""
+
+    def __init__(self, size: int, epsilon: float, placement: Placement, *, bias: bool, has_weight: bool = True) -> None:
+        self._has_weight = has_weight
+        self._weight = placement.empty(size).fill_(1.0)
+        self._bias = placement.empty(size) if bias else None
+        self._epsilon = epsilon
+
+    def tensors(self) -> dict[str, Target]:
+        targets = {"weight": Target(self._weight)} if self._has_weight else {}
+        return targets if self._bias is None else {**targets, "bias": Target(self._bias)}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        return functional.layer_norm(x, self._weight.shape, self._weight, self._bias, self._epsilon)
+
+    def after(self, delta: Tensor, residual: Tensor, *, keeps_sum: bool = True) -> Tensor:
+        """The norm of ``delta`` + ``residual``, [T, D] each -> [T, D]; ``keeps_sum``: ``residual`` becomes the sum."""
+        return add_layer_norm(
+            delta, residual, weight=self._weight, bias=self._bias, epsilon=self._epsilon, keeps_sum=keeps_sum
+        )
+
+
+Norm = RMSNorm | LayerNorm
+
+
+def make_norm(config: NormConfig, size: int, epsilon: float, placement: Placement) -> Norm:
+    """The norm of ``size`` numbers that ``config`` describes."""
+    if config.kind == "layer":
+        return LayerNorm(size, epsilon, placement, bias=config.has_bias, has_weight=config.has_weight)
+    return RMSNorm(size, epsilon, placement, is_wide=config.is_wide, offset=config.offset)
 
 
 def add_to_stream(delta: Tensor, residual: Tensor, behind: Norm | None, before: Norm | None) -> Tensor:
@@ -102,30 +112,3 @@ def add_to_stream(delta: Tensor, residual: Tensor, behind: Norm | None, before: 
     if isinstance(behind, RMSNorm) and isinstance(before, RMSNorm):
         return norm_and_add(delta, residual, behind.weight, before.weight, epsilon=behind.epsilon)
     return add_to_stream(behind(delta), residual, None, before)
-
-
-class LayerNorm:
-    """[..., D] -> [..., D], with the mean taken away."""
-
-    def __init__(self, size: int, epsilon: float, placement: Placement, *, bias: bool, has_weight: bool = True) -> None:
-        self._has_weight = has_weight
-        self._weight = placement.empty(size).fill_(1.0)
-        self._bias = placement.empty(size) if bias else None
-        self._epsilon = epsilon
-
-    def weights(self, name: str) -> dict[str, Target]:
-        found = {f"{name}.weight": Target(self._weight)} if self._has_weight else {}
-        return found if self._bias is None else {**found, f"{name}.bias": Target(self._bias)}
-
-    def finish_loading(self) -> None:
-        pass  # the weights are computed with as they are loaded
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., D]."""
-        return functional.layer_norm(x, self._weight.shape, self._weight, self._bias, self._epsilon)
-
-    def after(self, delta: Tensor, residual: Tensor, *, keeps_sum: bool = True) -> Tensor:
-        """The norm of ``delta`` + ``residual``, [T, D] each -> [T, D]; ``keeps_sum``: ``residual`` becomes the sum."""
-        return add_layer_norm(
-            delta, residual, weight=self._weight, bias=self._bias, epsilon=self._epsilon, keeps_sum=keeps_sum
-        )

@@ -26,15 +26,11 @@ class ShortConv(StateLayer):
         self._output = Linear(hidden_size, {"out_proj": hidden_size}, placement, bias=config.has_bias)
         self._filter = placement.empty(hidden_size, config.width)
         self._bias = placement.empty(hidden_size) if config.has_bias else None
+        self.parts = ("", self._input), ("", self._output)
 
-    def weights(self, prefix: str) -> dict[str, Target]:
-        """Only while the layer is open for loading."""
-        found = {
-            **self._input.weights(prefix),
-            f"{prefix}conv.weight": Target(self._filter.unsqueeze(1)),
-            **self._output.weights(prefix),
-        }
-        return found if self._bias is None else {**found, f"{prefix}conv.bias": Target(self._bias)}
+    def tensors(self) -> dict[str, Target]:
+        targets = {"conv.weight": Target(self._filter.unsqueeze(1))}
+        return targets if self._bias is None else {**targets, "conv.bias": Target(self._bias)}
 
     def __call__(
         self,

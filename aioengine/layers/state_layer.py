@@ -2,41 +2,24 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
+
+from aioengine.layers.layer import Layer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.layers.adapters import AdapterRows
     from aioengine.layers.linear import Linear
-    from aioengine.layers.placement import Target
     from aioengine.layers.states import StepStates
 
 
-class StateLayer(ABC):
+class StateLayer(Layer):
     """[T, D] -> [T, D], or [S, D] for selected tokens, between a linear layer that reads the stream and one behind."""
 
     _input: Linear
     _output: Linear
 
-    @abstractmethod
-    def weights(self, prefix: str) -> dict[str, Target]:
-        """Name in the checkpoint -> where it goes, as ``Model.weights``."""
-
-    def linears(self) -> list[Linear]:
-        """The linear layers that adapters may change."""
-        return [self._input, self._output]
-
-    def finish_loading(self) -> None:
-        self._input.finish_loading()
-        self._output.finish_loading()
-
-    def open_for_loading(self) -> None:
-        self._input.open_for_loading()
-        self._output.open_for_loading()
-
-    @abstractmethod
     def __call__(
         self,
         x: Tensor,
@@ -54,3 +37,4 @@ class StateLayer(ABC):
                 all tokens.
             adapters: None where no row has one.
         """
+        raise NotImplementedError

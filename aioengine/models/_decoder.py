@@ -15,7 +15,8 @@ from aioengine.families._config import Task
 from aioengine.families._memory import active_parameters
 from aioengine.families._tensors import block_shapes, is_ignored
 from aioengine.layers.embedding import Embedding
-from aioengine.layers.linear import Linear
+from aioengine.layers.layer import Layer
+from aioengine.layers.linear import Linear, adaptable_linears
 from aioengine.layers.norm import add_to_stream, make_norm
 from aioengine.layers.placement import Placement, Target
 from aioengine.layers.rope import RotaryEmbedding
@@ -41,7 +42,7 @@ def reached_windows(windows: tuple[int | None, ...], longest: int) -> tuple[int 
     return kept if any(kept) else ()
 
 
-class Decoder:
+class Decoder(Layer):
     """See ``models._base.Model``."""
 
     def __init__(self, config: DecoderConfig, options: ModelOptions) -> None:
@@ -95,40 +96,34 @@ class Decoder:
         has_bias = config.head_bias and config.names.head in head
         self._head = Linear(config.hidden_size, head, placement, bias=has_bias) if head else None
         self._logits: Matmul | None = self._head
+        names = config.names
+        self.parts = (
+            (f"{names.embedding}.", self._embedding),
+            (f"{names.norm}.", self._norm),
+            (f"{names.positions}.", self._positions),
+            *((names.block(layer), block) for layer, block in enumerate(self._blocks)),
+            ("", self._head),
+        )
 
-    def weights(self) -> dict[str, Target]:
-        names = self._config.names
-        found = self._embedding.weights(names.embedding) | self._norm.weights(names.norm)
-        if self._positions is not None:
-            found |= self._positions.weights(names.positions)
-        for layer, block in enumerate(self._blocks):
-            found |= block.weights(names.block(layer))
-        for layer, sinks in enumerate(self.attention_shape.sinks):
-            found[f"{names.block(layer)}{self._config.block.attention}sinks"] = Target(sinks)
-        return found if self._head is None else found | self._head.weights("")
+    def tensors(self) -> dict[str, Target]:
+        names, attention = self._config.names, self._config.block.attention
+        return {
+            f"{names.block(layer)}{attention}sinks": Target(sinks)
+            for layer, sinks in enumerate(self.attention_shape.sinks)
+        }
 
     def linears(self) -> list[tuple[str, Linear]]:
         """See ``models._base.AdaptableModel``."""
-        names = self._config.names
-        return [found for layer, block in enumerate(self._blocks) for found in block.linears(names.block(layer))]
+        blocks = [(self._config.names.block(layer), block) for layer, block in enumerate(self._blocks)]
+        return [entry for prefix, block in blocks for entry in adaptable_linears(block, prefix)]
 
     def is_ignored(self, name: str) -> bool:
         return is_ignored(self._config, name)
 
     def finish_loading(self) -> None:
-        for block in self._blocks:
-            block.finish_loading()
-        self._norm.finish_loading()
-        if self._head is not None:
-            self._head.finish_loading()
-        elif self.task is Task.GENERATE:
+        super().finish_loading()
+        if self._head is None and self.task is Task.GENERATE:
             self._logits = self._embedding.as_head()
-
-    def open_for_loading(self) -> None:
-        for block in self._blocks:
-            block.open_for_loading()
-        if self._head is not None:
-            self._head.open_for_loading()
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T] ids -> [T, D]."""

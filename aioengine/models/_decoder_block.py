@@ -12,6 +12,7 @@ from aioengine.layers.attention import SelfAttention
 from aioengine.layers.delta_net import GatedDeltaNet
 from aioengine.layers.experts import SparseMLP
 from aioengine.layers.latent_attention import LatentAttention
+from aioengine.layers.layer import Layer
 from aioengine.layers.mamba import Mamba
 from aioengine.layers.mlp import MLP
 from aioengine.layers.norm import add_to_stream, make_norm
@@ -24,11 +25,8 @@ if TYPE_CHECKING:
     from aioengine.attention._base import AttentionShape, StepAttention
     from aioengine.families._config import DecoderConfig
     from aioengine.layers.adapters import AdapterRows, Grouping
-    from aioengine.layers.attention import AttentionLayer
-    from aioengine.layers.linear import Linear
-    from aioengine.layers.mlp import FeedForward
     from aioengine.layers.norm import Norm
-    from aioengine.layers.placement import Placement, Target
+    from aioengine.layers.placement import Placement
     from aioengine.layers.states import StepStates
 
     Tables = tuple[Tensor, Tensor]
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
 
 def make_attention(
     config: DecoderConfig, layer: int, shape: AttentionShape, placement: Placement
-) -> AttentionLayer | StateLayer:
+) -> SelfAttention | LatentAttention | StateLayer:
     """The attention of this layer. Another kind is made here, as its config says."""
     if config.attention.latent is not None:
         return LatentAttention(
@@ -66,7 +64,7 @@ def make_attention(
     )
 
 
-def make_mlp(config: DecoderConfig, layer: int, placement: Placement) -> FeedForward:
+def make_mlp(config: DecoderConfig, layer: int, placement: Placement) -> MLP | SparseMLP:
     """The MLP of this layer, or its experts. Another kind is made here, as its config says."""
     if (experts := config.experts_of(layer)) is not None:
         return SparseMLP(config.hidden_size, experts, placement)
@@ -94,7 +92,7 @@ class BlockStep:
     states: StepStates | None = None
 
 
-class Block:
+class Block(Layer):
     """Attention and an MLP, each with a norm before or behind it, or both; see ``BlockConfig``.
 
     Args:
@@ -117,42 +115,22 @@ class Block:
     ) -> None:
         self._config = block = config.block
         self._layer, self._rope = config.layers_like(layer).index(layer), rope
-        self._prefix = block.attention
-        if config.stateful is not None and config.keeps_state(layer):
-            self._prefix = config.stateful.prefix
-        self._norms: dict[str, Norm] = {
-            name: make_norm(config.norm, config.hidden_size, config.epsilon, placement) for name in block.norms
-        }
-        self._attention_norm = self._norms.get(block.attention_norm)
+        norms = {name: make_norm(config.norm, config.hidden_size, config.epsilon, placement) for name in block.norms}
+        self._attention_norm = norms.get(block.attention_norm)
         self._attention = make_attention(config, layer, shape, placement)
-        self._attention_output_norm = self._norms.get(block.attention_output_norm)
-        self._mlp_norm = self._norms.get(block.mlp_norm)
+        self._attention_output_norm = norms.get(block.attention_output_norm)
+        self._mlp_norm = norms.get(block.mlp_norm)
         self._mlp = make_mlp(config, layer, placement)
-        self.output_norm = self._norms.get(block.mlp_output_norm)
+        self.output_norm = norms.get(block.mlp_output_norm)
         self._previous_norm = previous_norm
-
-    def weights(self, prefix: str) -> dict[str, Target]:
-        found = self._attention.weights(f"{prefix}{self._prefix}")
-        found |= self._mlp.weights(f"{prefix}{self._config.mlp}")
-        for name, norm in self._norms.items():
-            found |= norm.weights(f"{prefix}{name}")
-        return found
-
-    def linears(self, prefix: str) -> list[tuple[str, Linear]]:
-        """Each linear layer, with the prefix of its parts in the checkpoint."""
-        attention, mlp = f"{prefix}{self._prefix}", f"{prefix}{self._config.mlp}"
-        in_attention = [(attention, linear) for linear in self._attention.linears()]
-        return in_attention + [(mlp, linear) for linear in self._mlp.linears()]
-
-    def finish_loading(self) -> None:
-        self._attention.finish_loading()
-        self._mlp.finish_loading()
-        for norm in self._norms.values():
-            norm.finish_loading()
-
-    def open_for_loading(self) -> None:
-        self._attention.open_for_loading()
-        self._mlp.open_for_loading()
+        prefix = block.attention
+        if config.stateful is not None and config.keeps_state(layer):
+            prefix = config.stateful.prefix
+        self.parts = (
+            (prefix, self._attention),
+            (block.mlp, self._mlp),
+            *((f"{name}.", norm) for name, norm in norms.items()),
+        )
 
     def __call__(
         self, x: Tensor, delta: Tensor | None, step: BlockStep, *, outputs: Tensor | None

@@ -18,6 +18,7 @@ from aioengine.families._tensors import is_ignored
 from aioengine.kernels.gelu import gelu
 from aioengine.kernels.rotate_heads import as_parts, rotate_heads
 from aioengine.layers.embedding import Embedding
+from aioengine.layers.layer import Layer
 from aioengine.layers.linear import Linear
 from aioengine.layers.norm import LayerNorm
 from aioengine.layers.rope import RotaryEmbedding
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from aioengine.attention._base import StepAttention
     from aioengine.families._encoders import EncoderConfig, Gelu, HeadConfig
-    from aioengine.layers.placement import Placement, Target
+    from aioengine.layers.placement import Placement
     from aioengine.models._base import ModelOptions
 
     Tables = tuple[Tensor, Tensor]
@@ -42,7 +43,7 @@ class _Step:
     attention: StepAttention
 
 
-class _Block:
+class _Block(Layer):
     """A layer: attention and MLP, with norms before (ModernBERT) or behind them (BERT)."""
 
     def __init__(self, config: EncoderConfig, placement: Placement, layer: int) -> None:
@@ -59,32 +60,16 @@ class _Block:
             for part in (output, first, second)
         )
         self._output, self._first, self._second = others
-        self._norms = {
-            name: LayerNorm(config.hidden_size, config.epsilon, placement, bias=config.norm_bias)
-            for name in config.block_norms
+        self._attention_norm, self._mlp_norm = norms = [
+            LayerNorm(config.hidden_size, config.epsilon, placement, bias=config.norm_bias)
             if layer or name != config.first_without
-        }
-        norms = [self._norms.get(name) for name in config.block_norms]
-        self._attention_norm, self._mlp_norm = norms
-
-    def weights(self, prefix: str) -> dict[str, Target]:
-        found: dict[str, Target] = {}
-        for linear in self._linears():
-            found |= linear.weights(prefix)
-        for name, norm in self._norms.items():
-            found |= norm.weights(f"{prefix}{name}")
-        return found
-
-    def finish_loading(self) -> None:
-        for linear in self._linears():
-            linear.finish_loading()
-
-    def open_for_loading(self) -> None:
-        for linear in self._linears():
-            linear.open_for_loading()
-
-    def _linears(self) -> tuple[Linear, ...]:
-        return self._qkv, self._output, self._first, self._second
+            else None
+            for name in config.block_norms
+        ]
+        self.parts = (
+            *(("", linear) for linear in (self._qkv, self._output, self._first, self._second)),
+            *((f"{name}.", norm) for name, norm in zip(config.block_norms, norms, strict=True)),
+        )
 
     def __call__(self, x: Tensor, step: _Step, *, outputs: Tensor | None) -> Tensor:
         """x [T, D] -> [T, D], or [S, D] of the tokens ``outputs`` [S] int64."""
@@ -118,27 +103,16 @@ class _Block:
         return self._second(gelu(activated, approximate=self._gelu).mul_(others))
 
 
-class _Head:
+class _Head(Layer):
     """The scores of a classifier, [S, D] -> [S, C]."""
 
     def __init__(self, head: HeadConfig, config: EncoderConfig, placement: Placement) -> None:
         size = config.hidden_size
         self._dense = Linear(size, {head.dense: size}, placement, bias=head.dense_bias)
         self._scores = Linear(size, {head.scores: config.num_labels}, placement, bias=True)
-        self._is_tanh, self._name = head.activation == "tanh", head.norm
+        self._is_tanh = head.activation == "tanh"
         self._norm = LayerNorm(size, config.epsilon, placement, bias=config.norm_bias) if head.norm else None
-
-    def weights(self) -> dict[str, Target]:
-        found = self._dense.weights("") | self._scores.weights("")
-        return found if self._norm is None else found | self._norm.weights(self._name)
-
-    def finish_loading(self) -> None:
-        self._dense.finish_loading()
-        self._scores.finish_loading()
-
-    def open_for_loading(self) -> None:
-        self._dense.open_for_loading()
-        self._scores.open_for_loading()
+        self.parts = ("", self._dense), ("", self._scores), (f"{head.norm}.", self._norm)
 
     def __call__(self, pooled: Tensor) -> Tensor:
         """[S, D] -> [S, C]."""
@@ -147,7 +121,7 @@ class _Head:
         return self._scores(x if self._norm is None else self._norm(x))
 
 
-class Encoder:
+class Encoder(Layer):
     """See ``models._base.Model``."""
 
     def __init__(self, config: EncoderConfig, options: ModelOptions) -> None:
@@ -170,14 +144,10 @@ class Encoder:
         self.prefix = config.prefix
         self.renamed = config.renamed
         tables = [Embedding(rows, config.hidden_size, placement) for rows in config.embeddings.values()]
-        self._embeddings = dict(zip(config.embeddings, tables, strict=True))
         self._tokens, self._learned = tables[0], tables[1:]
         self.input_spec = InputSpec(token_types=len(tables) > 2 and tables[2].weight.shape[0] > 1)
-        self._norms = {
-            name: LayerNorm(config.hidden_size, config.epsilon, placement, bias=config.norm_bias)
-            for name in config.norms
-        }
-        self._first_norm, *self._last_norm = self._norms.values()
+        norms = [LayerNorm(config.hidden_size, config.epsilon, placement, bias=config.norm_bias) for _ in config.norms]
+        self._first_norm, *self._last_norm = norms
         self._ropes: list[RotaryEmbedding] = []
         if config.position_offset is None:
             self._ropes = [
@@ -192,30 +162,15 @@ class Encoder:
             ]
         self._blocks = [_Block(config, placement, layer) for layer in range(config.num_layers)]
         self._head = None if config.head is None else _Head(config.head, config, placement)
-
-    def weights(self) -> dict[str, Target]:
-        prefix = self._config.prefix
-        found: dict[str, Target] = {}
-        for name, part in (self._embeddings | self._norms).items():
-            found |= part.weights(f"{prefix}{name}")
-        for layer, block in enumerate(self._blocks):
-            found |= block.weights(f"{prefix}{self._config.blocks}.{layer}.")
-        return found if self._head is None else found | self._head.weights()
+        named = [*zip(config.embeddings, tables, strict=True), *zip(config.norms, norms, strict=True)]
+        self.parts = (
+            *((f"{config.prefix}{name}.", part) for name, part in named),
+            *((f"{config.prefix}{config.blocks}.{layer}.", block) for layer, block in enumerate(self._blocks)),
+            ("", self._head),
+        )
 
     def is_ignored(self, name: str) -> bool:
         return is_ignored(self._config, name)
-
-    def finish_loading(self) -> None:
-        for block in self._blocks:
-            block.finish_loading()
-        if self._head is not None:
-            self._head.finish_loading()
-
-    def open_for_loading(self) -> None:
-        for block in self._blocks:
-            block.open_for_loading()
-        if self._head is not None:
-            self._head.open_for_loading()
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T] ids -> [T, D], without positions and token types."""

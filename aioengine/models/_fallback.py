@@ -167,7 +167,7 @@ class TransformersModel:
         kept = self._model.state_dict().keys()
         return (
             found
-            | dict(self._swaps.tensors())
+            | {name: target.tensor for name, target in self._swaps.weights().items()}
             | {name: buffer for name, buffer in self._model.named_buffers() if name in kept}
         )
 

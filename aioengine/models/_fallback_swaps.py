@@ -26,12 +26,13 @@ from aioengine.kernels import linear as matmuls
 from aioengine.kernels.activation import activate_and_mul, reference_and_mul
 from aioengine.kernels.rotate_apart import reference as rotated
 from aioengine.kernels.rotate_apart import rotate_apart, takes
+from aioengine.layers.layer import Layer
 from aioengine.layers.linear import Linear
 from aioengine.layers.norm import RMSNorm
 from aioengine.models._fallback_attention import NUM_TRIED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -218,7 +219,7 @@ class _Change(NamedTuple):
     theirs: nn.Module
 
 
-class Swaps:
+class Swaps(Layer):
     """Our layers in a model of transformers."""
 
     def __init__(self, model: nn.Module, noted: NotedCalls, step: PackedStep, placement: Placement) -> None:
@@ -321,31 +322,21 @@ class Swaps:
         self._inputs, self._free, self._gone, self._changes = {}, set(), set(), []
         for group in self._groups:
             group.take(self._placement)
+        self.parts = (
+            *((group.prefix, group.taken) for group in self._groups),
+            *((f"{name}.", norm) for name, norm in self._norms.items()),
+        )
         if self._placement.device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Names of transformers, and the tensors [...] of our layers to load."""
-        for group in self._groups:
-            yield from ((name, target.tensor) for name, target in group.taken.weights(group.prefix).items())
-        for name, norm in self._norms.items():
-            yield from ((each, target.tensor) for each, target in norm.weights(name).items())
 
     def linears(self) -> list[tuple[str, Linear]]:
         """Those that adapters may change, each with the prefix of the names of its parts."""
         return [(group.prefix, group.taken) for group in self._groups if group.is_adaptable]
 
     def finish_loading(self) -> None:
-        for group in self._groups:
-            group.taken.finish_loading()
-        for norm in self._norms.values():
-            norm.finish_loading()
+        super().finish_loading()
         for head in self._tied:
             head.finish_loading()
-
-    def open_for_loading(self) -> None:
-        for group in self._groups:
-            group.taken.open_for_loading()
 
 
 def _free_modules(model: nn.Module) -> set[nn.Module]:
@@ -404,7 +395,7 @@ def find_norm(module: nn.Module, given: Tensor, placement: Placement) -> RMSNorm
     for epsilon in {each for each in values if type(each) is float and 0.0 < each < _FEW}:
         for is_wide, offset in ((False, 0.0), (True, 0.0), (True, 1.0)):
             norm = RMSNorm(size, epsilon, on_host, is_wide=is_wide, offset=offset)
-            norm.weights("")[".weight"].tensor.copy_(tried)
+            norm.tensors()["weight"].tensor.copy_(tried)
             norm.finish_loading()
             if isinstance(expected, torch.Tensor) and _agree(norm(x[0])[None], expected):
                 return RMSNorm(size, epsilon, placement, is_wide=is_wide, offset=offset)

@@ -45,10 +45,10 @@ class ImageDecoder(Decoder):
         self._device = options.device
         self._tower = _tower(raw, options)
 
-    def weights(self) -> dict[str, Target]:
+    def tensors(self) -> dict[str, Target]:
         renamed = self._towers_config.renamed
         parameters = {f"model.{name}": parameter for name, parameter in self._tower.named_parameters()}
-        return super().weights() | {new_name(name, renamed): Target(found.data) for name, found in parameters.items()}
+        return super().tensors() | {new_name(name, renamed): Target(found.data) for name, found in parameters.items()}
 
     def is_ignored(self, name: str) -> bool:
         if name.startswith(self._towers_config.towers):
