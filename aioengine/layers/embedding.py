@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from aioengine.layers.placement import Placement
 
 
-class Embedding(Layer):
+class EmbeddingTable(Layer):
     """[T] ids -> [T, D]."""
 
     def __init__(self, vocab_size: int, hidden_size: int, placement: Placement) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from aioengine.layers.placement import Placement
 
 
-class Router(Layer):
+class ExpertRouter(Layer):
     """[T, D] -> the K experts of each token and their weights."""
 
     def __init__(self, hidden_size: int, config: ExpertsConfig, placement: Placement) -> None:
@@ -83,7 +83,7 @@ class SparseMLP(Layer):
     def __init__(self, hidden_size: int, config: ExpertsConfig, placement: Placement) -> None:
         self._config = config
         self._batch_invariant = placement.batch_invariant
-        self._router = Router(hidden_size, config, placement)
+        self._router = ExpertRouter(hidden_size, config, placement)
         self._shared = None if config.shared is None else SharedExpert(hidden_size, config.shared, placement)
         self._tensors: ExpertTensors | None = expert_tensors.empty(config, hidden_size, placement)
         self._experts: Experts | None = None

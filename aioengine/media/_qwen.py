@@ -13,13 +13,13 @@ from msgspec import Struct
 from aioengine.media._base import Expansion, ImageShape, decoded, size_of
 
 
-class _Vision(Struct, frozen=True):
+class _QwenVisionFields(Struct, frozen=True):
     spatial_merge_size: int = 2
 
 
-class _Config(Struct, frozen=True):
+class _QwenFields(Struct, frozen=True):
     image_token_id: int = 151_655
-    vision_config: _Vision = _Vision()
+    vision_config: _QwenVisionFields = _QwenVisionFields()
 
 
 class QwenImages(Struct, frozen=True):
@@ -34,7 +34,7 @@ class QwenImages(Struct, frozen=True):
 
     @classmethod
     def read(cls, config: Mapping[str, object]) -> Self:
-        found = decoded(config, _Config)
+        found = decoded(config, _QwenFields)
         merge_size = size_of("vision_config.spatial_merge_size", found.vision_config.spatial_merge_size)
         return cls(placeholder_id=found.image_token_id, merge_size=merge_size)
 

@@ -13,14 +13,14 @@ _AROUND = "<fake_token_around_image>"
 _WHOLE = "<global-img>"
 
 
-class _Vision(Struct, frozen=True):
+class _TiledVisionFields(Struct, frozen=True):
     patch_size: int = 32
 
 
-class _Config(Struct, frozen=True):
+class _TiledFields(Struct, frozen=True):
     image_token_id: int = 128_257
     scale_factor: int = 2
-    vision_config: _Vision = _Vision()
+    vision_config: _TiledVisionFields = _TiledVisionFields()
 
 
 class TiledImages(Struct, frozen=True):
@@ -36,7 +36,7 @@ class TiledImages(Struct, frozen=True):
 
     @classmethod
     def read(cls, config: Mapping[str, object]) -> Self:
-        found = decoded(config, _Config)
+        found = decoded(config, _TiledFields)
         return cls(
             placeholder_id=found.image_token_id,
             patch_size=size_of("vision_config.patch_size", found.vision_config.patch_size),

@@ -17,7 +17,7 @@ _START = "<start_of_image>"
 _TOKEN = "<image_soft_token>"
 
 
-class _Config(Struct, frozen=True):
+class _Gemma3Fields(Struct, frozen=True):
     image_token_index: int | None = None
     image_token_id: int | None = None
     mm_tokens_per_image: int = 256
@@ -35,7 +35,7 @@ class Gemma3Images(Struct, frozen=True):
 
     @classmethod
     def read(cls, config: Mapping[str, object]) -> Self:
-        found = decoded(config, _Config)
+        found = decoded(config, _Gemma3Fields)
         image_token_id = found.image_token_index if found.image_token_id is None else found.image_token_id
         return cls(
             placeholder_id=262_144 if image_token_id is None else image_token_id,

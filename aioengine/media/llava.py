@@ -13,15 +13,15 @@ _TOWERS_WITH_CLASS_TOKEN = ("clip_vision_model",)
 _TOWERS = (*_TOWERS_WITH_CLASS_TOKEN, "siglip_vision_model")
 
 
-class _Vision(Struct, frozen=True):
+class _LlavaVisionFields(Struct, frozen=True):
     model_type: str = "clip_vision_model"
     patch_size: int = 14
 
 
-class _Config(Struct, frozen=True):
+class _LlavaFields(Struct, frozen=True):
     image_token_index: int | None = None
     image_token_id: int | None = None
-    vision_config: _Vision = _Vision()
+    vision_config: _LlavaVisionFields = _LlavaVisionFields()
     vision_feature_select_strategy: Literal["default", "full"] = "default"
 
 
@@ -38,7 +38,7 @@ class LlavaImages(Struct, frozen=True):
 
     @classmethod
     def read(cls, config: Mapping[str, object]) -> Self:
-        found = decoded(config, _Config)
+        found = decoded(config, _LlavaFields)
         tower = found.vision_config.model_type
         if tower not in _TOWERS:
             raise ValueError(f"config.json: vision_config.model_type {tower!r} is none of {', '.join(_TOWERS)}")

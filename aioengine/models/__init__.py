@@ -1,7 +1,7 @@
 """Models by the ``model_type`` of config.json.
 
-The family of a model type in ``families`` reads config.json. From what it returns follows the class: ``Decoder``,
-``HybridDecoder`` or ``Encoder``. A model with more of its own has a file here, which is named after its model type.
+The family of a model type reads config.json. The class follows from the result: ``DecoderModel``, ``HybridDecoder`` or
+``EncoderModel``. A model that needs more has a file here, named after its model type.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from aioengine import plugins
 from aioengine.families._encoders import EncoderConfig
-from aioengine.models._decoder import Decoder
-from aioengine.models._encoder import Encoder
+from aioengine.models._decoder import DecoderModel
+from aioengine.models._encoder import EncoderModel
 from aioengine.models._hybrid import HybridDecoder
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ def build(config: Mapping[str, object], options: ModelOptions) -> Model:
         return model_class(config, options)
     found: DecoderConfig | EncoderConfig = plugins.load("families", name).read(config)
     if isinstance(found, EncoderConfig):
-        return Encoder(found, options)
-    return Decoder(found, options) if found.stateful is None else HybridDecoder(found, options)
+        return EncoderModel(found, options)
+    return DecoderModel(found, options) if found.stateful is None else HybridDecoder(found, options)
 
 
 class FallbackModel(Protocol):

@@ -14,7 +14,7 @@ from aioengine.attention._base import AttentionShape
 from aioengine.families._config import Task
 from aioengine.families._memory import active_parameters
 from aioengine.families._tensors import block_shapes, is_ignored
-from aioengine.layers.embedding import Embedding
+from aioengine.layers.embedding import EmbeddingTable
 from aioengine.layers.layer import Layer
 from aioengine.layers.linear import Linear, adaptable_linears
 from aioengine.layers.norm import add_to_stream, make_norm
@@ -42,7 +42,7 @@ def reached_windows(windows: tuple[int | None, ...], longest: int) -> tuple[int 
     return kept if any(kept) else ()
 
 
-class Decoder(Layer):
+class DecoderModel(Layer):
     """See ``models._base.Model``."""
 
     def __init__(self, config: DecoderConfig, options: ModelOptions) -> None:
@@ -74,12 +74,12 @@ class Decoder(Layer):
         self.hidden_size = config.hidden_size
         self.prefix = config.prefix
         self.renamed = config.renamed
-        self._embedding = Embedding(config.vocab_size, config.hidden_size, placement)
+        self._embedding = EmbeddingTable(config.vocab_size, config.hidden_size, placement)
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=options.dtype).item()
-        self._positions: Embedding | None = None
+        self._positions: EmbeddingTable | None = None
         if config.names.positions:
             num_positions = config.names.first_position + config.max_position_embeddings
-            self._positions = Embedding(num_positions, config.hidden_size, placement)
+            self._positions = EmbeddingTable(num_positions, config.hidden_size, placement)
         ropes = list(dict.fromkeys(config.rope_of(layer) for layer in range(config.num_layers)))
         self._ropes = [_rotary_embedding(rope, config, options, self.input_spec.short_length) for rope in ropes]
         self._blocks: list[Block] = []

@@ -17,7 +17,7 @@ from aioengine.families._memory import active_parameters
 from aioengine.families._tensors import is_ignored
 from aioengine.kernels.gelu import gelu
 from aioengine.kernels.rotate_heads import as_parts, rotate_heads
-from aioengine.layers.embedding import Embedding
+from aioengine.layers.embedding import EmbeddingTable
 from aioengine.layers.layer import Layer
 from aioengine.layers.linear import Linear
 from aioengine.layers.norm import LayerNorm
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class EncoderStep:
     """What all blocks of a step share. ``tables``: the rotary tables of full and of local attention."""
 
     tables: tuple[Tables, Tables] | None
     attention: StepAttention
 
 
-class _Block(Layer):
+class EncoderBlock(Layer):
     """A layer: attention and MLP, with norms before (ModernBERT) or behind them (BERT)."""
 
     def __init__(self, config: EncoderConfig, placement: Placement, layer: int) -> None:
@@ -71,7 +71,7 @@ class _Block(Layer):
             *((f"{name}.", norm) for name, norm in zip(config.block_norms, norms, strict=True)),
         )
 
-    def __call__(self, x: Tensor, step: _Step, *, outputs: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, step: EncoderStep, *, outputs: Tensor | None) -> Tensor:
         """x [T, D] -> [T, D], or [S, D] of the tokens ``outputs`` [S] int64."""
         normed = x if self._attention_norm is None or not self._is_pre_norm else self._attention_norm(x)
         attended = self._attend(normed, step)
@@ -85,7 +85,7 @@ class _Block(Layer):
         x = self._attention_norm.after(delta, x, keeps_sum=False)
         return self._mlp_norm.after(self._mlp(x), x, keeps_sum=False)
 
-    def _attend(self, x: Tensor, step: _Step) -> Tensor:
+    def _attend(self, x: Tensor, step: EncoderStep) -> Tensor:
         """[T, D] -> [T, D]."""
         heads = self._qkv(x).view(x.shape[0], -1, self._head_size)
         if step.tables is None:
@@ -103,7 +103,7 @@ class _Block(Layer):
         return self._second(gelu(activated, approximate=self._gelu).mul_(others))
 
 
-class _Head(Layer):
+class ClassifierHead(Layer):
     """The scores of a classifier, [S, D] -> [S, C]."""
 
     def __init__(self, head: HeadConfig, config: EncoderConfig, placement: Placement) -> None:
@@ -121,7 +121,7 @@ class _Head(Layer):
         return self._scores(x if self._norm is None else self._norm(x))
 
 
-class Encoder(Layer):
+class EncoderModel(Layer):
     """See ``models._base.Model``."""
 
     def __init__(self, config: EncoderConfig, options: ModelOptions) -> None:
@@ -143,7 +143,7 @@ class Encoder(Layer):
         self.hidden_size = config.hidden_size
         self.prefix = config.prefix
         self.renamed = config.renamed
-        tables = [Embedding(rows, config.hidden_size, placement) for rows in config.embeddings.values()]
+        tables = [EmbeddingTable(rows, config.hidden_size, placement) for rows in config.embeddings.values()]
         self._tokens, self._learned = tables[0], tables[1:]
         self.input_spec = InputSpec(token_types=len(tables) > 2 and tables[2].weight.shape[0] > 1)
         norms = [LayerNorm(config.hidden_size, config.epsilon, placement, bias=config.norm_bias) for _ in config.norms]
@@ -160,8 +160,8 @@ class Encoder(Layer):
                 )
                 for rope in config.ropes
             ]
-        self._blocks = [_Block(config, placement, layer) for layer in range(config.num_layers)]
-        self._head = None if config.head is None else _Head(config.head, config, placement)
+        self._blocks = [EncoderBlock(config, placement, layer) for layer in range(config.num_layers)]
+        self._head = None if config.head is None else ClassifierHead(config.head, config, placement)
         named = [*zip(config.embeddings, tables, strict=True), *zip(config.norms, norms, strict=True)]
         self.parts = (
             *((f"{config.prefix}{name}.", part) for name, part in named),
@@ -186,7 +186,7 @@ class Encoder(Layer):
         if self._learned:
             x = x + self._position_embeddings(inputs)
         x = self._first_norm(x)
-        step = _Step(self._tables(inputs.positions), attention)
+        step = EncoderStep(self._tables(inputs.positions), attention)
         for layer, block in enumerate(self._blocks):
             x = block(x, step, outputs=inputs.outputs if layer == len(self._blocks) - 1 else None)
         return self._last_norm[0](x) if self._last_norm else x
@@ -194,7 +194,7 @@ class Encoder(Layer):
     def forward_block(self, num_tokens: int, attention: StepAttention) -> None:
         x = self._tokens.weight.new_zeros(num_tokens, self.hidden_size)
         positions = torch.zeros(num_tokens, dtype=torch.int64, device=x.device)
-        self._blocks[-1](x, _Step(self._tables(positions), attention), outputs=None)
+        self._blocks[-1](x, EncoderStep(self._tables(positions), attention), outputs=None)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Of a classifier: pooled [S, D] -> scores [S, C]. Else what is given."""

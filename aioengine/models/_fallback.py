@@ -190,7 +190,7 @@ class TransformersModel:
     @torch.inference_mode()
     def _check_apart(self) -> None:
         """Raise ValueError if tokens depend on one another beside attention: the requests of a step would be mixed."""
-        positions, alone = torch.arange(NUM_TRIED, device=self._device), layers.SelfAttention()
+        positions, alone = torch.arange(NUM_TRIED, device=self._device), layers.DiagonalAttention()
         for first in range(_FIRST_TRIED, _FIRST_TRIED + _NUM_COMPARED):  # with experts, one may be near a tie
             others = ((first + 1, first + 2), (first + 3, first + 4))
             given = [torch.tensor([before, first, behind], device=self._device) for before, behind in others]

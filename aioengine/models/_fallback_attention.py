@@ -216,7 +216,7 @@ def _attend(
     return layer(query, key, value), None
 
 
-class SelfAttention:
+class DiagonalAttention:
     """Implements ``StepAttention`` for tokens that each attend to itself alone."""
 
     def target(self, layer: int) -> WriteKV:

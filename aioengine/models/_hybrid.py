@@ -9,7 +9,7 @@ from aioengine.families._block_config import MambaConfig, ShortConvConfig
 from aioengine.layers.delta_net import delta_net_state
 from aioengine.layers.mamba import mamba_state
 from aioengine.layers.states import StateShape, StateTensor
-from aioengine.models._decoder import Decoder
+from aioengine.models._decoder import DecoderModel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from aioengine.models._decoder_block import BlockStep
 
 
-class HybridDecoder(Decoder):
+class HybridDecoder(DecoderModel):
     """A decoder with gated delta nets, short convolutions or layers of Mamba 2; see ``models._base.StatefulModel``."""
 
     def __init__(self, config: DecoderConfig, options: ModelOptions) -> None:

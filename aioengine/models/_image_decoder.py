@@ -16,7 +16,7 @@ from aioengine import plugins
 from aioengine.layers.placement import Target
 from aioengine.model_files.checkpoint import new_name
 from aioengine.models._base import InputSpec
-from aioengine.models._decoder import Decoder
+from aioengine.models._decoder import DecoderModel
 from aioengine.models._image_pixels import looked_up, resized
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _TEXT_PARTS = ("language_model", "text_model")
 
 
-class ImageDecoder(Decoder):
+class ImageDecoder(DecoderModel):
     """See ``models._base.Model`` and ``models._base.VisionModel``."""
 
     def __init__(self, raw: Mapping[str, object], options: ModelOptions) -> None:

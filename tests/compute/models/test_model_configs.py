@@ -16,7 +16,7 @@ from aioengine.families._memory import active_parameters, kv_numbers, num_parame
 from aioengine.families._tensors import adaptable_layers, is_ignored, tensor_shapes
 from aioengine.model_files.model_folder import _context_length, supported_model_types
 from aioengine.models._base import StatefulModel
-from aioengine.models._decoder import Decoder
+from aioengine.models._decoder import DecoderModel
 from aioengine.runner.device_memory import kv_bytes_per_token
 from tests.compute.stepping import options
 from tests.kit import decoders
@@ -104,7 +104,7 @@ def test_the_tensors_that_folders_are_checked_for_are_those_that_models_load(cas
     end = "LMHeadModel" if (config["model_type"], architecture) == ("gpt2", "ForCausalLM") else architecture
     config["architectures"] = [f"Any{end}"]
     model = models.build(config, options())
-    assert isinstance(model, Decoder)
+    assert isinstance(model, DecoderModel)
     decoder = plugins.load("families", config["model_type"]).read(config)
     assert tensor_shapes(decoder) == {name: target.shape for name, target in model.weights().items()}
     for name in ("lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq", "model.norm.weight"):

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from aioengine.families._config import Task
 from aioengine.families.llama import LlamaFamily
-from aioengine.models._decoder import Decoder
+from aioengine.models._decoder import DecoderModel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from aioengine.models._base import ModelOptions
 
 
-class BidirectionalLlama(Decoder):
+class BidirectionalLlama(DecoderModel):
     def __init__(self, config: Mapping[str, object], options: ModelOptions) -> None:
         read = LlamaFamily.read({**config, "architectures": None})
         super().__init__(replace(read, task=Task.EMBED, is_causal=False, tied=True), options)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from aioengine.families.llama import LlamaFamily
 from aioengine.models._base import InputSpec
-from aioengine.models._decoder import Decoder
+from aioengine.models._decoder import DecoderModel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from aioengine.models._base import ModelInputs, ModelOptions
 
 
-class EmbeddedLlama(Decoder):
+class EmbeddedLlama(DecoderModel):
     def __init__(self, config: Mapping[str, object], options: ModelOptions) -> None:
         super().__init__(LlamaFamily.read(config), options)
         self.input_spec = InputSpec(embeddings=True)

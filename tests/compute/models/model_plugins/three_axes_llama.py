@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from aioengine.families.llama import LlamaFamily
 from aioengine.models._base import InputSpec
-from aioengine.models._decoder import Decoder
+from aioengine.models._decoder import DecoderModel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from aioengine.models._base import ModelInputs, ModelOptions
 
 
-class ThreeAxesLlama(Decoder):
+class ThreeAxesLlama(DecoderModel):
     """``rows``: of the last step."""
 
     def __init__(self, config: Mapping[str, object], options: ModelOptions) -> None:
