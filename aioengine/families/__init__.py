@@ -1,4 +1,4 @@
-"""Readers of config.json, by ``model_type``: ``PLUGIN.read`` turns it into a ``DecoderConfig`` or ``EncoderConfig``."""
+"""[plug-ins] Families by ``model_type``: ``PLUGIN.read`` turns config.json into a DecoderConfig or EncoderConfig."""
 
 from typing import Final
 
@@ -30,4 +30,4 @@ ALIASES: Final = {
     "smolvlm": "idefics3:Idefics3Family",
     "xlm_roberta": "bert:RobertaFamily",
 }
-"""Model types without a file of their own, see ``plugins``."""
+"""Model type -> "file:class", for model types that share a file."""

@@ -1,7 +1,4 @@
-"""The facts about any model, the decoder that most families describe, and the fields of config.json they share.
-
-No torch.
-"""
+"""Configs of models, and the base classes of the families that read them from config.json. Torch-free."""
 
 from __future__ import annotations
 
@@ -30,27 +27,26 @@ _MAX_LABELS: Final = 2**20
 
 
 class Task(StrEnum):
-    """The use that a model was trained for, which decides which requests it serves."""
+    """The task of a model. It decides which requests the engine serves."""
 
-    GENERATE = "generate"  # its output is the next token
-    EMBED = "embed"  # its output is hidden states, which are pooled into a vector
-    CLASSIFY = "classify"  # its output is a score for each class
+    GENERATE = "generate"  # outputs the next token
+    EMBED = "embed"  # outputs hidden states, which are pooled into a vector
+    CLASSIFY = "classify"  # outputs one score per class
 
 
 class TransformerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts about any model: its task and its sizes.
+    """The task and sizes of a model.
 
     Attributes:
         epsilon: of the norms.
-        max_position_embeddings: positions that the model was made for, before any rope scaling.
-        num_labels: scores of a model that classifies.
-        is_causal: a token attends to no later position.
-        windows: for each layer, the number of positions that a token attends to, itself and those before it; where not
-            causal, how far it attends to either side. None: no limit. Empty: so in all layers.
-        keeps_states: layers keep a state of fixed size for each request, which is known behind its last token alone, so
-            that prefixes are reused up to a snapshot of it.
-        prefix: of the names of the tensors of the blocks and the embedding, which some checkpoints leave out.
-        renamed: prefixes of names in checkpoints, and what stands for them; the first that fits counts.
+        max_position_embeddings: trained context length, before any RoPE scaling.
+        num_labels: scores of a classifier.
+        is_causal: tokens attend to earlier positions only.
+        windows: the sliding window of each layer in tokens, including the token itself; None for a layer without a
+            window. In a model that is not causal, the number of tokens on either side. Empty if no layer has a window.
+        keeps_states: some layers keep a recurrent state per request. Prefixes are reused only up to a snapshot of it.
+        prefix: of the tensor names of blocks and embeddings. Checkpoints of models without a head may omit it.
+        renamed: (prefix in the checkpoint, prefix in our names) pairs. The first match applies.
     """
 
     task: Task
@@ -73,26 +69,26 @@ class TransformerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def short_length(self) -> int:
-        """Texts of more tokens have other rotations (longrope); 0: all have the same ones."""
+        """With LongRoPE, the number of tokens above which a request uses the long factors; 0 without LongRoPE."""
         return 0
 
 
 class DecoderConfig(TransformerConfig, frozen=True, kw_only=True):
-    """A decoder: what its blocks are made of, and what is before and behind them.
+    """A decoder-only model.
 
     Attributes:
-        tied: whether the output head is the embedding.
-        is_transposed: the weights of linear layers in the checkpoint are [inputs, outputs].
-        layer_ropes: for each layer its rotary embedding; None: it has none. Empty: ``rope`` in all layers.
-        rope_size: the size that rotary tables are made for, where it is not that of a head; 0: it is.
-        embedding_scale: multiplies the embeddings of tokens, rounded to the dtype of the model.
-        stream_scale: multiplies what enters the blocks: embeddings of tokens, and those given in place of token ids.
-        logits_scale: multiplies the logits.
-        logits_cap: logits become cap * tanh(logits / cap); None: they stay.
-        head_bias: whether the output head has a bias.
-        ignored: what the names of tensors begin with that are not used.
-        buffers: ends of the names of tensors in checkpoints that are no weights.
-        experts: of the layers that have some in the place of an MLP; None: no layer has.
+        tied: the output head shares the weight of the embedding.
+        is_transposed: the checkpoint stores weights of linear layers as [inputs, outputs].
+        layer_ropes: the rotary embedding of each layer, None for a layer without one. Empty if all layers use ``rope``.
+        rope_size: the size of the rotary tables if it is not the head size, else 0.
+        embedding_scale: factor of the token embeddings, rounded to the dtype of the model.
+        stream_scale: factor of the inputs of the first block: token embeddings, or embeddings given by the caller.
+        logits_scale: factor of the logits.
+        logits_cap: logits become cap * tanh(logits / cap); None for no cap.
+        head_bias: the output head has a bias.
+        ignored: prefixes of checkpoint tensors that the model does not load.
+        buffers: suffixes of checkpoint tensors that are buffers, not weights.
+        experts: the experts of the layers that have no MLP; None if all layers have an MLP.
     """
 
     tied: bool
@@ -118,13 +114,17 @@ class DecoderConfig(TransformerConfig, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if (self.experts or self.delta_net or self.mamba) and self.mlp.activation != "silu":
-            not_implemented("hidden_act", self.mlp.activation, "silu, in a model with experts, delta nets or Mamba")
+            not_implemented("hidden_act", self.mlp.activation, "silu in a model with experts, delta nets or Mamba")
         if self.tied and self.head_bias and self.task is Task.GENERATE:
-            not_implemented("tie_word_embeddings", True, "false, in a model whose head has a bias")
+            not_implemented("tie_word_embeddings", True, "false in a model whose head has a bias")
         attention = self.attention
         is_plain = attention.latent is None and attention.soft_cap is None and not attention.has_sinks
         if not self.is_causal and not (is_plain and self.stateful is None and not any(self.windows)):
-            not_implemented("is_causal", False, "true, in a model with windows, caps, states or latent attention")
+            not_implemented(
+                "is_causal",
+                False,
+                "true in a model with windows, soft caps, sinks, recurrent states or latent attention",
+            )
 
     @property
     def short_length(self) -> int:
@@ -137,68 +137,70 @@ class DecoderConfig(TransformerConfig, frozen=True, kw_only=True):
         )
 
     def keeps_state(self, layer: int) -> bool:
-        """Whether this layer keeps a state, and no keys and values."""
+        """Return whether a layer keeps a recurrent state instead of keys and values."""
         return (net := self.stateful) is not None and layer in net.layers
 
     @property
     def stateful(self) -> DeltaNetConfig | ShortConvConfig | MambaConfig | None:
-        """What layers have that keep a state; None: there are none."""
+        """The config of the layers with a recurrent state; None if there are none."""
         return self.delta_net or self.short_conv or self.mamba
 
     def layers_like(self, layer: int) -> list[int]:
-        """The layers that keep a state if this one does, else those that keep keys and values."""
-        return [each for each in range(self.num_layers) if self.keeps_state(each) == self.keeps_state(layer)]
+        """Return the layers of the same kind: with a recurrent state, or with keys and values."""
+        return [other for other in range(self.num_layers) if self.keeps_state(other) == self.keeps_state(layer)]
 
     def experts_of(self, layer: int) -> ExpertsConfig | None:
-        """The experts of this layer; None: it has an MLP."""
+        """Return the experts of a layer; None if it has an MLP."""
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
     def rope_of(self, layer: int) -> RopeConfig | None:
-        """The rotary embedding of this layer; None: it has none."""
+        """Return the rotary embedding of a layer; None if it has none."""
         return self.layer_ropes[layer] if self.layer_ropes else self.rope
 
     @property
     def head(self) -> dict[str, int]:
-        """The output layer of its own, if it has one: its name in the checkpoint, and the size of its output."""
+        """Name and output size of the output head; empty if the model has no head of its own."""
         if self.task is Task.CLASSIFY:
             return {"score": self.num_labels}
         return {} if self.tied or self.task is Task.EMBED else {self.names.head: self.vocab_size}
 
 
 def as_embedder(raw: Mapping[str, object]) -> dict[str, object]:
-    """config.json of a model of any task, read as that of the same model without its head."""
+    """Return config.json of the same model without its head."""
     return {**raw, "architectures": ["Model"]}
 
 
 class Labels(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of config.json that say how many scores a classifier gives."""
+    """The fields of config.json with the number of classes."""
 
     id2label: dict[int | str, object] | None = None
     num_labels: int | None = None
 
     @property
     def num_scores(self) -> int:
-        """As many as names; without these, ``num_labels`` or two. Raises ValueError where there are none."""
-        given = 2 if self.num_labels is None else self.num_labels
-        found = given if self.id2label is None else len(self.id2label)
-        if not 1 <= found <= _MAX_LABELS:
-            not_implemented("num_labels", found, f"1 to {_MAX_LABELS}")
-        return found
+        """The number of labels in ``id2label``, or else ``num_labels``, or else 2.
+
+        Raises ValueError if it is out of range.
+        """
+        num_labels = 2 if self.num_labels is None else self.num_labels
+        num_scores = num_labels if self.id2label is None else len(self.id2label)
+        if not 1 <= num_scores <= _MAX_LABELS:
+            not_implemented("num_labels", num_scores, f"1 to {_MAX_LABELS}")
+        return num_scores
 
 
 class DecoderFamily(Labels, frozen=True, kw_only=True):
-    """The fields of config.json that all families of decoders have. Fields that are not here do not change the results.
+    """The fields of config.json that all families of decoders share.
 
-    A family extends it with the fields of its own, and ``decoder`` with what they come to.
-
-    Raises ValueError for a value that is not implemented.
+    A family adds its own fields and extends ``decoder``. Fields that do not change results are left out. Raises
+    ValueError for a value that is not implemented.
 
     Attributes:
-        tasks: the end of a name in ``architectures`` -> the task of such a model.
-        default_partial: the part of a head that is rotated where the file does not say it; None: always all of it.
-        default_theta: ``rope_theta`` where the file does not say it.
-        has_one_window: the window of ``sliding_window`` is that of all layers, whatever ``layer_types`` says.
-        unread: fields that do not change the results of this family.
+        tasks: suffix of the name in ``architectures`` -> task.
+        default_partial: default of ``partial_rotary_factor``; None if the family always rotates whole heads.
+        default_theta: default of ``rope_theta``.
+        has_one_window: all layers have the sliding window, or none has.
+        unread: fields that this family ignores.
     """
 
     default_partial: ClassVar[float | None] = None
@@ -239,21 +241,22 @@ class DecoderFamily(Labels, frozen=True, kw_only=True):
         if not 0 < self.rms_norm_eps <= 1:
             not_implemented(file_names(self)["rms_norm_eps"], self.rms_norm_eps, "more than 0, at most 1")
         if self.num_attention_heads % self.num_kv_heads:
-            not_implemented("num_key_value_heads", self.num_kv_heads, f"a divisor of {self.num_attention_heads} heads")
+            not_implemented(
+                "num_key_value_heads",
+                self.num_kv_heads,
+                f"a divisor of num_attention_heads ({self.num_attention_heads})",
+            )
         if self.head_size % 2 or not self.head_size:
             not_implemented("head_dim", self.head_size, "an even number")
         if self.window is not None and self.window < 1:
-            not_implemented("sliding_window", self.window, "at least 1 position, or null")
+            not_implemented("sliding_window", self.window, "at least 1, or null")
         if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
-            not_implemented(
-                "layer_types",
-                f"of {len(self.layer_types)} layers",
-                f"one for each of the {self.num_hidden_layers} layers",
-            )
+            length = f"of length {len(self.layer_types)}"
+            not_implemented("layer_types", length, f"one entry per layer ({self.num_hidden_layers})")
         if self.has_one_window and self.window is not None and "full_attention" in (self.layer_types or ()):
-            not_implemented("layer_types", self.layer_types, "sliding_attention alone, where there is a sliding window")
+            not_implemented("layer_types", self.layer_types, "only sliding_attention if sliding_window is set")
         if self.window is None and "sliding_attention" in (self.layer_types or ()):
-            not_implemented("layer_types", self.layer_types, "full_attention alone, where there is no sliding window")
+            not_implemented("layer_types", self.layer_types, "only full_attention without a sliding window")
 
     def _check_choice(self, field: str, known: Mapping[str, object]) -> None:
         value = getattr(self, field)
@@ -262,7 +265,7 @@ class DecoderFamily(Labels, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, config: Mapping[str, object]) -> DecoderConfig:
-        """The decoder that config.json describes. Raises ValueError for a value that is not implemented."""
+        """Read config.json. Raises ValueError for a value that is not implemented."""
         return decode_config({name: config[name] for name in config if name not in cls.unread}, cls).decoder()
 
     @property
@@ -275,27 +278,27 @@ class DecoderFamily(Labels, frozen=True, kw_only=True):
 
     @property
     def rotated_size(self) -> int:
-        """The numbers of a head that ``rope`` is for."""
+        """The size of the part of a head that the rotary embedding is checked for."""
         return self.head_size
 
     @property
     def window(self) -> int | None:
-        """The number of positions that a token attends to in layers with a sliding window; None: there are none."""
+        """The sliding window in tokens; None if no layer has one."""
         return None
 
     def has_window(self, layer: int) -> bool:
-        """Whether this layer has the sliding window in a file without ``layer_types``."""
+        """Return whether a layer has the sliding window by default, without ``layer_types``."""
         return True
 
     @property
     def layer_kinds(self) -> Sequence[str]:
-        """The type of each layer, as in ``layer_types``."""
+        """``layer_types``, or its default."""
         layers = range(self.num_hidden_layers)
         return self.layer_types or ["sliding_attention" if self.has_window(i) else "full_attention" for i in layers]
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """As in ``TransformerConfig``."""
+        """See ``TransformerConfig``."""
         if self.window is None:
             return ()
         return tuple(self.window if kind == "sliding_attention" else None for kind in self.layer_kinds)
@@ -306,12 +309,12 @@ class DecoderFamily(Labels, frozen=True, kw_only=True):
 
     @property
     def rotation(self) -> Mapping[str, object]:
-        """``rope_parameters``, or in older files ``rope_scaling``."""
+        """``rope_parameters``, which older files name ``rope_scaling``."""
         return self.rope_scaling or self.rope_parameters or {}
 
     @property
     def rope(self) -> RopeConfig:
-        """The rotary embedding that config.json describes."""
+        """The rotary embedding."""
         return read_rope(
             self.rotation,
             self.default_theta if self.rope_theta is None else self.rope_theta,
@@ -320,10 +323,9 @@ class DecoderFamily(Labels, frozen=True, kw_only=True):
         )
 
     def decoder(self) -> DecoderConfig:
-        """A decoder with these fields and the parts of Llama, of which families replace what is different.
+        """Return a decoder of these sizes with the parts of Llama. Families replace the parts that differ.
 
-        Raises:
-            ValueError: the rotary embedding does not fit the size of a head.
+        Raises ValueError if the rotary embedding does not fit the head size.
         """
         rope = self.rope
         rope.check_head(self.rotated_size)
@@ -348,7 +350,7 @@ class DecoderFamily(Labels, frozen=True, kw_only=True):
 
 
 class WindowFamily(DecoderFamily, frozen=True, kw_only=True):
-    """A family of decoders with a sliding window."""
+    """A family of decoders with a sliding window in some or all layers."""
 
     sliding_window: int | None = 4096
 
@@ -358,10 +360,9 @@ class WindowFamily(DecoderFamily, frozen=True, kw_only=True):
 
 
 def task_of(architectures: list[str] | None, tasks: Mapping[str, Task]) -> Task:
-    """The task of the first architecture; without one, that of the family.
+    """Return the task of the first architecture, or the first of ``tasks`` without one.
 
-    Raises:
-        ValueError: the architecture is not implemented.
+    Raises ValueError if the architecture is not implemented.
     """
     if not architectures:
         return next(iter(tasks.values()))
@@ -372,9 +373,10 @@ def task_of(architectures: list[str] | None, tasks: Mapping[str, Task]) -> Task:
 
 
 def check_experts(num_experts: int, top_k: int, sparse_step: int = 1, *, name: str = "num_experts") -> None:
-    """Raise ValueError unless ``top_k`` of ``num_experts`` can be chosen, in every ``sparse_step``-th layer.
+    """Raise ValueError if the router cannot choose ``top_k`` of ``num_experts``, or ``sparse_step`` is not positive.
 
-    ``name``: what config.json calls ``num_experts``.
+    Args:
+        name: the field with the number of experts.
     """
     if num_experts < 1:
         not_implemented(name, num_experts, "at least 1")

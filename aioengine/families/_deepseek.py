@@ -1,4 +1,4 @@
-"""DeepSeek-V2, DeepSeek-V3 and the like: latent attention, and experts in all layers but the first ones. No torch."""
+"""DeepSeek-V2, DeepSeek-V3 and GLM-4.7-Flash: latent attention, and experts in all layers except the first ones."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from aioengine.families._latent import LatentFamily
 
 
 class DeepseekFamily(LatentFamily, frozen=True, kw_only=True):
-    """``num_shared_experts``: experts that all tokens go through, which are one MLP that is as large as all of them.
+    """The fields that DeepSeek-V2 and DeepSeek-V3 share.
 
-    ``num_nextn_predict_layers``, or ``num_mtp_layers``: layers behind the last one that predict further tokens, which
-    checkpoints may have and which are not used.
+    Attributes:
+        num_shared_experts: number of shared experts, which form one MLP.
+        num_nextn_predict_layers, num_mtp_layers: layers for multi-token prediction in the checkpoint. They follow the
+            last layer and are not used. The first field takes precedence.
     """
 
     first_k_dense_replace: int = 0
@@ -38,27 +40,27 @@ class DeepseekFamily(LatentFamily, frozen=True, kw_only=True):
         check_experts(self.num_experts, self.experts_per_token, name="n_routed_experts")
         num_groups, top_groups = self.groups
         if self.num_experts % num_groups:
-            not_implemented("n_group", num_groups, f"a divisor of {self.num_experts}, the number of experts")
-        fewest = -(-self.experts_per_token * num_groups // self.num_experts)
-        if not fewest <= top_groups <= num_groups:
-            not_implemented("topk_group", top_groups, f"{fewest} to {num_groups}, of the groups of experts")
+            not_implemented("n_group", num_groups, f"a divisor of n_routed_experts ({self.num_experts})")
+        minimum = -(-self.experts_per_token * num_groups // self.num_experts)
+        if not minimum <= top_groups <= num_groups:
+            not_implemented("topk_group", top_groups, f"{minimum} to {num_groups} of the {num_groups} groups")
 
     @property
     def groups(self) -> tuple[int, int]:
-        """Groups of experts, and how many of them the experts of a token are chosen from."""
+        """The number of expert groups, and the number of groups that the experts of a token come from."""
         num_groups = self.num_groups or 1
         return num_groups, num_groups if self.topk_group is None else self.topk_group
 
     @property
     def dense_layers(self) -> frozenset[int]:
-        """The layers that have an MLP and no experts."""
+        """The layers with an MLP instead of experts."""
         return frozenset(range(min(self.first_k_dense_replace, self.num_hidden_layers)))
 
     @property
     def router(self) -> RouterConfig:
         num_groups, top_groups = self.groups
         return RouterConfig(
-            is_wide=True,
+            in_fp32=True,
             is_normalized=bool(self.norm_topk_prob),
             scale=self.routed_scaling_factor,
             num_groups=num_groups,
@@ -78,15 +80,15 @@ class DeepseekFamily(LatentFamily, frozen=True, kw_only=True):
             shared=shared,
             dense_layers=self.dense_layers,
         )
-        num_more = self.num_mtp_layers if self.num_nextn_predict_layers is None else self.num_nextn_predict_layers
-        more_layers = range(self.num_hidden_layers, self.num_hidden_layers + num_more)
+        num_extra = self.num_mtp_layers if self.num_nextn_predict_layers is None else self.num_nextn_predict_layers
+        extra_layers = range(self.num_hidden_layers, self.num_hidden_layers + num_extra)
         return replace(
-            super().decoder(), experts=experts, ignored=tuple(f"model.layers.{layer}." for layer in more_layers)
+            super().decoder(), experts=experts, ignored=tuple(f"model.layers.{layer}." for layer in extra_layers)
         )
 
 
 class DeepseekV2Family(DeepseekFamily, frozen=True, kw_only=True):
-    """DeepSeek-V2 and DeepSeek-V2-Lite: the best experts of all, or of the groups with the best expert."""
+    """DeepSeek-V2, DeepSeek-V2-Lite: a token uses the best experts overall, or of the groups with the best expert."""
 
     rope_interleave: Literal[True] = True
     mlp_bias: Literal[False] = False
@@ -98,7 +100,7 @@ class DeepseekV2Family(DeepseekFamily, frozen=True, kw_only=True):
         super().__post_init__()
         if self.topk_method == "group_limited_greedy" and None in (self.num_groups, self.topk_group):
             not_implemented(
-                "n_group", self.num_groups, "numbers for n_group and topk_group with 'group_limited_greedy'"
+                "n_group", self.num_groups, "numbers for n_group and topk_group with topk_method 'group_limited_greedy'"
             )
 
     @property
@@ -107,7 +109,7 @@ class DeepseekV2Family(DeepseekFamily, frozen=True, kw_only=True):
 
 
 class DeepseekV3Family(DeepseekFamily, frozen=True, kw_only=True):
-    """DeepSeek-V3, R1, Moonlight: experts by score and bias, of the groups whose best two have the highest sum."""
+    """DeepSeek-V3, R1, Moonlight: score and bias select experts, from the groups with the best sum of two experts."""
 
     num_key_value_heads: int | None = 128
     max_position_embeddings: int = 4096
@@ -128,7 +130,7 @@ class DeepseekV3Family(DeepseekFamily, frozen=True, kw_only=True):
         super().__post_init__()
         num_groups, _ = self.groups
         if num_groups > 1 and self.num_experts < 2 * num_groups:
-            not_implemented("n_group", num_groups, f"at most {self.num_experts // 2}, with two experts a group")
+            not_implemented("n_group", num_groups, f"at most {self.num_experts // 2}, with two experts per group")
 
     @property
     def router(self) -> RouterConfig:
@@ -136,7 +138,7 @@ class DeepseekV3Family(DeepseekFamily, frozen=True, kw_only=True):
 
 
 class Glm4MoeLiteFamily(DeepseekV3Family, frozen=True, kw_only=True):
-    """GLM-4.7-Flash: as DeepSeek-V3, with a list of the layers that have experts."""
+    """GLM-4.7-Flash: DeepSeek-V3 with a list of layers with experts."""
 
     num_key_value_heads: int | None = 20
     max_position_embeddings: int = 202_752
@@ -156,8 +158,8 @@ class Glm4MoeLiteFamily(DeepseekV3Family, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.mlp_layer_types is not None and len(self.mlp_layer_types) != self.num_hidden_layers:
-            of = f"of {len(self.mlp_layer_types)} layers"
-            not_implemented("mlp_layer_types", of, f"one for each of the {self.num_hidden_layers} layers")
+            length = f"of length {len(self.mlp_layer_types)}"
+            not_implemented("mlp_layer_types", length, f"one entry per layer ({self.num_hidden_layers})")
 
     @property
     def dense_layers(self) -> frozenset[int]:

@@ -1,4 +1,4 @@
-"""How fields of config.json are read and checked. No torch."""
+"""Reads and checks fields of config.json. Torch-free."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MAX_SIZES: Final = {
     "num_mtp_layers": 2**14,
     "num_shared_experts": 2**14,
 }
-"""Far beyond all models: a larger value is a mistake, which would cost hours and memory before it is noticed."""
+"""Upper limits of sizes, far beyond all models. A larger value is a mistake that would exhaust time or memory."""
 
 _MAY_BE_ZERO: Final = (
     "num_experts",
@@ -48,11 +48,12 @@ _MAY_BE_ZERO: Final = (
     "num_mtp_layers",
     "num_shared_experts",
 )
-"""Of ``MAX_SIZES``; a model with no experts is dense, and ``check_experts`` is for others."""
+"""Sizes that may be 0. Models with experts are checked by ``check_experts``."""
 _MIN_FACTOR, _MAX_FACTOR = 1e-6, 1e6
 
 
 def not_implemented(field: str, value: object, implemented: str) -> NoReturn:
+    """Raise ValueError for the value of a field. ``implemented``: the values that work."""
     message = f"{field} {shown(value)} is not implemented; what works: {implemented}"
     raise ValueError(message)
 
@@ -60,8 +61,7 @@ def not_implemented(field: str, value: object, implemented: str) -> NoReturn:
 def decode_config(raw: Mapping[str, object], config_type: type[ConfigType]) -> ConfigType:
     """Read config.json into a Struct.
 
-    Raises:
-        ValueError: a field is missing, has a wrong type, or a value that is not implemented; the message names it.
+    Raises ValueError, which names the field, if a field is missing, has a wrong type, or is not implemented.
     """
     if raw.get("per_layer_config"):
         not_implemented("per_layer_config", raw["per_layer_config"], "layers of the same config")
@@ -71,11 +71,11 @@ def decode_config(raw: Mapping[str, object], config_type: type[ConfigType]) -> C
 
 
 def decode(fields: Mapping[str, object], config_type: type[ConfigType], where: str, *, path: str = "$") -> ConfigType:
-    """Read an object into a Struct.
+    """Read an object of a JSON file into a Struct.
 
     Args:
-        where: the file, which error messages begin with.
-        path: place of the object in it, for error messages.
+        where: the file, for error messages.
+        path: the path of the object in the file, for error messages.
     """
     try:
         return msgspec.convert(fields, config_type)
@@ -85,40 +85,40 @@ def decode(fields: Mapping[str, object], config_type: type[ConfigType], where: s
 
 
 def _what_works(error: msgspec.ValidationError, config_type: type[msgspec.Struct]) -> str:
-    """ "; what works: ..." where the field that the error names may have a few values alone, else nothing."""
-    found = re.search(r"at `\$\.(\w+)", str(error))
+    """Return "; what works: ..." if the field in the error accepts only a few values, else ""."""
+    match = re.search(r"at `\$\.(\w+)", str(error))
     names = {field.encode_name: field.name for field in msgspec.structs.fields(config_type)}
-    name = names.get(found[1]) if found else None
-    left = [typing.get_type_hints(config_type)[name]] if name else []
+    name = names.get(match[1]) if match else None
+    kinds = [typing.get_type_hints(config_type)[name]] if name else []
     values: list[object] = []
-    while left:
-        kind = left.pop(0)
+    while kinds:
+        kind = kinds.pop(0)
         if kind is types.NoneType:
             values.append(None)
         elif typing.get_origin(kind) is Literal:
             values += typing.get_args(kind)
         elif typing.get_origin(kind) in (list, typing.Union, types.UnionType):
-            left += typing.get_args(kind)
+            kinds += typing.get_args(kind)
         else:
             return ""
     return "; what works: " + ", ".join(msgspec.json.encode(value).decode() for value in values) if values else ""
 
 
 def check_sizes(config: msgspec.Struct) -> None:
-    """Raise ValueError for a size beyond ``MAX_SIZES``."""
-    given, names = msgspec.structs.asdict(config), file_names(config)
-    for name, most in MAX_SIZES.items():
-        least = 0 if name in _MAY_BE_ZERO else 1
-        if given.get(name) is not None and not least <= given[name] <= most:
-            not_implemented(names[name], given[name], f"{least} to {most}")
+    """Raise ValueError if a size is above ``MAX_SIZES`` or not positive."""
+    values, names = msgspec.structs.asdict(config), file_names(config)
+    for name, maximum in MAX_SIZES.items():
+        minimum = 0 if name in _MAY_BE_ZERO else 1
+        if values.get(name) is not None and not minimum <= values[name] <= maximum:
+            not_implemented(names[name], values[name], f"{minimum} to {maximum}")
 
 
 def check_factor(field: str, factor: float) -> None:
-    """Raise ValueError for a number whose square or inverse leaves the range of floats."""
+    """Raise ValueError if the square or the inverse of ``factor`` may overflow."""
     if not _MIN_FACTOR <= factor <= _MAX_FACTOR:
         not_implemented(field, factor, f"{_MIN_FACTOR:g} to {_MAX_FACTOR:g}")
 
 
 def file_names(config: msgspec.Struct) -> dict[str, str]:
-    """The name in config.json of each field."""
+    """Return field name -> name in config.json."""
     return {field.name: field.encode_name for field in msgspec.structs.fields(config)}

@@ -1,4 +1,4 @@
-"""Qwen's models that read images: older files have the fields of the text model beside the vision tower's."""
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: a text model with three-axis positions, and a vision tower."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from aioengine.families._vision import ImageToken, VisionFamily
 
 
 class QwenFamily(VisionFamily, frozen=True, kw_only=True):
-    """rope: the axes of the rotation, where the file names none. num_deepstack: as in ``VisionConfig``, likewise.
+    """The base class of Qwen's families with images.
 
-    renamed: files of transformers since version 4.52; older ones have the new names.
+    Attributes:
+        rope: default of the fields of the three axes in ``rope_parameters``.
+        num_deepstack: default of ``VisionConfig.num_deepstack``.
+        renamed: names since transformers 4.52. Older files have our names.
     """
 
     rope: ClassVar[dict[str, object]] = {"mrope_section": [16, 24, 24]}
@@ -29,7 +32,7 @@ class QwenFamily(VisionFamily, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, config: Mapping[str, object]) -> DecoderConfig:
-        """As of all families, with the text model at its place of today."""
+        """Read config.json. In older files the fields of the text model are not in ``text_config``."""
         text = config.get("text_config")
         if text is None:
             text = {name: value for name, value in config.items() if name not in ("vision_config", "architectures")}
@@ -60,21 +63,21 @@ class QwenFamily(VisionFamily, frozen=True, kw_only=True):
 
 
 class Qwen2VLFamily(QwenFamily, frozen=True, kw_only=True):
-    """The text model is a Qwen2 whose positions have three axes."""
+    """Qwen2-VL: the text model is a Qwen2 with three-axis positions."""
 
     text_types: ClassVar[tuple[str, ...]] = ("qwen2_vl_text",)
     tower_types: ClassVar[tuple[str, ...]] = ("", "qwen2_vl", "qwen2_vl_vision")
 
 
 class Qwen25VLFamily(QwenFamily, frozen=True, kw_only=True):
-    """The text model is a Qwen2 whose positions have three axes."""
+    """Qwen2.5-VL: the text model is a Qwen2 with three-axis positions."""
 
     text_types: ClassVar[tuple[str, ...]] = ("qwen2_5_vl_text",)
     tower_types: ClassVar[tuple[str, ...]] = ("", "qwen2_5_vl", "qwen2_5_vl_vision")
 
 
 class Qwen3VLFamily(QwenFamily, frozen=True, kw_only=True):
-    """The text model is a Qwen3 whose positions have three axes, which take turns in a head."""
+    """Qwen3-VL, dense: the text model is a Qwen3 with three-axis positions, interleaved in each head."""
 
     rope: ClassVar[dict[str, object]] = {"mrope_section": [24, 20, 20], "mrope_interleaved": True}
     num_deepstack: ClassVar[int] = 3

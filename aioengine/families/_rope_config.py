@@ -1,4 +1,4 @@
-"""Rotary embeddings, as config.json describes them. No torch."""
+"""Rotary embeddings as described in config.json. Torch-free."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _POSITIVE: Final = (
     "high_freq_factor",
 )
 _MIN_POSITIVE, _MAX_POSITIVE = 1e-9, 1e12
-"""Range of the numbers of ``_POSITIVE``; all angles are finite with them."""
+"""Range of the ``_POSITIVE`` fields. All angles are finite within it."""
 
-_OF_ORIGINAL: Final = ("llama3", "yarn", "longrope")
-_NEEDED = {
+_READ_ORIGINAL: Final = ("llama3", "yarn", "longrope")
+_REQUIRED: Final = {
     "linear": ("factor",),
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
@@ -34,13 +34,13 @@ _NEEDED = {
 
 
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """``rope_parameters`` of config.json, or ``rope_theta`` and ``rope_scaling`` of older ones.
+    """``rope_parameters`` of config.json; older files have ``rope_theta`` and ``rope_scaling``.
 
     Attributes:
-        short_factor, long_factor: of "longrope", what divides each frequency: in a context of up to
-            ``original_max_position_embeddings``, and in a longer one.
-        mrope_section: where positions have three axes (time, height, width), how many of the pairs of numbers of a head
-            are rotated by each. mrope_interleaved: the axes take turns, else their pairs follow one another.
+        short_factor, long_factor: with "longrope", the divisors of the frequencies for contexts of up to
+            ``original_max_position_embeddings`` tokens, and for longer ones.
+        mrope_section: with three-axis positions (time, height, width), the number of rotated pairs per axis.
+        mrope_interleaved: pairs cycle through the axes. Otherwise the pairs of an axis are contiguous.
     """
 
     rope_type: Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"] = "default"
@@ -64,14 +64,14 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not 0 < self.partial_rotary_factor <= 1:
             not_implemented("partial_rotary_factor", self.partial_rotary_factor, "more than 0, at most 1")
-        given = msgspec.structs.asdict(self)
-        for field in _NEEDED.get(self.rope_type, ()):
-            if given[field] is None:
+        values = msgspec.structs.asdict(self)
+        for field in _REQUIRED.get(self.rope_type, ()):
+            if values[field] is None:
                 message = f"rope_parameters.{field} is missing; rope_type {self.rope_type!r} needs it"
                 raise ValueError(message)
         for field in _POSITIVE:
-            if given[field] is not None and not _MIN_POSITIVE <= given[field] <= _MAX_POSITIVE:
-                not_implemented(f"rope_parameters.{field}", given[field], f"{_MIN_POSITIVE:g} to {_MAX_POSITIVE:g}")
+            if values[field] is not None and not _MIN_POSITIVE <= values[field] <= _MAX_POSITIVE:
+                not_implemented(f"rope_parameters.{field}", values[field], f"{_MIN_POSITIVE:g} to {_MAX_POSITIVE:g}")
         if self.rope_type == "yarn":
             self._check_yarn()
         for field, factors in (("short_factor", self.short_factor), ("long_factor", self.long_factor)):
@@ -82,21 +82,23 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
             not_implemented("rope_parameters.high_freq_factor", high, f"more than low_freq_factor, which is {low}")
 
     def rotary_size(self, head_size: int) -> int:
-        """The first numbers of a head that are rotated."""
+        """Return the number of leading entries of a head that are rotated."""
         return int(head_size * self.partial_rotary_factor)
 
     def check_head(self, head_size: int) -> None:
-        """Raise ValueError where heads of this size cannot be rotated so."""
+        """Raise ValueError if heads of this size cannot be rotated."""
         size = self.rotary_size(head_size)
         if self.rope_type == "dynamic" and size < 4:
-            not_implemented("head_dim", head_size, "at least 4 rotated numbers with rope_type 'dynamic'")
+            not_implemented("head_dim", head_size, "at least 4 rotated entries with rope_type 'dynamic'")
         if size % 2 or not size:
             not_implemented(
-                "partial_rotary_factor", self.partial_rotary_factor, f"an even part of heads of {head_size}"
+                "partial_rotary_factor",
+                self.partial_rotary_factor,
+                f"an even number of entries of heads of {head_size}",
             )
         for field, factors in (("short_factor", self.short_factor), ("long_factor", self.long_factor)):
             if self.rope_type == "longrope" and len(factors or ()) != size // 2:
-                not_implemented(f"rope_parameters.{field}", f"of {len(factors or ())} numbers", f"{size // 2}")
+                not_implemented(f"rope_parameters.{field}", f"of {len(factors or ())} numbers", f"{size // 2} numbers")
 
     def _check_yarn(self) -> None:
         if self.factor is not None and self.factor < 1:
@@ -111,21 +113,20 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
 def read_rope(
     parameters: Mapping[str, object], theta: float, *, partial: float | None = None, original: int | None = None
 ) -> RopeConfig:
-    """Read ``rope_parameters``, which in an older config.json is ``rope_scaling``.
+    """Read ``rope_parameters``, which older files name ``rope_scaling``.
 
     Args:
-        theta: ``rope_theta`` where they do not say it.
-        partial: the part of a head that is rotated, where they do not say it; None: the family rotates all of it.
-        original: ``original_max_position_embeddings`` beside them, which counts more than in them.
+        theta: default of ``rope_theta``.
+        partial: default of ``partial_rotary_factor``; None if the family always rotates whole heads.
+        original: ``original_max_position_embeddings`` of config.json itself, which overrides the one in ``parameters``.
 
-    Raises:
-        ValueError: the scaling is not implemented.
+    Raises ValueError if the scaling is not implemented.
     """
     fields: dict[str, object] = {"rope_theta": theta}
     if partial is not None:
         fields["partial_rotary_factor"] = partial
     fields |= {"rope_type": parameters.get("type", "default"), **parameters}
-    if original is not None and fields["rope_type"] in _OF_ORIGINAL:
+    if original is not None and fields["rope_type"] in _READ_ORIGINAL:
         fields["original_max_position_embeddings"] = original
     rope = decode(fields, RopeConfig, "config.json", path="$.rope_parameters")
     if partial is None and rope.partial_rotary_factor != 1.0:
@@ -134,21 +135,21 @@ def read_rope(
 
 
 def read_layer_rope(
-    given: Mapping[str, object] | None, scaling: Mapping[str, object] | None, theta: float
+    layer_parameters: Mapping[str, object] | None, scaling: Mapping[str, object] | None, theta: float
 ) -> RopeConfig:
-    """Read the rotary embedding of one kind of layers.
+    """Read the rotary embedding of one layer type.
 
     Args:
-        given: its part of ``rope_parameters``. scaling: ``rope_scaling`` of older files, where it is for these layers.
-        theta: where neither says it.
+        layer_parameters: the entry of the layer type in ``rope_parameters``.
+        scaling: ``rope_scaling`` of older files, if it applies to this layer type.
+        theta: default of ``rope_theta``.
 
-    Raises:
-        ValueError: the scaling is not implemented, or transformers computes another one than the file says.
+    Raises ValueError if the scaling is not implemented, or transformers would ignore a part of it.
     """
-    scaling, given = scaling or {}, given or {}
+    scaling = scaling or {}
     if "type" in scaling and "rope_type" not in scaling:
-        not_implemented("rope_scaling.type", scaling["type"], "the name rope_type, in a model with several rotations")
-    parameters = {**given, **scaling}
+        not_implemented("rope_scaling.type", scaling["type"], "rope_type, in a model with several rotary embeddings")
+    parameters = {**(layer_parameters or {}), **scaling}
     if parameters.get("truncate") is False:
-        not_implemented("rope_parameters.truncate", False, "true, in a model with several rotations")
+        not_implemented("rope_parameters.truncate", False, "true, in a model with several rotary embeddings")
     return read_rope(parameters, theta)

@@ -1,7 +1,7 @@
-"""Models that read images beside text: a text model in config.json, and a vision tower. No torch.
+"""Configs of models that read images, and the base class of their families. Torch-free.
 
-The tower and what brings its outputs to the size of the text model are modules of transformers, which reads their part
-of config.json. Here is what the text model and everything around it needs.
+Vision tower and projector are modules of transformers, which reads their fields of config.json itself. The families
+read the text model, and the facts that the rest of the engine needs.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ TEXT_DEFAULTS: Final[Mapping[str, Mapping[str, object]]] = {
         "num_attention_heads": 8,
     },
 }
-"""Fields of text models that files on the hub leave out, by model type: the values of transformers."""
+"""Model type -> defaults of fields that ``text_config`` omits in files on the hub; the defaults of transformers."""
 
 
 class VisionConfig(DecoderConfig, frozen=True, kw_only=True):
     """The text model of a model that reads images.
 
     Attributes:
-        image_token_id: the placeholder in prompts, whose embedding the features of an image replace.
-        towers: prefixes of the names of the tensors that belong to no text model.
-        num_axes: of positions, 1 or 3 (time, height, width).
-        num_deepstack: layers behind which further features of an image are added.
-        whole_image_tokens: tokens of an image where these attend to each other in both directions; 0: they do not.
+        image_token_id: the placeholder token. Image features replace its embedding.
+        towers: prefixes of the tensors of vision tower and projector.
+        num_axes: axes of a position: 1, or 3 for time, height and width.
+        num_deepstack: number of first layers after which further image features are added (DeepStack).
+        whole_image_tokens: tokens per image if they attend to each other in both directions, else 0.
     """
 
     image_token_id: int
@@ -56,21 +56,22 @@ class VisionConfig(DecoderConfig, frozen=True, kw_only=True):
 
 
 class Tower(msgspec.Struct, frozen=True):
-    """The fields of ``vision_config`` that are read here."""
+    """The fields of ``vision_config`` that families read."""
 
     model_type: str = ""
     deepstack_visual_indexes: list[int] | None = None
 
 
 class VisionFamily(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of config.json that the families have in common.
+    """The fields of config.json that all families with images share.
 
     Raises ValueError for a value that is not implemented.
 
     Attributes:
-        text_types: model types of text models that are implemented. tower_types: those of vision towers.
-        text_family: the family of the text model; "": that of its type. text_defaults: fields that files may leave out.
-        towers, renamed: as in ``VisionConfig``.
+        text_types, tower_types: supported model types of text model and vision tower.
+        text_family: the family of the text model; "" for the family of its model type.
+        text_defaults: defaults of fields of text_config.
+        towers, renamed: see ``VisionConfig``.
     """
 
     text_types: ClassVar[tuple[str, ...]] = ()
@@ -93,16 +94,16 @@ class VisionFamily(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, config: Mapping[str, object]) -> DecoderConfig:
-        """The text model that config.json describes. Raises ValueError for a value that is not implemented."""
+        """Read config.json. Raises ValueError for a value that is not implemented."""
         return decode_config(config, cls).decoder()
 
     @property
     def placeholder_id(self) -> int | None:
-        """The token that stands for an image in prompts."""
+        """The placeholder token of an image in prompts."""
         return self.image_token_id
 
     def text(self) -> DecoderConfig:
-        """The decoder that ``text_config`` describes."""
+        """Return the text model, without the facts about images."""
         model_type = self.text_config.get("model_type", self.text_types[0])
         if not isinstance(model_type, str) or model_type not in self.text_types:
             not_implemented("text_config.model_type", model_type, ", ".join(self.text_types))
@@ -116,17 +117,16 @@ class VisionFamily(msgspec.Struct, frozen=True, kw_only=True):
         return family.read(fields)
 
     def decoder(self) -> DecoderConfig:
-        """The text model with what ``VisionConfig`` adds."""
+        """Return the text model with the facts about images."""
         return self.with_images(self.text())
 
     def with_images(self, text: DecoderConfig, **fields: object) -> VisionConfig:
-        """The text model with what ``VisionConfig`` adds; ``fields``: those that have other values than by default.
+        """Add the facts about images to the text model. ``fields``: further fields of ``VisionConfig``.
 
-        Raises:
-            ValueError: the placeholder is not in the vocabulary.
+        Raises ValueError if the placeholder is not in the vocabulary.
         """
         if text.short_length:
-            not_implemented("rope_parameters.rope_type", "longrope", "other types, in a model that reads images")
+            not_implemented("rope_parameters.rope_type", "longrope", "other types in a model that reads images")
         own = {"image_token_id": self.placeholder_id, "towers": self.towers, "renamed": self.renamed, **fields}
         config = msgspec.convert({**msgspec.structs.asdict(text), **own}, VisionConfig)
         if not 0 <= config.image_token_id < config.vocab_size:

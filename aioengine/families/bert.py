@@ -1,7 +1,4 @@
-"""BERT: learned positions, token types, norms behind attention and MLP.
-
-RoBERTa and XLM-RoBERTa: as BERT, with positions that begin behind the padding's, and another head.
-"""
+"""BERT: learned positions, token types, norms after attention and MLP."""
 
 from __future__ import annotations
 
@@ -13,7 +10,12 @@ from aioengine.families._fields import not_implemented
 
 
 class BertFamily(EncoderFamily, frozen=True, kw_only=True):
-    """``base``: name of the base model in the checkpoint. ``ignored``: prefixes of tensors that are not loaded."""
+    """BERT.
+
+    Attributes:
+        base: name of the base model in the checkpoint.
+        head: the head of a classifier.
+    """
 
     base: ClassVar[str] = "bert"
     head: ClassVar[HeadConfig] = HeadConfig(dense="bert.pooler.dense", scores="classifier")
@@ -27,12 +29,12 @@ class BertFamily(EncoderFamily, frozen=True, kw_only=True):
 
     @property
     def position_offset(self) -> int:
-        """The learned position of the first token."""
+        """Row of the first position in the table of learned positions."""
         return 0
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Prefixes of tensors of a model of masked words; and the pooler, which only BERT's classifier reads."""
+        """Prefixes of the masked-language-model head, and of the pooler unless the classifier reads it."""
         reads_pooler = self.task is Task.CLASSIFY and self.head.dense.startswith(f"{self.base}.pooler.")
         return ("cls.", "lm_head.") if reads_pooler else ("cls.", "lm_head.", f"{self.base}.pooler.")
 
@@ -79,6 +81,8 @@ class BertFamily(EncoderFamily, frozen=True, kw_only=True):
 
 
 class RobertaFamily(BertFamily, frozen=True, kw_only=True):
+    """RoBERTa, XLM-RoBERTa: positions start after the padding id; a different classifier head."""
+
     base: ClassVar[str] = "roberta"
     head: ClassVar[HeadConfig] = HeadConfig(dense="classifier.dense", scores="classifier.out_proj")
 

@@ -1,4 +1,4 @@
-"""Cohere (Command R, R+, Aya 23): attention and MLP side by side, neighbours in a head are rotated."""
+"""Cohere (Command R, R+, Aya 23): parallel attention and MLP, LayerNorm, interleaved rotary embedding."""
 
 from __future__ import annotations
 

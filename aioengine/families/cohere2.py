@@ -1,4 +1,4 @@
-"""Cohere 2 (Command R7B, Command A): attention and MLP side by side, no rotation in layers that attend to all."""
+"""Cohere 2 (Command R7B, Command A): Cohere with sliding windows, no RoPE in full-attention layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ERNIE 4.5, dense: a Llama whose rotation pairs neighbours."""
+"""ERNIE 4.5, dense: Llama with interleaved rotary embedding."""
 
 from __future__ import annotations
 

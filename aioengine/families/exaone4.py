@@ -1,4 +1,4 @@
-"""EXAONE 4: norms behind attention and MLP, and no rotation in layers that attend to all beside windows."""
+"""EXAONE 4: norms after attention and MLP, no rotary embedding in full-attention layers next to sliding windows."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Exaone4Family(WindowFamily, frozen=True, kw_only=True):
         super().__post_init__()
         pattern = self.sliding_window_pattern
         if self.layer_types is None and self.window is not None and (not isinstance(pattern, int) or pattern < 1):
-            not_implemented("sliding_window_pattern", pattern, "a number, or layer_types")
+            not_implemented("sliding_window_pattern", pattern, "a positive integer, or a list in layer_types")
 
     def has_window(self, layer: int) -> bool:
-        assert isinstance(self.sliding_window_pattern, int), "checked above"
+        assert isinstance(self.sliding_window_pattern, int), "checked in __post_init__"
         return (layer + 1) % self.sliding_window_pattern != 0
 
     def decoder(self) -> DecoderConfig:

@@ -1,4 +1,4 @@
-"""Falcon 7B, 40B, 180B and Falcon 2: attention and MLP side by side; rotary positions, not ALiBi."""
+"""Falcon 7B, 40B, 180B and Falcon 2: parallel attention and MLP, rotary positions (no ALiBi)."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ class FalconFamily(DecoderFamily, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, config: Mapping[str, object]) -> DecoderConfig:
+        """Read config.json, with defaults that depend on other fields."""
         size, inner = config.get("n_embed", config.get("hidden_size")), config.get("ffn_hidden_size")
         if inner is None and isinstance(size, int):
             inner = 4 * size
@@ -45,7 +46,7 @@ class FalconFamily(DecoderFamily, frozen=True, kw_only=True):
         return 1 if self.multi_query else self.num_attention_heads
 
     def block(self) -> BlockConfig:
-        """Its norms: one for both, one each, or one before attention and one before the MLP."""
+        """Return the norms: one or two in a parallel block, otherwise one each before attention and MLP."""
         if not self.is_parallel:
             return BlockConfig(attention="self_attention.")
         if self.new_decoder_architecture and self.num_norms != 1:

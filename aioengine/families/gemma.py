@@ -1,7 +1,4 @@
-"""Gemma, Gemma 2 and the text model of Gemma 3.
-
-Gemma, the first: a Llama with GELU, scaled embeddings, and norms whose weights are offsets from 1.
-"""
+"""Gemma 1: Llama with GELU, scaled embeddings, and norm weights stored as offsets from 1."""
 
 from __future__ import annotations
 
@@ -20,6 +17,8 @@ NORM: Final = NormConfig(offset=1.0)
 
 
 class GemmaFamily(DecoderFamily, frozen=True, kw_only=True):
+    """Gemma 1."""
+
     head_dim: int | None = 256
     hidden_act: str = "gelu_pytorch_tanh"
     max_position_embeddings: int = 8192
@@ -29,7 +28,7 @@ class GemmaFamily(DecoderFamily, frozen=True, kw_only=True):
 
     def decoder(self) -> DecoderConfig:
         decoder, bias = super().decoder(), self.attention_bias
-        if self.hidden_act == "gelu":  # the first files say so, and mean the approximation
+        if self.hidden_act == "gelu":  # older files; the reference uses the tanh approximation
             decoder = replace(decoder, mlp=replace(decoder.mlp, activation="gelu_tanh"))
         return replace(
             decoder,
@@ -40,7 +39,7 @@ class GemmaFamily(DecoderFamily, frozen=True, kw_only=True):
 
 
 class Gemma2Family(WindowFamily, frozen=True, kw_only=True):
-    """Norms before and behind attention and MLP, caps of scores and logits, windows in every other layer."""
+    """Gemma 2: norms before and after attention and MLP, soft caps, sliding windows in every other layer."""
 
     num_key_value_heads: int | None = 4
     head_dim: int | None = 256
@@ -75,27 +74,30 @@ class Gemma2Family(WindowFamily, frozen=True, kw_only=True):
 
 
 class Gemma3TextFamily(Gemma2Family, frozen=True, kw_only=True):
-    """Norms of heads, and another rotation in layers with a window."""
+    """Gemma 3, text only: Gemma 2 with query and key norms, and a separate RoPE in sliding-window layers."""
 
     max_position_embeddings: int = 131_072
     sliding_window_pattern: Annotated[int, msgspec.Meta(ge=1)] = 6
     rope_local_base_freq: float | None = None
     rope_parameters: Mapping[str, Mapping[str, object] | None] | None = None
     final_logit_softcapping: Positive | None = None
-    attention_cap: None = msgspec.field(default=None, name="attn_logit_softcapping")  # transformers caps no scores
+    attention_cap: None = msgspec.field(default=None, name="attn_logit_softcapping")  # transformers ignores it
 
     def has_window(self, layer: int) -> bool:
         return (layer + 1) % self.sliding_window_pattern != 0
 
     @property
     def rope(self) -> RopeConfig:
-        """Of the layers with a window. ``max_position_embeddings`` has the scaling of the other one already."""
+        """The rotary embedding of sliding-window layers.
+
+        It is the main one because ``max_position_embeddings`` already includes the scaling of the full layers.
+        """
         parameters = self.rope_parameters or {}
         return read_layer_rope(parameters.get("sliding_attention"), None, self.rope_local_base_freq or 1e4)
 
     @property
     def full_rope(self) -> RopeConfig:
-        """Of the layers without a window."""
+        """The rotary embedding of full-attention layers."""
         parameters = self.rope_parameters or {}
         theta = 1e6 if self.rope_theta is None else self.rope_theta
         return read_layer_rope(parameters.get("full_attention"), self.rope_scaling, theta)

@@ -1,4 +1,4 @@
-"""Gemma 3 that reads images: a SigLIP tower, whose patches are averaged to a fixed number of tokens, and a Gemma 3."""
+"""Gemma 3 with images: a SigLIP tower, average pooling to a fixed number of tokens, and the Gemma 3 text model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Gemma3Family(LlavaFamily, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, config: Mapping[str, object]) -> DecoderConfig:
-        """As of all families. Whether the head is tied is said for the whole model."""
+        """Read config.json. ``tie_word_embeddings`` is a field of the whole model."""
         text, tied = _part(config, "text_config"), config.get("tie_word_embeddings", True)
         tower = {"model_type": TOWER, **_part(config, "vision_config")}
         return super().read({**config, "text_config": {**text, "tie_word_embeddings": tied}, "vision_config": tower})

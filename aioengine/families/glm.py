@@ -1,4 +1,4 @@
-"""GLM-4 of 2024 and GLM-Edge: half of each head is rotated, neighbours in pairs. GLM-4: more norms."""
+"""GLM-4 (2024) and GLM-Edge: interleaved rotary embedding on half of each head."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class GlmFamily(DecoderFamily, frozen=True, kw_only=True):
 
 
 class Glm4Family(GlmFamily, frozen=True, kw_only=True):
-    """GLM-4: norms before and behind attention and MLP."""
+    """GLM-4 (2025): norms before and after attention and MLP."""
 
     def decoder(self) -> DecoderConfig:
         norms = BlockConfig(attention_output_norm="post_self_attn_layernorm", mlp_output_norm="post_mlp_layernorm")

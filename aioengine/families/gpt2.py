@@ -1,7 +1,4 @@
-"""GPT-2: learned positions; the checkpoint has its weights with inputs first.
-
-GPT-BigCode (StarCoder, SantaCoder): one head of keys and values. GPT-J: rotary positions.
-"""
+"""GPT-2: learned positions; the checkpoint stores weights transposed."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from aioengine.families._config import DecoderConfig, DecoderFamily, Task
 from aioengine.families._rope_config import RopeConfig
 
 UNREAD: Final = "num_key_value_heads", "head_dim", "rope_theta", "rope_scaling", "rope_parameters"
-"""All heads have keys and values of their own, they divide the size of the model, and they are not rotated."""
+"""transformers ignores these fields: each head has its own keys and values, and positions are learned."""
 
 _SIZES: Final = "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"
 
@@ -44,7 +41,7 @@ class Gpt2Family(DecoderFamily, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, config: Mapping[str, object]) -> DecoderConfig:
-        """As of all families, also with the usual names of sizes, and without the inner size."""
+        """Read config.json, which may use the usual names of sizes. The default of ``n_inner`` is 4 * ``n_embd``."""
         sizes = {field.name: field for field in msgspec.structs.fields(cls) if field.name in _SIZES}
         usual = {field.encode_name: config[name] for name, field in sizes.items() if name in config}
         fields = {**usual, **config}
@@ -81,6 +78,8 @@ class Gpt2Family(DecoderFamily, frozen=True, kw_only=True):
 
 
 class GptBigCodeFamily(Gpt2Family, frozen=True, kw_only=True):
+    """GPT-BigCode (StarCoder, SantaCoder): GPT-2 with multi-query attention."""
+
     tasks = DecoderFamily.tasks
 
     hidden_act: str = msgspec.field(default="gelu_pytorch_tanh", name="activation_function")
@@ -97,7 +96,7 @@ class GptBigCodeFamily(Gpt2Family, frozen=True, kw_only=True):
 
 
 class GptJFamily(Gpt2Family, frozen=True, kw_only=True):
-    """Attention and MLP side by side; a part of each head is rotated, neighbours in pairs."""
+    """GPT-J: parallel attention and MLP, interleaved rotary embedding on a part of each head."""
 
     tasks = DecoderFamily.tasks
 

@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: attention and MLP side by side with a norm each, a part of each head is rotated."""
+"""GPT-NeoX and Pythia: parallel attention and MLP with separate norms, partial rotary embedding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aioengine.families._config import DecoderConfig, DecoderFamily
 from aioengine.families._rope_config import RopeConfig, read_rope
 
 PARTS: Final = "embed_in", "layers", "final_layer_norm"
-"""Files of a model without its head name them so."""
+"""Names in checkpoints of models without a head."""
 
 
 class GptNeoxFamily(DecoderFamily, frozen=True, kw_only=True):
@@ -30,7 +30,7 @@ class GptNeoxFamily(DecoderFamily, frozen=True, kw_only=True):
     def rope(self) -> RopeConfig:
         return read_rope(
             self.rotation,
-            self.default_theta if self.rotary_emb_base is None else self.rotary_emb_base,  # whatever rope_theta is
+            self.default_theta if self.rotary_emb_base is None else self.rotary_emb_base,  # rope_theta is ignored
             partial=self.default_partial if self.rotary_pct is None else self.rotary_pct,
             original=self.original_max_position_embeddings,
         )

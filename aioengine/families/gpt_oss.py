@@ -1,4 +1,4 @@
-"""GPT-OSS: sliding windows in every other layer, learned sinks of heads, and experts, in MXFP4 or not quantized."""
+"""GPT-OSS: sliding windows in every other layer, attention sinks, and experts in MXFP4 or unquantized."""
 
 from __future__ import annotations
 
@@ -45,14 +45,15 @@ class GptOssFamily(WindowFamily, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, config: Mapping[str, object]) -> DecoderConfig:
+        """Read config.json, which may have a ``quantization_config`` for MXFP4."""
         is_quantized = _is_quantized(config)
         decoder = super().read({**config, "quantization_config": None})
         if not is_quantized:
             return decoder
         for name, size in (("hidden_size", decoder.hidden_size), ("intermediate_size", decoder.intermediate_size)):
             if size % MXFP4_BLOCK:
-                not_implemented(name, size, f"multiples of {MXFP4_BLOCK} in MXFP4")
-        assert decoder.experts is not None, "set below"
+                not_implemented(name, size, f"a multiple of {MXFP4_BLOCK} in MXFP4")
+        assert decoder.experts is not None, "decoder() sets it"
         return replace(decoder, experts=replace(decoder.experts, stored="mxfp4"))
 
     def has_window(self, layer: int) -> bool:
@@ -77,16 +78,16 @@ class GptOssFamily(WindowFamily, frozen=True, kw_only=True):
                 alpha=self.swiglu_alpha,
             ),
             attention=AttentionConfig(qkv_bias=bias, output_bias=bias, has_sinks=True),
-            norm=NormConfig(is_wide=True),
+            norm=NormConfig(scales_in_fp32=True),
         )
 
 
 def _is_quantized(config: Mapping[str, object]) -> bool:
-    """Whether the experts are in MXFP4. Raises ValueError for another quantization."""
+    """Return whether the experts are in MXFP4. Raises ValueError for other quantizations."""
     quantization = config.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     if quantization is not None and method != "mxfp4":
-        not_implemented("quantization_config", quantization, "quant_method mxfp4, or null")
+        not_implemented("quantization_config", quantization, "quant_method mxfp4 or null")
     return quantization is not None
 
 

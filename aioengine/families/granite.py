@@ -1,7 +1,4 @@
-"""Granite: a Llama whose embeddings, residuals, attention scores and logits have factors.
-
-GraniteMoE: experts in all layers. Granite 4 without experts: layers of Mamba 2 in the place of attention, or none.
-"""
+"""Granite: Llama with factors for embeddings, residuals, attention scores and logits."""
 
 from __future__ import annotations
 
@@ -31,8 +28,10 @@ class GraniteFamily(LlamaFamily, frozen=True, kw_only=True):
         check_factor("residual_multiplier", self.residual_multiplier)
 
     def decoder(self) -> DecoderConfig:
-        """Its residual stream is that of Granite divided by ``residual_multiplier``, so that the outputs of attention
-        and MLP are added as they are. The norms, which read the stream, undo it.
+        """Return the decoder.
+
+        We scale the residual stream by 1 / ``residual_multiplier``, so attention and MLP outputs need no factor. The
+        norms cancel the factor.
         """
         decoder = super().decoder()
         return replace(
@@ -45,6 +44,8 @@ class GraniteFamily(LlamaFamily, frozen=True, kw_only=True):
 
 
 class GraniteMoeFamily(GraniteFamily, frozen=True, kw_only=True):
+    """GraniteMoE: Granite with experts in all layers."""
+
     num_local_experts: int = 8
     experts_per_token: int = field(default=2, name="num_experts_per_tok")
 
@@ -65,6 +66,8 @@ class GraniteMoeFamily(GraniteFamily, frozen=True, kw_only=True):
 
 
 class GraniteMoeHybridFamily(GraniteFamily, frozen=True, kw_only=True):
+    """Granite 4 without experts: Mamba 2 layers instead of attention in some layers, or in none."""
+
     layer_types: list[Literal["attention", "full_attention", "mamba", "linear_attention"]] | None = None
     num_local_experts: int = 8
     shared_intermediate_size: int = 1024
@@ -86,7 +89,7 @@ class GraniteMoeHybridFamily(GraniteFamily, frozen=True, kw_only=True):
         if not 1 <= self.shared_intermediate_size <= 2**24:
             not_implemented("shared_intermediate_size", self.shared_intermediate_size, f"1 to {2**24}")
         if len(self.mamba_layers) == self.num_hidden_layers:
-            not_implemented("layer_types", self.layer_types, "attention in some layers")
+            not_implemented("layer_types", self.layer_types, "attention in at least one layer")
         if self.mamba_layers:
             self._check_mamba()
 
@@ -104,23 +107,23 @@ class GraniteMoeHybridFamily(GraniteFamily, frozen=True, kw_only=True):
 
     @property
     def mamba_layers(self) -> frozenset[int]:
-        """The layers without attention."""
+        """The Mamba 2 layers."""
         kinds = self.layer_types or ["mamba"] * self.num_hidden_layers
         return frozenset(layer for layer, kind in enumerate(kinds) if kind in ("mamba", "linear_attention"))
 
     @property
     def time_limits(self) -> tuple[float, float]:
-        """Of the time step. transformers writes infinity as an object."""
-        least, most = self.time_step_limit or (0.0, _NO_LIMIT)
-        if isinstance(most, dict) and most == {"__float__": "Infinity"}:
-            most = _NO_LIMIT
-        if isinstance(least, dict) or isinstance(most, dict) or not 0 <= least < most:
-            not_implemented("time_step_limit", self.time_step_limit, "two numbers from 0 on, the smaller one first")
-        return least, most
+        """Minimum and maximum of the time step. transformers writes infinity as an object."""
+        minimum, maximum = self.time_step_limit or (0.0, _NO_LIMIT)
+        if isinstance(maximum, dict) and maximum == {"__float__": "Infinity"}:
+            maximum = _NO_LIMIT
+        if isinstance(minimum, dict) or isinstance(maximum, dict) or not 0 <= minimum < maximum:
+            not_implemented("time_step_limit", self.time_step_limit, "two non-negative numbers in ascending order")
+        return minimum, maximum
 
     @property
     def mamba(self) -> MambaConfig | None:
-        """None: all layers have attention."""
+        """The config of the Mamba 2 layers; None if all layers have attention."""
         if not self.mamba_layers:
             return None
         return MambaConfig(

@@ -1,4 +1,4 @@
-"""Idefics3 and SmolVLM: a SigLIP tower whose patches are merged, and a Llama."""
+"""Idefics3 and SmolVLM without video: a SigLIP tower, pixel shuffle, and a Llama."""
 
 from __future__ import annotations
 

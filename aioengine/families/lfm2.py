@@ -1,4 +1,4 @@
-"""LFM2, dense: gated convolutions over a few tokens, and attention with norms of heads in some layers."""
+"""LFM2, dense: short gated convolutions, and attention with query and key norms in some layers."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ class Lfm2Family(DecoderFamily, frozen=True, kw_only=True):
         if not 2 <= self.conv_width <= 64:
             not_implemented("conv_L_cache", self.conv_width, "2 to 64")
         if not 0 < len(self.conv_layers) < self.num_hidden_layers:
-            not_implemented("layer_types", self.layer_types, "some layers of each kind")
+            not_implemented("layer_types", self.layer_types, "layers of both types")
         if self.block_multiple_of < 1:
             not_implemented("block_multiple_of", self.block_multiple_of, "at least 1")
         if self.block_ffn_dim_multiplier is not None:
             check_factor("block_ffn_dim_multiplier", self.block_ffn_dim_multiplier)
         if not 1 <= self.inner_size <= 2**24:
-            not_implemented("block_ff_dim", self.block_ff_dim, "an MLP of 1 to 2**24 numbers")
+            not_implemented("block_ff_dim", self.block_ff_dim, "an inner size of 1 to 2**24")
 
     @property
     def conv_layers(self) -> frozenset[int]:
-        """The layers without attention."""
+        """The layers with a convolution."""
         layers = range(self.num_hidden_layers)
         if self.layer_types is None:
             return frozenset(layers) - frozenset(layers if self.attention_layers is None else self.attention_layers)
@@ -60,7 +60,7 @@ class Lfm2Family(DecoderFamily, frozen=True, kw_only=True):
 
     @property
     def inner_size(self) -> int:
-        """Of the MLP."""
+        """The inner size of the MLP."""
         size = self.intermediate_size if self.block_ff_dim is None else self.block_ff_dim
         if not self.block_auto_adjust_ff_dim:
             return size

@@ -1,4 +1,4 @@
-"""Llama: biases, where there are any, on all projections of attention, or of the MLP."""
+"""Llama, with optional biases in attention and MLP."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LlamaFamily(DecoderFamily, frozen=True, kw_only=True):
 
 
 class SeedOssFamily(LlamaFamily, frozen=True, kw_only=True):
-    """Biases on queries, keys and values."""
+    """Seed-OSS: Llama with biases on queries, keys and values."""
 
     num_key_value_heads: int | None = 8
     head_dim: int | None = 128

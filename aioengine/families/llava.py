@@ -1,4 +1,4 @@
-"""LLaVA 1.5: a CLIP or SigLIP tower, a projector of two layers, and a Llama, Mistral or Qwen2."""
+"""LLaVA 1.5: a CLIP or SigLIP tower, a two-layer projector, and a Llama, Mistral or Qwen2."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from aioengine.families._vision import ImageToken, VisionFamily
 
 
 class LlavaFamily(VisionFamily, frozen=True, kw_only=True):
-    """``renamed``: files of transformers before version 4.52, of later ones, and of version 5."""
+    """LLaVA.
+
+    Attributes:
+        renamed: names before transformers 4.52, since 4.52, and since 5.
+        default_placeholder_id: the placeholder token of files that do not name it.
+    """
 
     text_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "qwen2")
     tower_types: ClassVar[tuple[str, ...]] = ("clip_vision_model", "siglip_vision_model")

@@ -1,4 +1,4 @@
-"""MiniCPM3: latent attention, an MLP in all layers, and factors of embeddings, residuals and logits."""
+"""MiniCPM3: latent attention, MLPs, and factors for embeddings, residuals and logits."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ class MiniCpm3Family(LatentFamily, frozen=True, kw_only=True):
             check_factor("scale_depth", self.scale_depth)
 
     def decoder(self) -> DecoderConfig:
-        """The residual stream of this decoder is that of MiniCPM3 divided by the factor of what is added to it, so that
-        the outputs of attention and MLP are added as they are. The norms, which read the stream, undo it.
+        """Return the decoder.
+
+        We divide the residual stream by the factor of attention and MLP outputs, so these need no factor. The norms
+        cancel the factor.
         """
         decoder = super().decoder()
         depth = 1.0 if self.scale_depth is None else self.scale_depth / math.sqrt(self.num_hidden_layers)

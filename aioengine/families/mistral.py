@@ -1,7 +1,4 @@
-"""Mistral: no biases, and a sliding window in all layers or in none. Ministral: in some.
-
-Mixtral: experts in all layers. Noise on the router's inputs (``router_jitter_noise``) is a matter of training alone.
-"""
+"""Mistral: Llama without biases, and a sliding window in all layers or in none."""
 
 from __future__ import annotations
 
@@ -23,10 +20,14 @@ class MistralFamily(WindowFamily, frozen=True, kw_only=True):
 
 
 class MinistralFamily(MistralFamily, frozen=True, kw_only=True):
+    """Ministral: Mistral with a sliding window in some layers."""
+
     has_one_window: ClassVar[bool] = False
 
 
 class MixtralFamily(MistralFamily, frozen=True, kw_only=True):
+    """Mixtral: Mistral with experts in all layers. ``router_jitter_noise`` affects training only."""
+
     default_theta: ClassVar[float] = 1e6
 
     rms_norm_eps: float = 1e-5

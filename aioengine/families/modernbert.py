@@ -1,4 +1,4 @@
-"""ModernBERT: norms before attention and MLP, a gated MLP, rotary positions, and windows in two of three layers."""
+"""ModernBERT: pre-norm, gated MLP, rotary positions, and sliding windows in two of three layers."""
 
 from __future__ import annotations
 
@@ -35,20 +35,21 @@ class ModernBertFamily(EncoderFamily, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.sliding_window not in (None, self.local_attention // 2):
-            not_implemented("sliding_window", self.sliding_window, "null, or half of local_attention")
+            not_implemented("sliding_window", self.sliding_window, "null or half of local_attention")
 
     def types(self) -> list[LayerType]:
-        """Of each layer."""
-        found = self.layer_types or [
+        """Return the type of each layer."""
+        types = self.layer_types or [
             "sliding_attention" if layer % self.global_every else "full_attention"
             for layer in range(self.num_hidden_layers)
         ]
-        if len(found) != self.num_hidden_layers:
-            not_implemented("layer_types", f"of {len(found)} layers", f"one for each of {self.num_hidden_layers}")
-        return found
+        if len(types) != self.num_hidden_layers:
+            length = f"of length {len(types)}"
+            not_implemented("layer_types", length, f"one entry per layer ({self.num_hidden_layers})")
+        return types
 
     def rope(self, kind: LayerType, theta: float) -> RopeConfig:
-        """Of the layers of this type; ``theta`` where older files name it."""
+        """Return the rotary embedding of a layer type. ``theta``: default of ``rope_theta``."""
         return read_layer_rope((self.rope_parameters or {}).get(kind), self.rope_scaling, theta)
 
     def encoder(self) -> EncoderConfig:

@@ -1,7 +1,4 @@
-"""OLMo, OLMo 2, OLMo 3 and OLMoE.
-
-OLMo, the first: a Llama whose norms take the mean away and have no weights.
-"""
+"""OLMo 1: Llama with LayerNorm without weights."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ POST_NORMS: Final = BlockConfig(
     mlp_norm="",
     mlp_output_norm="post_feedforward_layernorm",
 )
-"""Norms behind attention and MLP."""
+"""Norms after attention and MLP, none before them."""
 
 
 class OlmoFamily(DecoderFamily, frozen=True, kw_only=True):
@@ -41,13 +38,13 @@ class OlmoFamily(DecoderFamily, frozen=True, kw_only=True):
 
 
 class Olmo2Family(DecoderFamily, frozen=True, kw_only=True):
-    """Norms behind attention and MLP, and over all query and all key heads."""
+    """OLMo 2: norms after attention and MLP, and norms over all query heads and all key heads."""
 
     rms_norm_eps: float = 1e-5
     attention_bias: bool = False
 
     def decoder(self) -> DecoderConfig:
-        bias, norm = self.attention_bias, NormConfig(is_wide=True)
+        bias, norm = self.attention_bias, NormConfig(scales_in_fp32=True)
         head_norm = HeadNorm(norm=norm, extent="all_heads")
         return replace(
             super().decoder(),
@@ -58,7 +55,7 @@ class Olmo2Family(DecoderFamily, frozen=True, kw_only=True):
 
 
 class Olmo3Family(Olmo2Family, frozen=True, kw_only=True):
-    """Windows in three of four layers, which have a rotation of their own."""
+    """OLMo 3: OLMo 2 with sliding windows in three of four layers, and a separate RoPE in these."""
 
     sliding_window: int | None = 4096
     rope_parameters: Mapping[str, Mapping[str, object] | None] | None = None
@@ -72,7 +69,7 @@ class Olmo3Family(Olmo2Family, frozen=True, kw_only=True):
 
     @property
     def rope(self) -> RopeConfig:
-        """Of the layers without a window: only these have a scaling."""
+        """The rotary embedding of full-attention layers. Only these have a scaling."""
         parameters = self.rope_parameters or {}
         return read_layer_rope(parameters.get("full_attention"), self.rope_scaling, self.rope_theta or 5e5)
 
@@ -84,7 +81,7 @@ class Olmo3Family(Olmo2Family, frozen=True, kw_only=True):
 
 
 class OlmoeFamily(DecoderFamily, frozen=True, kw_only=True):
-    """Norms over all heads of queries and of keys together, and experts in all layers."""
+    """OLMoE: norms over all query heads and all key heads, and experts in all layers."""
 
     rms_norm_eps: float = 1e-5
     max_position_embeddings: int = 4096

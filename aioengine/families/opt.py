@@ -1,4 +1,4 @@
-"""OPT: learned positions, norms before attention and MLP, ReLU."""
+"""OPT: learned positions, pre-norm, ReLU."""
 
 from __future__ import annotations
 
@@ -28,11 +28,9 @@ class OptFamily(DecoderFamily, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.do_layer_norm_before:
-            not_implemented("do_layer_norm_before", self.do_layer_norm_before, "true, as in all but OPT-350M")
+            not_implemented("do_layer_norm_before", self.do_layer_norm_before, "true (all models except OPT-350M)")
         if self.word_embed_proj_dim not in (None, self.hidden_size):
-            not_implemented(
-                "word_embed_proj_dim", self.word_embed_proj_dim, f"hidden_size, which is {self.hidden_size}"
-            )
+            not_implemented("word_embed_proj_dim", self.word_embed_proj_dim, f"hidden_size ({self.hidden_size})")
 
     def decoder(self) -> DecoderConfig:
         decoder, bias, has_weight = super().decoder(), self.has_bias, self.layer_norm_elementwise_affine

@@ -1,4 +1,4 @@
-"""Phi-1, Phi-1.5 and Phi-2: attention and MLP side by side, biases everywhere, a part of each head is rotated."""
+"""Phi-1, Phi-1.5 and Phi-2: parallel attention and MLP, biases, partial rotary embedding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4: a Llama whose checkpoint has fused layers; long contexts by longrope."""
+"""Phi-3, Phi-3.5 and Phi-4: Llama with fused projections, and LongRoPE for long contexts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Phi3Family(WindowFamily, frozen=True, kw_only=True):
 
     @property
     def rotation(self) -> Mapping[str, object]:
-        """With the scaling under its name of today, and the length that it is made for."""
+        """``rope_parameters`` with the current name of LongRoPE, and with the original context length."""
         parameters = super().rotation
         rope_type = parameters.get("rope_type", parameters.get("type", "default"))
         if rope_type == "default":

@@ -1,7 +1,4 @@
-"""Qwen2: biases on queries, keys and values, and a sliding window in the upper layers if it is switched on.
-
-Qwen2-MoE: experts in some layers or in all, and one that all tokens share.
-"""
+"""Qwen2: biases on queries, keys and values, and an optional sliding window in the upper layers."""
 
 from __future__ import annotations
 
@@ -31,6 +28,8 @@ class Qwen2Family(WindowFamily, frozen=True, kw_only=True):
 
 
 class Qwen2MoeFamily(Qwen2Family, frozen=True, kw_only=True):
+    """Qwen2-MoE: Qwen2 with experts in some or all layers, and a shared expert."""
+
     num_key_value_heads: int | None = 16
     qkv_bias: bool = True
     decoder_sparse_step: int = 1

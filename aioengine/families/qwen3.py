@@ -1,7 +1,4 @@
-"""Qwen3: a norm over each head of queries and keys, and a sliding window as Qwen2 has it.
-
-Qwen3-MoE: one sliding window for all layers or none, and experts.
-"""
+"""Qwen3: Qwen2 with query and key norms."""
 
 from __future__ import annotations
 
@@ -27,7 +24,10 @@ class Qwen3Family(Qwen2Family, frozen=True, kw_only=True):
 
 
 class Qwen3MoeFamily(Qwen3Family, frozen=True, kw_only=True):
-    """``num_local_experts``: the name that newer versions of transformers write for ``num_experts``."""
+    """Qwen3-MoE: Qwen3 with experts, and a sliding window in all layers or in none.
+
+    ``num_local_experts`` is the name of ``num_experts`` in files of newer versions of transformers.
+    """
 
     has_one_window: ClassVar[bool] = True
 

@@ -1,7 +1,4 @@
-"""Qwen3.5 as it is published, with a vision tower, which is not loaded: its text model alone is served.
-
-The text model: gated delta nets, and gated attention in every fourth layer.
-"""
+"""Qwen3.5: the checkpoint has a vision tower, but only the text model is served."""
 
 from __future__ import annotations
 
@@ -15,13 +12,15 @@ from aioengine.families.qwen3_next import DeltaNetFamily
 
 
 class Qwen35TextFamily(DeltaNetFamily, frozen=True, kw_only=True):
+    """Qwen3.5, text only: gated delta nets, and gated attention in every fourth layer."""
+
     is_grouped: ClassVar[bool] = False
 
     num_key_value_heads: int | None = 4
 
     def decoder(self) -> DecoderConfig:
         decoder = super().decoder()
-        # the three axes of a position are the same for text
+        # the three axes of a position are equal for text
         return replace(decoder, rope=replace(decoder.rope, mrope_section=(), mrope_interleaved=False))
 
 

@@ -1,4 +1,4 @@
-"""Qwen3-Next: gated delta nets, and gated attention in every fourth layer; experts, and one that all tokens share."""
+"""Qwen3-Next: gated delta nets, gated attention in every fourth layer, experts, and a shared expert."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from aioengine.families._experts import ExpertsConfig, RouterConfig, SharedConfi
 from aioengine.families._fields import not_implemented
 
 _MAX_HEAD: Final = 128
-"""Numbers of a key or a value of a head: the kernels keep a block of tokens in the fast memory of a GPU's core."""
+"""Maximum size of a key or value head. The kernels keep a block of tokens in the shared memory of a GPU."""
 
 
 class DeltaNetFamily(DecoderFamily, frozen=True, kw_only=True):
-    """Without ``layer_types``, one of ``full_attention_interval`` layers has attention, and the others a delta net.
+    """The base class of families with gated delta nets, and gated attention with partial rotary embedding.
 
-    ``is_grouped``: as in ``DeltaNetConfig``.
+    By default, every ``full_attention_interval``-th layer has attention, and the others have a delta net.
+
+    Attributes:
+        is_grouped: see ``DeltaNetConfig``.
     """
 
     default_partial: ClassVar[float | None] = 0.25
@@ -54,11 +57,11 @@ class DeltaNetFamily(DecoderFamily, frozen=True, kw_only=True):
             divisor = f"a divisor of {self.linear_num_value_heads} value heads"
             not_implemented("linear_num_key_heads", self.linear_num_key_heads, divisor)
         if not 0 < len(self.linear_layers) < self.num_hidden_layers:
-            not_implemented("layer_types", self.layer_types, "some layers of each kind")
+            not_implemented("layer_types", self.layer_types, "layers of both types")
 
     @property
     def linear_layers(self) -> frozenset[int]:
-        """The layers without attention."""
+        """The layers with a delta net."""
         if self.layer_types is None:
             interval = self.full_attention_interval
             return frozenset(layer for layer in range(self.num_hidden_layers) if (layer + 1) % interval)
@@ -87,7 +90,7 @@ class DeltaNetFamily(DecoderFamily, frozen=True, kw_only=True):
 
 
 class Qwen3NextFamily(DeltaNetFamily, frozen=True, kw_only=True):
-    """``num_experts`` 0: all layers have an MLP."""
+    """Qwen3-Next. If ``num_experts`` is 0, all layers have an MLP."""
 
     num_key_value_heads: int | None = 2
     decoder_sparse_step: int = 1

@@ -1,4 +1,4 @@
-"""SmolLM3: a Llama without rotation in every fourth layer."""
+"""SmolLM3: Llama without rotary embedding in every fourth layer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ class SmolLM3Family(LlamaFamily, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(self.rotated) < self.num_hidden_layers:
-            not_implemented("no_rope_layers", f"of {len(self.rotated)} layers", f"at least {self.num_hidden_layers}")
+            not_implemented(
+                "no_rope_layers", f"of length {len(self.rotated)}", f"one entry per layer ({self.num_hidden_layers})"
+            )
 
     @property
     def window(self) -> int | None:
@@ -37,8 +39,8 @@ class SmolLM3Family(LlamaFamily, frozen=True, kw_only=True):
 
     @property
     def rotated(self) -> list[bool]:
-        """Whether each layer has a rotary embedding."""
-        if self.no_rope_layers is not None:  # in spite of its name
+        """For each layer, whether it has a rotary embedding."""
+        if self.no_rope_layers is not None:  # despite its name, 1 means that a layer has one
             return [bool(value) for value in self.no_rope_layers[: self.num_hidden_layers]]
         return [(layer + 1) % self.no_rope_layer_interval != 0 for layer in range(self.num_hidden_layers)]
 

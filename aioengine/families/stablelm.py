@@ -1,4 +1,4 @@
-"""StableLM: norms with means; a part of each head is rotated."""
+"""StableLM: LayerNorm and partial rotary embedding."""
 
 from __future__ import annotations
 

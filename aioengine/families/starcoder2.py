@@ -1,4 +1,4 @@
-"""StarCoder2: norms with means, biases everywhere, an MLP without gates."""
+"""StarCoder2: LayerNorm, biases, and an ungated MLP."""
 
 from __future__ import annotations
 

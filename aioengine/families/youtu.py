@@ -1,4 +1,4 @@
-"""Youtu-LLM: latent attention as DeepSeek-V3 has it, and an MLP in all layers."""
+"""Youtu-LLM: latent attention as in DeepSeek-V3, and an MLP in all layers."""
 
 from __future__ import annotations
 

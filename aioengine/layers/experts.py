@@ -34,7 +34,7 @@ class ExpertRouter(Layer):
 
     def __init__(self, hidden_size: int, config: ExpertsConfig, placement: Placement) -> None:
         router = config.router
-        self._name, self._is_wide = router.name, router.is_wide
+        self._name, self._in_fp32 = router.name, router.in_fp32
         self._routing = Routing(
             top_k=config.top_k,
             scoring=router.scoring,
@@ -44,7 +44,7 @@ class ExpertRouter(Layer):
             top_groups=router.top_groups,
             group_top=router.group_top,
         )
-        own = replace(placement, dtype=torch.float32) if router.is_wide else placement
+        own = replace(placement, dtype=torch.float32) if router.in_fp32 else placement
         self._logits = Linear(hidden_size, {router.name: config.num_experts}, own, bias=router.has_bias)
         self.parts = (("", self._logits),)
         self._bias: Tensor | None = None
@@ -56,7 +56,7 @@ class ExpertRouter(Layer):
 
     def __call__(self, x: Tensor) -> Chosen:
         """x [T, D] -> the experts of each token."""
-        return route(self._logits(x.float() if self._is_wide else x), self._bias, self._routing)
+        return route(self._logits(x.float() if self._in_fp32 else x), self._bias, self._routing)
 
 
 class SharedExpert(Layer):

@@ -115,7 +115,7 @@ def _norm(
         if order is not None:
             order = (torch.arange(num_heads, device=order.device).unsqueeze(1) * size + order).flatten()
         size *= num_heads
-    return RMSNorm(size, epsilon, placement, is_wide=norm.is_wide, offset=norm.offset, order=order)
+    return RMSNorm(size, epsilon, placement, scales_in_fp32=norm.scales_in_fp32, offset=norm.offset, order=order)
 
 
 class HeadNorms(Layer):

@@ -25,7 +25,7 @@ class RMSNorm(Layer):
     """[..., D] -> [..., D].
 
     Args:
-        is_wide: it is multiplied by its weight in fp32, and rounded once.
+        scales_in_fp32: it is multiplied by its weight in fp32, and rounded once.
         offset: added to the loaded weight; such a norm is wide.
         order: [D] int64 indices of the loaded weight, for numbers that are in another order than in the checkpoint.
     """
@@ -36,12 +36,12 @@ class RMSNorm(Layer):
         epsilon: float,
         placement: Placement,
         *,
-        is_wide: bool = False,
+        scales_in_fp32: bool = False,
         offset: float = 0.0,
         order: Tensor | None = None,
     ) -> None:
         """``order``: [D]."""
-        dtype = torch.float32 if is_wide or offset else placement.dtype
+        dtype = torch.float32 if scales_in_fp32 or offset else placement.dtype
         self.weight = torch.empty(size, dtype=dtype, device=placement.device)
         self.epsilon = torch.tensor(epsilon, dtype=torch.float32, device=placement.device)
         self._offset, self._order = offset, order
@@ -95,7 +95,7 @@ def make_norm(config: NormConfig, size: int, epsilon: float, placement: Placemen
     """The norm of ``size`` numbers that ``config`` describes."""
     if config.kind == "layer":
         return LayerNorm(size, epsilon, placement, bias=config.has_bias, has_weight=config.has_weight)
-    return RMSNorm(size, epsilon, placement, is_wide=config.is_wide, offset=config.offset)
+    return RMSNorm(size, epsilon, placement, scales_in_fp32=config.scales_in_fp32, offset=config.offset)
 
 
 def add_to_stream(delta: Tensor, residual: Tensor, behind: Norm | None, before: Norm | None) -> Tensor:

@@ -393,12 +393,12 @@ def find_norm(module: nn.Module, given: Tensor, placement: Placement) -> RMSNorm
     expected = _result(_changed(module, parameters={"weight": tried}, modules={}), x)
     on_host = replace(placement, device=torch.device("cpu"))
     for epsilon in {each for each in values if type(each) is float and 0.0 < each < _FEW}:
-        for is_wide, offset in ((False, 0.0), (True, 0.0), (True, 1.0)):
-            norm = RMSNorm(size, epsilon, on_host, is_wide=is_wide, offset=offset)
+        for scales_in_fp32, offset in ((False, 0.0), (True, 0.0), (True, 1.0)):
+            norm = RMSNorm(size, epsilon, on_host, scales_in_fp32=scales_in_fp32, offset=offset)
             norm.tensors()["weight"].tensor.copy_(tried)
             norm.finish_loading()
             if isinstance(expected, torch.Tensor) and _agree(norm(x[0])[None], expected):
-                return RMSNorm(size, epsilon, placement, is_wide=is_wide, offset=offset)
+                return RMSNorm(size, epsilon, placement, scales_in_fp32=scales_in_fp32, offset=offset)
     return None
 
 
