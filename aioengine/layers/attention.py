@@ -1,4 +1,7 @@
-"""Self-attention with rotary embeddings. T tokens, D model size, H query heads, K kv heads, E head size."""
+"""Self-attention with rotary embeddings.
+
+Shape letters: T tokens, S selected tokens, D hidden size, H query heads, K KV heads, E head size.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,9 @@ class SelfAttention(Layer):
     """[T, D] -> [T, D], or [S, D] for selected tokens. Writes keys and values to the KV cache.
 
     Args:
-        epsilon: of the norms of queries and keys, where there are such norms.
-        rotary_size: numbers of a head that are rotated, E or fewer.
-        is_transposed: the weights in the checkpoint are [inputs, outputs].
+        epsilon: of the norms of queries and keys.
+        rotary_size: number of leading entries of a head that are rotated.
+        is_transposed: the checkpoint stores weights as [inputs, outputs].
     """
 
     def __init__(
@@ -69,11 +72,13 @@ class SelfAttention(Layer):
         outputs: Tensor | None = None,
         adapters: AdapterRows | None = None,
     ) -> Tensor:
-        """x [T, D] -> [T, D], or [S, D] with ``outputs``.
+        """x [T, D] -> [T, D], or [S, D] with ``outputs``. Keys and values of all tokens are written to the KV cache.
 
-        ``tables``: as ``RotaryEmbedding.tables`` returns them. ``layer``: the index of this layer in the KV cache.
-        ``outputs``: [S] int64 indices of the tokens whose results are needed, None for all. Keys and values are
-        written for all tokens. ``adapters``: None where no row has one.
+        Args:
+            tables: see ``RotaryEmbedding.tables``.
+            layer: index of this layer in the KV cache.
+            outputs: [S] int64 indices of the selected tokens; None for all.
+            adapters: None if no row has an adapter.
         """
         rows = None if adapters is None else adapters.tokens
         projected = self._qkv(x, rows)

@@ -1,4 +1,7 @@
-"""Token embedding, which may also be the output head. T tokens, D model size, V vocabulary."""
+"""Embedding table, which may also be the output head.
+
+Shape letters: T tokens, D hidden size, V vocabulary size.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +34,9 @@ class EmbeddingTable(Layer):
         return self.weight.index_select(0, input_ids)
 
     def as_head(self) -> Matmul:
-        """The matmul [T, D] -> [T, V] with the embedding's weight, for models with tied embeddings.
+        """Return the matmul [T, D] -> [T, V] with this weight, for models with tied embeddings.
 
-        To be called again after new weights were loaded. It returns the same matmul if that reads the weight tensor
-        directly; on a CPU, where the matmul reads a packed copy, a new one.
+        Call it again after new weights are loaded. On a CPU the matmul reads a packed copy, so a new one is made.
         """
         if self._head is None or linear.packs(self.weight.dtype, self.weight.device):
             self._head = linear.prepare(self.weight, None, batch_invariant=self._batch_invariant)

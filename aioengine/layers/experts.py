@@ -1,4 +1,7 @@
-"""Mixtures of experts: a router chooses the MLPs that a token goes through. T tokens, D model size, E experts."""
+"""Mixtures of experts: a router selects the MLPs of each token.
+
+Shape letters: T tokens, K experts per token, D hidden size, E experts.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class ExpertRouter(Layer):
-    """[T, D] -> the K experts of each token and their weights."""
+    """[T, D] -> the K experts of each token, and their weights."""
 
     def __init__(self, hidden_size: int, config: ExpertsConfig, placement: Placement) -> None:
         router = config.router
@@ -55,12 +58,12 @@ class ExpertRouter(Layer):
         return {} if self._bias is None else {f"{self._name}.{CHOICE_BIAS}": Target(self._bias)}
 
     def __call__(self, x: Tensor) -> Chosen:
-        """x [T, D] -> the experts of each token."""
+        """x [T, D] -> experts and weights of each token."""
         return route(self._logits(x.float() if self._in_fp32 else x), self._bias, self._routing)
 
 
 class SharedExpert(Layer):
-    """The MLP that all tokens go through, with a factor of each token where it has a gate."""
+    """The shared expert: an MLP for all tokens, with a factor per token if it has a gate."""
 
     def __init__(self, hidden_size: int, config: SharedConfig, placement: Placement) -> None:
         self._mlp = MLP(hidden_size, config.inner_size, placement, config=MlpConfig())
@@ -68,15 +71,12 @@ class SharedExpert(Layer):
         self.parts = (f"{config.name}.", self._mlp), ("", self._gate)
 
     def __call__(self, x: Tensor) -> Shared:
-        """x [T, D] -> [T, D] and the logits of its factors."""
+        """x [T, D] -> [T, D], and the logits of the factors."""
         return Shared(self._mlp(x), None if self._gate is None else self._gate(x))
 
 
 class SparseMLP(Layer):
-    """The weighted sum of the MLPs that the router chooses, and of a shared one where there is one: [T, D] -> [T, D].
-
-    Adapters do not change it.
-    """
+    """The weighted sum of the selected experts, plus the shared expert: [T, D] -> [T, D]."""
 
     is_adaptable = False
 
@@ -108,6 +108,6 @@ class SparseMLP(Layer):
         self._tensors = expert_tensors.reopened(self._config, self._experts.weights())
 
     def __call__(self, x: Tensor, rows: Grouping | None = None) -> Tensor:
-        """[T, D] -> [T, D]. ``rows``: as in ``Linear``; not used."""
+        """[T, D] -> [T, D]. ``rows`` is unused, since adapters do not change experts."""
         assert self._experts is not None, "finish_loading was not called"
         return self._experts(x, self._router(x), None if self._shared is None else self._shared(x))

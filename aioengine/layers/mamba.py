@@ -1,4 +1,7 @@
-"""Mamba 2, in the place of attention. T tokens, D model size; heads, groups and sizes as in ``kernels.state_space``."""
+"""Mamba 2, which replaces attention.
+
+Shape letters: T tokens, S selected tokens, D hidden size. Heads, groups and sizes: see ``kernels.state_space``.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def mamba_state(config: MambaConfig, dtype: torch.dtype) -> tuple[StateTensor, ...]:
-    """The last inputs of the convolution, and the matrix of each head. ``dtype``: of the activations."""
+    """Return the state tensors: last inputs of the convolution, and a matrix per head. ``dtype``: of activations."""
     return (
         StateTensor((config.width - 1, config.num_channels), dtype),
         StateTensor((config.num_heads, config.key_size, config.value_size), torch.float32),
@@ -67,11 +70,11 @@ class Mamba(StateLayer):
         outputs: Tensor | None = None,
         adapters: AdapterRows | None = None,
     ) -> Tensor:
-        """x [T, D] -> [T, D], or [S, D] with ``outputs``; as ``StateLayer``."""
+        """x [T, D] -> [T, D], or [S, D] with ``outputs``. See ``StateLayer``."""
         rows = None if adapters is None else adapters.tokens
-        gates, given, steps = self._input(x, rows).split(self._sizes, dim=1)
+        gates, mixed, steps = self._input(x, rows).split(self._sizes, dim=1)
         inputs, matrices = states.layer(layer)
-        channels = causal_conv(given, self._filter, inputs, states.rows, bias=self._bias)
+        channels = causal_conv(mixed, self._filter, inputs, states.rows, bias=self._bias)
         heads = state_space(
             channels, steps, self._weights, matrices, rows=states.rows, in_blocks=self._in_blocks
         ).flatten(1)

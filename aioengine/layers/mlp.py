@@ -1,4 +1,7 @@
-"""Feed-forward layers. T tokens, D model size, I inner size."""
+"""The MLP of a block.
+
+Shape letters: T tokens, D hidden size, I inner size.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class MLP(Layer):
-    """second(activation(first(x))), or where gated second(activation(gates) * others): [T, D] -> [T, D].
+    """second(activation(first(x))), or, if it is gated, second(activation(gate(x)) * up(x)): [T, D] -> [T, D].
 
-    Gates and others are one matmul.
+    Gate and up are one matmul.
     """
 
     def __init__(
@@ -45,7 +48,7 @@ class MLP(Layer):
         self.parts = ("", self._first), ("", self._second)
 
     def __call__(self, x: Tensor, rows: Grouping | None = None) -> Tensor:
-        """[T, D] -> [T, D]. ``rows``: as in ``Linear``."""
+        """[T, D] -> [T, D]. ``rows``: see ``Linear``."""
         inner = self._first(x, rows)
         if self._has_fused_gate:
             return self._second(inner, rows)

@@ -1,4 +1,7 @@
-"""Gated convolution over a few tokens, in the place of attention. T tokens, D model size, W tokens of the filter."""
+"""Short gated convolution, which replaces attention.
+
+Shape letters: T tokens, S selected tokens, D hidden size.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ShortConv(StateLayer):
-    """[T, D] -> [T, D], or [S, D] for selected tokens: out(b * conv(a * x)), where one matmul gives a, b and x."""
+    """out(b * conv(a * x)), where one matmul computes a, b and x: [T, D] -> [T, D], or [S, D] for selected tokens."""
 
     def __init__(self, hidden_size: int, config: ShortConvConfig, placement: Placement) -> None:
         self._input = Linear(hidden_size, {"in_proj": 3 * hidden_size}, placement, bias=config.has_bias)
@@ -41,14 +44,14 @@ class ShortConv(StateLayer):
         outputs: Tensor | None = None,
         adapters: AdapterRows | None = None,
     ) -> Tensor:
-        """x [T, D] -> [T, D], or [S, D] with ``outputs``; as ``StateLayer``."""
+        """x [T, D] -> [T, D], or [S, D] with ``outputs``. See ``StateLayer``."""
         rows = None if adapters is None else adapters.tokens
         before, after, channels = self._input(x, rows).chunk(3, dim=1)
         (inputs,) = states.layer(layer)
-        found = causal_conv(
+        mixed = causal_conv(
             before * channels, self._filter, inputs, states.rows, bias=self._bias, activates=False
         ).mul_(after)
         if outputs is not None:
-            found = found.index_select(0, outputs)
+            mixed = mixed.index_select(0, outputs)
             rows = None if adapters is None else adapters.outputs
-        return self._output(found, rows)
+        return self._output(mixed, rows)

@@ -1,4 +1,7 @@
-"""What layers that keep a state for each request, in the place of attention, have in common. T tokens, D model size."""
+"""The base class of layers that keep a recurrent state per request instead of keys and values.
+
+Shape letters: T tokens, S selected tokens, D hidden size.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.layers.adapters import AdapterRows
-    from aioengine.layers.linear import Linear
     from aioengine.layers.states import StepStates
 
 
 class StateLayer(Layer):
-    """[T, D] -> [T, D], or [S, D] for selected tokens, between a linear layer that reads the stream and one behind."""
-
-    _input: Linear
-    _output: Linear
+    """[T, D] -> [T, D], or [S, D] for selected tokens."""
 
     def __call__(
         self,
@@ -32,9 +31,8 @@ class StateLayer(Layer):
         """x [T, D] -> [T, D], or [S, D] with ``outputs``.
 
         Args:
-            layer: the index of this layer among those with states.
-            outputs: [S] int64 indices of the tokens whose results are needed, None for all; the states are those behind
-                all tokens.
-            adapters: None where no row has one.
+            layer: index of this layer among the layers with a state.
+            outputs: [S] int64 indices of the selected tokens; None for all. The states are updated for all tokens.
+            adapters: None if no row has an adapter.
         """
         raise NotImplementedError
