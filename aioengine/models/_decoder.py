@@ -1,7 +1,7 @@
-"""The decoder that most families share: an embedding, blocks, a norm and a head.
+"""Decoder models: embedding, blocks, norm and head, as described by a ``DecoderConfig``.
 
-A family's file in ``families`` reads its config.json. ``_decoder_block.py`` makes the blocks.
-T tokens, D model size, V vocabulary, S sampled rows.
+Shape letters: T tokens, S output tokens, D hidden size, V vocabulary size, H heads. Latent attention: N + O sizes of a
+key without RoPE and a value, V latent size.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from aioengine.models._base import ModelInputs, ModelOptions
 
 
-def reached_windows(windows: tuple[int | None, ...], longest: int) -> tuple[int | None, ...]:
-    """The windows of layers without those that rows of ``longest`` positions do not exceed; empty if none is left."""
-    kept = tuple(None if window is None or window >= longest else window for window in windows)
-    return kept if any(kept) else ()
+def effective_windows(windows: tuple[int | None, ...], max_positions: int) -> tuple[int | None, ...]:
+    """Drop windows that no request of ``max_positions`` tokens exceeds. Returns () if no window is left."""
+    effective = tuple(None if window is None or window >= max_positions else window for window in windows)
+    return effective if any(effective) else ()
 
 
 class DecoderModel(Layer):
-    """See ``models._base.Model``."""
+    """Implements ``models._base.Model``."""
 
     def __init__(self, config: DecoderConfig, options: ModelOptions) -> None:
         self._config = config
@@ -55,7 +55,7 @@ class DecoderModel(Layer):
             head_size=config.head_size,
             scale=config.head_size**-0.5 if config.attention.scale is None else config.attention.scale,
             is_causal=config.is_causal,
-            windows=reached_windows(config.windows, options.max_positions),
+            windows=effective_windows(config.windows, options.max_positions),
             soft_cap=config.attention.soft_cap,
             sinks=tuple(
                 placement.empty(config.num_heads) for _ in range(config.num_layers * config.attention.has_sinks)
@@ -113,7 +113,7 @@ class DecoderModel(Layer):
         }
 
     def linears(self) -> list[tuple[str, Linear]]:
-        """See ``models._base.AdaptableModel``."""
+        """Implement ``models._base.AdaptableModel``."""
         blocks = [(self._config.names.block(layer), block) for layer, block in enumerate(self._blocks)]
         return [entry for prefix, block in blocks for entry in adaptable_linears(block, prefix)]
 
@@ -130,12 +130,12 @@ class DecoderModel(Layer):
         return _scaled(self._embedding(token_ids), self._embedding_scale)
 
     def forward(self, inputs: ModelInputs, attention: StepAttention) -> Tensor:
-        """[T, D], or [S, D] of ``inputs.outputs``; see ``Model.forward``."""
+        """Return [T, D], or [S, D] with ``inputs.outputs``. See ``Model.forward``."""
         step = self._step(inputs.positions, attention, inputs.adapters, inputs.states)
         if inputs.embeddings is not None:
-            x = inputs.embeddings.clone()  # the blocks change it in place
+            x = inputs.embeddings.clone()  # blocks change it in place
         else:
-            assert inputs.token_ids is not None, "neither token ids nor embeddings"
+            assert inputs.token_ids is not None, "inputs have neither token ids nor embeddings"
             x = self.embed(inputs.token_ids)
         x = _scaled(x, self._config.stream_scale)
         if self._positions is not None:
@@ -163,11 +163,11 @@ class DecoderModel(Layer):
         adapters: AdapterRows | None = None,
         states: StepStates | None = None,
     ) -> BlockStep:
-        """``positions`` [T], or [3, T]."""
+        """Return the arguments of the blocks. ``positions``: [T] or [3, T]."""
         return BlockStep([rope.tables(positions) for rope in self._ropes], attention, adapters, states)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[S, D] -> [S, V]; of a classifier, its scores; without a head, what is given."""
+        """[S, D] -> logits [S, V], or scores of a classifier. Without a head, return ``hidden``."""
         if self.task is Task.EMBED:
             return hidden
         assert self._logits is not None, "finish_loading was not called"
@@ -179,13 +179,13 @@ class DecoderModel(Layer):
 
 
 def _first_of_each_kind(config: DecoderConfig) -> list[int]:
-    """Layers whose blocks have tensors of other shapes than those of the layers before."""
+    """Return the first layer of each kind of block, where kinds differ in tensor shapes."""
     shapes = [tuple(block_shapes(config, layer).items()) for layer in range(config.num_layers)]
-    return [layer for layer, found in enumerate(shapes) if found not in shapes[:layer]]
+    return [layer for layer, kind in enumerate(shapes) if kind not in shapes[:layer]]
 
 
 def _expansions(config: DecoderConfig, placement: Placement) -> tuple[Tensor, ...]:
-    """Where latent attention may choose its form: of each layer [H, N + O, V]."""
+    """Return ``AttentionShape.expansions``: [H, N + O, V] per layer, or () if there is only the absorbed form."""
     latent = config.attention.latent
     if latent is None or not _has_forms(placement):
         return ()
@@ -194,19 +194,19 @@ def _expansions(config: DecoderConfig, placement: Placement) -> tuple[Tensor, ..
 
 
 def _has_forms(placement: Placement) -> bool:
-    """Whether latent attention has more than one form, as it has in 16 bits on a GPU."""
+    """Return whether latent attention has several forms, which is so in 16 bits on a GPU."""
     return placement.device.type == "cuda" and placement.dtype.itemsize == 2 and not placement.batch_invariant
 
 
 def _scaled(x: Tensor, scale: float) -> Tensor:
-    """x [T, D], multiplied in place."""
+    """Multiply x [T, D] in place."""
     return x if scale == 1.0 else x.mul_(scale)
 
 
 def _rotary_embedding(
     rope: RopeConfig | None, config: DecoderConfig, options: ModelOptions, short_length: int
 ) -> RotaryEmbedding:
-    """``rope`` None: heads stay as they are. ``short_length``: as in ``InputSpec``."""
+    """Return the rotary embedding. ``rope``: None for no rotation. ``short_length``: see ``InputSpec``."""
     return RotaryEmbedding(
         rope,
         config.rope_size or config.head_size,

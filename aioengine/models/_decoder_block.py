@@ -1,6 +1,6 @@
-"""The blocks of a decoder, made of what its config says: norms, attention, and an MLP or what takes its place.
+"""The blocks of decoder models: norms, attention or its replacement, and MLP or experts.
 
-T tokens, D model size, S chosen tokens.
+Shape letters: T tokens, S output tokens, D hidden size.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def make_attention(
     config: DecoderConfig, layer: int, shape: AttentionShape, placement: Placement
 ) -> SelfAttention | LatentAttention | StateLayer:
-    """The attention of this layer. Another kind is made here, as its config says."""
+    """Build the attention of a layer, or the layer that replaces it. Add new kinds of attention here."""
     if config.attention.latent is not None:
         return LatentAttention(
             config.hidden_size,
@@ -65,7 +65,7 @@ def make_attention(
 
 
 def make_mlp(config: DecoderConfig, layer: int, placement: Placement) -> MLP | SparseMLP:
-    """The MLP of this layer, or its experts. Another kind is made here, as its config says."""
+    """Build the MLP or the experts of a layer. Add replacements of the MLP here."""
     if (experts := config.experts_of(layer)) is not None:
         return SparseMLP(config.hidden_size, experts, placement)
     return MLP(
@@ -79,11 +79,11 @@ def make_mlp(config: DecoderConfig, layer: int, placement: Placement) -> MLP | S
 
 @dataclass(frozen=True, slots=True)
 class BlockStep:
-    """The arguments that all blocks of a step share.
+    """The arguments of all blocks in a step.
 
     Attributes:
-        tables: of each rotary embedding of the model.
-        states: None for a model that keeps none.
+        tables: the tables of each rotary embedding of the model.
+        states: None for a model without recurrent states.
     """
 
     tables: list[Tables]
@@ -93,14 +93,14 @@ class BlockStep:
 
 
 class Block(Layer):
-    """Attention and an MLP, each with a norm before or behind it, or both; see ``BlockConfig``.
+    """Attention and MLP, with norms of their inputs, their outputs, or both. See ``BlockConfig``.
 
     Args:
-        rope: the index of its rotary embedding in ``BlockStep.tables``.
-        previous_norm: ``output_norm`` of the block before.
+        rope: index of the rotary embedding in ``BlockStep.tables``.
+        previous_norm: ``output_norm`` of the previous block.
 
     Attributes:
-        output_norm: the norm of what a call returns to be added to the stream; None: there is none.
+        output_norm: the norm of the returned update; None if there is none. The next block applies it.
     """
 
     def __init__(
@@ -135,15 +135,16 @@ class Block(Layer):
     def __call__(
         self, x: Tensor, delta: Tensor | None, step: BlockStep, *, outputs: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """One block over x [T, D].
+        """Run the block on x [T, D].
 
         Args:
             x: the residual stream, changed in place.
-            delta: [T, D], the output of the block before, not yet normed and added to x; None for the first block.
-            outputs: [S] int64, the tokens that are computed after attention; None: all.
+            delta: [T, D], the pending update of the previous block, before its ``output_norm``; None in the first
+                block.
+            outputs: [S] int64, the tokens to compute after attention; None for all.
 
         Returns:
-            The stream and what is to be added to it next, behind ``output_norm``: [T, D] or [S, D] each.
+            The residual stream and the pending update: [T, D] or [S, D] each.
         """
         if delta is not None:
             normed = add_to_stream(delta, x, self._previous_norm, self._attention_norm)
@@ -156,21 +157,24 @@ class Block(Layer):
             x = x.index_select(0, outputs)
             rows = None if adapters is None else adapters.outputs
         if self._config.is_parallel:
-            return x, self._beside(x, normed, attended, rows, outputs=outputs)
+            return x, self._parallel(x, normed, attended, rows, outputs=outputs)
         return x, self._mlp(add_to_stream(attended, x, self._attention_output_norm, self._mlp_norm), rows)
 
     def _attended(self, normed: Tensor, step: BlockStep, *, outputs: Tensor | None) -> Tensor:
-        """normed [T, D] -> [T, D], or of ``outputs`` [S, D]."""
+        """normed [T, D] -> attention output [T, D], or [S, D] with ``outputs``."""
         if isinstance(self._attention, StateLayer):
-            assert step.states is not None, "the model keeps states"
+            assert step.states is not None, "a model with recurrent states needs them in each step"
             return self._attention(normed, step.states, self._layer, outputs=outputs, adapters=step.adapters)
         tables = step.tables[self._rope]
         return self._attention(normed, tables, step.attention, self._layer, outputs=outputs, adapters=step.adapters)
 
-    def _beside(
+    def _parallel(
         self, x: Tensor, normed: Tensor, attended: Tensor, rows: Grouping | None, *, outputs: Tensor | None
     ) -> Tensor:
-        """The sum of ``attended`` [S, D] and of the MLP of the same stream: x [S, D], or what attention read [T, D]."""
+        """Return ``attended`` [S, D] plus the MLP's output [S, D] in a parallel block.
+
+        The MLP reads the norm of x [S, D], or without an ``mlp_norm`` the input of attention, normed [T, D].
+        """
         if self._mlp_norm is not None:
             normed = self._mlp_norm(x)
         elif outputs is not None:

@@ -1,8 +1,6 @@
-"""The encoder of BERT, RoBERTa, XLM-R and ModernBERT: blocks of bidirectional attention and an MLP.
+"""Encoder models with bidirectional attention: BERT, RoBERTa, XLM-R and ModernBERT.
 
-``families`` has a file for each family, which reads its config.json into ``EncoderConfig``.
-
-Shape letters: T tokens, D model size, S chosen tokens, C scores.
+Shape letters: T tokens, S output tokens, D hidden size, C classes.
 """
 
 from __future__ import annotations
@@ -37,14 +35,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EncoderStep:
-    """What all blocks of a step share. ``tables``: the rotary tables of full and of local attention."""
+    """The arguments of all blocks in a step. ``tables``: rotary tables of layers without and with a window."""
 
     tables: tuple[Tables, Tables] | None
     attention: StepAttention
 
 
 class EncoderBlock(Layer):
-    """A layer: attention and MLP, with norms before (ModernBERT) or behind them (BERT)."""
+    """Attention and MLP, pre-norm (ModernBERT) or post-norm (BERT)."""
 
     def __init__(self, config: EncoderConfig, placement: Placement, layer: int) -> None:
         *qkv, output, first, second = config.linears
@@ -72,16 +70,16 @@ class EncoderBlock(Layer):
         )
 
     def __call__(self, x: Tensor, step: EncoderStep, *, outputs: Tensor | None) -> Tensor:
-        """x [T, D] -> [T, D], or [S, D] of the tokens ``outputs`` [S] int64."""
+        """x [T, D] -> [T, D], or [S, D] with ``outputs`` [S] int64."""
         normed = x if self._attention_norm is None or not self._is_pre_norm else self._attention_norm(x)
         attended = self._attend(normed, step)
         if outputs is not None:
             x, attended = x.index_select(0, outputs), attended.index_select(0, outputs)
         delta = self._output(attended)
-        assert self._mlp_norm is not None, "only the norm of attention may be missing"
+        assert self._mlp_norm is not None, "only the attention norm may be missing"
         if self._is_pre_norm:
             return self._mlp(self._mlp_norm.after(delta, x, keeps_sum=True)).add_(x)
-        assert self._attention_norm is not None, "a norm behind attention is never missing"
+        assert self._attention_norm is not None, "a post-norm model has both norms"
         x = self._attention_norm.after(delta, x, keeps_sum=False)
         return self._mlp_norm.after(self._mlp(x), x, keeps_sum=False)
 
@@ -99,12 +97,12 @@ class EncoderBlock(Layer):
         inner = self._first(x)
         if not self._is_gated:
             return self._second(gelu(inner, approximate=self._gelu))
-        activated, others = inner.chunk(2, dim=-1)
-        return self._second(gelu(activated, approximate=self._gelu).mul_(others))
+        activated, factor = inner.chunk(2, dim=-1)
+        return self._second(gelu(activated, approximate=self._gelu).mul_(factor))
 
 
 class ClassifierHead(Layer):
-    """The scores of a classifier, [S, D] -> [S, C]."""
+    """The head of a classifier: [S, D] -> scores [S, C]."""
 
     def __init__(self, head: HeadConfig, config: EncoderConfig, placement: Placement) -> None:
         size = config.hidden_size
@@ -122,7 +120,7 @@ class ClassifierHead(Layer):
 
 
 class EncoderModel(Layer):
-    """See ``models._base.Model``."""
+    """Implements ``models._base.Model``."""
 
     def __init__(self, config: EncoderConfig, options: ModelOptions) -> None:
         self._config = config
@@ -173,15 +171,15 @@ class EncoderModel(Layer):
         return is_ignored(self._config, name)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """[T] ids -> [T, D], without positions and token types."""
+        """[T] ids -> token embeddings [T, D], without those of positions and token types."""
         return self._tokens(token_ids)
 
     def forward(self, inputs: ModelInputs, attention: StepAttention) -> Tensor:
-        """[T, D], or [S, D] of ``inputs.outputs``; see ``Model.forward``."""
+        """Return [T, D], or [S, D] with ``inputs.outputs``. See ``Model.forward``."""
         if inputs.embeddings is not None:
             x = inputs.embeddings
         else:
-            assert inputs.token_ids is not None, "neither token ids nor embeddings"
+            assert inputs.token_ids is not None, "inputs have neither token ids nor embeddings"
             x = self._tokens(inputs.token_ids)
         if self._learned:
             x = x + self._position_embeddings(inputs)
@@ -197,18 +195,18 @@ class EncoderModel(Layer):
         self._blocks[-1](x, EncoderStep(self._tables(positions), attention), outputs=None)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Of a classifier: pooled [S, D] -> scores [S, C]. Else what is given."""
+        """Pooled [S, D] -> scores [S, C] of a classifier. Without a head, return ``hidden``."""
         return hidden if self._head is None else self._head(hidden)
 
     def _position_embeddings(self, inputs: ModelInputs) -> Tensor:
-        """Those of positions and token types: [T, D]."""
+        """Return the embeddings of positions and token types: [T, D]."""
         positions, types = self._learned
         offset = self._config.position_offset or 0
-        found = positions(inputs.positions + offset if offset else inputs.positions)
-        return found + (types.weight[0] if inputs.token_types is None else types(inputs.token_types))
+        embeddings = positions(inputs.positions + offset if offset else inputs.positions)
+        return embeddings + (types.weight[0] if inputs.token_types is None else types(inputs.token_types))
 
     def _tables(self, positions: Tensor) -> tuple[Tables, Tables] | None:
-        """[T] -> the rotary tables of full and of local attention; None: positions are learned."""
+        """positions [T] -> rotary tables of layers without and with a window; None with learned positions."""
         if not self._ropes:
             return None
         full, local = self._ropes
