@@ -15,7 +15,9 @@
         ├── RequestError              one request failed, in ``stage``; others continue
         └── WrongLoopError            an AsyncEngine was used from another event loop
 
-Mistakes of the caller are ``ValueError`` or ``TypeError``; all others are ``RuntimeError``.
+Mistakes of the caller are ``ValueError`` or ``TypeError``; all others are ``RuntimeError``. Each class has the HTTP
+status for a response as ``status_code``: 400 for mistakes of the caller, 500 for a failed request and for a mistake of
+the server's code, 503 where the engine cannot answer now.
 
 All of them can be pickled and copied, with their attributes, notes and causes.
 """
@@ -143,6 +145,8 @@ def describe(error: BaseException) -> str:
 class RequestTooLargeError(ValueError):
     """The prompt, or the prompt with its explicit ``max_new_tokens``, does not fit the context or the KV pool."""
 
+    status_code = 400
+
     __reduce__ = _reduce
     __copy__ = _copy
     __deepcopy__ = _deepcopy
@@ -150,6 +154,8 @@ class RequestTooLargeError(ValueError):
 
 class UnknownParameterError(TypeError, ValueError):
     """A sampling parameter that does not exist; the message names it and the nearest that does."""
+
+    status_code = 400
 
     __reduce__ = _reduce
     __copy__ = _copy
@@ -159,9 +165,12 @@ class UnknownParameterError(TypeError, ValueError):
 class UnsupportedSchemaError(ValueError):
     """An output constraint that this engine could not enforce in full, refused instead of weakened.
 
-    ``pointer``: the JSON pointer to the place in the schema; empty for its root, and for other constraints.
-    ``keyword``: what cannot be enforced there: a keyword of JSON Schema, or the name of the sampling parameter.
+    ``pointer``: the JSON pointer to the place in the schema; empty for its root, for other constraints, and if the
+    schema as a whole cannot be compiled. ``keyword``: the keyword of JSON Schema that cannot be enforced there, or the
+    name of the sampling parameter.
     """
+
+    status_code = 400
 
     def __init__(self, message: str, *, pointer: str = "", keyword: str = "") -> None:
         self.pointer = pointer
@@ -175,6 +184,8 @@ class UnsupportedSchemaError(ValueError):
 
 class EngineError(RuntimeError):
     """Root of everything that is not the caller's mistake."""
+
+    status_code = 503
 
     __reduce__ = _reduce
     __copy__ = _copy
@@ -227,8 +238,6 @@ class EngineStalledError(EngineError):
 class EngineOverloadedError(EngineError):
     """The queue is full; try again after ``retry_after`` seconds."""
 
-    status_code = 503
-
     def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
         self.retry_after = retry_after
         super().__init__(message)
@@ -256,6 +265,8 @@ class RequestError(EngineError):
     ``cause``: the error there.
     """
 
+    status_code = 500
+
     def __init__(self, stage: str, cause: str) -> None:
         self.stage = stage
         self.cause = cause
@@ -264,6 +275,8 @@ class RequestError(EngineError):
 
 class WrongLoopError(EngineError):
     """An AsyncEngine belongs to the event loop on which it was started."""
+
+    status_code = 500
 
 
 def describe_exit(code: int | None) -> str:

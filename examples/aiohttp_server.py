@@ -1,38 +1,40 @@
-"""A streaming server with aiohttp (`pip install aiohttp`).
+"""A server with aiohttp (`pip install aiohttp`).
 
 python examples/aiohttp_server.py --port 8000
 curl -N localhost:8000/generate -d '{"prompt": "The capital of France is"}'
 
-POST /generate  answers with server-sent events, one a chunk; with an index where there are several answers. A wrong
-                request gets status 400, one too many 503 with Retry-After; a client that goes away aborts its own.
-GET /health     status 200 while the engine lives.
+POST /generate  Answers with server-sent events, one per chunk; chunks have an index if there are several answers.
+                With "stream": false, answers with one JSON object. A wrong request gets status 400. If the engine is
+                full, the status is 503 with Retry-After. A client that disconnects aborts its request.
+GET /health     Status 200 while the engine lives, otherwise 503.
 
-A client that gives `rid` and `resume_ttl` may lose its connection: when it sends the same request again, with the id
-of the last event that it read as Last-Event-ID, the stream goes on behind that event.
+A client that sends `rid` and `resume_ttl` can reconnect: it sends the same request again, with the id of the last event
+that it read as Last-Event-ID, and the stream continues after that event.
 
-On SIGTERM open streams end, new ones get 503, then the server stops; it stops with status 1 when the engine dies.
+On SIGTERM, open streams end, new requests get 503, and then the server stops. If the engine dies, the server stops with
+status 1.
 """
 
 import argparse
 import asyncio
 import contextlib
 import json
-import math
 import signal
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
 from aiohttp import web
 
-from aioengine import AsyncEngine, EngineError, EngineOverloadedError, RequestError, Stream
+from aioengine import Answer, AsyncEngine, BatchOutput, EngineError, Stream
+from aioengine.http import headers_of, status_of
 
 DRAIN_S = 30
 ENGINE = web.AppKey("engine", AsyncEngine)
-FIELDS = {"prompt", "input_ids", "sampling_params", "timeout", "rid", "resume_ttl"}
+FIELDS = {"prompt", "input_ids", "sampling_params", "timeout", "rid", "resume_ttl", "stream"}
 
 
 async def run_engine(app: web.Application) -> AsyncIterator[None]:
-    """The engine lives as long as the app."""
+    """Run the engine for the lifetime of the app."""
     engine = app[ENGINE]
 
     async def stop_after(event: Awaitable[object]) -> None:
@@ -48,47 +50,46 @@ async def run_engine(app: web.Application) -> AsyncIterator[None]:
 
 async def generate(request: web.Request) -> web.StreamResponse:
     try:
-        body = json.loads(await request.read())  # request.json() looks up any charset that a client names
-        stream = await open_stream(request.app[ENGINE], body, request.headers.get("Last-Event-ID"))
-    except (TypeError, ValueError, RecursionError, web.RequestPayloadError, EngineError) as error:
-        return refusal(error)
+        answer = await ask(request.app[ENGINE], await read_body(request), request.headers.get("Last-Event-ID"))
+    except (TypeError, ValueError, EngineError) as error:
+        return web.Response(text=str(error), status=status_of(error), headers=headers_of(error))
+    if not isinstance(answer, Stream):
+        return web.json_response(answer)
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    with contextlib.suppress(ConnectionResetError):  # a client that goes away
-        async with stream:  # its request is aborted, or detached, when this block is left
+    with contextlib.suppress(ConnectionResetError):  # raised if the client has disconnected
+        async with answer:  # leaving this block aborts the request, or detaches it
             await response.prepare(request)
-            async for event in events(stream):
+            async for event in events(answer):
                 await response.write(event.encode())
     return response
 
 
-async def open_stream(engine: AsyncEngine, body: Any, last_event_id: str | None) -> Stream:
+async def read_body(request: web.Request) -> dict[str, Any]:
+    try:
+        body = json.loads(await request.read())  # request.json() accepts any charset that a client names
+    except (RecursionError, web.RequestPayloadError) as error:
+        raise ValueError(f"the body cannot be read: {error}") from error
     if not isinstance(body, dict):
-        raise TypeError(f"the body is a {type(body).__name__}, and must be a dictionary")
+        raise TypeError(f"the body is a {type(body).__name__}; send a dictionary")
     if unknown := sorted(body.keys() - FIELDS):
         raise ValueError(f"unknown: {', '.join(unknown)[:200]}; there are {', '.join(sorted(FIELDS))}")
+    return body
+
+
+async def ask(engine: AsyncEngine, body: dict[str, Any], last_event_id: str | None) -> Stream | Answer | BatchOutput:
     if last_event_id is not None and isinstance(body.get("rid"), str):
         return await engine.attach(body["rid"], int(last_event_id))
-    return await engine.async_generate(**body, stream=True)
+    return await engine.async_generate(**({"stream": True} | body))
 
 
 async def events(stream: Stream) -> AsyncIterator[str]:
-    """Server-sent events; the id of an event, where there is one answer, is the number of characters up to its end."""
+    """Yield server-sent events. With one answer, the id of an event is the number of characters up to its end."""
     try:
         async for chunk in stream:
             event_id = "" if "index" in chunk else f"id: {chunk['text_offset'] + len(chunk['text'])}\n"
             yield f"{event_id}data: {json.dumps(chunk)}\n\n"
-    except EngineError as error:  # the status was sent long ago
+    except EngineError as error:  # the status was sent before the first chunk
         yield f"event: error\ndata: {json.dumps({'message': str(error)})}\n\n"
-
-
-def refusal(error: Exception) -> web.Response:
-    """The answer to a request that was refused, or failed before its first chunk."""
-    if isinstance(error, EngineOverloadedError):
-        headers = {"Retry-After": str(math.ceil(error.retry_after))}
-        return web.Response(text=str(error), status=error.status_code, headers=headers)
-    if isinstance(error, EngineError):
-        return web.Response(text=str(error), status=500 if isinstance(error, RequestError) else 503)
-    return web.Response(text=str(error), status=400)
 
 
 async def health(request: web.Request) -> web.Response:
@@ -106,13 +107,15 @@ def make_app(engine: AsyncEngine) -> web.Application:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--max-running-requests", type=int)
     parser.add_argument("--max-queued-requests", type=int)
     flags = vars(parser.parse_args())
-    port = flags.pop("port")
+    host, port = flags.pop("host"), flags.pop("port")
     engine = AsyncEngine(**flags)
-    web.run_app(make_app(engine), host="127.0.0.1", port=port, handler_cancellation=True)
+    # handler_cancellation cancels the handler of a client that disconnects, which aborts its request.
+    web.run_app(make_app(engine), host=host, port=port, handler_cancellation=True)
     return int(engine.health()["state"] in {"dead", "stalled"})
 
 

@@ -1,22 +1,23 @@
-"""A streaming server with FastAPI (`pip install fastapi uvicorn`).
+"""A server with FastAPI (`pip install fastapi uvicorn`).
 
 python examples/fastapi_server.py --port 8000
 curl -N localhost:8000/generate -H 'content-type: application/json' -d '{"prompt": "The capital of France is"}'
 
-POST /generate  answers with server-sent events, one a chunk; with an index where there are several answers. A wrong
-                request gets status 400, one too many 503 with Retry-After; a client that goes away aborts its own.
-GET /health     status 200 while the engine lives.
+POST /generate  Answers with server-sent events, one per chunk; chunks have an index if there are several answers.
+                With "stream": false, answers with one JSON object. A wrong request gets status 400. If the engine is
+                full, the status is 503 with Retry-After. A client that disconnects aborts its request.
+GET /health     Status 200 while the engine lives, otherwise 503.
 
-A client that gives `rid` and `resume_ttl` may lose its connection: when it sends the same request again, with the id
-of the last event that it read as Last-Event-ID, the stream goes on behind that event.
+A client that sends `rid` and `resume_ttl` can reconnect: it sends the same request again, with the id of the last event
+that it read as Last-Event-ID, and the stream continues after that event.
 
-On SIGTERM open streams end, new ones get 503, then the server stops; it stops with status 1 when the engine dies.
+On SIGTERM, open streams end, new requests get 503, and then the server stops. If the engine dies, the server stops with
+status 1.
 """
 
 import argparse
 import asyncio
 import json
-import math
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -25,10 +26,11 @@ from typing import Annotated, Any
 import uvicorn
 from fastapi import FastAPI, Header, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel
 
-from aioengine import AsyncEngine, EngineError, EngineOverloadedError, RequestError, Stream
+from aioengine import AsyncEngine, EngineError, Stream
+from aioengine.http import headers_of, status_of, until_disconnect
 
 DRAIN_S = 30
 LastEventId = Annotated[int | None, Header()]
@@ -41,10 +43,11 @@ class GenerateRequest(BaseModel, extra="forbid"):
     timeout: float | None = None
     rid: str | list[str] | None = None
     resume_ttl: float | None = None
+    stream: bool = True
 
 
 def make_app(engine: AsyncEngine, stop: Callable[[], None]) -> FastAPI:
-    """The app around an engine; `stop` is called when the server should end."""
+    """Return the app of an engine; `stop` is called when the server must stop."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -62,19 +65,19 @@ def make_app(engine: AsyncEngine, stop: Callable[[], None]) -> FastAPI:
     app = FastAPI(lifespan=lifespan)
 
     @app.post("/generate")
-    async def generate(request: GenerateRequest, last_event_id: LastEventId = None) -> StreamingResponse:
+    async def generate(request: Request, body: GenerateRequest, last_event_id: LastEventId = None) -> Response:
         try:
-            if last_event_id is not None and isinstance(request.rid, str):
-                stream = await engine.attach(request.rid, last_event_id)
-            else:
-                stream = await engine.async_generate(**request.model_dump(), stream=True)
+            if last_event_id is not None and isinstance(body.rid, str):
+                return event_stream(await engine.attach(body.rid, last_event_id))
+            if body.stream:
+                return event_stream(await engine.async_generate(**body.model_dump()))
+            return JSONResponse(await until_disconnect(request, engine.async_generate(**body.model_dump())))
         except (TypeError, ValueError, EngineError) as error:
-            raise refusal(error) from error
-        return StreamingResponse(events(stream), media_type="text/event-stream")
+            raise HTTPException(status_of(error), str(error), headers_of(error)) from error
 
     @app.exception_handler(RequestValidationError)
     async def wrong_body(_: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]  # FastAPI's own answer repeats the body, however large, and cannot write NaN
+        first = error.errors()[0]  # FastAPI's own response repeats the whole body and cannot encode NaN
         return JSONResponse({"detail": f"{first['msg']} ({'.'.join(map(str, first['loc']))[:200]})"}, 400)
 
     @app.get("/health")
@@ -84,34 +87,32 @@ def make_app(engine: AsyncEngine, stop: Callable[[], None]) -> FastAPI:
     return app
 
 
+def event_stream(stream: Stream) -> StreamingResponse:
+    return StreamingResponse(events(stream), media_type="text/event-stream")
+
+
 async def events(stream: Stream) -> AsyncIterator[str]:
-    """Server-sent events; the id of an event, where there is one answer, is the number of characters up to its end."""
-    async with stream:  # a client that goes away leaves this block, which aborts its request, or detaches it
+    """Yield server-sent events. With one answer, the id of an event is the number of characters up to its end."""
+    async with stream:  # a disconnect closes this generator: leaving the block aborts the request, or detaches it
         try:
             async for chunk in stream:
                 event_id = "" if "index" in chunk else f"id: {chunk['text_offset'] + len(chunk['text'])}\n"
                 yield f"{event_id}data: {json.dumps(chunk)}\n\n"
-        except EngineError as error:  # the status was sent long ago
+        except EngineError as error:  # the status was sent before the first chunk
             yield f"event: error\ndata: {json.dumps({'message': str(error)})}\n\n"
-
-
-def refusal(error: Exception) -> HTTPException:
-    """The answer to a request that was refused, or failed before its first chunk."""
-    if isinstance(error, EngineOverloadedError):
-        return HTTPException(error.status_code, str(error), {"Retry-After": str(math.ceil(error.retry_after))})
-    if isinstance(error, EngineError):
-        return HTTPException(500 if isinstance(error, RequestError) else 503, str(error))
-    return HTTPException(400, str(error))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--max-running-requests", type=int)
     parser.add_argument("--max-queued-requests", type=int)
     flags = vars(parser.parse_args())
-    port, engine = flags.pop("port"), AsyncEngine(**flags)
-    server = uvicorn.Server(uvicorn.Config(make_app(engine, lambda: setattr(server, "should_exit", True)), port=port))
+    host, port = flags.pop("host"), flags.pop("port")
+    engine = AsyncEngine(**flags)
+    app = make_app(engine, lambda: setattr(server, "should_exit", True))
+    server = uvicorn.Server(uvicorn.Config(app, host=host, port=port))
     server.run()
     return int(engine.health()["state"] in {"dead", "stalled"})
 

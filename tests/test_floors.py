@@ -57,7 +57,7 @@ FLOORS = {
     "3": Floor(("processes",), "0 1 1' 2 2' 2g 2t", "torch zmq uvloop msgspec PIL numpy safetensors"),
     "3s": Floor(("supervision",), "0 1 2'", "msgspec uvloop"),
     "4": Floor(
-        ("utils > sync > engine, planning > signatures > stream > frontend > args, answers > portal",),
+        ("utils, http > sync > engine, planning > signatures > stream > frontend > args, answers > portal",),
         "0 1 1' 2' 2t 3s",
         "uvloop msgspec tqdm numpy typing_extensions",
     ),

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 import aioengine
+from aioengine import http
 from tests.kit.source import PACKAGE, ROOT
 
 RECORD = Path(__file__).parent / "public_api.txt"
@@ -24,7 +25,11 @@ SAMPLE = Path(__file__).parent / "typing" / "sample.py"
 
 def surface() -> list[str]:
     """One line for each public name and each public member of a public class."""
-    return [line for name in sorted(aioengine.__all__) for line in described(name, vars_of(name))]
+    helpers = [getattr(http, name) for name in http.__all__]
+    return [
+        *(line for name in sorted(aioengine.__all__) for line in described(name, vars_of(name))),
+        *(line for helper in helpers for line in described(f"http.{helper.__name__}", helper)),
+    ]
 
 
 def vars_of(name: str) -> object:

@@ -65,18 +65,28 @@ def qkv_order(
 
 
 class HeadLayerNorm:
-    """LayerNorm of each head: [T, H, E] -> [T, H, E]. Computes in fp32 and rounds once.
-
-    Args:
-        num_weights: 1, or the number of heads if each head has its own weight.
-        order: [E] int64, the checkpoint index of each entry; None if the orders are equal.
-    """
+    """LayerNorm of each head: [T, H, E] -> [T, H, E]. Computes in fp32 and rounds once."""
 
     def __init__(
-        self, num_weights: int, size: int, epsilon: float, placement: Placement, *, bias: bool, order: Tensor | None
+        self,
+        num_weights: int,
+        size: int,
+        epsilon: float,
+        placement: Placement,
+        *,
+        bias: bool,
+        stored: tuple[int, ...],
+        order: Tensor | None,
     ) -> None:
-        """Allocate the weights. ``order``: [E]."""
+        """Allocate the weights.
+
+        Args:
+            num_weights: 1, or the number of heads if each head has its own weight.
+            stored: shape of a tensor in the checkpoint.
+            order: [E] int64, the checkpoint index of each entry; None if the orders are equal.
+        """
         self._epsilon, self._order = epsilon, order
+        self._stored = stored
         shape = (num_weights, size)
         self._loaded = {
             name: torch.empty(shape, dtype=torch.float32, device=placement.device)
@@ -89,7 +99,7 @@ class HeadLayerNorm:
         """Map tensor names to targets. ``names``: one name, or one per head."""
         targets: dict[str, Target] = {}
         for name, tensor in self._loaded.items():
-            parts = tensor.unbind() if len(names) == len(tensor) else [tensor]
+            parts = tensor.view(len(names), *self._stored).unbind()
             targets |= {f"{part}.{name}": Target(row) for part, row in zip(names, parts, strict=True)}
         return targets
 
@@ -112,7 +122,8 @@ def _norm(
     norm = config.norm
     if norm.kind == "layer":
         num_weights = 1 if config.extent == "head" else num_heads
-        return HeadLayerNorm(num_weights, size, epsilon, placement, bias=norm.has_bias, order=order)
+        stored = config.shape(num_heads, size)
+        return HeadLayerNorm(num_weights, size, epsilon, placement, bias=norm.has_bias, stored=stored, order=order)
     if config.extent == "all_heads":
         if order is not None:
             order = (torch.arange(num_heads, device=order.device).unsqueeze(1) * size + order).flatten()

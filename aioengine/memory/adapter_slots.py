@@ -1,18 +1,17 @@
-"""AdapterSlots: which LoRA adapter is in which slot of the device, and which requests may use it.
+"""AdapterSlots assigns LoRA adapters to slots of the device, and decides which requests may use them.
 
-A request uses the slot of its adapter from its admission until it ends or loses its pages. Until then it may wait in
-line: its adapter is in no slot, is being copied, or shall give its slot to another one. When that is over it is
-*released*: it returns to the queue, and its adapter stays while it is about to be admitted.
+A request uses the slot of its adapter from its admission until it ends or is preempted. Before, it may wait in the load
+queue: its adapter is not in a slot, is being copied, or is about to be replaced. Then the request is *released*: it
+returns to the scheduler's queue, and its adapter stays in its slot until the request is admitted.
 
-The line has one order, the rank: the tenant that was given least goes first, then the place in the queue. An adapter
-that waits gets the next slot without running requests, the least recently used first; the one whose first request ranks
-highest gets it first. Where every slot is in use, as many slots as adapters wait are *draining*: once such an adapter
-has served ``quantum`` requests since it was placed, it takes only requests that rank before those of the adapters that
-wait. So the slot becomes free however many requests come, and a slot is not given away for a single request while
-there are many.
+The load queue is ordered by rank: first the tenant that has used the least, then the position in the scheduler's queue.
+A waiting adapter gets the least recently used slot without running requests. Adapters are served by the rank of their
+first request. If every slot is in use, as many slots as there are waiting adapters are *draining*: after ``quantum``
+requests, a draining adapter accepts only requests that rank before all requests of waiting adapters. So every slot
+becomes free at some time, and a busy adapter is not replaced for each single request.
 
-An adapter with a pin keeps its slot, and is placed although no request asks for it. At least one slot has to remain for
-the others. Slots are held by running requests alone, and these never wait for a slot: nothing can block.
+A pinned adapter is loaded without a request and keeps its slot. At least one slot must stay unpinned. Only running
+requests use slots, and these never wait for another slot, so there is no deadlock.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 Key = tuple[str, ...]
-"""What an adapter is found by; two names of the same files may have one key."""
+"""Identifies the files of an adapter. Two adapter names may have the same key."""
 
 Rank = tuple[float, ...]
 PINNED: Rank = (-math.inf,)
 
 
 class Waiter(NamedTuple):
-    """A request that needs an adapter. ``order``: its place in the queue, unique; smaller is sooner."""
+    """A request that needs an adapter. ``order``: its unique position in the scheduler's queue."""
 
     uid: int
     tenant: str
@@ -50,8 +49,9 @@ class Assignment(NamedTuple):
 class _Slot:
     """One slot.
 
-    key: its adapter; None: none. is_ready: it was copied. running: uids. released: requests that waited for it, and
-    are not admitted yet. num_served: admissions since it was placed. last_used: counts uses of all slots.
+    key: its adapter, or None. is_ready: the adapter is copied. running: uids of running requests. released: requests
+    that were released and are not admitted yet. num_served: admissions since the adapter was assigned. last_used:
+    number of uses of all slots at its last use.
     """
 
     __slots__ = ("is_draining", "is_ready", "key", "last_used", "num_served", "number", "released", "running")
@@ -61,10 +61,10 @@ class _Slot:
         self.last_used = 0
         self.running: set[int] = set()
         self.released: dict[int, Waiter] = {}
-        self.hold(None)
+        self.assign(None)
 
-    def hold(self, key: Key | None) -> None:
-        """Give it to another adapter, or to none."""
+    def assign(self, key: Key | None) -> None:
+        """Assign another adapter, or none."""
         self.key = key
         self.is_ready = False
         self.is_draining = False
@@ -72,10 +72,10 @@ class _Slot:
         self.released.clear()
 
 
-class Line:
+class LoadQueue:
     """The requests that wait for adapters.
 
-    ``turn``: how much a tenant was given already; the least goes first.
+    turn: returns how much a tenant has used so far; the smallest is first.
     """
 
     __slots__ = ("_by_key", "_turn", "_waiters")
@@ -83,25 +83,25 @@ class Line:
     def __init__(self, turn: Callable[[str], float]) -> None:
         self._turn = turn
         self._waiters: dict[int, tuple[Key, Waiter]] = {}
-        self._by_key: dict[Key, dict[str, list[tuple[tuple[float, ...], int]]]] = {}  # by adapter and tenant, in order
+        self._by_key: dict[Key, dict[str, list[tuple[tuple[float, ...], int]]]] = {}  # adapter -> tenant -> sorted uids
 
     @property
     def keys(self) -> list[Key]:
-        """The adapters that requests wait for."""
+        """The adapters for which requests wait."""
         return list(self._by_key)
 
     def rank(self, waiter: Waiter) -> Rank:
-        """The place of a request among all that wait; smaller is sooner."""
+        """Return the sort key of a waiting request; the smallest is first."""
         return (self._turn(waiter.tenant), *waiter.order)
 
     def uids(self, key: Key) -> list[int]:
-        """The requests that wait for an adapter, also those that wait while it drains."""
-        return [uid for of_tenant in self._by_key.get(key, {}).values() for _, uid in of_tenant]
+        """Return the requests that wait for an adapter, also while it drains."""
+        return [uid for waiting in self._by_key.get(key, {}).values() for _, uid in waiting]
 
     def first(self, key: Key) -> Waiter | None:
-        """The next one for an adapter."""
+        """Return the first waiting request of an adapter."""
         tenants = self._by_key.get(key, {})
-        heads = [of_tenant[0][1] for of_tenant in tenants.values()]
+        heads = [waiting[0][1] for waiting in tenants.values()]
         if len(heads) == 1:
             return self._waiters[heads[0]][1]
         return min((self._waiters[uid][1] for uid in heads), key=self.rank, default=None)
@@ -111,15 +111,15 @@ class Line:
         insort(self._by_key.setdefault(key, {}).setdefault(waiter.tenant, []), (waiter.order, waiter.uid))
 
     def remove(self, uid: int) -> bool:
-        """Whether it was in line."""
-        found = self._waiters.pop(uid, None)
-        if found is None:
+        """Remove a request. Return whether it was waiting."""
+        entry = self._waiters.pop(uid, None)
+        if entry is None:
             return False
-        key, waiter = found
+        key, waiter = entry
         tenants = self._by_key[key]
-        of_tenant = tenants[waiter.tenant]
-        del of_tenant[bisect_left(of_tenant, (waiter.order, uid))]
-        if not of_tenant:
+        waiting = tenants[waiter.tenant]
+        del waiting[bisect_left(waiting, (waiter.order, uid))]
+        if not waiting:
             del tenants[waiter.tenant]
         if not tenants:
             del self._by_key[key]
@@ -127,35 +127,35 @@ class Line:
 
 
 class AdapterSlots:
-    """The slots, numbered from 1, and the line. Pure bookkeeping: what is copied, and when, is decided elsewhere.
+    """The slots, numbered from 1, and the load queue. Only does the bookkeeping; ``processes.adapter_loading`` copies.
 
     Attributes:
-        line: the requests that wait. is_changed: ``assign`` may have something to do.
+        load_queue: the waiting requests. is_changed: ``assign`` may have something to do.
     """
 
-    __slots__ = ("_by_key", "_first", "_keys", "_num_uses", "_pins", "_quantum", "_slots", "is_changed", "line")
+    __slots__ = ("_by_key", "_first", "_keys", "_num_uses", "_pins", "_quantum", "_slots", "is_changed", "load_queue")
 
     def __init__(self, num_slots: int, *, quantum: int, turn: Callable[[str], float] = lambda _: 0.0) -> None:
-        """``turn``: as in ``Line``."""
+        """``turn``: as in ``LoadQueue``."""
         self._slots = [_Slot(number) for number in range(1, num_slots + 1)]
         self._quantum = max(1, quantum)
         self._by_key: dict[Key, _Slot] = {}
-        self._keys: dict[int, Key] = {}  # uid -> the adapter that it uses, or is released for
+        self._keys: dict[int, Key] = {}  # uid -> adapter of a running or released request
         self._pins: dict[Key, set[int]] = {}
-        self._first: Rank | None = None  # of the adapters that wait and could be placed
+        self._first: Rank | None = None  # the first rank among waiting adapters that could be assigned
         self._num_uses = 0
-        self.line = Line(turn)
+        self.load_queue = LoadQueue(turn)
         self.is_changed = False
 
     # ------------------------------------------------------------ requests
 
     def may_use(self, key: Key, waiter: Waiter) -> bool:
-        """Whether the request could be admitted now, as far as its adapter is concerned."""
+        """Return whether the adapter of a request allows its admission now."""
         slot = self._by_key.get(key)
         return slot is not None and slot.is_ready and self._takes(slot, slot.num_served, waiter)
 
     def use(self, key: Key, waiter: Waiter) -> int:
-        """The request is admitted, which ``may_use`` has allowed; returns its slot, until ``leave``."""
+        """Record the admission of a request after ``may_use`` returned True. Return its slot, valid until ``leave``."""
         slot = self._by_key[key]
         slot.released.pop(waiter.uid, None)
         slot.running.add(waiter.uid)
@@ -165,46 +165,47 @@ class AdapterSlots:
         return slot.number
 
     def wait(self, key: Key, waiter: Waiter) -> None:
-        """The request stands in line until it is released, or leaves."""
+        """Put the request into the load queue until it is released or leaves."""
         self.leave(waiter.uid)
-        self.line.add(key, waiter)
+        self.load_queue.add(key, waiter)
         self.is_changed = True
 
     def leave(self, uid: int) -> None:
-        """The request needs its adapter no more, for now; one that is not known is ignored."""
+        """The request does not need its adapter any more. Ignores unknown requests."""
         if (key := self._keys.pop(uid, None)) is not None:
             slot = self._by_key[key]
             slot.running.discard(uid)
             slot.released.pop(uid, None)
-            if not slot.running:  # else the slot becomes no freer
-                self.is_changed = self.is_changed or bool(self.line.keys or self._pins)
-        elif self.line.remove(uid):
+            if not slot.running:  # otherwise the slot is still in use
+                self.is_changed = self.is_changed or bool(self.load_queue.keys or self._pins)
+        elif self.load_queue.remove(uid):
             self.is_changed = True
 
     def slot_of(self, uid: int) -> int:
-        """The slot that a running request uses."""
+        """Return the slot that a running request uses."""
         return self._by_key[self._keys[uid]].number
 
     # ------------------------------------------------------------ adapters
 
     @property
     def num_placed(self) -> int:
-        """Adapters that are in slots."""
+        """Number of adapters in slots."""
         return sum(slot.is_ready for slot in self._by_key.values())
 
     def claims(self) -> list[tuple[Rank, Key]]:
-        """The adapters that are needed and in no slot, the next first, with the ranks of their first requests."""
-        missing = [key for key in self.line.keys if key not in self._by_key and key not in self._pins]
-        found = [(PINNED, key) for key in self._pins if key not in self._by_key]
-        found += [(self.line.rank(first), key) for key in missing if (first := self.line.first(key)) is not None]
-        found.sort(key=itemgetter(0))
-        return found
+        """Return the needed adapters that are in no slot, with the rank of their first request, in order of rank."""
+        missing = [key for key in self.load_queue.keys if key not in self._by_key and key not in self._pins]
+        claims = [(PINNED, key) for key in self._pins if key not in self._by_key]
+        waiters = [(first, key) for key in missing if (first := self.load_queue.first(key)) is not None]
+        claims += [(self.load_queue.rank(first), key) for first, key in waiters]
+        claims.sort(key=itemgetter(0))
+        return claims
 
     def assign(self, claims: list[tuple[Rank, Key]]) -> tuple[list[Assignment], list[int]]:
-        """Give slots to adapters that wait for one, and release requests whose adapters are ready.
+        """Assign slots to waiting adapters, and release requests whose adapters are ready.
 
-        claims: those of ``claims`` that can be placed at once; the others hold no slot up.
-        Returns what is to be copied, each followed by ``placed`` or ``fail``, and the uids of the released requests.
+        claims: the entries of ``claims`` whose adapters are in memory; other adapters do not block a slot.
+        Returns the copies to make, each followed by ``placed`` or ``fail``, and the uids of the released requests.
         """
         self.is_changed = False
         self._drain(claims)
@@ -214,7 +215,7 @@ class AdapterSlots:
             slot = self._free_slot(rank)
             if slot is None:
                 break
-            self._give(slot, key)
+            self._replace(slot, key)
             assignments.append(Assignment(slot.number, key))
         if assignments:
             self._drain(claims[len(assignments) :])
@@ -222,27 +223,27 @@ class AdapterSlots:
         return assignments, released
 
     def placed(self, key: Key) -> None:
-        """An adapter was copied into its slot."""
+        """The adapter was copied into its slot."""
         self._by_key[key].is_ready = True
         self.is_changed = True
 
     def fail(self, key: Key) -> None:
-        """An adapter could not be copied: its slot is empty. Requests in line for it go on waiting."""
-        self._by_key.pop(key).hold(None)
+        """The adapter could not be copied: its slot is empty. Its requests continue to wait."""
+        self._by_key.pop(key).assign(None)
         self.is_changed = True
 
     def has(self, key: Key) -> bool:
-        """Whether an adapter is in a slot, and ready."""
+        """Return whether an adapter is in a slot and ready."""
         slot = self._by_key.get(key)
         return slot is not None and slot.is_ready
 
     def pin(self, key: Key, adapter: int) -> None:
-        """Place an adapter, also without a request, and keep it there until ``unpin`` with the same number."""
+        """Load an adapter without a request, and keep it in its slot until ``unpin`` with the same number."""
         self._pins.setdefault(key, set()).add(adapter)
         self.is_changed = True
 
     def unpin(self, key: Key, adapter: int) -> None:
-        """Undo a pin; an unknown one is ignored."""
+        """Remove a pin. Ignores unknown pins."""
         pins = self._pins.get(key, set())
         pins.discard(adapter)
         if not pins:
@@ -250,18 +251,18 @@ class AdapterSlots:
         self.is_changed = True
 
     def drop(self, key: Key) -> None:
-        """An adapter will not be asked for again: its slot is empty, unless it is pinned or in use."""
+        """Empty the slot of an adapter that no request will ask for again, unless it is pinned or in use."""
         slot = self._by_key.get(key)
         if slot is not None and slot.is_ready and not (slot.running or slot.released or key in self._pins):
             del self._by_key[key]
-            slot.hold(None)
+            slot.assign(None)
 
     def check_integrity(self) -> None:
-        """Raises RuntimeError unless the slots and their indexes agree."""
+        """Raise RuntimeError unless the slots and their indexes agree."""
         users = {uid: slot.key for slot in self._slots for uid in (*slot.running, *slot.released)}
         by_key = {slot.key: slot for slot in self._slots if slot.key is not None}
         if users != self._keys or by_key != self._by_key:
-            raise RuntimeError(f"users {users} and slots {list(by_key)} do not fit their indexes")
+            raise RuntimeError(f"users {users} and slots {list(by_key)} do not match their indexes")
         if any(slot.running and not slot.is_ready for slot in self._slots):
             raise RuntimeError("a slot that is not ready has running requests")
 
@@ -270,54 +271,54 @@ class AdapterSlots:
     def _takes(self, slot: _Slot, num_served: int, waiter: Waiter) -> bool:
         if not slot.is_draining or num_served < self._quantum or self._first is None:
             return True
-        return self.line.rank(waiter) < self._first
+        return self.load_queue.rank(waiter) < self._first
 
     def _drain(self, claims: list[tuple[Rank, Key]]) -> None:
-        """As many slots as adapters wait shall become free: those that do already, or have the fewest requests."""
+        """Mark one slot for each claim as draining: slots that drain already, then those with the fewest requests."""
         self._first = claims[0][0] if claims else None
         slots: list[_Slot] = []
         for slot in self._slots:
             if slot.key in self._pins:
-                slot.is_draining = False  # it was, before it was pinned
+                slot.is_draining = False  # it may have drained before it was pinned
             elif slot.is_ready:
                 slots.append(slot)
         if claims:
             slots.sort(key=lambda slot: (not slot.is_draining, len(slot.running), slot.last_used))
-        for place, slot in enumerate(slots):
-            slot.is_draining = place < len(claims)
+        for index, slot in enumerate(slots):
+            slot.is_draining = index < len(claims)
 
     def _release(self) -> list[int]:
-        """Release those in line whose adapter is ready and takes them."""
+        """Release waiting requests whose adapter is ready and accepts them. Return their uids."""
         released: list[int] = []
-        for key in self.line.keys:
+        for key in self.load_queue.keys:
             slot = self._by_key.get(key)
-            while slot is not None and slot.is_ready and (waiter := self.line.first(key)) is not None:
+            while slot is not None and slot.is_ready and (waiter := self.load_queue.first(key)) is not None:
                 if not self._takes(slot, slot.num_served + len(slot.released), waiter):
                     break
-                self.line.remove(waiter.uid)
+                self.load_queue.remove(waiter.uid)
                 slot.released[waiter.uid] = waiter
                 self._keys[waiter.uid] = key
                 released.append(waiter.uid)
         return released
 
     def _free_slot(self, rank: Rank) -> _Slot | None:
-        """The slot for an adapter of this rank: without running requests, and without released ones before it."""
+        """Return a slot for an adapter of this rank: no running requests, and no released ones with a lower rank."""
         free = [
             slot
             for slot in self._slots
             if (slot.is_ready or slot.key is None)
             and not slot.running
             and slot.key not in self._pins
-            and all(self.line.rank(waiter) > rank for waiter in slot.released.values())
+            and all(self.load_queue.rank(waiter) > rank for waiter in slot.released.values())
         ]
         return min(free, key=lambda slot: (slot.key is not None, slot.last_used), default=None)
 
-    def _give(self, slot: _Slot, key: Key) -> None:
-        """Requests that were released for the adapter before are in the queue, and will stand in line again."""
+    def _replace(self, slot: _Slot, key: Key) -> None:
+        """Put another adapter into a slot. Released requests of the old adapter will wait again."""
         if slot.key is not None:
             del self._by_key[slot.key]
         for uid in slot.released:
             del self._keys[uid]
-        slot.hold(key)
+        slot.assign(key)
         self._by_key[key] = slot
         slot.last_used = self._num_uses = self._num_uses + 1

@@ -1,18 +1,18 @@
-"""PrefixCache: the radix tree and the pages. It finds the computed prefix of a request, and owns every page.
+"""PrefixCache owns every page and finds the computed prefix of a request in a radix tree.
 
-A page is free, cached (in the tree), or owned by one request. A request's page table in a ``Hold``:
+A page is free, cached (in the tree), or owned by one request. The page table of a request (``Allocation.pages``):
 
-    | shared with others | computed here, in the tree | being computed, pending in the tree | the partly filled rest |
-      0 ... path                              num_ready                             len(path)               len(pages)
+    | matched: prefix hit | computed by this request | pending: being computed | last pages, not in the tree |
+      0 ...     num_matched                  num_ready                 len(path)                    len(pages)
 
-Two requests may have computed the same page (two greedy answers to one prompt): the second keeps its own page until
-it ends and locks the node of the first, so that its further pages find their place in the tree.
+Two requests may compute the same page (for example two greedy answers to one prompt). The second request keeps its own
+page until it ends, and locks the node of the first, so that its later pages can be added below that node.
 
-A session pins pages that its requests computed. A pinned page that no request uses is kept while any other page can be
-evicted; then the session idle for longest loses its pins. So pins keep no request waiting, and such a page counts as
-allocatable.
+A session pins the pages that its requests computed. A pinned page without a running request is evicted last: when no
+other page is left, the least recently used session loses its pins. So pins never block a request, and pinned pages
+count as allocatable.
 
-Where layers have states, a prefix is reused up to a snapshot of them (``memory.snapshots``).
+If layers have recurrent states, a prefix can be reused only up to a snapshot of the state (``memory.snapshots``).
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class PageAllocator:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Take ``count`` pages.
+        """Allocate ``count`` pages.
 
         Raises:
-            ValueError: fewer are free, and none was taken; check ``num_free`` first.
+            ValueError: fewer pages are free; none was allocated. Check ``num_free`` first.
         """
         if count > len(self._free):
-            raise ValueError(f"{count} pages are needed and {len(self._free)} are free")
+            raise ValueError(f"{count} pages are needed, but only {len(self._free)} are free")
         if count <= 0:
             return []
         taken = self._free[-count:]
@@ -63,23 +63,23 @@ class PageAllocator:
         """Free pages, each exactly once.
 
         Raises:
-            ValueError: more pages are free than there are. A page that was freed twice before that is not noticed here.
+            ValueError: more pages are free than exist, so some page was freed twice. Earlier double frees go unnoticed.
         """
         self._free.extend(pages)
         if len(self._free) > self.num_pages:
-            raise ValueError(f"{len(self._free)} pages are free of {self.num_pages}: some were given back twice")
+            raise ValueError(f"{len(self._free)} of {self.num_pages} pages are free: a page was freed twice")
 
 
 NEVER = 1 << 62  # a position that no request reaches
 
 
 class Match(NamedTuple):
-    """The computed prefix of a request. Valid until anything else is done with the cache.
+    """The computed prefix of a request. Valid until the next change of the cache.
 
     path: one node for each page.
-    pending: where another request is computing further pages of this one just now, the node of the last of them.
-    salt: requests with another one share nothing with it.
-    missing: where a snapshot would make more of it reusable; with ``pending``, its node.
+    pending: the last of the next pages that another request is computing now; None: there are none.
+    salt: the cache namespace.
+    missing: the page boundary at which a snapshot would make more pages reusable.
     """
 
     path: list[Node]
@@ -88,40 +88,50 @@ class Match(NamedTuple):
     missing: Boundary | None = None
 
 
-class Hold:
+class Allocation:
     """The pages of one request.
 
-    pages: the page table. path: the nodes locked, one for each of the first pages. num_matched: how many of them were
-    there when it began. num_ready: how many of them are computed. room: positions that the pages have place for.
-    border: the position at which the next page is complete and ``insert`` has something to do. salt: as in ``Match``.
-    unsent: pages that no row of a plan has named yet. snapshots: of the request; None for a model without states.
+    pages: the page table. path: the locked nodes, one for each of the first pages. num_matched: pages of the prefix
+    hit. num_ready: computed pages, including matched ones. capacity: number of positions that fit into ``pages``.
+    next_insert_at: the position at which the next page is full and ``insert`` must be called. salt: as in ``Match``.
+    unsent: pages that no row of a plan has named yet. snapshots: snapshots of this request; None without states.
     """
 
-    __slots__ = ("border", "num_matched", "num_ready", "pages", "path", "room", "salt", "snapshots", "unsent")
+    __slots__ = (
+        "capacity",
+        "next_insert_at",
+        "num_matched",
+        "num_ready",
+        "pages",
+        "path",
+        "salt",
+        "snapshots",
+        "unsent",
+    )
 
     def __init__(self, salt: Salt = "") -> None:
         self.pages: list[int] = []
         self.path: list[Node] = []
         self.num_matched = 0
         self.num_ready = 0
-        self.room = 0
-        self.border = NEVER
+        self.capacity = 0
+        self.next_insert_at = NEVER
         self.salt = salt
         self.unsent: list[int] = []
         self.snapshots: RequestSnapshots | None = None
 
     @property
     def num_owned(self) -> int:
-        """Pages that stand in no node of the tree: of this request alone."""
+        """Pages that belong to this request only and are in no node of the tree."""
         cached = sum(node.page == page for node, page in zip(self.path, self.pages, strict=False))
         return len(self.pages) - cached
 
 
 class PrefixCache:
-    """Match, lock, insert, unlock: the life of a request's pages. ``enabled`` False: pages without sharing.
+    """The pages of a request are matched, locked, inserted and unlocked, in this order.
 
     Attributes:
-        snapshots: of states; None for a model without.
+        enabled: False: pages are never shared. snapshots: of recurrent states; None for a model without states.
     """
 
     __slots__ = ("_allocator", "_pins", "_tree", "enabled", "num_pages", "page_size", "snapshots")
@@ -136,33 +146,33 @@ class PrefixCache:
         self._allocator = PageAllocator(num_pages)
         self._tree = RadixTree(page_size)
         self._pins: OrderedDict[int, dict[Node, None]] = OrderedDict()
-        """By session, the one idle for longest first: its pinned nodes, parents first."""
+        """Session -> its pinned nodes, parents first. The least recently used session comes first."""
 
     @property
     def num_free(self) -> int:
-        """Allocatable pages: free, or cached and unlocked, pinned or not."""
+        """Allocatable pages: free pages and cached pages that are not locked, pinned or not."""
         return self._allocator.num_free + self._tree.num_unlocked
 
     @property
     def num_cached(self) -> int:
-        """Pages in the tree, used by a request or not."""
+        """Pages in the tree, locked or not."""
         return self._tree.num_nodes
 
     @property
     def num_pinned(self) -> int:
-        """Pages that are kept for sessions, and that no request uses."""
+        """Pages that are pinned by sessions and not used by a request."""
         return self._tree.num_pinned
 
     def pages_for(self, num_tokens: int) -> int:
-        """The most pages that a request of ``num_tokens`` tokens has at a time."""
+        """Return the largest number of pages that a request of ``num_tokens`` tokens uses at one time."""
         return -(-num_tokens // self.page_size)
 
     # ------------------------------------------------------------ ask
 
     def match(self, token_ids: list[int], salt: Salt = "", *, known: Node | None = None) -> Match:
-        """The computed prefix of ``token_ids``, in whole pages, without the last token.
+        """Return the computed prefix of ``token_ids`` in whole pages. It never includes the last token.
 
-        known: ``pending`` of an earlier match, of these ids or fewer of them.
+        known: ``pending`` of an earlier match with a prefix of these ids.
         """
         if not self.enabled:
             return Match([], None)
@@ -177,120 +187,122 @@ class PrefixCache:
         return Match(path, None, salt)
 
     def num_available(self, match: Match) -> int:
-        """Allocatable pages besides those of ``match`` once these are locked."""
+        """Return the number of allocatable pages that remain after locking the pages of ``match``."""
         num_unlocked = 0
         for node in reversed(match.path):
             if node.num_locks:
-                break  # and so are all nodes before it
+                break  # all nodes before it are locked too
             num_unlocked += 1
         return self.num_free - num_unlocked
 
     def num_left(self, match: Match, num_tokens: int, promised: int) -> int:
-        """Allocatable pages once a request with this prefix has those for its ``num_tokens`` tokens, and the running
-        ones have the ``promised`` pages. Negative: the number that is missing.
+        """Return the allocatable pages that remain after this request has the pages for its ``num_tokens`` tokens and
+        the running requests have their ``promised`` pages. A negative number is a shortage.
         """
         return self.num_available(match) - self.pages_for(num_tokens) + len(match.path) - promised
 
-    def num_promised(self, running: Iterable[tuple[Hold, int]]) -> int:
-        """Pages that running requests, each with its known tokens, have still to take for these: they have them all."""
+    def num_promised(self, running: Iterable[tuple[Allocation, int]]) -> int:
+        """Return the pages that running requests still need for their known tokens. Here they have all of them."""
         return 0
 
     # ------------------------------------------------------------ do
 
-    def lock(self, token_ids: list[int], match: Match) -> Hold:
-        """Lock the matched pages and take pages for all of ``token_ids``, announcing the full ones as pending.
+    def lock(self, token_ids: list[int], match: Match) -> Allocation:
+        """Lock the matched pages, allocate pages for the rest of ``token_ids``, and add the full ones as pending.
 
         Raises:
-            ValueError: there are too few; check ``num_available`` first.
+            ValueError: too few pages are available. Check ``num_available`` first.
         """
         missing = self.pages_for(len(token_ids)) - len(match.path)
         if missing > self.num_available(match):
-            raise ValueError(f"{missing} pages are needed and {self.num_available(match)} are available")
-        hold = Hold(match.salt)
+            raise ValueError(f"{missing} pages are needed, but only {self.num_available(match)} are available")
+        allocation = Allocation(match.salt)
         self._tree.lock(match.path)
-        hold.path = list(match.path)
-        hold.pages = [node.page for node in match.path] + self._allocate(missing)
-        hold.num_matched = hold.num_ready = len(match.path)
-        hold.room = len(hold.pages) * self.page_size
+        allocation.path = list(match.path)
+        allocation.pages = [node.page for node in match.path] + self._allocate(missing)
+        allocation.num_matched = allocation.num_ready = len(match.path)
+        allocation.capacity = len(allocation.pages) * self.page_size
         if self.enabled:
-            first, parent = hold.num_ready, hold.path[-1] if hold.path else self._tree.root
-            hold.border = (first + 1) * self.page_size
-            hold.path += self._tree.announce(parent, self._tree.keys(token_ids, first, hold.salt), hold.pages[first:])
+            first, parent = allocation.num_ready, allocation.path[-1] if allocation.path else self._tree.root
+            allocation.next_insert_at = (first + 1) * self.page_size
+            allocation.path += self._tree.announce(
+                parent, self._tree.keys(token_ids, first, allocation.salt), allocation.pages[first:]
+            )
         if self.snapshots is not None:
-            hold.snapshots = self.snapshots.begin(hold.path, hold.num_matched, match.missing)
-        return hold
+            allocation.snapshots = self.snapshots.begin(allocation.path, allocation.num_matched, match.missing)
+        return allocation
 
-    def grow(self, hold: Hold) -> list[int] | None:
-        """Add one page to a request and return it; None, and nothing changed, where there is none."""
+    def grow(self, allocation: Allocation) -> list[int] | None:
+        """Add one page to a request and return it. If no page is left, return None and change nothing."""
         if self.num_free == 0:
             return None
         page = self._allocate(1)
-        hold.pages += page
-        hold.room += self.page_size
+        allocation.pages += page
+        allocation.capacity += self.page_size
         return page
 
-    def insert(self, hold: Hold, token_ids: list[int], num_computed: int) -> None:
-        """Record that positions before ``num_computed`` have KV: other requests now match the full pages among them."""
+    def insert(self, allocation: Allocation, token_ids: list[int], num_computed: int) -> None:
+        """Record that positions before ``num_computed`` have KV. Other requests can now match their full pages."""
         size = self.page_size
-        index = hold.num_ready
+        index = allocation.num_ready
         num_full = num_computed // size
         while index < num_full:
-            if index < len(hold.path):
-                hold.path[index].is_pending = False
-            elif not self._attach(hold, tuple(token_ids[index * size : (index + 1) * size])):
+            if index < len(allocation.path):
+                allocation.path[index].is_pending = False
+            elif not self._attach(allocation, tuple(token_ids[index * size : (index + 1) * size])):
                 break
             index += 1
-        hold.num_ready = index
-        hold.border = (index + 1) * size
-        if self.snapshots is not None and hold.snapshots is not None:
-            self.snapshots.passed(hold.snapshots, hold.path, num_computed)
+        allocation.num_ready = index
+        allocation.next_insert_at = (index + 1) * size
+        if self.snapshots is not None and allocation.snapshots is not None:
+            self.snapshots.passed(allocation.snapshots, allocation.path, num_computed)
 
-    def unlock(self, hold: Hold, *, is_invalid: bool = False) -> None:
-        """Release the pages: computed ones stay cached, all others are free. A second call changes nothing.
+    def unlock(self, allocation: Allocation, *, is_invalid: bool = False) -> None:
+        """Release the pages: computed pages stay cached, all others become free. A second call does nothing.
 
-        is_invalid: computed pages are wrong, and are freed too unless another request uses them.
+        is_invalid: the computed pages are wrong. They are freed too, unless another request uses them.
         """
-        if self.snapshots is not None and hold.snapshots is not None:
-            self.snapshots.end(hold.snapshots, is_invalid=is_invalid)
-            hold.snapshots = None
+        if self.snapshots is not None and allocation.snapshots is not None:
+            self.snapshots.end(allocation.snapshots, is_invalid=is_invalid)
+            allocation.snapshots = None
         if is_invalid:
-            while hold.num_ready > hold.num_matched and _is_used_by_none_but(hold, hold.num_ready - 1):
-                hold.num_ready -= 1
-        unfinished = hold.path[hold.num_ready :]
+            while allocation.num_ready > allocation.num_matched and _is_exclusive(allocation, allocation.num_ready - 1):
+                allocation.num_ready -= 1
+        unfinished = allocation.path[allocation.num_ready :]
         for node in reversed(unfinished):
             self._tree.remove(node)
             if self.snapshots is not None:
                 self.snapshots.drop(node)
-        ready = hold.path[: hold.num_ready]
-        owned = [page for node, page in zip(ready, hold.pages, strict=False) if node.page != page]
-        owned += hold.pages[hold.num_ready :]
+        ready = allocation.path[: allocation.num_ready]
+        owned = [page for node, page in zip(ready, allocation.pages, strict=False) if node.page != page]
+        owned += allocation.pages[allocation.num_ready :]
         self._tree.unlock(ready)
         self._allocator.free(owned)
-        hold.pages, hold.path = [], []
-        hold.num_matched = hold.num_ready = hold.room = 0
-        hold.border = NEVER
+        allocation.pages, allocation.path = [], []
+        allocation.num_matched = allocation.num_ready = allocation.capacity = 0
+        allocation.next_insert_at = NEVER
 
-    def pin(self, session: int, hold: Hold) -> None:
-        """Keep the computed pages of a request for a session too, which counts as used just now."""
+    def pin(self, session: int, allocation: Allocation) -> None:
+        """Pin the computed pages of a request for a session, which becomes the most recently used one."""
         pinned = self._pins.setdefault(session, {})
         self._pins.move_to_end(session)
-        new = [node for node in hold.path[: hold.num_ready] if node not in pinned]
+        new = [node for node in allocation.path[: allocation.num_ready] if node not in pinned]
         self._tree.pin(new)
         pinned.update(dict.fromkeys(new))
 
     def touch(self, session: int) -> None:
-        """The session is used just now."""
+        """Make a session the most recently used one."""
         if session in self._pins:
             self._pins.move_to_end(session)
 
     def unpin(self, session: int) -> None:
-        """Keep nothing more for a session. Its pages stay cached, as most recently used; an unknown one is ignored."""
+        """Remove all pins of a session. Its pages stay cached as most recently used. Ignores unknown sessions."""
         self._tree.unpin(reversed(self._pins.pop(session, {})))
 
     def evict(self, num_pages: int) -> int:
-        """Free up to ``num_pages`` cached, unlocked pages, least recently used first; returns how many.
+        """Free up to ``num_pages`` cached, unlocked pages, least recently used first. Return how many were freed.
 
-        Pinned ones come last, those of the session idle for longest first.
+        Pinned pages come last, starting with the least recently used session.
         """
         evicted: list[int] = []
         while len(evicted) < num_pages:
@@ -306,24 +318,27 @@ class PrefixCache:
         return len(evicted)
 
     def clear(self) -> bool:
-        """Free all cached pages that no request uses; returns whether none is left."""
+        """Free all cached pages that no request uses. Return whether the cache is empty."""
         self.evict(self.num_pages)
         return self.num_cached == 0
 
-    def check_integrity(self, holds: Iterable[Hold]) -> None:
-        """Raises RuntimeError unless free, cached and owned pages add up, ``holds`` being all there are; and ids
-        of snapshots.
+    def check_integrity(self, allocations: Iterable[Allocation]) -> None:
+        """Raise RuntimeError unless free, cached and owned pages, and ids of snapshots, add up.
+
+        allocations: of all running requests.
         """
-        holds = list(holds)
-        num_owned = sum(hold.num_owned for hold in holds)
-        found = self._allocator.num_free + self.num_cached + num_owned
-        if found != self.num_pages:
+        allocations = list(allocations)
+        num_owned = sum(allocation.num_owned for allocation in allocations)
+        total = self._allocator.num_free + self.num_cached + num_owned
+        if total != self.num_pages:
             raise RuntimeError(
                 f"{self._allocator.num_free} free, {self.num_cached} cached and {num_owned} owned pages "
-                f"are {found}, not {self.num_pages}"
+                f"are {total}, not {self.num_pages}"
             )
         if self.snapshots is not None:
-            self.snapshots.check_integrity(hold.snapshots for hold in holds if hold.snapshots is not None)
+            self.snapshots.check_integrity(
+                allocation.snapshots for allocation in allocations if allocation.snapshots is not None
+            )
 
     # ------------------------------------------------------------ inside
 
@@ -331,24 +346,24 @@ class PrefixCache:
         self.evict(count - self._allocator.num_free)
         return self._allocator.allocate(count)
 
-    def _attach(self, hold: Hold, key: Key) -> bool:
-        """Continue the path by a computed page; False while another request is computing the same."""
-        parent = hold.path[-1] if hold.path else self._tree.root
-        if hold.salt and not hold.path:
-            key = (*key, hold.salt)
+    def _attach(self, allocation: Allocation, key: Key) -> bool:
+        """Extend the path by a computed page. Return False while another request is computing the same page."""
+        parent = allocation.path[-1] if allocation.path else self._tree.root
+        if allocation.salt and not allocation.path:
+            key = (*key, allocation.salt)
         node = parent.children.get(key)
         if node is None:
-            node = self._tree.add(parent, key, hold.pages[len(hold.path)])
+            node = self._tree.add(parent, key, allocation.pages[len(allocation.path)])
         elif node.is_pending:
             return False
         else:
             self._tree.lock([node])
-        hold.path.append(node)
+        allocation.path.append(node)
         return True
 
 
-def _is_used_by_none_but(hold: Hold, index: int) -> bool:
-    """Whether a node of the path has the request's own page, which nothing else keeps and no page continues."""
-    node = hold.path[index]
-    is_own = node.page == hold.pages[index] and node.num_locks == 1 and not node.num_pins
-    return is_own and all(child in hold.path[index + 1 : index + 2] for child in node.children.values())
+def _is_exclusive(allocation: Allocation, index: int) -> bool:
+    """Return whether only this request uses the page at this index of its path, and no other page follows it."""
+    node = allocation.path[index]
+    is_own = node.page == allocation.pages[index] and node.num_locks == 1 and not node.num_pins
+    return is_own and all(child in allocation.path[index + 1 : index + 2] for child in node.children.values())

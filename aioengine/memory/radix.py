@@ -1,15 +1,15 @@
-"""RadixTree: from token ids to pages. One node is one full page, so nothing is ever split or merged.
+"""RadixTree maps token ids to pages. One node is one full page, so nodes are never split or merged.
 
     root ── (16 ids) page 4 ── (16 ids) page 9 ── (16 ids) page 2
                            └── (16 ids) page 7
 
-The keys of the first level may have a salt behind their ids: paths with different salts have nothing in common.
+Keys of the first level may end with a salt. Paths with different salts share no nodes.
 
-A node is *pending* while a request is going to compute its page: other requests with the same prefix wait for it
-instead of computing it again. A lock keeps a node and all its ancestors. Unlocked nodes are in one list, least recently
-unlocked first. A path is unlocked from its end to the root, and a parent stays locked as long as any child, so in this
-list every node comes after its descendants: the first entry is always a leaf, and evicting a page takes constant time.
-A pin keeps a node out of this list, too. The ancestors of a pinned node are pinned.
+A node is *pending* while a request is going to compute its page. Other requests with the same prefix wait for it
+instead of computing the page again. A lock protects a node and all its ancestors from eviction. Unlocked nodes are in
+one list, least recently unlocked first. A path is unlocked from its end to the root, and a parent stays locked as long
+as any child. So every node in the list comes after its descendants, the first entry is always a leaf, and evicting a
+page takes constant time. A pin also keeps a node out of this list. The ancestors of a pinned node are pinned.
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 Salt = str | tuple[int, str] | tuple[int, str, str]
-"""Of the requests that may share prefixes: their own salt; with an adapter, its number too; and a word where rotations
-are those of long texts.
-"""
+"""Cache namespace: the user's salt, or (adapter id, user salt), or (adapter id, user salt, "long") with long RoPE."""
 
 Key = tuple[int | Salt, ...]
 
 
 class Node(Struct, eq=False):
-    """One page of token ids, and the page of the pool that holds their KV. ``parent``: None once it is taken out."""
+    """One page of token ids, and the page of the pool that holds their KV. ``parent`` is None after removal."""
 
     key: Key
     page: int
@@ -43,10 +41,10 @@ class Node(Struct, eq=False):
 
 
 class RadixTree:
-    """Finds the longest known prefix in pages, and the page to evict next.
+    """Finds the longest known prefix, and the page to evict next.
 
     Attributes:
-        num_nodes: all of them. num_pinned: those that are pinned and not locked.
+        num_nodes: all nodes. num_pinned: pinned nodes that are not locked.
     """
 
     __slots__ = ("_unlocked", "num_nodes", "num_pinned", "page_size", "root")
@@ -62,21 +60,20 @@ class RadixTree:
 
     @property
     def num_unlocked(self) -> int:
-        """Nodes that can be evicted, one after the other, once all pins are undone."""
+        """Nodes that could be evicted, one after the other, if nothing were pinned."""
         return len(self._unlocked) + self.num_pinned
 
     def keys(self, token_ids: list[int], first: int = 0, salt: Salt = "") -> Iterator[Key]:
-        """The full pages of ``token_ids`` from number ``first`` on, each as a tuple; page 0 with its salt."""
+        """Yield the full pages of ``token_ids`` as tuples, starting at page ``first``. Page 0 includes the salt."""
         size = self.page_size
         part = token_ids[first * size :] if first else token_ids
         pages = zip(*[iter(part)] * size, strict=False)
         return _salted(pages, salt) if salt and not first else pages
 
     def walk(self, token_ids: list[int], max_pages: int, salt: Salt = "", *, known: Node | None = None) -> list[Node]:
-        """The nodes for the longest known prefix, of at most ``max_pages``; the last of them may be pending.
+        """Return the nodes of the longest known prefix, at most ``max_pages``. The last ones may be pending.
 
-        known: a node that a walk with these ids, or fewer of them, has found; from there on it need not be searched
-        again.
+        known: a node that an earlier walk with a prefix of these ids returned. The search starts there.
         """
         path: list[Node] = []
         while known is not None and known.parent is not None:
@@ -97,13 +94,13 @@ class RadixTree:
         return path
 
     def add(self, parent: Node, key: Key, page: int) -> Node:
-        """A new child of ``parent`` (the root, or a node that the caller has locked), locked once."""
+        """Add a child of ``parent`` (the root, or a node that the caller has locked). It is locked once."""
         node = parent.children[key] = Node(key, page, parent, num_locks=1)
         self.num_nodes += 1
         return node
 
     def announce(self, parent: Node, keys: Iterable[Key], pages: Iterable[int]) -> list[Node]:
-        """New pending nodes, each below the one before, as ``add`` makes them; none from the first on that is there."""
+        """Add a chain of pending nodes below ``parent``, each locked once. Stops at the first key that exists."""
         path: list[Node] = []
         for key, page in zip(keys, pages, strict=False):
             children = parent.children
@@ -153,12 +150,12 @@ class RadixTree:
                 self.num_pinned -= 1
 
     def remove(self, node: Node) -> None:
-        """Take out a leaf that the caller alone has locked."""
+        """Remove a leaf that only the caller has locked."""
         self._detach(node)
         node.num_locks = 0
 
     def evict(self) -> Node | None:
-        """Take out the leaf unlocked longest ago and return it; None when everything is locked or pinned."""
+        """Remove and return the least recently unlocked leaf, or None if all nodes are locked or pinned."""
         if not self._unlocked:
             return None
         node, _ = self._unlocked.popitem(last=False)
@@ -167,7 +164,7 @@ class RadixTree:
 
     def _detach(self, node: Node) -> None:
         if node.parent is None or node.children:
-            raise ValueError(f"the node of page {node.page} is no leaf: {len(node.children)} children")
+            raise ValueError(f"the node of page {node.page} is not a leaf: it has {len(node.children)} children")
         del node.parent.children[node.key]
         node.parent = None
         node.is_pending = False

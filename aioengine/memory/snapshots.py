@@ -1,21 +1,19 @@
-"""Snapshots: where in the radix tree the states of layers are kept, for models whose layers have them.
+"""Snapshots: copies of recurrent states in the radix tree, for models with state layers (Mamba, gated delta nets).
 
-The pages of a prefix suffice for layers with keys and values. Layers with a state of fixed size know it behind the
-newest token alone, so a prefix is reused up to a page boundary at which a copy of the state was kept: a snapshot. A
-node of the tree may have one, of the state behind its page; its id is its index in the runner's pool, as with pages.
-Snapshots stand at multiples of ``span`` tokens, which are page boundaries, and are taken where reuse is likely (as in
-Marconi, arXiv 2411.19379):
+For attention layers, the pages of a prefix are enough to reuse it. A recurrent layer has one state of fixed size, for
+the newest token only. So a prefix can be reused only up to a page boundary at which a copy of the state exists: a
+snapshot. A node of the tree may have one, for the state after its page. Its id is its index in the runner's pool.
+Snapshots are taken at multiples of ``span`` tokens (page boundaries) where reuse is likely (Marconi, arXiv 2411.19379):
 
-- behind the last multiple within the tokens that a request begins with, if these are many: for the same prompt, and
-  for the next turn,
-- where a prompt leaves what is cached: its beginning has come a second time, without a snapshot,
-- where a waiting request leaves the prompt of one that is being computed,
-- at multiples that rows come to anyway: of each request the newest ``NUM_ROLLING``, for its next turn and to resume it.
+- at the last multiple within a long prompt: for the same prompt again, and for the next turn,
+- where a prompt diverges from the cached prefix: this prefix was requested twice and has no snapshot there,
+- where a waiting request diverges from a prompt that is being computed,
+- at multiples at which rows end anyway: the newest ``NUM_ROLLING`` of each request, for its next turn and for resuming.
 
-At the first three a row of the request ends: its *stop positions*. A waiting request may wait until a running one has
-computed up to a boundary: the running one is the *producer* of that boundary's node. A snapshot can be used when the
-step that copied it has a result. It is never locked, since a request copies it in the step that it begins with: after
-that its id may be given to another snapshot, whose copy comes later.
+In the first three cases a row of the request must end there: these are its *stop positions*. A request may wait until
+a running request has computed up to a boundary. The running one is the *producer* of the node at that boundary. A
+snapshot can be used once the result of the step that copied it has arrived. Snapshots need no locks: a request copies
+its snapshot in its first step, and a later snapshot with the same id is written by a later step.
 """
 
 from __future__ import annotations
@@ -30,9 +28,9 @@ if TYPE_CHECKING:
 
 NO_SNAPSHOT = -1
 LEAST_GAIN = 2
-"""Spans that a later request must save for a step that ends within a prompt for its sake alone."""
+"""A prompt gets an extra stop position only if a later request saves at least this many spans."""
 NUM_ROLLING = 2
-"""Under pressure the last pages of a preempted request are evicted first, and with them its newest snapshot."""
+"""Two, because eviction takes the last pages of a preempted request first, and the newest snapshot with them."""
 
 
 class Boundary(NamedTuple):
@@ -43,7 +41,7 @@ class Boundary(NamedTuple):
 
 
 class _Copy(NamedTuple):
-    """A snapshot that a step in flight takes. is_rolling: later ones of the same request replace it."""
+    """A snapshot taken by a step in flight. is_rolling: later rolling snapshots of the same request replace it."""
 
     position: int
     snapshot_id: int
@@ -51,15 +49,15 @@ class _Copy(NamedTuple):
 
 
 class RequestSnapshots:
-    """Those of one request while it has pages.
+    """The snapshots of one request while it has pages.
 
     Attributes:
-        source: the id of the snapshot that it begins with; NO_SNAPSHOT: it begins at its start.
-        stop_positions: where a row of it is to end.
-        produces: the boundaries whose producer it is, ascending.
-        copies: in flight, ascending.
-        nodes: those that have a snapshot of it.
-        rolling: those of ``nodes`` whose snapshots later ones replace, the oldest first.
+        source: id of the snapshot from which its state is loaded; NO_SNAPSHOT: it starts with a zero state.
+        stop_positions: positions at which one of its rows must end.
+        produces: the boundaries that it produces, ascending.
+        copies: snapshots in flight, ascending.
+        nodes: nodes with a snapshot taken by this request.
+        rolling: the ``nodes`` with a rolling snapshot, oldest first.
     """
 
     __slots__ = ("copies", "nodes", "produces", "rolling", "source", "stop_positions")
@@ -74,17 +72,17 @@ class RequestSnapshots:
 
 
 class Snapshots:
-    """The snapshots 0 ... num_snapshots - 1 and the nodes that have them, the one unused for longest first.
+    """The snapshots 0 ... num_snapshots - 1 and their nodes, least recently used first.
 
     Attributes:
-        span: tokens; snapshots stand at multiples of it. A multiple of the page size.
+        span: snapshots are taken at multiples of this number of tokens. A multiple of the page size.
     """
 
     __slots__ = ("_free", "_ids", "_page_size", "_producers", "num_snapshots", "span")
 
     def __init__(self, num_snapshots: int, *, span: int, page_size: int) -> None:
         if span < 1 or span % page_size:
-            raise ValueError(f"snapshots can be at multiples of the page size, {page_size}, not of {span} tokens")
+            raise ValueError(f"span must be a multiple of the page size, {page_size}; got {span}")
         self.num_snapshots = num_snapshots
         self.span = span
         self._page_size = page_size
@@ -100,28 +98,28 @@ class Snapshots:
     # ------------------------------------------------------------ before a request begins
 
     def num_usable(self, path: list[Node]) -> int:
-        """How many of these first pages of a request it can reuse: those up to the last node with a snapshot."""
+        """Return how many pages of ``path`` a new request can reuse: up to the last node with a snapshot."""
         each = self.span // self._page_size
         counts = range(len(path) // each * each, 0, -each)
         return next((count for count in counts if path[count - 1] in self._ids), 0)
 
     def missing(self, path: list[Node], num_usable: int) -> Boundary | None:
-        """Where a snapshot would serve a request with these first pages better than behind the usable ones."""
+        """Return the boundary at which a snapshot would make more than ``num_usable`` pages of ``path`` reusable."""
         position = len(path) * self._page_size // self.span * self.span
         num_pages = position // self._page_size
         return Boundary(position, path[num_pages - 1]) if num_pages > num_usable else None
 
     def has_producer(self, node: Node) -> bool:
-        """Whether a running request has still to compute the page of this node."""
+        """Return whether a running request is going to compute the page of this node."""
         return node in self._producers
 
     def stop_at(self, boundary: Boundary) -> None:
-        """Have the producer of a boundary stop there, unless it has passed it."""
+        """Add a stop position at ``boundary`` to its producer."""
         self._producers[boundary.node].stop_positions.add(boundary.position)
 
     def begin(self, path: list[Node], num_matched: int, missing: Boundary | None) -> RequestSnapshots:
-        """A request begins. ``path``: its nodes, the first ``num_matched`` of them reused, the others announced.
-        missing: as ``missing`` has found.
+        """Start a request. path: its nodes; the first ``num_matched`` are reused, the others are pending.
+        missing: result of ``missing`` for this request.
         """
         source = NO_SNAPSHOT
         if num_matched:
@@ -130,7 +128,7 @@ class Snapshots:
         own, size, span = RequestSnapshots(source), self._page_size, self.span
         if missing is not None:
             own.stop_positions.add(missing.position)
-        if missing is not None and missing.node.parent is not None:  # else it was evicted since
+        if missing is not None and missing.node.parent is not None:  # without a parent it was evicted
             own.produces.append(missing)
         else:
             positions = range(num_matched * size + span, len(path) * size + 1, span)
@@ -139,8 +137,8 @@ class Snapshots:
         return own
 
     def stop_before(self, own: RequestSnapshots, start: int, end: int) -> None:
-        """Have a request stop at the last place before ``end``, where others may go on, if it computes at least
-        ``LEAST_GAIN`` spans from ``start`` to there.
+        """Add a stop position at the last multiple of ``span`` before ``end``, if it is at least ``LEAST_GAIN`` spans
+        after ``start``.
         """
         position = (end - 1) // self.span * self.span
         if position - start >= LEAST_GAIN * self.span:
@@ -149,8 +147,8 @@ class Snapshots:
     # ------------------------------------------------------------ while it runs
 
     def end_of_row(self, own: RequestSnapshots, start: int, end: int, num_tokens: int) -> int:
-        """Where a row ends that could compute ``start`` ... ``end`` of ``num_tokens``: at the first stop position, or
-        at the last multiple of ``span`` where it does not get to the end of the tokens.
+        """Return the end of a row that could compute ``start`` ... ``end`` of ``num_tokens`` tokens: the first stop
+        position, else the last multiple of ``span`` if more tokens follow, else ``end``.
         """
         stop = min((stop for stop in own.stop_positions if start < stop < end), default=0)
         if stop:
@@ -159,8 +157,8 @@ class Snapshots:
         return last if start < last and end < num_tokens else end
 
     def take(self, own: RequestSnapshots, position: int) -> int:
-        """Allocate a snapshot of the state behind a row that ends at ``position``, a multiple of ``span``; returns its
-        id, NO_SNAPSHOT where none can be had.
+        """Allocate a snapshot for the state after a row that ends at ``position``, a multiple of ``span``. Return its
+        id, or NO_SNAPSHOT if none is left.
         """
         is_rolling = position not in own.stop_positions
         while is_rolling and len(own.rolling) >= NUM_ROLLING:
@@ -171,8 +169,8 @@ class Snapshots:
         return snapshot_id
 
     def passed(self, own: RequestSnapshots, path: list[Node], num_computed: int) -> None:
-        """Positions before ``num_computed`` have a result. ``path``: its nodes, of which some may be missing while
-        another request computes the same.
+        """Record that positions before ``num_computed`` are computed. path: the nodes of the request; the last ones may
+        be missing while another request computes the same pages.
         """
         while own.produces and own.produces[0].position <= num_computed:
             self._forget_producer(own.produces.popleft().node, own)
@@ -180,7 +178,7 @@ class Snapshots:
             copy = own.copies.popleft()
             num_pages = copy.position // self._page_size
             node = path[num_pages - 1] if num_pages <= len(path) else None
-            if node is None or node in self._ids:  # another request has kept the same
+            if node is None or node in self._ids:  # another request has the same snapshot
                 self._free.append(copy.snapshot_id)
                 continue
             self._ids[node] = copy.snapshot_id
@@ -189,7 +187,7 @@ class Snapshots:
                 own.rolling.append(node)
 
     def end(self, own: RequestSnapshots, *, is_invalid: bool = False) -> None:
-        """It runs no more. What it kept stays, unless ``is_invalid``: then what it computed is wrong."""
+        """The request stops running. Its snapshots stay, unless ``is_invalid``: its computed states are wrong."""
         for boundary in own.produces:
             self._forget_producer(boundary.node, own)
         self._free.extend(copy.snapshot_id for copy in own.copies)
@@ -200,22 +198,22 @@ class Snapshots:
                 self.drop(node)
 
     def drop(self, node: Node) -> None:
-        """A node has no snapshot any more; one that has none is ignored."""
+        """Free the snapshot of a node, if it has one."""
         snapshot_id = self._ids.pop(node, NO_SNAPSHOT)
         if snapshot_id != NO_SNAPSHOT:
             self._free.append(snapshot_id)
 
     def check_integrity(self, running: Iterable[RequestSnapshots]) -> None:
-        """Raises RuntimeError unless every snapshot is free, kept or in flight once, ``running`` being all requests."""
+        """Raise RuntimeError unless every snapshot is exactly once free, kept or in flight. running: all requests."""
         requests = list(running)
         ids = [*self._free, *self._ids.values(), *(copy.snapshot_id for each in requests for copy in each.copies)]
         if sorted(ids) != list(range(self.num_snapshots)):
-            raise RuntimeError(f"the ids {sorted(ids)} of snapshots are not those below {self.num_snapshots}")
+            raise RuntimeError(f"the snapshot ids {sorted(ids)} are not 0 ... {self.num_snapshots - 1}")
         if any(node.parent is None or node.is_pending for node in self._ids):
-            raise RuntimeError("a snapshot belongs to a node that is not in the tree, or not computed")
+            raise RuntimeError("a snapshot belongs to a node that is not in the tree or not computed")
         produced = {id(boundary.node) for each in requests for boundary in each.produces}
         if produced != {id(node) for node in self._producers}:
-            raise RuntimeError(f"{len(self._producers)} nodes have a producer, and requests know of {len(produced)}")
+            raise RuntimeError(f"{len(self._producers)} nodes have a producer, but requests produce {len(produced)}")
 
     # ------------------------------------------------------------ inside
 
@@ -224,7 +222,7 @@ class Snapshots:
             del self._producers[node]
 
     def _allocate(self) -> int:
-        """The id of a free snapshot, else of the one unused for longest; those of sessions come last."""
+        """Return a free snapshot id, evicting the least recently used snapshot if needed; pinned ones come last."""
         if not self._free and self._ids:
             oldest = next(iter(self._ids))
             self.drop(next((node for node in self._ids if not node.num_pins), oldest))

@@ -1,23 +1,23 @@
-"""WindowedCache: a ``PrefixCache`` of pages in groups (``PageGroups``), for models whose layers attend to windows.
+"""WindowedCache: a ``PrefixCache`` with page groups (``PageGroups``), for models with sliding-window layers.
 
-The tree is an index: its nodes have no pages themselves. The pages of a node, one for each group, are children of it.
-So each is locked, pinned and evicted alone, by the rules of ``RadixTree``:
+The tree is an index: its nodes have no pages. The pages of a node, one for each group, are its children. So each page
+is locked, pinned and evicted separately, by the rules of ``RadixTree``:
 
     root ── (16 ids) ── (16 ids) ── (16 ids)
                │ │         │ │         │ │
                0 1         0 -         0 1      pages of the groups 0 (no window) and 1 (its second one was evicted)
 
-A request takes its pages as its tokens are computed, not at its admission. It locks what its next tokens see. What is
-behind the window is unlocked: it stays cached until the page is needed, as pages of a request that ended. A prefix hit
-is valid where its last tokens, as far as the next token sees them, have their pages in all groups; a longer one is cut
-back to there.
+A request allocates pages as its tokens are computed, not at its admission. It locks the pages that its next tokens
+attend to. Pages outside the window are unlocked: they stay cached until they are evicted, like pages of finished
+requests. A prefix hit is valid if all groups have the pages that the next token attends to. A longer match is shortened
+to the last valid length.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from aioengine.memory.prefix_cache import NEVER, Hold, Match, PrefixCache
+from aioengine.memory.prefix_cache import NEVER, Allocation, Match, PrefixCache
 from aioengine.memory.radix import Node, RadixTree
 
 if TYPE_CHECKING:
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from aioengine.memory.radix import Key, Salt
     from aioengine.page_groups import PageGroups
 
-GIVEN_BACK: Final = -1
-"""In a page table, in place of a page."""
+RELEASED: Final = -1
+"""Entry of a page table: the page was released because no later token attends to it."""
 
 
-class WindowedHold(Hold):
+class WindowedAllocation(Allocation):
     """The pages of one request.
 
-    pages: one for each group, page of positions by page of positions; ``GIVEN_BACK`` where no token sees it any more.
-    nodes: beside each, its node where the tree has it; None: it is of this request alone, or given back.
-    firsts: of each group, the first page of positions that it has.
+    pages: ``num_groups`` entries for each block of ``page_size`` positions; ``RELEASED`` outside the window.
+    nodes: the tree node of each entry; None: the page belongs to this request only, or was released.
+    firsts: for each group, the first block of positions whose page is not released.
     """
 
     __slots__ = ("firsts", "nodes")
@@ -47,30 +47,30 @@ class WindowedHold(Hold):
 
     @property
     def num_owned(self) -> int:
-        return sum(node is None and page != GIVEN_BACK for node, page in zip(self.nodes, self.pages, strict=True))
+        return sum(node is None and page != RELEASED for node, page in zip(self.nodes, self.pages, strict=True))
 
     @property
     def num_held(self) -> int:
-        """Pages that it has, of its own and shared."""
-        return len(self.pages) - self.pages.count(GIVEN_BACK)
+        """Pages that the request uses, its own and shared ones."""
+        return len(self.pages) - self.pages.count(RELEASED)
 
 
 class _Index(RadixTree):
-    """Nodes for ids, whose locks only keep them from being dropped, and below them nodes for pages."""
+    """A tree with nodes for token ids (a lock only keeps them in the tree) and, below them, nodes for pages."""
 
     def open(self, parent: Node, key: Key, *, is_pending: bool = False) -> Node:
-        """A new node for ids, locked once."""
-        node = parent.children[key] = Node(key, GIVEN_BACK, parent, 1, is_pending)
+        """Add a node for token ids, locked once."""
+        node = parent.children[key] = Node(key, RELEASED, parent, 1, is_pending)
         return node
 
     def close(self, path: list[Node]) -> None:
-        """Undo one lock of each node for ids; those without pages and children are dropped."""
+        """Undo one lock of each node for token ids, and remove nodes without pages and children."""
         for node in reversed(path):
             node.num_locks -= 1
             self._drop(node)
 
     def discard(self, page: Node) -> None:
-        """Take out the node of a page that is cached, and neither locked nor pinned."""
+        """Remove the node of a cached page that is neither locked nor pinned."""
         del self._unlocked[page]
         self._detach(page)
 
@@ -89,7 +89,7 @@ class _Index(RadixTree):
 
 
 class WindowedCache(PrefixCache):
-    """See the module. ``num_pages``: of all groups together."""
+    """See the module docstring. ``num_pages`` counts the pages of all groups."""
 
     __slots__ = ("_groups", "_index", "_page_keys")
 
@@ -115,87 +115,91 @@ class WindowedCache(PrefixCache):
         num_seen = sum(1 for _ in self._seen(match.path))
         return self.num_available(match) - max(self.pages_for(num_tokens) - num_seen, 0) - promised
 
-    def num_promised(self, running: Iterable[tuple[Hold, int]]) -> int:
-        return sum(self._num_promised(hold, num_tokens) for hold, num_tokens in running)
+    def num_promised(self, running: Iterable[tuple[Allocation, int]]) -> int:
+        return sum(self._num_promised(allocation, num_tokens) for allocation, num_tokens in running)
 
     # ------------------------------------------------------------ do
 
-    def lock(self, token_ids: list[int], match: Match) -> WindowedHold:
-        """Lock the matched pages that the next token sees, announcing those of ``token_ids`` as pending. ``grow`` takes
-        pages for the other tokens.
+    def lock(self, token_ids: list[int], match: Match) -> WindowedAllocation:
+        """Lock the matched pages that the next token attends to, and add nodes for the rest as pending. ``grow``
+        allocates the pages of the other tokens.
         """
         groups, path = self._groups, match.path
-        hold = WindowedHold(match.salt, groups.num_groups)
-        hold.path = path.copy()
-        hold.num_matched = hold.num_ready = len(path)
-        hold.room = len(path) * self.page_size
-        hold.border = hold.room + self.page_size
-        hold.firsts = [min(groups.first_seen(group, hold.room), len(path)) for group in range(groups.num_groups)]
-        hold.pages = [GIVEN_BACK] * (len(path) * groups.num_groups)
-        hold.nodes = [None] * len(hold.pages)
+        allocation = WindowedAllocation(match.salt, groups.num_groups)
+        allocation.path = path.copy()
+        allocation.num_matched = allocation.num_ready = len(path)
+        allocation.capacity = len(path) * self.page_size
+        allocation.next_insert_at = allocation.capacity + self.page_size
+        allocation.firsts = [
+            min(groups.first_seen(group, allocation.capacity), len(path)) for group in range(groups.num_groups)
+        ]
+        allocation.pages = [RELEASED] * (len(path) * groups.num_groups)
+        allocation.nodes = [None] * len(allocation.pages)
         for place, page in self._seen(path):
-            hold.pages[place], hold.nodes[place] = page.page, page
+            allocation.pages[place], allocation.nodes[place] = page.page, page
         for node in path:
             node.num_locks += 1
-        self._tree.lock([page for page in hold.nodes if page is not None])
+        self._tree.lock([page for page in allocation.nodes if page is not None])
         if self.enabled:
             parent = path[-1] if path else self._tree.root
-            for key in self._tree.keys(token_ids, len(path), hold.salt):
+            for key in self._tree.keys(token_ids, len(path), allocation.salt):
                 if key in parent.children:
                     break
                 parent = self._index.open(parent, key, is_pending=True)
-                hold.path.append(parent)
-        return hold
+                allocation.path.append(parent)
+        return allocation
 
-    def grow(self, hold: Hold) -> list[int] | None:
-        """Add a page of each group to a request and return them; None, and nothing changed, where there are too few."""
-        assert isinstance(hold, WindowedHold)
+    def grow(self, allocation: Allocation) -> list[int] | None:
+        """Add one page of each group to a request and return them. If too few are left, return None."""
+        assert isinstance(allocation, WindowedAllocation)
         num_groups = self._groups.num_groups
         if self.num_free < num_groups:
             return None
         pages = self._allocate(num_groups)
-        hold.pages += pages
-        hold.nodes += [None] * num_groups
-        hold.room += self.page_size
+        allocation.pages += pages
+        allocation.nodes += [None] * num_groups
+        allocation.capacity += self.page_size
         return pages
 
-    def insert(self, hold: Hold, token_ids: list[int], num_computed: int) -> None:
-        """Record that positions before ``num_computed`` have KV, and give back what no later token sees.
+    def insert(self, allocation: Allocation, token_ids: list[int], num_computed: int) -> None:
+        """Record that positions before ``num_computed`` have KV, and release pages that no later token attends to.
 
-        The last of them may be computed again (``Request.fall_behind``).
+        The last position may be computed again (``Request.rewind``), so its window is kept.
         """
-        assert isinstance(hold, WindowedHold)
-        size, index, num_full = self.page_size, hold.num_ready, num_computed // self.page_size
+        assert isinstance(allocation, WindowedAllocation)
+        size, index, num_full = self.page_size, allocation.num_ready, num_computed // self.page_size
         while self.enabled and index < num_full:
-            if index < len(hold.path):
-                hold.path[index].is_pending = False
-            elif not self._attach(hold, tuple(token_ids[index * size : (index + 1) * size])):
+            if index < len(allocation.path):
+                allocation.path[index].is_pending = False
+            elif not self._attach(allocation, tuple(token_ids[index * size : (index + 1) * size])):
                 break
-            self._cache_pages(hold, index)
+            self._cache_pages(allocation, index)
             index += 1
-        hold.num_ready = index
-        hold.border = ((index if self.enabled else num_full) + 1) * size
+        allocation.num_ready = index
+        allocation.next_insert_at = ((index if self.enabled else num_full) + 1) * size
         for group in range(self._groups.num_groups):
-            self._give_back(hold, group, self._groups.first_seen(group, num_computed - 1))
+            self._give_back(allocation, group, self._groups.first_seen(group, num_computed - 1))
 
-    def unlock(self, hold: Hold, *, is_invalid: bool = False) -> None:
-        assert isinstance(hold, WindowedHold)
+    def unlock(self, allocation: Allocation, *, is_invalid: bool = False) -> None:
+        assert isinstance(allocation, WindowedAllocation)
         if is_invalid:
-            self._forget_computed(hold)
-        pages = zip(hold.pages, hold.nodes, strict=True)
-        owned = [page for page, node in pages if node is None and page != GIVEN_BACK]
-        self._tree.unlock([node for node in hold.nodes if node is not None])
-        self._index.close(hold.path)
+            self._forget_computed(allocation)
+        pages = zip(allocation.pages, allocation.nodes, strict=True)
+        owned = [page for page, node in pages if node is None and page != RELEASED]
+        self._tree.unlock([node for node in allocation.nodes if node is not None])
+        self._index.close(allocation.path)
         self._allocator.free(owned)
-        hold.pages, hold.nodes, hold.path = [], [], []
-        hold.num_matched = hold.num_ready = hold.room = 0
-        hold.border = NEVER
+        allocation.pages, allocation.nodes, allocation.path = [], [], []
+        allocation.num_matched = allocation.num_ready = allocation.capacity = 0
+        allocation.next_insert_at = NEVER
 
-    def pin(self, session: int, hold: Hold) -> None:
-        """Keep the pages that a continuation of the request sees; of earlier ones, those of groups without a window."""
+    def pin(self, session: int, allocation: Allocation) -> None:
+        """Pin the pages that a continuation of the request attends to, and for groups without a window all pages."""
         pinned = self._pins.setdefault(session, {})
         self._pins.move_to_end(session)
-        seen = dict.fromkeys(page for _, page in self._seen(hold.path[: self._num_valid(hold.path[: hold.num_ready])]))
+        seen = dict.fromkeys(
+            page for _, page in self._seen(allocation.path[: self._num_valid(allocation.path[: allocation.num_ready])])
+        )
         unseen = [page for page in pinned if page not in seen and self._has_window(page)]
         new = [page for page in seen if page not in pinned]
         self._tree.pin(new)
@@ -210,16 +214,16 @@ class WindowedCache(PrefixCache):
         return self._groups.windows[self._page_keys.index(page.key)] is not None
 
     def _seen(self, path: list[Node]) -> Iterator[tuple[int, Node]]:
-        """The pages of a valid prefix that the next token sees, with their places in the page table of its hold."""
+        """Yield (index in the page table, page) of a valid prefix for pages that the next token attends to."""
         groups = self._groups
         for group, key in enumerate(self._page_keys):
             for index in range(groups.first_seen(group, len(path) * self.page_size), len(path)):
                 yield index * groups.num_groups + group, path[index].children[key]
 
     def _num_valid(self, path: list[Node]) -> int:
-        """How many nodes of a path can be a prefix hit. Looks at each page at most once."""
+        """Return how many nodes of a path are a valid prefix hit. Looks at each page at most once."""
         found, groups = len(path), self._groups
-        present = [found] * groups.num_groups  # of each group, pages from there to ``found`` are there
+        present = [found] * groups.num_groups  # for each group: all pages from here up to ``found`` exist
         is_settled = False
         while not is_settled:
             is_settled = True
@@ -229,40 +233,40 @@ class WindowedCache(PrefixCache):
                 missing = next((index for index in unknown if key not in path[index].children), None)
                 if missing is None:
                     present[group] = min(first, present[group])
-                else:  # one that reaches behind it would see it
+                else:  # any longer prefix needs this page
                     found = present[group] = missing
                     is_settled = False
         return found
 
-    def _num_promised(self, hold: Hold, num_tokens: int) -> int:
-        """The pages that a running request with this many known tokens has still to take for them."""
-        assert isinstance(hold, WindowedHold)
-        return max(self.pages_for(num_tokens) - hold.num_held, 0) if hold.room < num_tokens else 0
+    def _num_promised(self, allocation: Allocation, num_tokens: int) -> int:
+        """Return the pages that a running request still needs for its known tokens."""
+        assert isinstance(allocation, WindowedAllocation)
+        return max(self.pages_for(num_tokens) - allocation.num_held, 0) if allocation.capacity < num_tokens else 0
 
-    def _cache_pages(self, hold: WindowedHold, index: int) -> None:
-        """Put the pages of a computed page of positions into the tree, as far as it has none there."""
-        node, first = hold.path[index], index * self._groups.num_groups
+    def _cache_pages(self, allocation: WindowedAllocation, index: int) -> None:
+        """Add the computed pages of a block of positions to the tree, unless it already has them."""
+        node, first = allocation.path[index], index * self._groups.num_groups
         for place, key in enumerate(self._page_keys, first):
-            if hold.nodes[place] is None and hold.pages[place] != GIVEN_BACK and key not in node.children:
-                hold.nodes[place] = self._tree.add(node, key, hold.pages[place])
+            if allocation.nodes[place] is None and allocation.pages[place] != RELEASED and key not in node.children:
+                allocation.nodes[place] = self._tree.add(node, key, allocation.pages[place])
 
-    def _give_back(self, hold: WindowedHold, group: int, first: int) -> None:
-        """Unlock or free the pages of a group before the page of positions ``first``."""
+    def _give_back(self, allocation: WindowedAllocation, group: int, first: int) -> None:
+        """Unlock or free the pages of a group before the block of positions ``first``."""
         num_groups = self._groups.num_groups
-        for place in range(hold.firsts[group] * num_groups + group, first * num_groups, num_groups):
-            node, page = hold.nodes[place], hold.pages[place]
+        for place in range(allocation.firsts[group] * num_groups + group, first * num_groups, num_groups):
+            node, page = allocation.nodes[place], allocation.pages[place]
             if node is not None:
                 self._tree.unlock([node])
-            elif page != GIVEN_BACK:
+            elif page != RELEASED:
                 self._allocator.free([page])
-            hold.nodes[place], hold.pages[place] = None, GIVEN_BACK
-        hold.firsts[group] = max(first, hold.firsts[group])
+            allocation.nodes[place], allocation.pages[place] = None, RELEASED
+        allocation.firsts[group] = max(first, allocation.firsts[group])
 
-    def _attach(self, hold: Hold, key: Key) -> bool:
-        """Continue the path by a computed page; False while another request is computing the same."""
-        parent = hold.path[-1] if hold.path else self._tree.root
-        if hold.salt and not hold.path:
-            key = (*key, hold.salt)
+    def _attach(self, allocation: Allocation, key: Key) -> bool:
+        """Extend the path by a computed page. Return False while another request is computing the same page."""
+        parent = allocation.path[-1] if allocation.path else self._tree.root
+        if allocation.salt and not allocation.path:
+            key = (*key, allocation.salt)
         node = parent.children.get(key)
         if node is None:
             node = self._index.open(parent, key)
@@ -270,20 +274,20 @@ class WindowedCache(PrefixCache):
             return False
         else:
             node.num_locks += 1
-        hold.path.append(node)
+        allocation.path.append(node)
         return True
 
-    def _forget_computed(self, hold: WindowedHold) -> None:
-        """Take out the pages that the request computed, and all others there that no request uses."""
+    def _forget_computed(self, allocation: WindowedAllocation) -> None:
+        """Remove the pages that the request computed, and other pages of the same nodes that no request uses."""
         num_groups = self._groups.num_groups
-        for index in range(hold.num_matched, hold.num_ready):
+        for index in range(allocation.num_matched, allocation.num_ready):
             for place, key in enumerate(self._page_keys, index * num_groups):
-                page = hold.path[index].children.get(key)
-                if page is None or page.num_pins or page.num_locks > (page is hold.nodes[place]):
+                page = allocation.path[index].children.get(key)
+                if page is None or page.num_pins or page.num_locks > (page is allocation.nodes[place]):
                     continue
-                if page is hold.nodes[place]:
+                if page is allocation.nodes[place]:
                     self._tree.remove(page)
-                    hold.nodes[place], hold.pages[place] = None, GIVEN_BACK
+                    allocation.nodes[place], allocation.pages[place] = None, RELEASED
                 else:
                     self._index.discard(page)
                 self._allocator.free([page.page])

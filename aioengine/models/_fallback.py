@@ -215,7 +215,7 @@ class TransformersModel:
             hidden = self._run(inputs.token_ids, inputs.embeddings, inputs.positions)
         finally:
             step.attention = step.adapters = step.outputs = None
-            step.is_behind = False
+            step.is_rewound = False
         return hidden if inputs.outputs is None else hidden.index_select(0, inputs.outputs)
 
     def _run(self, token_ids: Tensor | None, embeddings: Tensor | None, positions: Tensor) -> Tensor:
@@ -236,7 +236,7 @@ class TransformersModel:
             pass
         finally:
             step.attention = step.last_layer = None
-            step.is_behind = False
+            step.is_rewound = False
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[S, D] -> [S, V]; of a classifier, its scores; without a head, what is given."""

@@ -61,7 +61,7 @@ class PackedStep:
         attention: prepared; None between steps.
         adapters: the rows of the step by adapter; None: no row has one.
         outputs: [S] int64, the tokens whose hidden states are wanted; None: all.
-        is_behind: whether the last layer has attended: from there on no token needs another one.
+        is_rewound: whether the last layer has attended: from there on no token needs another one.
         found: how the layers attend, in the order of their calls, while that is found out.
         max_positions: positions that a request can have.
         last_layer: the run ends behind it, with ``StopError``; None: it goes to its end.
@@ -72,7 +72,7 @@ class PackedStep:
     attention: StepAttention | None = None
     adapters: AdapterRows | None = None
     outputs: Tensor | None = None
-    is_behind: bool = False
+    is_rewound: bool = False
     found: list[FoundLayer] = field(default_factory=list["FoundLayer"])
     last_layer: int | None = None
 
@@ -81,7 +81,7 @@ class PackedStep:
 
         Behind the last attention only of the tokens that are wanted; the others get zeros.
         """
-        rows, adapters, wanted = x.reshape(-1, x.shape[-1]), self.adapters, self.outputs if self.is_behind else None
+        rows, adapters, wanted = x.reshape(-1, x.shape[-1]), self.adapters, self.outputs if self.is_rewound else None
         if wanted is None or len(wanted) >= len(rows):
             y = compute(rows, None if adapters is None else adapters.tokens)
         else:
@@ -204,7 +204,7 @@ class _Layer:
             v = functional.pad(v, (0, self._missing))
         q, k, v = write_heads(q, k, v, target=step.attention.target(self._index))
         attended = step.attention.attend(q, k, v, self._index).view(1, *q.shape)
-        step.is_behind = self._is_last
+        step.is_rewound = self._is_last
         return attended[..., : self._value_size] if self._missing else attended
 
 

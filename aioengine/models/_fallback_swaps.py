@@ -440,7 +440,7 @@ def _compute_wanted(experts: nn.Module, step: PackedStep) -> None:
 
     def forward(*rows: Tensor) -> Tensor:
         """Tokens [T, D] and their routing [T, ...] -> [T, D]."""
-        wanted = step.outputs if step.is_behind else None
+        wanted = step.outputs if step.is_rewound else None
         if wanted is None or len(wanted) >= len(rows[0]):
             return compute(*rows)
         found = compute(*(each.index_select(0, wanted) for each in rows))

@@ -198,7 +198,7 @@ class Adapters:
             "num_in_memory": len(self._copies),
             "bytes_in_memory": self._copies.num_bytes,
             "num_reading": len(self._reads),
-            "num_waiting": len(self._slots.line.keys),
+            "num_waiting": len(self._slots.load_queue.keys),
         }
 
     def forget_loads(self) -> None:
@@ -217,7 +217,7 @@ class Adapters:
         self._slots.unpin(key, adapter.id)
         self._loads = {call: load for call, load in self._loads.items() if load[0].id != adapter.id}
         self._slots.drop(key)
-        if not self._slots.line.uids(key):
+        if not self._slots.load_queue.uids(key):
             self._copies.remove(key)
 
     def _take_reads(self, now: float) -> None:
@@ -238,7 +238,7 @@ class Adapters:
 
     def _pin_again(self, key: Key) -> None:
         """Pin what could not be read when it was pinned, in a new process say, and was read for a request since."""
-        for uid in self._slots.line.uids(key):
+        for uid in self._slots.load_queue.uids(key):
             adapter = self._requests.gated[uid].submit.adapter
             if adapter is not None and adapter.is_pinned and adapter.id not in self._pinned:
                 self._pinned[adapter.id] = adapter
@@ -291,7 +291,7 @@ class Adapters:
         for adapter, _ in self._loads.values():
             if key_of(adapter) == key:
                 return adapter
-        waiting = self._slots.line.uids(key)
+        waiting = self._slots.load_queue.uids(key)
         if waiting:
             return self._requests.gated[waiting[0]].submit.adapter
         return next((adapter for adapter in self._pinned.values() if key_of(adapter) == key), None)
@@ -310,7 +310,7 @@ class Adapters:
         if not isinstance(error, ValueError | OSError):
             logger.warning("the adapter in %s failed", key[0], exc_info=error)
         reason = str(error) if isinstance(error, ValueError) else describe(error)
-        for uid in self._slots.line.uids(key):
+        for uid in self._slots.load_queue.uids(key):
             adapter = self._requests.gated[uid].submit.adapter
             name = "" if adapter is None else adapter.name
             why = f"adapter {name!r}: {reason}"

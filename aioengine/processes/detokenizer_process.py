@@ -182,7 +182,7 @@ class DetokenizerService:
     def step(self, now: float) -> Outbox:
         """The results of the messages since the last call; an empty message as a heartbeat when there is none."""
         if self._matching.is_due(now, has_news=bool(self._chunks)):
-            self._catch_up(now)
+            self._recompute(now)
         to_frontend, self._chunks = self._chunks, []
         if not to_frontend and now - self._sent_at >= HEARTBEAT_S:
             to_frontend.append(TextChunks(num_open=len(self._open)))
@@ -266,7 +266,7 @@ class DetokenizerService:
             self._fail(request, error, chunks, now)
         self._matching.spend(request.matching_s - used_s)
 
-    def _catch_up(self, now: float) -> None:
+    def _recompute(self, now: float) -> None:
         """A turn of the requests whose ids wait."""
         chunks = TextChunks()
         self._matching.begin()

@@ -95,7 +95,7 @@ class Ticket:
     """A launched step.
 
     Attributes:
-        wanted: uids of the rows that give anything (``Row.gives``), in the order of the plan.
+        wanted: uids of the rows that give anything (``Row.outputs``), in the order of the plan.
         sampled: uids of the computed rows that sample. silent: of the other computed rows.
         values: a token or FAILED for each of ``sampled``, then 0 or FAILED (not finite) for each of ``silent``.
         failed: by uid, why a row was not computed, or why its grammar cannot be followed.
@@ -181,7 +181,7 @@ class ModelRunner:
         with part("prepare"):
             self._change_requests(plan)
             rows = self._read(plan.rows)
-        wanted = [row.uid for row in plan.rows if row.gives]
+        wanted = [row.uid for row in plan.rows if row.outputs]
         broken = self._failed.reasons
         failed = {row.uid: broken[row.uid] for row in plan.rows if row.uid in broken} if broken else {}
         if not rows.requests:
@@ -206,8 +206,8 @@ class ModelRunner:
             self._constrained.note(ticket, sampled, (rows.starts + rows.counts)[rows.samples])
         return ticket
 
-    def use_grammars(self, grammars: Grammars) -> None:
-        """Set what opens the constraints of requests with a grammar."""
+    def use_grammars(self, grammars: Grammars | None) -> None:
+        """Set what opens the constraints of requests with a grammar; None: they fail."""
         self._constrained.grammars = grammars
 
     def collect(self, ticket: Ticket) -> StepResult:

@@ -74,7 +74,7 @@ class Pooler:
 
     def rows(self, plan: Plan, requests: list[RequestRow]) -> PooledRows | None:
         """The rows of the computed ``requests`` that give a vector; None: no row does."""
-        giving = {row.uid for row in plan.rows if row.gives & VECTOR}
+        giving = {row.uid for row in plan.rows if row.outputs & VECTOR}
         places = [place for place, request in enumerate(requests) if request.uid in giving]
         return PooledRows(self, [requests[place].uid for place in places], places) if places else None
 

@@ -3,9 +3,9 @@ request waits for a compiler.
 
 Triton compiles a specialization of a kernel for each class of its arguments: a number that is 1 or a multiple of 16,
 the next power of two of a small number of rows. The warm-up sizes cover all classes. Each size is run as prompts, as a
-decode step and as both at once, with plain sampling, greedy sampling and every logits processor. The last warm-up step
-is the largest that can run: matmuls of many rows have specializations of their own, and the memory allocator keeps the
-memory of that step for all smaller ones.
+decode step and as both at once, with plain sampling, greedy sampling and every logits processor; the largest one also
+with masks of grammars. The last warm-up step is the largest that can run: matmuls of many rows have specializations of
+their own, and the memory allocator keeps the memory of that step for all smaller ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from aioengine.attention._base import CapturableAttention, WholeAttention
 from aioengine.config import TRANSFORMERS
 from aioengine.families._config import Task
-from aioengine.protocol.messages import Progress, Sampling
+from aioengine.protocol.messages import Grammar, Progress, Sampling
 from aioengine.resolve import PACKED
 from aioengine.runner.device_memory import NoAttention
 from aioengine.runner.graphs.encoder_graphs import EncoderGraphs
@@ -33,7 +33,10 @@ from aioengine.runner.pooler import MEAN
 from aioengine.scheduler.plan import NOTHING, TOKENS, VECTOR, NewRow, Plan, Row
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    import numpy as np
+    import numpy.typing as npt
 
     from aioengine.config import Settings
     from aioengine.models._base import Model
@@ -61,6 +64,45 @@ _MIXED = (
     Sampling(4, frequency_penalty=0.1, presence_penalty=0.1, repetition_penalty=1.1, top_p=0.9),
     Sampling(5, bias_token_ids=(_TOKEN,), logit_bias=(1.0,), min_new_tokens=9, suppressed_token_ids=(_TOKEN,)),
 )
+_MASKED = (
+    Sampling(6, grammar=Grammar("regex", "")),
+    Sampling(7, temperature=0.0, grammar=Grammar("regex", "")),
+)
+
+
+class AnyToken:
+    """A constraint that allows each token."""
+
+    is_complete = is_over = False
+    error = ""
+    next_token = -1
+
+    def __init__(self, source: AnyTokens) -> None:
+        self.source = source
+
+    def advance(self, token_id: int) -> None:
+        """Any token fits."""
+
+    def take_forced(self, at_least: int, at_most: int) -> list[int]:
+        return []
+
+
+class AnyTokens:
+    """Grammars whose masks cover 32 tokens and allow them all. The kernels for larger masks are the same."""
+
+    num_words = 1
+
+    def open(self, grammar: Grammar, token_ids: Sequence[int], num_prompt: int) -> AnyToken:
+        return AnyToken(self)
+
+    def fill(self, constraints: Sequence[object], masks: npt.NDArray[np.int32]) -> None:
+        """Fill masks [constraints, 1]."""
+        masks.fill(-1)
+
+    def begin(self, constraints: Sequence[object], masks: npt.NDArray[np.int32]) -> Callable[[], None]:
+        """As ``fill`` of masks [constraints, 1]; nothing is left to wait for."""
+        masks.fill(-1)
+        return lambda: None
 
 
 def longest_graph(settings: Settings, num_active: int) -> int:
@@ -215,31 +257,39 @@ def run_warmup_steps(runner: ModelRunner, limits: WarmupLimits, report: Callable
     sizes = [size for size in SIZES if size <= most]
     total = len(sizes) + 1
     report(Progress("warming up", 0, total))
-    gives = TOKENS if limits.samples else VECTOR
+    outputs = TOKENS if limits.samples else VECTOR
     for num_done, size in enumerate(sizes, 1):
         plans = [*_many_rows(size, page_size, limits.num_groups)] if limits.samples else []
         if size < limits.context_length and -(-(size + 1) // page_size) <= limits.num_pages:
-            plans += _one_prompt(size, page_size, gives, num_groups=limits.num_groups)
+            plans += _one_prompt(size, page_size, outputs, num_groups=limits.num_groups)
         for plan in plans:
             if plan.num_tokens <= limits.max_tokens:
                 runner.collect(runner.launch(plan))
         report(Progress("warming up", num_done, total))
+    if limits.samples and sizes:
+        runner.use_grammars(AnyTokens())
+        for plan in _many_rows(sizes[-1], page_size, limits.num_groups, (_MASKED,)):
+            if plan.num_tokens <= limits.max_tokens:
+                runner.collect(runner.launch(plan))
+        runner.use_grammars(None)
     for size in ADAPTER_SIZES if runner.num_adapter_slots else ():
         if size <= min(limits.max_tokens, limits.context_length - 1, limits.num_pages * page_size - 1):
             # an empty slot changes nothing
-            for plan in _one_prompt(size, page_size, gives, adapter_slot=1, num_groups=limits.num_groups):
+            for plan in _one_prompt(size, page_size, outputs, adapter_slot=1, num_groups=limits.num_groups):
                 runner.collect(runner.launch(plan))
-    for plan in _full_step(limits, page_size, gives):
+    for plan in _full_step(limits, page_size, outputs):
         runner.collect(runner.launch(plan))
     report(Progress("warming up", total, total))
 
 
-def _many_rows(size: int, page_size: int, num_groups: int) -> Iterator[Plan]:
+def _many_rows(
+    size: int, page_size: int, num_groups: int, kinds: Iterable[Sequence[Sampling]] = (_PLAIN, _MIXED)
+) -> Iterator[Plan]:
     """Prompts of one token, a decode step, decode rows beside longer prompts and beside chunks that give no token."""
     uids = list(range(size))
     num_pages = -(-NUM_TOKENS // page_size) * num_groups
     pages = [list(range(uid * num_pages, (uid + 1) * num_pages)) for uid in uids]
-    for samplings in (_PLAIN, _MIXED):
+    for samplings in kinds:
         picked = list(islice(cycle(samplings), size))
         opened = [NewRow(uid, picked[uid], 1, [_TOKEN], pages[uid]) for uid in uids]
         yield Plan([Row(uid, 0, 1, TOKENS, [_TOKEN]) for uid in uids], opened)
@@ -254,13 +304,15 @@ def _many_rows(size: int, page_size: int, num_groups: int) -> Iterator[Plan]:
         yield Plan([], closed=uids)
 
 
-def _one_prompt(size: int, page_size: int, gives: int, *, adapter_slot: int = 0, num_groups: int = 1) -> Iterator[Plan]:
+def _one_prompt(
+    size: int, page_size: int, outputs: int, *, adapter_slot: int = 0, num_groups: int = 1
+) -> Iterator[Plan]:
     ids, pages = [_TOKEN] * size, [*range(-(-(size + 1) // page_size) * num_groups)]
-    yield Plan([Row(0, 0, size, gives, ids)], [NewRow(0, _PLAIN[0], size, ids, pages, adapter_slot=adapter_slot)])
+    yield Plan([Row(0, 0, size, outputs, ids)], [NewRow(0, _PLAIN[0], size, ids, pages, adapter_slot=adapter_slot)])
     yield Plan([], closed=[0])
 
 
-def _full_step(limits: WarmupLimits, page_size: int, gives: int) -> Iterator[Plan]:
+def _full_step(limits: WarmupLimits, page_size: int, outputs: int) -> Iterator[Plan]:
     """The most rows that a step can have, with about as many tokens as fit in a step."""
     num_rows = min(limits.max_rows, limits.max_tokens // 2, limits.num_pages)
     if not num_rows:
@@ -269,5 +321,5 @@ def _full_step(limits: WarmupLimits, page_size: int, gives: int) -> Iterator[Pla
     ids, num_pages = [_TOKEN] * size, -(-size // page_size) * limits.num_groups
     pages = [list(range(uid * num_pages, (uid + 1) * num_pages)) for uid in range(num_rows)]
     opened = [NewRow(uid, _PLAIN[0], size, ids, pages[uid]) for uid in range(num_rows)]
-    yield Plan([Row(uid, 0, size, gives, ids) for uid in range(num_rows)], opened)
+    yield Plan([Row(uid, 0, size, outputs, ids) for uid in range(num_rows)], opened)
     yield Plan([], closed=list(range(num_rows)))

@@ -1,22 +1,21 @@
-"""Admission: how much a step computes, whether a waiting request can begin now, and whom to preempt.
+"""Admission: the token budget of a step, the admission of waiting requests, and the forecast of missed deadlines.
 
-A step computes up to ``chunk_tokens``. Decode rows come first, all of them in every step. Each reads its whole past,
-so it may count as more than the one token that it computes; else those rows would wait longer for a step the more of
-them there are. The prompts share the rest, in turn: one that can be finished takes what it needs, any other one half of
-what is left, and the remainder goes to them in the same order. So a long prompt moves on in every step, a short one
-that arrives behind it need not wait for its end, and the tokens of the step are used up.
+A step computes up to ``chunk_tokens``. Decode rows come first, all of them in every step. A decode row reads its whole
+context, so it may count as more than one token; otherwise steps with many decode rows would become too long. Prompts
+share the rest in order: a prompt that can be finished takes all it needs, any other prompt takes half of what is left,
+and the remainder goes to them in the same order. So a long prompt advances in every step, a short prompt behind it does
+not wait for its end, and the budget is used up.
 
-The running requests stand in one order, their ``rank``: higher priority first, then the older. When pages run out the
-last of them is preempted, so the first always gets to its end. Its computed pages stay in the prefix cache while there
-is room, and it returns to its old place in the queue.
+Running requests are ordered by ``rank``: higher priority first, then older first. If pages run out, the last one is
+preempted, so the first one always finishes. The computed pages of a preempted request stay in the prefix cache until
+they are evicted, and the request returns to its old position in the queue.
 
-Against thrashing, a request is admitted only when every running one, and the new one, then has pages for some more
-steps (or for all that it can still need). So no request is preempted within that many steps after an admission, and a
-request that comes back gets at least so far.
+To prevent thrashing, a request is admitted only if then every running request has pages for some more steps (or for all
+tokens that it can still need). So no request is preempted within that many steps after an admission.
 
-The forecast, the least time that a request still needs by the recent pace, is rather too small than too large: a
-request that it calls late would surely be late. So a step counts as the fastest recent one, the queue as twice as fast
-as it was, and an output that may end by itself as one token. Times come as arguments.
+The forecast is a lower bound of the time that a request still needs: a request is refused only if it would surely miss
+its deadline. So it uses the fastest recent step, half of the recent queue time, and one token for an output that may
+stop early. The caller passes all times.
 """
 
 from __future__ import annotations
@@ -33,21 +32,21 @@ if TYPE_CHECKING:
     from aioengine.protocol.messages import Submit
     from aioengine.scheduler.request import Request
 
-MAX_PARTIAL = 4  # prompts computed in part at a time; shorter ones, which end in this step, may pass
-LEAST_SHARE = 16  # tokens; a smaller part of a prompt is not worth a row of its own
-STEPS_AHEAD = 16  # for a request that runs for the first time
-STEPS_AHEAD_AGAIN = 32  # for one that was preempted before
+MAX_PARTIAL = 4  # partly computed prompts at a time; a prompt that finishes in this step is always allowed
+LEAST_SHARE = 16  # tokens; smaller chunks are not worth a row
+STEPS_AHEAD = 16  # if the request runs for the first time
+STEPS_AHEAD_AGAIN = 32  # if it was preempted before
 
 
 class Refusal(Enum):
-    """LATER: it waits for a prefix, or its turn has not come; others may pass. FULL: pages are short, no other may."""
+    """LATER: it waits for a prefix or for its turn; other requests may be admitted. FULL: pages are short; none may."""
 
     LATER = 0
     FULL = 1
 
 
 class Admission:
-    """The checks before a request is admitted. They change nothing but for which prefix it waits."""
+    """The checks before an admission. They only change the prefix for which the request waits."""
 
     __slots__ = ("_cache", "_chunk_tokens")
 
@@ -58,10 +57,10 @@ class Admission:
     def ask(
         self, request: Request, running: Sequence[Request], *, left: int, num_partial: int, promised: int = 0
     ) -> Match | Refusal:
-        """The computed prefix of the request if it can be admitted, else why not.
+        """Return the computed prefix of the request if it can be admitted, else the reason.
 
-        left: tokens left in this step. num_partial: prompts that are computed in part. promised: pages that the running
-        requests have still to take for the tokens that they have.
+        left: tokens left in this step. num_partial: partly computed prompts. promised: pages that running requests
+        still need for their known tokens.
         """
         if num_partial >= MAX_PARTIAL and request.num_tokens > left:
             return Refusal.LATER
@@ -74,7 +73,7 @@ class Admission:
         return match if self._fits(request, match, running, promised) else Refusal.FULL
 
     def waits(self, request: Request) -> bool:
-        """Whether another request is still computing the prefix for which this one waits, or its snapshot."""
+        """Return whether another request is still computing the prefix (or snapshot) for which this one waits."""
         node, snapshots = request.waits_for, self._cache.snapshots
         if node is None:
             return False
@@ -103,16 +102,16 @@ class TokenBudget:
         self.left = max(chunk_tokens - decode_tokens, chunk_tokens // 8, 1)
 
     def take_share(self, wanted: int) -> int:
-        """Take ``wanted`` tokens if they are left, else half of what is left; returns how many."""
+        """Take ``wanted`` tokens if enough are left, else half of the budget. Return the number taken."""
         return self._take(wanted if wanted <= self.left else max(self.left // 2, LEAST_SHARE))
 
     def take_whole(self, wanted: int) -> int:
-        """Take ``wanted`` tokens, also if fewer are left; returns how many."""
+        """Take ``wanted`` tokens even if fewer are left. Return the number taken."""
         self.left = max(0, self.left - wanted)
         return wanted
 
     def take_rest(self, wanted: int) -> int:
-        """Take up to ``wanted`` of the tokens that are left; returns how many."""
+        """Take up to ``wanted`` tokens. Return the number taken."""
         return self._take(wanted)
 
     def _take(self, wanted: int) -> int:
@@ -122,25 +121,25 @@ class TokenBudget:
 
 
 def reserve_for(request: Request, num_missing: int, chunk_tokens: int) -> int:
-    """How many steps ahead every running request must have pages for, once ``request`` is admitted."""
-    steps = STEPS_AHEAD_AGAIN if request.marks.num_preemptions else STEPS_AHEAD
+    """Return for how many steps every running request must have pages after ``request`` is admitted."""
+    steps = STEPS_AHEAD_AGAIN if request.history.num_preemptions else STEPS_AHEAD
     return steps + 2 * num_missing // chunk_tokens
 
 
 def pages_ahead(requests: Iterable[Request], steps: int, cache: PrefixCache) -> int:
-    """The pages that these requests may take within ``steps``, beyond those for the tokens that they have."""
+    """Return how many pages these requests may still allocate within ``steps``."""
     most = cache.pages_for(steps)
     pages_for = cache.pages_for
     return sum(min(most, pages_for(request.max_tokens) - pages_for(request.num_tokens)) for request in requests)
 
 
-DRIFT = 1.01  # with each later step the fastest one counts as this much slower
-WEIGHT = 0.1  # of the newest interval between two admissions
-CONFIDENCE = 0.5  # the part of the recent intervals that the forecast counts
+DRIFT = 1.01  # the fastest step time grows by this factor with each later step
+WEIGHT = 0.1  # weight of the newest interval in the moving average of intervals between admissions
+CONFIDENCE = 0.5  # the forecast uses this part of the average interval
 
 
 class Pace:
-    """How fast steps are and how fast the queue moves. Unknown estimates count as 0."""
+    """Estimates of step time and queue time. Unknown estimates are 0."""
 
     __slots__ = ("_admission_s", "_admitted_at", "_chunk_tokens", "_full_step_s", "_has_next", "_step_s")
 
@@ -153,14 +152,14 @@ class Pace:
         self._has_next = False
 
     def note_step(self, seconds: float, num_prompt_tokens: int) -> None:
-        """A step took ``seconds``; one at least half full of prompts counts for prompts, any other for decoding."""
+        """Record a step time. A step at least half full of prompt tokens counts as a prompt step, else as decode."""
         if 2 * num_prompt_tokens >= self._chunk_tokens:
             self._full_step_s = _recent_least(self._full_step_s, seconds)
         else:
             self._step_s = _recent_least(self._step_s, seconds)
 
     def note_admission(self, now: float, *, has_next: bool) -> None:
-        """A request was admitted; ``has_next``: another one was waiting, so that the interval until it counts."""
+        """Record an admission. has_next: another request is waiting, so the interval to its admission counts."""
         if self._has_next:
             interval_s = now - self._admitted_at
             self._admission_s += (interval_s - self._admission_s) * (WEIGHT if self._admission_s else 1.0)
@@ -168,23 +167,23 @@ class Pace:
         self._has_next = has_next
 
     def queue_s(self, num_ahead: int) -> float:
-        """Seconds until ``num_ahead`` other requests have been admitted."""
+        """Estimate the seconds until ``num_ahead`` other requests are admitted."""
         return CONFIDENCE * self._admission_s * num_ahead
 
     def prompt_s(self, num_tokens: int) -> float:
-        """Seconds to compute ``num_tokens`` of prompts."""
+        """Estimate the seconds to compute ``num_tokens`` prompt tokens."""
         num_full = num_tokens // self._chunk_tokens
         return num_full * (self._full_step_s or self._step_s) + (self._step_s if num_tokens % self._chunk_tokens else 0)
 
     def output_s(self, num_tokens: int) -> float:
-        """Seconds to give ``num_tokens`` output tokens."""
+        """Estimate the seconds to compute ``num_tokens`` output tokens."""
         return num_tokens * self._step_s
 
 
 def refusal_of_late(submit: Submit, pace: Pace, now: float, *, num_ahead: int, num_missing: int) -> End | None:
-    """The end of a request that will surely miss one of its deadlines, where it asked for that; else None.
+    """Return the end of a request with ``refuse_late`` that will surely miss one of its deadlines, else None.
 
-    num_ahead: requests to be admitted before it can be. num_missing: prompt tokens to compute before its first output.
+    num_ahead: requests to admit before it. num_missing: prompt tokens to compute before its first output.
     """
     limits = submit.limits
     if not limits.refuses_late or submit.continuation is not None:
@@ -204,7 +203,7 @@ def refusal_of_late(submit: Submit, pace: Pace, now: float, *, num_ahead: int, n
 
 
 def _least_output(submit: Submit) -> int:
-    """The least number of output tokens; a vector or a distribution counts as one."""
+    """Return the minimum number of output tokens. A vector or a distribution counts as one."""
     if submit.kind is not RequestKind.GENERATE:
         return 1
     text, limits = submit.text, submit.limits

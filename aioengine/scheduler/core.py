@@ -1,4 +1,4 @@
-"""SchedulerCore: the step. It has no I/O; a process loop, a test or a benchmark calls ``step``."""
+"""SchedulerCore runs the step. It has no I/O: a process loop, a test or a benchmark calls ``step``."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ if TYPE_CHECKING:
 
 Ticket = TypeVar("Ticket")
 
-MAX_FAILURES = 3  # failed steps in a row; then the runner counts as broken
+MAX_FAILURES = 3  # after this many failed steps in a row, the runner is considered broken
 
 
 class Runner(Protocol[Ticket]):
     """The device side of a step.
 
-    Plans are launched in order and collected in the same order. A plan may be launched before an earlier one is
-    collected: its decode rows then use tokens that only the device knows. Pages named by a plan are written in launch
-    order, so pages freed after a launch may be given to a later plan. A plan may close a uid that the runner does not
-    know (its launch had failed), or one whose row is still in flight.
+    Plans are launched in order and collected in the same order. A plan may be launched before an earlier plan is
+    collected. Its decode rows then use tokens that only the device knows. Pages are written in launch order, so pages
+    freed after a launch may be used by a later plan. A plan may close a uid that the runner does not know (because its
+    launch failed), or a uid whose row is still in flight.
     """
 
     @property
     def facts(self) -> Mapping[str, str | int | float | bool]:
-        """What it runs on, for ``Ready``; ``num_pages`` (an int) is the size of the pool that the scheduler may use."""
+        """Facts about the device, for ``Ready``. ``num_pages`` (int) is the size of the KV pool."""
         ...
 
     def launch(self, plan: Plan) -> Ticket:
-        """Begin the step; returns as early as the device allows."""
+        """Start the step and return without waiting for the device."""
         ...
 
     def collect(self, ticket: Ticket) -> StepResult:
-        """Wait for the end of the step."""
+        """Wait for the step and return its result."""
         ...
 
     def control(self, order: Control) -> Reply:
-        """Carry out an order that is no step, such as to load weights or an adapter, or to free memory.
+        """Run a control message, for example to load weights or an adapter, or to free memory.
 
-        Called between steps: every launched plan has been collected. The reply has the ``call_id`` of the order. An
-        order can come a second time, when the detokenizer process was replaced before the reply arrived.
+        Called between steps, when every launched plan has been collected. The reply has the ``call_id`` of the order.
+        The same order can arrive twice if the detokenizer process was replaced before the reply arrived.
 
         Raises:
-            UnknownOrderError: the runner does not implement it.
-            Exception: the order failed. This is its answer; requests go on, so the runner must be as it was before.
+            UnknownOrderError: the runner does not implement this order.
+            Exception: the order failed. The exception is the reply. Requests continue, so the runner must be unchanged.
         """
         ...
 
@@ -60,19 +60,19 @@ class Runner(Protocol[Ticket]):
 
 
 class Trace(Protocol):
-    """Marks the parts of a step for a profile, while one is recorded."""
+    """Records the parts of a step in a profile."""
 
     def part(self, name: str) -> AbstractContextManager[object]:
-        """A range named ``name``."""
+        """Return a context manager for a range named ``name``."""
         ...
 
     def launch(self, number: int, plan: Plan) -> AbstractContextManager[object]:
-        """The range in which the runner launches ``plan``, the step of this number (from 1)."""
+        """Return a context manager for the launch of ``plan``. Steps are numbered from 1."""
         ...
 
 
 class NoTrace:
-    """Marks nothing."""
+    """Does nothing without a profiler."""
 
     _nothing = nullcontext()
 
@@ -84,17 +84,17 @@ class NoTrace:
 
 
 class RunnerFactory(Protocol):
-    """The function that ``settings.runner.factory`` names: builds the runner and reports long work to ``report``."""
+    """The function named by ``settings.runner.factory``: builds the runner, and reports slow work to ``report``."""
 
     def __call__(self, settings: Settings, report: Callable[[Progress], None], /) -> Runner[Any]: ...
 
 
 class SchedulerCore(Generic[Ticket]):
-    """Scheduler and runner together: each ``step`` plans, launches, and collects the step that is due.
+    """Scheduler and runner together. Each ``step`` plans and launches a step, and collects the step that is due.
 
     Attributes:
-        scheduler: chooses the steps. requests: its requests; submit, abort and hold them here, between two steps.
-        is_paused: while True no step is launched; what is in flight is collected, deadlines and aborts still act.
+        scheduler: plans the steps. requests: its requests; submit and abort them here, between two steps.
+        is_paused: while True, no step is launched. Steps in flight are collected; deadlines and aborts still work.
     """
 
     def __init__(
@@ -106,10 +106,10 @@ class SchedulerCore(Generic[Ticket]):
         clock: Callable[[], float] | None = None,
         trace: Trace | None = None,
     ) -> None:
-        """``depth``: how many steps may be in flight beside the one just launched. 0 waits for each step before it
-        plans the next; 1 plans and launches the next while the device computes. ``clock``: dates what is collected;
-        without it that is the ``now`` of the step, which is too early by the wait. ``trace``: marks the parts of each
-        step.
+        """depth: number of steps that may be in flight in addition to the newest one. With 0, each step is collected
+        before the next is planned. With 1, the next step is planned and launched while the device computes.
+        clock: time of collection; default: the ``now`` of the step, which does not include the wait.
+        trace: records the parts of each step.
         """
         if depth < 0:
             raise ValueError(f"depth must be 0 or more, not {depth}")
@@ -120,18 +120,18 @@ class SchedulerCore(Generic[Ticket]):
         self._clock = clock
         self._trace: Trace = NoTrace() if trace is None else trace
         self._in_flight: deque[tuple[Plan, Ticket]] = deque()
-        self._border_calls: list[Callable[[], None]] = []
+        self._calls_between_steps: list[Callable[[], None]] = []
         self._num_launched = 0
         self._num_failures = 0
         self.is_paused = False
 
     def step(self, now: float) -> StepOutput | None:
-        """One pass: plan, launch, collect what is due, apply. None: there is nothing to report.
+        """Plan, launch, collect the step that is due, apply it. Return None if there is nothing to report.
 
-        Raises the runner's exception when it has failed ``MAX_FAILURES`` times in a row.
+        Raises the runner's exception after ``MAX_FAILURES`` failed steps in a row.
         """
-        if self._border_calls and not self._in_flight:
-            self._run_border_calls()
+        if self._calls_between_steps and not self._in_flight:
+            self._run_calls_between_steps()
         plan = self._plan(now)
         if plan is not None:
             self._launch(plan)
@@ -143,34 +143,34 @@ class SchedulerCore(Generic[Ticket]):
 
     @property
     def has_work(self) -> bool:
-        """Whether calling ``step`` now does anything. False: nothing to do before a message or the next deadline."""
-        if self._in_flight or self.requests.outbox.has_events or self._border_calls:
+        """Whether ``step`` has something to do before the next message or deadline."""
+        if self._in_flight or self.requests.outbox.has_events or self._calls_between_steps:
             return True
         return not (self.requests.is_idle or self.is_paused)
 
     def forget_all(self) -> None:
-        """Drop all requests, events that were not reported, and calls that wait for a step border.
+        """Drop all requests, unreported events, and waiting calls. Computed pages stay cached.
 
-        The requests can be submitted again. Computed pages stay cached.
+        The same requests can be submitted again.
         """
-        self._border_calls.clear()
+        self._calls_between_steps.clear()
         self.requests.forget_all()
 
-    def call_at_border(self, call: Callable[[], None]) -> None:
-        """Run ``call`` at the next step border: in ``step``, before it plans, once no step is in flight.
+    def call_between_steps(self, call: Callable[[], None]) -> None:
+        """Run ``call`` in ``step`` when no step is in flight, before the next plan.
 
-        No step is launched until then; what is in flight is collected, deadlines and aborts still act. An exception of
-        ``call`` is raised by ``step``.
+        No step is launched until then. Steps in flight are collected; deadlines and aborts still work. ``step`` raises
+        the exception of ``call``.
         """
-        self._border_calls.append(call)
+        self._calls_between_steps.append(call)
 
-    def _run_border_calls(self) -> None:
-        calls, self._border_calls = self._border_calls, []
+    def _run_calls_between_steps(self) -> None:
+        calls, self._calls_between_steps = self._calls_between_steps, []
         for call in calls:
             call()
 
     def _plan(self, now: float) -> Plan | None:
-        if self.is_paused or self._border_calls:
+        if self.is_paused or self._calls_between_steps:
             self.requests.expire(now)
             return None
         with self._trace.part("schedule"):
@@ -199,7 +199,7 @@ class SchedulerCore(Generic[Ticket]):
             return self.scheduler.apply(plan, result, collected_at)
 
     def _fail(self, plan: Plan, error: Exception) -> None:
-        """The requests of the plan end; the engine goes on, unless it fails again and again."""
+        """End the requests of the plan. Raise ``error`` after ``MAX_FAILURES`` failures in a row."""
         self._num_failures += 1
         self.scheduler.fail(plan, describe(error))
         if self._num_failures >= MAX_FAILURES:

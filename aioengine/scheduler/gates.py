@@ -1,21 +1,22 @@
-"""Gates: the reasons for which a request has to wait.
+"""Gates: the reasons for which a request must wait.
 
-A request has a set of closed gates, ``Request.gates``. While one is closed, no new step computes the request; once all
-are open it goes on where it was. Aborts and deadlines act at all times.
+``Request.gates`` is the set of closed gates. While a gate is closed, no new step computes the request. When all gates
+are open, it continues. Aborts and deadlines always work.
 
     gate       closed when                                           pages of a running request
     PREFIX     another request is computing the request's prefix     (it has none yet)
-    SUSPENDED  the reader of the stream is away                      given back
+    SUSPENDED  the reader of the stream has detached                 released
     GRAMMAR    the grammar is being compiled                         kept
     ADAPTER    the adapter is read, copied, or waits for a slot      (it has none yet)
 
-PREFIX and ADAPTER belong to admission. PREFIX opens without a call when the pages are computed or given up, ADAPTER by
-``Requests.release``. The others are closed and opened by ``Requests.close_gate`` and ``open_gate``.
+PREFIX and ADAPTER belong to admission. PREFIX opens by itself when the other request has computed the pages or has
+ended. ADAPTER is opened by ``Requests.release``. The other gates are closed and opened by ``Requests.close_gate`` and
+``open_gate``.
 
-Where a request stays while a gate is closed:
+While a gate is closed, the request stays
 
-    waiting   PREFIX: in the queue, and is passed over. Any other: beside the queue, and returns to its old place in it.
-    running   It keeps its pages and its rank, and gets no rows. It may be preempted; then it waits beside the queue.
+    waiting   in the queue for PREFIX. For any other gate it leaves the queue, and returns to its old position later.
+    running   with its pages and its rank, but without rows. If it is preempted, it waits outside the queue.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from enum import Enum
 
 
 class Gate(Enum):
-    """A reason to wait; see the table above."""
+    """A reason to wait. See the module docstring."""
 
     PREFIX = 0
     SUSPENDED = 1

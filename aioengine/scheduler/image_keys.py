@@ -1,7 +1,7 @@
-"""Images of prompts in the scheduler: how the prefix cache knows them, and how many a step may begin.
+"""Images of prompts in the scheduler: their keys in the prefix cache, and the number of images that a step may start.
 
-The positions of an image hold the same placeholder id whatever it shows. To the prefix cache they have an id made of
-the image's content, so that equal images share pages and no other text or image does.
+All positions of an image have the same placeholder id, whatever the image shows. The prefix cache uses an id derived
+from the content of the image instead, so that only equal images share pages.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ if TYPE_CHECKING:
 
 
 def with_image_keys(token_ids: list[int], media: Sequence[Media]) -> list[int]:
-    """The ids of a prompt for the prefix cache: at the positions of an image an id below 0, which is its content.
+    """Return the ids of a prompt for the prefix cache. Image positions have a negative id, the digest of the content.
 
-    One id for all positions of an image is enough: its content also says how many there are.
+    One id for all positions of an image is enough, because the digest also covers the number of positions.
     """
-    found = token_ids.copy()
+    ids = token_ids.copy()
     for image in media:
         key = -1 - int.from_bytes(image.content, "big")
-        found[image.start : image.start + image.num_tokens] = [key] * image.num_tokens
-    return found
+        ids[image.start : image.start + image.num_tokens] = [key] * image.num_tokens
+    return ids
 
 
 class ImageBudget:
-    """Bounds the images that one step begins, since the vision tower computes each of them whole.
+    """Limits the images that one step starts, because the vision tower computes each image in one step.
 
-    They have up to ``chunk_tokens`` features together; a larger one is the only one that its step begins.
+    The images of a step have at most ``chunk_tokens`` features together. A larger image is the only one of its step.
     """
 
     __slots__ = ("_is_untouched", "_keeps_whole", "_left", "_may_exceed")
 
     def __init__(self, chunk_tokens: int, *, keeps_whole: bool) -> None:
-        """keeps_whole: the tokens of an image are computed in one step, of which one image may exceed the budget."""
+        """keeps_whole: all tokens of an image are computed in one step; one image of a step may exceed the budget."""
         self._left = chunk_tokens
         self._is_untouched = True
         self._keeps_whole = self._may_exceed = keeps_whole
 
     def limited(self, media: Sequence[Media], start: int, count: int, *, is_first: bool) -> int:
-        """How many of the ``count`` tokens of a prompt from ``start`` on can be computed in this step; takes their
-        images.
+        """Return how many of ``count`` tokens of a prompt, starting at ``start``, fit into this step, and take their
+        images from the budget.
 
-        is_first: nothing of the prompt was computed in the steps before. An image that began in one of them costs
-        nothing: its features are kept.
+        is_first: this is the first step of the prompt. An image started in an earlier step costs nothing, because its
+        features are kept.
         """
         for image in media:
             begins = image.start >= start or (is_first and image.start + image.num_tokens > start)
@@ -58,7 +58,7 @@ class ImageBudget:
         return self._whole(media, start, count) if self._keeps_whole else count
 
     def _whole(self, media: Sequence[Media], start: int, count: int) -> int:
-        """The same number, or another one that divides no image."""
+        """Return ``count``, changed so that no image is split."""
         for image in media:
             end = image.start + image.num_tokens
             if image.start < start + count < end:

@@ -1,9 +1,9 @@
-"""The plan of a step and its result: data that names no device.
+"""The plan of a step and its result: plain data, independent of the device.
 
-A request has ``num_tokens`` positions that are known (prompt and output) and ``num_computed`` positions with KV. A row
-means "compute ``count`` positions from ``start`` on". Prefill, chunked prefill, the rest after a prefix hit and decode
-are this one case. Where the last token of a row was sampled by a step that is still in flight, the plan cannot name
-it: ``token_ids`` then ends one short, and the runner takes the token that it holds for this request.
+A request has ``num_tokens`` known positions (prompt and output) and ``num_computed`` positions with KV. A row means:
+compute ``count`` positions starting at ``start``. Prefill, chunked prefill, the rest after a prefix hit, and decode are
+the same case. If the last token of a row is sampled by a step in flight, the plan does not know it: ``token_ids`` is
+one shorter, and the runner uses the token that it holds for this request.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NOTHING = 0
 TOKENS = 1
 VECTOR = 2
 DISTRIBUTION = 4
-"""Bits of ``Row.gives``; plain integers, for they are read once for each row of each step."""
+"""Bits of ``Row.outputs``. Plain integers for speed: they are read for each row of each step."""
 
 
 class Row(Struct, array_like=True, gc=False):
@@ -32,38 +32,37 @@ class Row(Struct, array_like=True, gc=False):
 
     uid: the request.
     start: first position to compute; positions before it have KV.
-    token_ids: ids at positions ``start`` ... ``start + count - 1``; a decode row carries none (the runner holds the
-        token that it sampled last for this request).
-    count: positions to compute, at least 1.
-    gives: bits. TOKENS: the logits of the last position give a new token, at position ``start + count``; the runner
-        may give none, or several from this position on. VECTOR: the hidden states of the request give its pooled
-        vector. DISTRIBUTION: the logits of the last position give logprobs and no token. NOTHING: the row writes KV
-        only, as a chunk of a prompt.
-    new_pages: pages appended to the request's page table since its last row.
+    token_ids: ids at positions ``start`` ... ``start + count - 1``. Empty for a decode row: the runner holds the last
+        sampled token.
+    count: number of positions to compute, at least 1.
+    outputs: bits. TOKENS: sample a token for position ``start + count``; the runner may return none, or several from
+        this position on. VECTOR: return the pooled vector. DISTRIBUTION: return logprobs of the next token, but no
+        token. NOTHING: only write KV, for a chunk of a prompt.
+    new_pages: pages appended to the page table of the request since its last row.
     """
 
     uid: int
     start: int
     count: int
-    gives: int
+    outputs: int
     token_ids: list[int] = []
     new_pages: list[int] = []
 
 
 class NewRow(Struct, array_like=True, gc=False):
-    """A request that the runner must know from this step on (also again, after a preemption).
+    """A request that is new to the runner, or new again after a preemption.
 
-    token_ids: all tokens known so far, prompt then output: for penalties, and for counting output tokens.
-    pages: its page table so far, with place for all of ``token_ids``; the first of them may be a prefix hit, which its
-        first row then leaves out.
-    kind: a POOL request gets no row with TOKENS, and its last row has VECTOR; that of a SCORE request has DISTRIBUTION.
-    logprobs: those that it still needs, as extras: of each output token with the token, of the prompt with the first
-        output token (or with DISTRIBUTION). Rows of the prompt then begin at ``logprobs.start - 1`` at the latest.
-    second_text: where the second text of a pair begins; 0: there is none.
+    token_ids: all known tokens, prompt then output: for penalties, and to count output tokens.
+    pages: its page table. The first pages may be a prefix hit, which its first row skips.
+    kind: the last row of a POOL request has VECTOR, that of a SCORE request DISTRIBUTION; neither has TOKENS.
+    logprobs: the logprobs that it still needs. They are returned as extras: for each output token with the token, for
+        the prompt with the first output token (or with DISTRIBUTION). The first row then starts at or before
+        ``logprobs.start - 1``.
+    second_text: index of the first token of the second text of a pair; 0: there is none.
     embeds, media: as in ``Submit``.
-    is_long: its rotations are those of long texts (``InputSpec.short_length``).
-    adapter_slot: the slot of its adapter, from 1; 0: it uses the base model. It keeps this slot until it is closed.
-    snapshot: the id of the snapshot with which its states begin; -1: its first row begins at position 0.
+    is_long: it uses long RoPE factors (``InputSpec.short_length``).
+    adapter_slot: the slot of its adapter, counted from 1, until the request is closed; 0: the base model.
+    snapshot: id of the snapshot from which its state is loaded; -1: its first row starts at position 0.
     """
 
     uid: int
@@ -84,9 +83,8 @@ class NewRow(Struct, array_like=True, gc=False):
 class Plan(Struct, array_like=True, gc=False):
     """The work of one step, in this order: forget ``closed``, add ``new_rows``, compute ``rows``, take ``snapshots``.
 
-    snapshots: uids of rows, and the ids of the snapshots to which the states behind these rows are copied.
-
-    ``closed`` may name a uid that the runner does not know (a launch had failed) or whose row is still in flight.
+    closed: uids. The runner may not know a uid (because a launch failed), or its row may still be in flight.
+    snapshots: (uid of a row, id of the snapshot to which the state after this row is copied).
     """
 
     rows: list[Row]
@@ -102,13 +100,13 @@ class Plan(Struct, array_like=True, gc=False):
 class StepResult(Struct, array_like=True, gc=False):
     """The result of a step.
 
-    tokens: has a row for each row of the plan that gives anything, in the same order. A row with VECTOR has no tokens
-        and an extra of the kind ``POOLED_VECTOR``, one with DISTRIBUTION none and an extra of the kind
-        ``NEXT_LOGPROBS``. Behind a number of tokens other than one, rows of the request that were launched already do
-        not count, whatever they give; later ones carry all their tokens, until one gives tokens.
-    failed: maps the uid of a row that could not be computed or sampled to what happened. Its tokens (one that is -1,
-        for example) do not count; that request ends alone, and what stands in its pages is of no use to others.
-    complete: uids of rows whose grammar allows no further token: the request ends with these tokens.
+    tokens: one entry for each row of the plan with outputs, in the same order. A row with VECTOR has no tokens but an
+        extra of kind ``POOLED_VECTOR``; a row with DISTRIBUTION has an extra of kind ``NEXT_LOGPROBS``. After a row
+        with none or several tokens, rows of the request that are already in flight are dropped; the next planned row
+        carries all its token ids.
+    failed: uid -> error, for rows that could not be computed or sampled. Their tokens are dropped, only these requests
+        end, and their pages are not shared.
+    complete: uids of rows whose grammar allows no further token: the request ends with the tokens of this step.
     """
 
     tokens: TokenColumns
@@ -116,17 +114,17 @@ class StepResult(Struct, array_like=True, gc=False):
     complete: list[int] = []
 
     def check(self, plan: Plan) -> None:
-        """Raise BadColumnsError unless its rows are those that ``plan`` asks for."""
-        expected = [row.uid for row in plan.rows if row.gives]
+        """Raise BadColumnsError unless the result has the rows of ``plan`` that have outputs."""
+        expected = [row.uid for row in plan.rows if row.outputs]
         if self.tokens.uids != expected:
-            raise BadColumnsError(f"the runner gave rows of the requests {self.tokens.uids}, not of {expected}")
+            raise BadColumnsError(f"the runner returned rows of the requests {self.tokens.uids}, not {expected}")
 
 
 class UnknownOrderError(ValueError):
-    """Raised by ``Runner.control`` for an order that the runner does not implement.
+    """``Runner.control`` does not implement this order.
 
     Attributes:
-        known: names of the orders that it implements.
+        known: names of the implemented orders.
     """
 
     def __init__(self, name: str, known: Collection[str] = ()) -> None:

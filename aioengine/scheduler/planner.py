@@ -1,8 +1,8 @@
 """Planner: fills one step with rows, and advances the counts of the requests.
 
-Decode rows come first, in the order of rank, one for each running request whose newest token the runner holds; so they
-advance in every step, however long the prompts are. Then the token budget is divided among the prompts that run, and
-among those of the queue that can be admitted.
+Decode rows come first, ordered by rank: one for each running request whose newest token is in the runner. So decoding
+requests advance in every step, however long the prompts are. The remaining token budget is divided among the prompts of
+running requests, then among waiting requests that can be admitted.
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from aioengine.config import SchedulerSettings
-    from aioengine.memory.prefix_cache import Hold
+    from aioengine.memory.prefix_cache import Allocation
     from aioengine.memory.snapshots import Snapshots
     from aioengine.scheduler.request import Request
     from aioengine.scheduler.requests import Requests
 
-GIVES = {RequestKind.GENERATE: TOKENS, RequestKind.POOL: VECTOR, RequestKind.SCORE: DISTRIBUTION}
-"""``Row.gives`` at the end of a prompt."""
+OUTPUTS = {RequestKind.GENERATE: TOKENS, RequestKind.POOL: VECTOR, RequestKind.SCORE: DISTRIBUTION}
+"""``Row.outputs`` at the end of a prompt."""
 
-MAX_LATER = 64  # requests refused in a step because of a prefix: each costs a look into the cache
+MAX_LATER = 64  # requests that may be passed over in a step because of a prefix: each costs a cache lookup
 
 
 class Flight:
-    """A plan in flight: its rows, the request of each, and the pages that the request held when the plan was made."""
+    """A plan in flight, with the request of each row and the allocation of this request at planning time."""
 
-    __slots__ = ("holds", "num_prompt_tokens", "plan", "planned_at", "requests")
+    __slots__ = ("allocations", "num_prompt_tokens", "plan", "planned_at", "requests")
 
     def __init__(self, planned_at: float) -> None:
         self.planned_at = planned_at
         self.num_prompt_tokens = 0
         self.plan = Plan([])
         self.requests: list[Request] = []
-        self.holds: list[Hold] = []
+        self.allocations: list[Allocation] = []
 
     def add(self, row: Row, request: Request) -> None:
-        """``request`` computes ``row``; its counts advance as if that were done."""
+        """Add a row of ``request`` and advance its counts as if the row were computed."""
         self.num_prompt_tokens += row.count
         self.plan.rows.append(row)
         self.requests.append(request)
-        self.holds.append(request.hold)
+        self.allocations.append(request.allocation)
         request.num_computed += row.count
-        if row.gives & TOKENS:
+        if row.outputs & TOKENS:
             request.num_tokens += 1
             request.holds_last = True
             request.decodes = True
 
 
 class Planner:
-    """Fills flights with rows; nothing else admits and preempts."""
+    """Fills flights with rows. Only the planner admits and preempts requests."""
 
     __slots__ = (
         "_admission",
@@ -88,35 +88,35 @@ class Planner:
         self._admission = Admission(requests.cache, settings.chunk_tokens)
 
     def fill(self, flight: Flight, now: float, *, is_overlapped: bool = False) -> None:
-        """Choose everything that the next step computes. ``is_overlapped``: other steps are in flight."""
+        """Fill ``flight`` with the rows of the next step. is_overlapped: other steps are in flight."""
         self._is_overlapped = is_overlapped
         self._place_prompts(flight, self._place_decodes(flight), now)
         if self._snapshots is not None:
             self._take_snapshots(self._snapshots, flight)
 
     def _place_decodes(self, flight: Flight) -> list[Request]:
-        """One row for each request that decodes; returns the running requests that compute their prompts.
+        """Add one row for each decoding request. Return the running requests that still compute their prompts.
 
-        One with a closed gate gets no row in this step. Pages are taken from the last of the running requests, so no
-        request that has a row already loses them.
+        Requests with a closed gate get no row. Preemption takes the last running request, so a request that already has
+        a row in this step keeps its pages.
         """
         prompts: list[Request] = []
-        rows, requests, holds = flight.plan.rows, flight.requests, flight.holds
+        rows, requests, allocations = flight.plan.rows, flight.requests, flight.allocations
         for request in self._requests.running:
             if not request.decodes:
                 if not request.num_missing or request.gates:
-                    continue  # one without a closed gate has its vector on its way
-                if not request.is_behind:
-                    if request.hold.room >= request.num_tokens or self._has_room(request):
+                    continue  # gated, or its last row is in flight
+                if not request.is_rewound:
+                    if request.allocation.capacity >= request.num_tokens or self._has_room(request):
                         prompts.append(request)
-                elif (row := self._catch_up(request, flight)) is not None:
+                elif (row := self._recompute(request, flight)) is not None:
                     flight.add(row, request)
                 continue
             start = request.num_computed
             if start + 1 >= request.max_tokens:
-                continue  # its last token is on its way
-            hold = request.hold
-            if start < hold.room:
+                continue  # its last token is in flight
+            allocation = request.allocation
+            if start < allocation.capacity:
                 row = Row(request.uid, start, 1, TOKENS)
             else:
                 pages = self._grow(request)
@@ -125,42 +125,42 @@ class Planner:
                 row = Row(request.uid, start, 1, TOKENS, [], pages)
             rows.append(row)
             requests.append(request)
-            holds.append(hold)
+            allocations.append(allocation)
             request.num_computed = start + 1
             request.num_tokens += 1
         return prompts
 
-    def _catch_up(self, request: Request, flight: Flight) -> Row | None:
-        """A row for what is missing of a request that gave none or several tokens; None: it was preempted, or waits for
-        pages.
+    def _recompute(self, request: Request, flight: Flight) -> Row | None:
+        """Return a row for the missing positions of a rewound request; None: it was preempted, or waits for pages.
 
-        It has one token at least, and else leaves an eighth of the step to the prompts.
+        The row has at least one token. It leaves an eighth of the token budget to prompts.
         """
         left = self._chunk_tokens - self._chunk_tokens // 8 - len(self._requests.running) - flight.num_prompt_tokens
         start = request.num_computed
         end = min(request.num_tokens, start + max(left, 1))
         pages: list[int] = []
-        while request.hold.room < end:
+        while request.allocation.capacity < end:
             more = self._grow(request)
             if more is None:
-                if request.hold.room <= start:
+                if request.allocation.capacity <= start:
                     return None
-                end = request.hold.room
+                end = request.allocation.capacity
                 break
             pages += more
-        request.is_behind = end < request.num_tokens
-        gives = NOTHING if request.is_behind else TOKENS
-        return Row(request.uid, start, end - start, gives, request.ids_to_compute(start, end), pages)
+        request.is_rewound = end < request.num_tokens
+        outputs = NOTHING if request.is_rewound else TOKENS
+        return Row(request.uid, start, end - start, outputs, request.ids_to_compute(start, end), pages)
 
     def _grow(self, request: Request) -> list[int] | None:
-        """Pages for the next position, preempting others where none is left. None: there is none, it must wait.
+        """Allocate pages for the next position, preempting other requests if none is left. Return None if the request
+        must wait.
 
-        A request preempts itself last of all; when it is alone, not before its tokens in flight are known: it would be
-        admitted again at once, lose them again, and never advance. So it does not while a chunk of it is in flight,
-        behind which it may give pages back.
+        A request preempts itself last. If it is the only one, it first waits for its steps in flight: preempted at
+        once, it would be admitted again, lose the same tokens again, and never advance; and a chunk in flight may let
+        it release pages.
         """
         running = self._requests.running
-        while (pages := self._requests.cache.grow(request.hold)) is None:
+        while (pages := self._requests.cache.grow(request.allocation)) is None:
             if len(running) == 1 and (self._is_overlapped or request.num_tokens > len(request.token_ids)):
                 return None
             if self._requests.preempt() is request:
@@ -168,30 +168,30 @@ class Planner:
         return pages
 
     def _has_room(self, request: Request) -> bool:
-        """Take pages for the next tokens of a prompt whose pages come with its chunks (``WindowedCache``), at least as
-        many as are computed at once; False: it gets no row in this step.
+        """Allocate pages for the next ``min_tokens`` tokens of a prompt whose pages are allocated chunk by chunk
+        (``WindowedCache``). Return False if it gets no row in this step.
         """
-        hold = request.hold
+        allocation = request.allocation
         end = min(request.num_tokens, request.num_computed + self._min_tokens)
-        while hold.room < end:
+        while allocation.capacity < end:
             pages = self._grow(request)
             if pages is None:
                 return False
-            hold.unsent += pages
+            allocation.unsent += pages
         return True
 
     def _extend(self, request: Request, count: int) -> int:
-        """Take pages for the next ``count`` tokens of a prompt as far as there are any; returns for how many it has."""
-        hold = request.hold
-        while hold.room < request.num_computed + count:
-            pages = self._requests.cache.grow(hold)
+        """Allocate pages for the next ``count`` tokens of a prompt. Return how many tokens have pages."""
+        allocation = request.allocation
+        while allocation.capacity < request.num_computed + count:
+            pages = self._requests.cache.grow(allocation)
             if pages is None:
-                return hold.room - request.num_computed if self._splits_prompts else 0
-            hold.unsent += pages
+                return allocation.capacity - request.num_computed if self._splits_prompts else 0
+            allocation.unsent += pages
         return count
 
     def _place_prompts(self, flight: Flight, prompts: list[Request], now: float) -> None:
-        """Divide the rest of the step among the prompts: the first running one, then the shorter, then new ones."""
+        """Divide the rest of the budget among prompts: the first running one, shorter running ones, then new ones."""
         num_placed = flight.num_prompt_tokens + self._decode_cost * len(flight.requests)
         budget = TokenBudget(self._chunk_tokens, num_placed)
         prompts[1:] = sorted(prompts[1:], key=lambda request: request.num_missing)
@@ -208,14 +208,14 @@ class Planner:
         images: ImageBudget | None = None
         for request, share in shares:
             count = share + budget.take_rest(request.num_missing - share)
-            if request.hold.room < request.num_computed + count:
+            if request.allocation.capacity < request.num_computed + count:
                 count = self._extend(request, count)
             if request.submit.media:
                 images = images or ImageBudget(self._chunk_tokens, keeps_whole=self._keeps_images)
                 start = request.num_computed
-                is_first = start == request.hold.num_matched * self._requests.cache.page_size
+                is_first = start == request.allocation.num_matched * self._requests.cache.page_size
                 count = images.limited(request.submit.media, start, count, is_first=is_first)
-                if self._extend(request, count) < count:  # an image that is not divided: it waits for its pages
+                if self._extend(request, count) < count:  # an image must not be split, so it waits for its pages
                     count = 0
             if count and self._snapshots is not None:
                 cut = self._up_to_snapshot(self._snapshots, request, count)
@@ -226,41 +226,41 @@ class Planner:
 
     @staticmethod
     def _up_to_snapshot(snapshots: Snapshots, request: Request, count: int) -> int:
-        """Of the next ``count`` tokens those of its row, which may have to end at a snapshot before."""
-        assert request.hold.snapshots is not None
+        """Return how many of the next ``count`` tokens the row computes: it may have to end at a snapshot."""
+        assert request.allocation.snapshots is not None
         start = request.num_computed
-        return snapshots.end_of_row(request.hold.snapshots, start, start + count, request.num_tokens) - start
+        return snapshots.end_of_row(request.allocation.snapshots, start, start + count, request.num_tokens) - start
 
     @staticmethod
     def _take_snapshots(snapshots: Snapshots, flight: Flight) -> None:
-        """Have the states of the rows kept that end where snapshots stand."""
-        for row, hold in zip(flight.plan.rows, flight.holds, strict=True):
+        """Add a snapshot for each row that ends at a multiple of ``span``."""
+        for row, allocation in zip(flight.plan.rows, flight.allocations, strict=True):
             end = row.start + row.count
-            if end % snapshots.span == 0 and hold.snapshots is not None:
-                snapshot_id = snapshots.take(hold.snapshots, end)
+            if end % snapshots.span == 0 and allocation.snapshots is not None:
+                snapshot_id = snapshots.take(allocation.snapshots, end)
                 if snapshot_id != NO_SNAPSHOT:
                     flight.plan.snapshots.append((row.uid, snapshot_id))
 
     def _admit(self, budget: TokenBudget, num_partial: int, now: float) -> Iterator[Request]:
-        """Admit waiting requests, one by one; the caller takes the share of each from ``budget`` in between."""
+        """Admit waiting requests one by one. The caller takes the share of each from ``budget`` before the next."""
         running = self._requests.running
         if not budget.left or len(running) >= self._max_running:
             return
         num_later, cache = 0, self._requests.cache
-        promised = cache.num_promised((one.hold, one.num_tokens) for one in running)
+        promised = cache.num_promised((one.allocation, one.num_tokens) for one in running)
         for request in self._requests.candidates():
-            if request.gates and self._admission.waits(request):  # any other gate has taken it out of the queue
+            if request.gates and self._admission.waits(request):  # requests with other gates are not in the queue
                 continue
             adapter = request.submit.adapter
             if adapter is not None and not self._requests.has_adapter(request, adapter):
                 continue
             if not self._splits_prompts and budget.left < min(request.num_tokens, self._chunk_tokens):
-                return  # it goes into the next step, where it is the first
+                return  # it will be the first of the next step
             answer = self._admission.ask(request, running, left=budget.left, num_partial=num_partial, promised=promised)
             if answer is Refusal.LATER:
                 num_later += self._admission.waits(request)
                 if num_later == MAX_LATER:
-                    self._requests.is_stalled = False  # the next step looks at the others
+                    self._requests.is_stalled = False  # the next step continues with the others
                     return
                 continue
             if isinstance(answer, Refusal):
@@ -268,7 +268,7 @@ class Planner:
             num_missing = request.num_tokens - len(answer.path) * cache.page_size
             num_partial += num_missing > budget.left
             self._requests.admit(request, answer, now)
-            promised += cache.num_promised([(request.hold, request.num_tokens)])
+            promised += cache.num_promised([(request.allocation, request.num_tokens)])
             yield request
             if not budget.left or len(running) >= self._max_running:
                 return
@@ -280,19 +280,19 @@ def _new_row(request: Request) -> NewRow:
         request.submit.sampling,
         request.num_prompt,
         request.ids_to_compute(0, len(request.token_ids)),
-        request.hold.pages.copy(),
+        request.allocation.pages.copy(),
         request.kind,
         request.logprobs,
         request.submit.second_text,
         request.submit.embeds,
         media=request.submit.media,
         is_long=request.is_long,
-        snapshot=NO_SNAPSHOT if request.hold.snapshots is None else request.hold.snapshots.source,
+        snapshot=NO_SNAPSHOT if request.allocation.snapshots is None else request.allocation.snapshots.source,
     )
 
 
 def _prompt_row(request: Request, count: int) -> Row:
     start = request.num_computed
-    gives = GIVES[request.kind] if start + count == request.num_tokens else NOTHING
-    pages, request.hold.unsent = request.hold.unsent, []
-    return Row(request.uid, start, count, gives, request.ids_to_compute(start, start + count), pages)
+    outputs = OUTPUTS[request.kind] if start + count == request.num_tokens else NOTHING
+    pages, request.allocation.unsent = request.allocation.unsent, []
+    return Row(request.uid, start, count, outputs, request.ids_to_compute(start, start + count), pages)

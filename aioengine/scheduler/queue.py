@@ -1,12 +1,12 @@
-"""What the queue keeps beside its order: how much each tenant has had, and when which request is out of time.
+"""Fair shares of tenants, and deadlines of requests.
 
-Every tenant has a virtual time: the tokens that it was given, divided by its weight. The waiting tenant with the least
-goes next, so that all get their share however much each of them asks for. A request is charged when it is admitted, for
-its prompt and all the output that it may give; unused tokens are given back at its end. A tenant that was away is
-lifted to the least time of those that were not, so rest is not saved up. Priorities and deadlines order the requests of
-one tenant; between tenants the weights alone decide.
+Every tenant has a virtual time: its used tokens divided by its weight. The waiting tenant with the smallest virtual
+time is next, so each tenant gets its share however many requests it sends. A request is charged at its admission for
+its prompt and its maximum output; unused tokens are refunded at its end. A tenant that returns after a pause starts
+with the smallest virtual time of the active tenants, so a pause earns no credit. Priorities and deadlines order the
+requests of one tenant; only weights decide between tenants.
 
-Deadlines stand in a heap, so looking for expired ones costs nothing while there are none.
+Deadlines are in a heap, so checking for expired ones costs nothing if there are none.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from aioengine.scheduler.request import Request
 
 DEFAULT_WEIGHT = 1.0
-MAX_AWAY = 1024  # tenants without requests whose times are kept; beyond it those least ahead are forgotten
-SPARE_ENTRIES = 256  # deadlines of ended requests that are kept at most before they are swept
+MAX_AWAY = 1024  # inactive tenants whose times are kept; beyond this number, the smallest times are dropped first
+SPARE_ENTRIES = 256  # deadlines of ended requests that may stay in the heap
 
 
 class Tenants:
-    """The virtual times of the tenants that have requests, and of those that are ahead of them."""
+    """The virtual times of active tenants, and of inactive tenants with a larger time than these."""
 
     __slots__ = ("_away", "_num_requests", "_times", "_weights")
 
@@ -36,19 +36,19 @@ class Tenants:
         self._weights = weights
         self._times: dict[str, float] = {}
         self._num_requests: dict[str, int] = {}
-        self._away: list[tuple[float, str]] = []  # a heap, also of some that have come back
+        self._away: list[tuple[float, str]] = []  # a heap; may contain tenants that are active again
 
     @property
     def num_known(self) -> int:
-        """Tenants whose time is kept."""
+        """Number of tenants whose time is kept."""
         return len(self._times)
 
     def time_of(self, tenant: str) -> float:
-        """Its virtual time."""
+        """Return the virtual time of a tenant."""
         return self._times.get(tenant, 0.0)
 
     def enter(self, tenant: str) -> None:
-        """A request of the tenant has come."""
+        """Record a new request of a tenant."""
         count = self._num_requests.get(tenant, 0)
         if count == 0:
             least = min((self._times[other] for other in self._num_requests), default=0.0)
@@ -56,7 +56,7 @@ class Tenants:
         self._num_requests[tenant] = count + 1
 
     def leave(self, tenant: str) -> None:
-        """A request of the tenant is over."""
+        """Record the end of a request of a tenant."""
         self._num_requests[tenant] -= 1
         if self._num_requests[tenant]:
             return
@@ -69,26 +69,26 @@ class Tenants:
                 del self._times[other]
 
     def charge(self, tenant: str, num_tokens: int) -> None:
-        """Add ``num_tokens`` that the tenant was given (negative: that it did not use)."""
+        """Charge a tenant for ``num_tokens``; a negative number is a refund."""
         self._times[tenant] += num_tokens / self._weights.get(tenant, DEFAULT_WEIGHT)
 
     def in_turn(self, requests: Iterable[Request]) -> Iterator[Request]:
-        """The requests of each tenant in the order given, the tenants in turn; what is charged in between counts."""
+        """Yield the requests, always from the tenant with the smallest virtual time. Charges in between count."""
         if len(self._times) < 2:
             yield from requests
             return
-        lines: dict[str, deque[Request]] = {}
+        queues: dict[str, deque[Request]] = {}
         for request in requests:
-            lines.setdefault(request.submit.tenant, deque()).append(request)
-        while lines:
-            tenant = min(lines, key=self._times.__getitem__)
-            yield lines[tenant].popleft()
-            if not lines[tenant]:
-                del lines[tenant]
+            queues.setdefault(request.submit.tenant, deque()).append(request)
+        while queues:
+            tenant = min(queues, key=self._times.__getitem__)
+            yield queues[tenant].popleft()
+            if not queues[tenant]:
+                del queues[tenant]
 
 
 class Deadlines:
-    """The deadlines of the living requests; entries of ended ones are skipped, and swept when they are many."""
+    """The deadlines of active requests. Entries of ended requests are skipped, and removed if there are many."""
 
     __slots__ = ("_heap",)
 
@@ -100,14 +100,14 @@ class Deadlines:
             heapq.heappush(self._heap, (time, uid, kind))
 
     def next_time(self, requests: dict[int, Request]) -> float | None:
-        """When the next deadline of a living request passes; None: there is none."""
+        """Return the time of the next deadline, or None."""
         heap = self._heap
         while heap and not _applies(requests.get(heap[0][1]), heap[0][2]):
             heapq.heappop(heap)
         return heap[0][0] if heap else None
 
     def take_expired(self, now: float, requests: dict[int, Request]) -> list[tuple[Request, str]]:
-        """The requests with an expired deadline, each once, and which deadline it was."""
+        """Remove and return the requests with an expired deadline, each once, with the name of the deadline."""
         expired: dict[int, tuple[Request, str]] = {}
         heap = self._heap
         while heap and heap[0][0] <= now:
@@ -118,7 +118,7 @@ class Deadlines:
         return list(expired.values())
 
     def sweep(self, living: Collection[int]) -> None:
-        """Forget the entries of ended requests, once they are the greater part."""
+        """Remove the entries of ended requests if most entries are such."""
         if len(self._heap) > 4 * len(living) + SPARE_ENTRIES:
             self._heap = [entry for entry in self._heap if entry[1] in living]
             heapq.heapify(self._heap)
@@ -128,5 +128,5 @@ def _applies(request: Request | None, kind: str) -> bool:
     if request is None:
         return False
     if kind == "queue":
-        return request.marks.admitted_at is None
-    return kind == "total" or not request.marks.is_text_open
+        return request.history.admitted_at is None
+    return kind == "total" or not request.history.is_text_open

@@ -1,8 +1,8 @@
-"""Request: one prompt to continue or to pool, as the scheduler sees it, and when a token ends it.
+"""Request: one prompt to continue or to pool, as the scheduler sees it, and the rules that end it.
 
-It has ``num_tokens`` positions that are known or on their way and ``num_computed`` positions that have KV or will have
-it by the steps launched so far. Scheduling lets the second number catch up with the first; a prompt, a chunk of it,
-the rest after a prefix hit and a decode are the same thing.
+It has ``num_tokens`` positions that are known or in flight, and ``num_computed`` positions whose KV is written or will
+be written by the steps launched so far. Scheduling lets the second number catch up with the first. A prompt, a chunk of
+a prompt, the rest after a prefix hit, and a decode are the same case.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from aioengine.memory.prefix_cache import Hold
+from aioengine.memory.prefix_cache import Allocation
 from aioengine.protocol.messages import ALL_STATES, End, FinishCode, RequestKind
 from aioengine.scheduler.gates import ALL_OPEN, Gate
 from aioengine.scheduler.image_keys import with_image_keys
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from aioengine.protocol.messages import Submit
     from aioengine.protocol.packed_logprobs import LogprobRules
 
-NOTHING_HELD = Hold()  # of a request that is not running; never changed
+NO_PAGES = Allocation()  # the allocation of every request that is not running; never changed
 
 
 class State(Enum):
-    """WAITING: in the queue, without pages. RUNNING: has pages for all its known positions. GATED: beside the queue,
-    without pages, until its gates are open. ENDED: over.
+    """WAITING: in the queue, without pages. RUNNING: has pages. GATED: outside the queue, without pages, until its
+    gates are open. ENDED: finished, aborted or failed.
     """
 
     WAITING = 0
@@ -37,10 +37,10 @@ class State(Enum):
     ENDED = 3
 
 
-class Marks:
-    """What happened to a request, for its ``TextOpened`` message and for its deadlines.
+class History:
+    """Past events of a request, for its ``TextOpened`` message and its deadlines.
 
-    num_charged: tokens that its tenant was charged for it. most_tokens: prompt and output together, in the end.
+    num_charged: tokens charged to its tenant. most_tokens: maximum number of prompt and output tokens.
     """
 
     __slots__ = ("admitted_at", "is_text_open", "most_tokens", "num_cached", "num_charged", "num_preemptions")
@@ -55,32 +55,32 @@ class Marks:
 
 
 class Request:
-    """One request, changed by ``Scheduler`` alone.
+    """One request. Only ``Scheduler`` changes it.
 
-    order: its place in the queue (smaller is sooner), unique; set by the policy.
-    rank: its place among the running requests, the last of whom is preempted first.
-    max_tokens: prompt and output together, as far as it is computed in one way (see ``short_length``).
-    token_ids: prompt and output, as far as known here; at images the ids by which the prefix cache knows them.
-    holds_last: whether the runner holds the newest token, so that a row need not carry it.
-    kind: POOL ends when its vector was given, SCORE with its logprobs; both never have output tokens.
+    order: its unique position in the queue (the smallest is first); set by the policy.
+    rank: its position among the running requests; the last one is preempted first.
+    max_tokens: prompt and output tokens until the request ends, or until its RoPE changes (see ``short_length``).
+    token_ids: known prompt and output tokens. Image positions have the ids of ``with_image_keys``.
+    holds_last: whether the runner holds the newest token, so that a row does not carry it.
+    kind: POOL ends with its vector, SCORE with its logprobs; both have no output tokens.
     gates: the closed gates.
     decodes: whether its next row is a decode: the runner holds the newest token, and all gates are open.
-    hold: its pages, ``NOTHING_HELD`` while it is not running; a new one after each preemption and each ``fall_behind``,
+    allocation: its pages, ``NO_PAGES`` while it is not running; a new one after each preemption and each ``rewind``,
         so a row of a plan is late when its request has another hold than at the launch.
-    is_behind: the runner gave another number of tokens than one, and the next rows compute what is missing.
-    short_length: with more tokens its rotations are those of long texts, and then all of it is computed with them;
-        until then, ``max_tokens`` is one more. 0: rotations do not depend on the length.
-    waits_for: the last page of its prefix that another request is computing, or is going to take a snapshot of.
+    is_rewound: the runner returned none or several tokens, and the next rows compute the missing positions.
+    short_length: longer requests use long RoPE factors for all positions. A request that reaches this length is
+        recomputed, so until then ``max_tokens`` is ``short_length + 1``. 0: RoPE does not depend on the length.
+    waits_for: the last node of its prefix that another request is computing or taking a snapshot of.
     """
 
     __slots__ = (
+        "allocation",
         "decodes",
         "gates",
-        "hold",
+        "history",
         "holds_last",
-        "is_behind",
+        "is_rewound",
         "kind",
-        "marks",
         "max_tokens",
         "num_computed",
         "num_prompt",
@@ -113,29 +113,27 @@ class Request:
         self.state = State.WAITING
         self.order: tuple[float, ...] = (number,)
         self.rank = (-submit.priority, number)
-        self.hold = NOTHING_HELD
+        self.allocation = NO_PAGES
         self.holds_last = False
         self.decodes = False
-        self.is_behind = False
+        self.is_rewound = False
         self.gates = ALL_OPEN
         self.waits_for: Node | None = None
-        self.marks = Marks(max_tokens)
+        self.history = History(max_tokens)
 
     @property
     def num_missing(self) -> int:
-        """Positions to compute before the next token can be sampled (or is, by a step in flight: 0)."""
+        """Positions to compute before the next token can be sampled; 0: a step in flight samples it."""
         return self.num_tokens - self.num_computed
 
     @property
     def is_long(self) -> bool:
-        """Whether its rotations are those of long texts."""
+        """Whether it uses long RoPE factors."""
         return 0 < self.short_length < len(self.token_ids)
 
     @property
     def salt(self) -> Salt:
-        """Requests with another one share no prefix with it: of each load of an adapter the KV is another, and so it
-        is with the rotations of long texts.
-        """
+        """Cache namespace. KV depends on the loaded adapter and on the RoPE factors, so both are part of it."""
         submit = self.submit
         if self.is_long:
             return (0 if submit.adapter is None else submit.adapter.id, submit.cache_salt, "long")
@@ -143,16 +141,16 @@ class Request:
 
     @property
     def logprobs(self) -> LogprobRules | None:
-        """The logprobs that it still needs: those of the prompt came with its first token."""
+        """The logprobs that it still needs. Prompt logprobs are complete with the first token."""
         rules = self.submit.logprobs
-        if rules is None or rules.start < 0 or not self.marks.is_text_open:
+        if rules is None or rules.start < 0 or not self.history.is_text_open:
             return rules
         return replace(rules, start=-1)
 
     @property
     def ids_to_match(self) -> list[int]:
-        """The tokens whose KV may come from the prefix cache, and one more: positions that give logprobs or hidden
-        states are computed, and so is the last one.
+        """The tokens whose KV may come from the prefix cache, plus one. Positions with requested logprobs or hidden
+        states must be computed, and so must the last position.
         """
         rules = self.logprobs
         if self.submit.sampling.hidden_states == ALL_STATES and not self.num_output:
@@ -160,7 +158,7 @@ class Request:
         return self.token_ids if rules is None or rules.start < 0 else self.token_ids[: max(rules.start, 1)]
 
     def ids_to_compute(self, start: int, end: int) -> list[int]:
-        """The tokens at these positions as the model reads them, with the placeholders of images."""
+        """Return the tokens at these positions as the model reads them, with image placeholders."""
         if not self.submit.media or start >= self.num_prompt:
             return self.token_ids[start:end]
         return self.submit.prompt_token_ids[start:end] + self.token_ids[self.num_prompt : end]
@@ -169,38 +167,38 @@ class Request:
     def num_output(self) -> int:
         return len(self.token_ids) - self.num_prompt
 
-    def start(self, hold: Hold, num_cached: int) -> None:
-        """Run with these pages, of which the first ``num_cached`` positions are computed."""
-        self.hold = hold
+    def start(self, allocation: Allocation, num_cached: int) -> None:
+        """Start running with these pages. The first ``num_cached`` positions are computed."""
+        self.allocation = allocation
         self.num_computed = num_cached
         self.state = State.RUNNING
         self.wait_for(None)
 
     def stop(self, state: State) -> None:
-        """Stop running: drop the pages (the caller frees them) and all tokens that are still in flight."""
-        self.hold = NOTHING_HELD
+        """Stop running: drop the pages (the caller frees them) and all tokens in flight."""
+        self.allocation = NO_PAGES
         self.holds_last = False
         self.decodes = False
-        self.is_behind = False
+        self.is_rewound = False
         self.num_computed = 0
         self.num_tokens = len(self.token_ids)
         self.wait_for(None)
         self.state = state
 
-    def fall_behind(self, num_computed: int) -> None:
-        """A row up to ``num_computed`` gave none or several tokens, where one was planned for: later rows are late.
+    def rewind(self, num_computed: int) -> None:
+        """Handle a row that returned none or several tokens instead of one. Rows in flight become late.
 
-        Without a token the last position is computed again, for its logits.
+        num_computed: end of the row. If it returned no token, its last position is computed again for its logits.
         """
-        self.hold = copy(self.hold)
+        self.allocation = copy(self.allocation)
         self.num_tokens = len(self.token_ids)
         self.num_computed = min(num_computed, self.num_tokens - 1)
         self.holds_last = False
         self.decodes = False
-        self.is_behind = True
+        self.is_rewound = True
 
     def wait_for(self, node: Node | None) -> None:
-        """Wait for the prefix up to ``node``, which another request is computing; None: for no prefix."""
+        """Wait until another request has computed the prefix up to ``node``. None: stop waiting."""
         self.waits_for = node
         if node is not None:
             self.close_gate(Gate.PREFIX)
@@ -217,27 +215,26 @@ class Request:
 
 
 def end_of(request: Request) -> End | None:
-    """The end of the request if its newest token ends it. A stop token beats the length on the same token.
+    """Return the end of the request if its newest token ends it. A stop token has priority over the length.
 
-    A stop token acts when at least ``min_new_tokens`` output tokens stand before it. (Stop strings are found in the
-    detokenizer.)
+    A stop token only ends the request after ``min_new_tokens`` output tokens. (The detokenizer finds stop strings.)
     """
     token_id = request.token_ids[-1]
     if token_id in request.stop_ids and request.num_output > request.submit.limits.min_new_tokens:
         return End(request.uid, FinishCode.STOP, token_id)
-    if len(request.token_ids) >= request.marks.most_tokens:
+    if len(request.token_ids) >= request.history.most_tokens:
         return End(request.uid, FinishCode.LENGTH)
     return None
 
 
 def num_wanted(submit: Submit) -> int:
-    """The most tokens that a request asks for, prompt and output together."""
+    """Return the maximum number of prompt and output tokens that a request asks for."""
     num_output = submit.limits.max_new_tokens if submit.kind is RequestKind.GENERATE else 0
     return len(submit.prompt_token_ids) + num_output
 
 
 def refusal_of(submit: Submit, *, context_length: int, pool_tokens: int) -> End | None:
-    """The end of a request that ends before it begins: its prompt is empty or too long, or it wants no output."""
+    """Return the end of a request that cannot start: its prompt is empty or too long, or it asks for no output."""
     uid, num_prompt = submit.uid, len(submit.prompt_token_ids)
     if num_prompt == 0:
         return End(uid, FinishCode.FAILED, stage="schedule", message="the prompt has no tokens; give at least one")

@@ -1,12 +1,12 @@
-"""Requests: the living requests, and every change of state that one of them can go through.
+"""Requests: all requests that have not ended, and every change of their state.
 
     submit ──> WAITING ── admit ──> RUNNING ── end ──> ENDED
                   ^  │                 │
                   │  └── end ──> ENDED │
                   └──── preempt ───────┘
 
-A waiting request with a closed gate leaves the queue and is GATED until the gate opens. A running one stays RUNNING,
-unless it is preempted or the gate does not keep pages; then it is GATED too.
+A waiting request with a closed gate leaves the queue and is GATED until the gate opens. A running request stays
+RUNNING, unless it is preempted or the gate releases its pages; then it is GATED too.
 """
 
 from __future__ import annotations
@@ -50,35 +50,35 @@ class Outbox:
 
     @property
     def has_events(self) -> bool:
-        """Whether there is anything to send although no step has a result."""
+        """Whether there are events to send even without the result of a step."""
         return bool(self._ended or self._preempted)
 
     def open_text(self, request: Request, now: float) -> None:
-        """Its first token is here. Preemptions before it are sent now: the detokenizer did not know the request."""
-        marks = request.marks
-        marks.is_text_open = True
-        first_token = FirstToken(request.uid, marks.num_cached, marks.admitted_at or now, now)
+        """Record the first token. Earlier preemptions are sent now, because the detokenizer needs the text first."""
+        history = request.history
+        history.is_text_open = True
+        first_token = FirstToken(request.uid, history.num_cached, history.admitted_at or now, now)
         self._opened.append(TextOpened(first_token, request.submit.text))
-        self._preempted += [request.uid] * marks.num_preemptions
+        self._preempted += [request.uid] * history.num_preemptions
         self.totals.prompt_tokens += request.num_prompt
-        self.totals.cached_tokens += marks.num_cached
+        self.totals.cached_tokens += history.num_cached
 
     def reopen_text(self, request: Request, continuation: Continuation) -> None:
-        """It had its first token before its processes were replaced; the detokenizer begins its text anew."""
-        first_token, marks = continuation.first_token, request.marks
-        marks.is_text_open = True
-        marks.admitted_at, marks.num_cached = first_token.admitted_at, first_token.num_cached
+        """Record a request that had its first token before a process was replaced."""
+        first_token, history = continuation.first_token, request.history
+        history.is_text_open = True
+        history.admitted_at, history.num_cached = first_token.admitted_at, first_token.num_cached
         opened = TextOpened(first_token, request.submit.text, continuation.token_ids, continuation.num_preemptions)
         self._opened.append(opened)
 
     def preempt(self, request: Request) -> None:
-        request.marks.num_preemptions += 1
+        request.history.num_preemptions += 1
         self.totals.num_preemptions += 1
-        if request.marks.is_text_open:
+        if request.history.is_text_open:
             self._preempted.append(request.uid)
 
     def end(self, end: End, *, is_known: bool = False) -> None:
-        """A request is over; ``is_known``: the frontend knows already, and only the totals change."""
+        """Record the end of a request. is_known: the frontend already knows; only the totals change."""
         if end.code in FINISHED_CODES:
             self.totals.num_finished += 1
         else:
@@ -91,7 +91,7 @@ class Outbox:
         self.take()
 
     def take(self, tokens: TokenColumns | None = None) -> StepOutput:
-        """The tokens of a step, if there was one, with all events up to now."""
+        """Return the tokens of a step, if any, with all collected events."""
         output = StepOutput(tokens or TokenColumns(), self._opened, self._preempted, self._ended)
         self._opened, self._preempted, self._ended = [], [], []
         return output
@@ -102,25 +102,25 @@ _rank = attrgetter("rank")
 
 
 class UidInUseError(ValueError):
-    """A request with this uid is alive."""
+    """A request with this uid has not ended."""
 
 
 class Requests:
     """The queue, the running requests, and their pages.
 
     Attributes:
-        waiting: the queue, sorted by ``order``. running: sorted by ``rank``. gated: by uid, those beside the queue. All
-            three are for reading.
-        is_stalled: nothing can be computed until a gate opens or a request comes or goes; set by
+        waiting: the queue, sorted by ``order``. running: sorted by ``rank``. gated: by uid, the requests outside the
+            queue. Read-only for callers.
+        is_stalled: nothing can be computed until a gate opens, or a request is added or ends. Set by
             ``Scheduler.schedule``.
-        closed: uids that the runner knows and that have ended or lost their pages, for the next plan.
-        outbox: the events. cache: the pages. adapters: their slots. pace: how fast steps and the queue are.
+        closed: uids for ``Plan.closed``: the runner knows them, and they have ended or lost their pages.
+        outbox: the events. cache: the pages. adapters: the adapter slots. pace: estimates of step and queue time.
     """
 
     def __init__(
         self, settings: SchedulerSettings, cache: PrefixCache, *, pool_tokens: int, num_adapter_slots: int
     ) -> None:
-        """``pool_tokens``: as many tokens has the longest request for which the pages suffice, or more."""
+        """pool_tokens: number of tokens of the longest request that fits into the pool."""
         self.cache = cache
         self._pool_tokens = pool_tokens
         self.outbox = Outbox()
@@ -139,25 +139,25 @@ class Requests:
         self._policy: Policy = plugins.load("scheduler/policies", settings.policy)()
         self._deadlines = Deadlines()
         self._requests: dict[int, Request] = {}
-        self._sessions: set[int] = set()  # for which pages are pinned
+        self._sessions: set[int] = set()  # sessions whose pages are pinned
         self._num_submitted = 0
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request waits in the queue or runs, or none of them can go on for now."""
+        """Whether no request can be computed now."""
         return self.is_stalled or not (self.waiting or self.running)
 
     def candidates(self) -> Iterable[Request]:
-        """The waiting requests, in the order in which to admit them. An admission can reorder those behind it."""
+        """Return the waiting requests in the order of admission. An admission can reorder the requests after it."""
         return self._tenants.in_turn(list(self._policy.candidates(self.waiting, self._num_cached)))
 
     # ------------------------------------------------------------ from outside
 
     def submit(self, submit: Submit, now: float = 0.0) -> None:
-        """Queue a request. One that can never run is ended at once, and so is a late one that asked for that.
+        """Queue a request. End it at once if it can never run, or if it has ``refuse_late`` and would be late.
 
         Raises:
-            UidInUseError: a request with this uid is alive.
+            UidInUseError: a request with this uid has not ended.
         """
         if submit.uid in self._requests:
             raise UidInUseError(f"uid {submit.uid} was submitted twice; a uid is unique for the life of the engine")
@@ -191,10 +191,10 @@ class Requests:
         *,
         stage: str = "detokenize",
     ) -> None:
-        """End requests in any state; unknown uids are ignored. Their pages are free at once.
+        """End requests in any state and free their pages at once. Ignores unknown uids.
 
-        STOP comes from the detokenizer, which has reported the end to the frontend: no ``End`` is sent for it.
-        ``stage``: where they failed, with FAILED.
+        STOP comes from the detokenizer, which has already told the frontend, so no ``End`` is sent.
+        stage: where they failed, if ``code`` is FAILED.
         """
         stage = stage if code is FinishCode.FAILED else ""
         for request in self._living(uids):
@@ -203,16 +203,15 @@ class Requests:
     def close_gate(self, uids: Iterable[int], gate: Gate) -> None:
         """Give these requests no row in any later plan until ``open_gate``. Unknown uids are ignored.
 
-        A running request keeps its pages unless ``gate.keeps_pages`` is False; its rows in flight still give their
-        tokens while it keeps them, and its other pages stay in the prefix cache while there is room. A gate that is to
-        hold a new request is closed right after ``submit``.
+        A running request keeps its pages unless ``gate.keeps_pages`` is False. While it keeps them, tokens of its rows
+        in flight are accepted. To gate a new request, call this right after ``submit``.
 
         Raises:
-            ValueError: the gate is one of those of admission.
+            ValueError: the gate belongs to admission.
         """
         _check_gate(gate)
         for request in self._living(uids):
-            if Gate.ADAPTER in request.gates:  # it needs no slot for now
+            if Gate.ADAPTER in request.gates:  # it does not need a slot now
                 self.adapters.leave(request.uid)
                 request.open_gate(Gate.ADAPTER)
             request.close_gate(gate)
@@ -220,10 +219,10 @@ class Requests:
                 self._let_wait(request)
 
     def open_gate(self, uids: Iterable[int], gate: Gate) -> None:
-        """Continue these requests, unless another gate is closed. Unknown uids and open gates are ignored.
+        """Continue these requests, unless another gate is closed. Ignores unknown uids and open gates.
 
         Raises:
-            ValueError: the gate is one of those of admission.
+            ValueError: the gate belongs to admission.
         """
         _check_gate(gate)
         for request in self._living(uids):
@@ -233,28 +232,28 @@ class Requests:
                 self._let_wait(request)
 
     def release(self, uids: Iterable[int]) -> None:
-        """These requests return to the queue: the adapters that they waited for are ready, or they start anew."""
+        """Return these requests to the queue: their adapters are ready, or they must be recomputed."""
         for request in self._living(uids):
             request.open_gate(Gate.ADAPTER)
             self._let_wait(request)
 
     def close_session(self, session: int) -> None:
-        """Pin nothing for a session any more, unless another request of it is submitted."""
+        """Remove the pins of a session. A later request of the session pins pages again."""
         self._sessions.discard(session)
         self.cache.unpin(session)
 
     def expire(self, now: float) -> None:
-        """End the requests whose deadline has passed. ``Scheduler.schedule`` does it too."""
+        """End the requests whose deadline has passed. ``Scheduler.schedule`` also does this."""
         for request, kind in self._deadlines.take_expired(now, self._requests):
             self.end(request, End(request.uid, FinishCode.DEADLINE, kind))
         self._deadlines.sweep(self._requests)
 
     def next_deadline(self) -> float | None:
-        """When ``expire`` should be called at the latest; None: no request has a deadline."""
+        """Return the time at which ``expire`` must be called, or None if no request has a deadline."""
         return self._deadlines.next_time(self._requests)
 
     def forget_all(self) -> None:
-        """Drop all requests and all events that were not reported; what was computed stays cached."""
+        """Drop all requests and unreported events. Computed pages stay cached."""
         for request in list(self._requests.values()):
             self.end(request, None)
         self._deadlines = Deadlines()
@@ -263,7 +262,7 @@ class Requests:
     # ------------------------------------------------------------ from the steps
 
     def has_adapter(self, request: Request, adapter: Adapter) -> bool:
-        """Whether the adapter of a waiting request is ready for it; else the request now waits for it, in line."""
+        """Return whether the adapter of a waiting request is ready. If not, the request joins the load queue."""
         key, waiter = key_of(adapter), Waiter(request.uid, request.submit.tenant, request.order)
         if self.adapters.may_use(key, waiter):
             return True
@@ -273,57 +272,57 @@ class Requests:
         return False
 
     def admit(self, request: Request, match: Match, now: float) -> None:
-        """Run a waiting request on the pages of ``match`` and as many new ones as its tokens need."""
-        hold = self.cache.lock(request.token_ids, match)
+        """Start a waiting request with the pages of ``match`` and new pages for its other tokens."""
+        allocation = self.cache.lock(request.token_ids, match)
         num_cached = len(match.path) * self.cache.page_size
         snapshots = self.cache.snapshots
-        if snapshots and hold.snapshots and request.kind is RequestKind.GENERATE and not request.submit.embeds:
-            snapshots.stop_before(hold.snapshots, num_cached, len(request.token_ids))
+        if snapshots and allocation.snapshots and request.kind is RequestKind.GENERATE and not request.submit.embeds:
+            snapshots.stop_before(allocation.snapshots, num_cached, len(request.token_ids))
         del self.waiting[bisect_left(self.waiting, request.order, key=_order)]
-        request.start(hold, num_cached)
+        request.start(allocation, num_cached)
         insort(self.running, request, key=_rank)
         if request.submit.adapter is not None:
             waiter = Waiter(request.uid, request.submit.tenant, request.order)
             self.adapters.use(key_of(request.submit.adapter), waiter)
         self.pace.note_admission(now, has_next=bool(self.waiting))
-        marks = request.marks
-        if not marks.num_charged:
-            marks.num_charged = request.max_tokens
-            self._tenants.charge(request.submit.tenant, marks.num_charged)
-        if marks.admitted_at is None:
-            marks.admitted_at = now
-            marks.num_cached = num_cached
+        history = request.history
+        if not history.num_charged:
+            history.num_charged = request.max_tokens
+            self._tenants.charge(request.submit.tenant, history.num_charged)
+        if history.admitted_at is None:
+            history.admitted_at = now
+            history.num_cached = num_cached
 
     def preempt(self) -> Request:
-        """Take the pages of the last running request and put it back into the queue, or beside it; returns it."""
+        """Release the pages of the last running request, return it to the queue or its gate, and return it."""
         request = self.running[-1]
         self._let_wait(request)
         self.outbox.preempt(request)
         return request
 
     def end(self, request: Request, end: End | None, *, is_known: bool = False, is_invalid: bool = False) -> None:
-        """End a request in any state. Its pages are free at once; its rows in flight are late.
+        """End a request in any state. Its pages are free at once; its rows in flight become late.
 
-        end: None where it is only forgotten: that counts in no total. is_known: the frontend knows of the end already.
-        is_invalid: what it computed is wrong and must not be found by other requests.
+        end: None: only forget the request, without an event. is_known: the frontend already knows of the end.
+        is_invalid: its KV is wrong and must not be reused by other requests.
         """
         del self._requests[request.uid]
         session = request.submit.session
         if session in self._sessions and end is not None and end.code in ANSWERED_CODES and not is_invalid:
-            self.cache.pin(session, request.hold)
-        if request.marks.num_charged:
-            self._tenants.charge(request.submit.tenant, len(request.token_ids) - request.marks.num_charged)
+            self.cache.pin(session, request.allocation)
+        if request.history.num_charged:
+            self._tenants.charge(request.submit.tenant, len(request.token_ids) - request.history.num_charged)
         self._tenants.leave(request.submit.tenant)
         self._take_out(request, State.ENDED, is_invalid=is_invalid)
         if end is not None:
             self.outbox.end(end, is_known=is_known)
 
     def _living(self, uids: Iterable[int]) -> list[Request]:
-        """The living ones among these, each once."""
+        """Return the requests of these uids that have not ended, each once."""
         return [self._requests[uid] for uid in dict.fromkeys(uids) if uid in self._requests]
 
     def _let_wait(self, request: Request) -> None:
-        """Move it into the queue, or beside it while a gate is closed."""
+        """Move a request into the queue, or out of it while a gate is closed."""
         is_gated = bool(request.gates - {Gate.PREFIX})
         self._take_out(request, State.GATED if is_gated else State.WAITING)
         if is_gated:
@@ -332,13 +331,13 @@ class Requests:
             insort(self.waiting, request, key=_order)
 
     def _take_out(self, request: Request, state: State, *, is_invalid: bool = False) -> None:
-        """Remove it from the list in which it stands now."""
+        """Remove a request from its current list."""
         self.is_stalled = False
         if request.submit.adapter is not None and (request.state is not State.GATED or Gate.ADAPTER in request.gates):
-            self.adapters.leave(request.uid)  # else it leaves the line, and is released
+            self.adapters.leave(request.uid)
         if request.state is State.RUNNING:
             del self.running[bisect_left(self.running, request.rank, key=_rank)]
-            self.cache.unlock(request.hold, is_invalid=is_invalid)
+            self.cache.unlock(request.allocation, is_invalid=is_invalid)
             self.closed.append(request.uid)
         elif request.state is State.GATED:
             del self.gated[request.uid]
@@ -359,10 +358,10 @@ class Requests:
 
 
 def key_of(adapter: Adapter) -> tuple[str, str]:
-    """What an adapter is found by: names of the same files share a slot."""
+    """Return the key of an adapter slot. Names of the same files share a slot."""
     return adapter.path, adapter.fingerprint
 
 
 def _check_gate(gate: Gate) -> None:
     if gate in OF_ADMISSION:
-        raise ValueError(f"{gate} belongs to admission; a call can open and close every other gate")
+        raise ValueError(f"{gate} belongs to admission; only other gates can be opened and closed by a call")

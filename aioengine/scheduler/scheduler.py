@@ -1,8 +1,9 @@
-"""Scheduler: ``schedule`` plans the next step, ``apply`` takes in the result of a step.
+"""Scheduler: ``schedule`` plans the next step, ``apply`` processes the result of a step.
 
-Every plan has one row for each request that computes something in that step (``planner`` chooses them). Plans may be
-launched before earlier ones are applied. A row whose request was preempted or ended in between is *late*: its tokens do
-not count, and what it wrote lies in pages that are not its own any more; their next owner writes them again.
+A plan has one row for each request that computes something in the step (``planner`` chooses them). Plans may be
+launched before earlier plans are applied. If the request of a row was preempted or ended in between, the row is *late*:
+its tokens are dropped. Its KV was written to pages that the request does not own any more; their next owner overwrites
+it.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ if TYPE_CHECKING:
     from aioengine.scheduler.plan import Plan, Row, StepResult
     from aioengine.scheduler.request import Request
 
-_GIVEN = {TOKENS: "token", VECTOR: "vector", DISTRIBUTION: "distribution"}
+_OUTPUT_NAMES = {TOKENS: "token", VECTOR: "vector", DISTRIBUTION: "distribution"}
 
 
 class Scheduler:
-    """Chooses what each step computes. It has no I/O and no clock.
+    """Plans what each step computes. It has no I/O and no clock.
 
     Attributes:
-        requests: the living requests. cache: their pages.
+        requests: the requests that have not ended. cache: their pages.
     """
 
     def __init__(
@@ -49,13 +50,12 @@ class Scheduler:
         windows: tuple[int | None, ...] = (),
         num_snapshots: int = 0,
     ) -> None:
-        """``windows``: of the groups of layers that have pages of their own (``PageGroups``); empty: one for all.
-
-        num_snapshots: of states that have room.
+        """windows: the window of each page group (``PageGroups``); empty: one group without a window.
+        num_snapshots: number of state snapshots that fit into the runner's pool.
         """
         groups = PageGroups(windows=windows or (None,), page_size=page_size, min_tokens=settings.min_tokens)
         enabled, span, snapshots = settings.prefix_cache, settings.snapshot_tokens, None
-        if span:  # without a snapshot nothing can be reused
+        if span:  # with recurrent states, a prefix can only be reused from a snapshot
             enabled = enabled and num_snapshots > 0 and not windows
             snapshots = Snapshots(num_snapshots, span=span, page_size=page_size) if enabled else None
         if windows:
@@ -70,14 +70,14 @@ class Scheduler:
         self._applied_at = 0.0
 
     def schedule(self, now: float) -> Plan | None:
-        """The next step, or None when there is nothing to compute before a step in flight is applied.
+        """Plan the next step. Return None if nothing can be computed before a step in flight is applied.
 
-        Every plan must be given to ``apply``, in the same order, or to ``fail``.
+        Pass every plan to ``apply``, in the same order, or to ``fail``.
         """
         requests = self.requests
         requests.expire(now)
         flight = Flight(now)
-        requests.is_stalled = not self._flights  # until the planner or a change of the requests clears it
+        requests.is_stalled = not self._flights  # the planner, or any change of the requests, resets it
         self._planner.fill(flight, now, is_overlapped=bool(self._flights))
         if not flight.requests:
             return None
@@ -89,18 +89,20 @@ class Scheduler:
     # ------------------------------------------------------------ results
 
     def apply(self, plan: Plan, result: StepResult, now: float) -> StepOutput:
-        """Take in the result of the oldest plan in flight, which fits it (``StepResult.check``).
+        """Process the result of the oldest plan in flight. Check it with ``StepResult.check`` first.
 
-        Returns the tokens that count, with all events since the last time.
+        Return the accepted tokens and all events since the last call.
         """
         flight = self._take_flight(plan)
         self.requests.pace.note_step(now - max(flight.planned_at, self._applied_at), flight.num_prompt_tokens)
         self._applied_at = now
         cache = self.cache
         single, others = _by_row(plan, result)
-        limits: dict[int, int] = {}  # uid -> how many of its tokens count, where that is not all
-        for row, request, hold, token_id in zip(plan.rows, flight.requests, flight.holds, single, strict=True):
-            if request.hold is not hold:
+        limits: dict[int, int] = {}  # uid -> number of accepted tokens, if not all are accepted
+        for row, request, allocation, token_id in zip(
+            plan.rows, flight.requests, flight.allocations, single, strict=True
+        ):
+            if request.allocation is not allocation:
                 limits[row.uid] = 0  # late
                 continue
             if token_id < 0:
@@ -109,11 +111,11 @@ class Scheduler:
                     limits[row.uid] = num_taken
                 continue
             end = row.start + row.count
-            if end >= hold.border:
-                cache.insert(hold, request.token_ids, end)
+            if end >= allocation.next_insert_at:
+                cache.insert(allocation, request.token_ids, end)
             known = request.token_ids
             known.append(token_id)
-            if not request.marks.is_text_open:
+            if not request.history.is_text_open:
                 self._outbox.open_text(request, now)
             if token_id in request.stop_ids or len(known) >= request.max_tokens:
                 ended = end_of(request)
@@ -133,29 +135,29 @@ class Scheduler:
     def _take_other(
         self, row: Row, request: Request, result: StepResult, new: list[int] | None, *, now: float
     ) -> int | None:
-        """Take in a row that does not give exactly one token; returns how many tokens count, None for all of them.
+        """Process a row without exactly one token. Return the number of accepted tokens; None: all of them.
 
-        new: its tokens; None where it has none and should have given something.
+        new: its tokens. None: the row has no output.
         """
         error = result.failed.get(row.uid)
-        if error is None and new is None and row.gives:
-            error = f"the runner gave no {_GIVEN[row.gives]}"
+        if error is None and new is None and row.outputs:
+            error = f"the runner gave no {_OUTPUT_NAMES[row.outputs]}"
         if error is not None:
             failed = End(row.uid, FinishCode.FAILED, stage="sample", message=error)
             self.requests.end(request, failed, is_invalid=True)
             return 0
         end = row.start + row.count
-        if end >= request.hold.border:
-            self.cache.insert(request.hold, request.token_ids, end)
+        if end >= request.allocation.next_insert_at:
+            self.cache.insert(request.allocation, request.token_ids, end)
         if new is None:  # a part of a prompt
             return None
-        is_last = bool(row.gives & (VECTOR | DISTRIBUTION))
-        if (new or is_last) and not request.marks.is_text_open:
+        is_last = bool(row.outputs & (VECTOR | DISTRIBUTION))
+        if (new or is_last) and not request.history.is_text_open:
             self._outbox.open_text(request, now)
         if is_last:
-            self.requests.end(request, End(row.uid, FinishCode.STOP if row.gives & VECTOR else FinishCode.LENGTH))
+            self.requests.end(request, End(row.uid, FinishCode.STOP if row.outputs & VECTOR else FinishCode.LENGTH))
             return None
-        is_complete = row.uid in result.complete  # it ends with the last of its tokens
+        is_complete = row.uid in result.complete  # its grammar allows no token after these
         for num_taken, token_id in enumerate(new, 1):
             request.token_ids.append(token_id)
             ended = end_of(request)
@@ -167,30 +169,30 @@ class Scheduler:
         if len(request.token_ids) >= request.max_tokens:
             self._restart_long(request)
         else:
-            request.fall_behind(end)
+            request.rewind(end)
         return None
 
     def _restart_long(self, request: Request) -> None:
-        """Compute a running request, of which no row is in flight, from its start with the rotations of long texts."""
-        request.max_tokens = request.marks.most_tokens
+        """Recompute a running request without rows in flight from position 0, now with long RoPE factors."""
+        request.max_tokens = request.history.most_tokens
         self.requests.release([request.uid])
 
     def _end_complete(self, flight: Flight, result: StepResult) -> None:
-        """End the requests whose grammar allows no further token, unless they are over or their rows are late."""
-        for row, request, hold in zip(flight.plan.rows, flight.requests, flight.holds, strict=True):
-            if row.uid in result.complete and request.hold is hold:
+        """End the requests whose grammar allows no further token, unless their rows are late."""
+        for row, request, allocation in zip(flight.plan.rows, flight.requests, flight.allocations, strict=True):
+            if row.uid in result.complete and request.allocation is allocation:
                 self.requests.end(request, End(row.uid, FinishCode.STOP))
 
     def fail(self, plan: Plan, message: str) -> None:
-        """A plan in flight has no result: its requests end, all others go on.
+        """End the requests of a plan in flight that has no result. Other requests continue.
 
-        Whether the runner has read a plan that could not be launched is unknown: what it closed is closed again, and
-        what it opened without a row is admitted again.
+        If a launch failed, it is unknown which parts of the plan the runner has processed. So uids closed by the plan
+        are closed again, and new requests without a row in it are admitted again.
         """
-        num_later = len(self._flights) - 1 - self._place_of(plan)
+        num_later = len(self._flights) - 1 - self._index_of(plan)
         flight = self._take_flight(plan)
-        for request, hold in zip(flight.requests, flight.holds, strict=True):
-            if request.hold is hold:
+        for request, allocation in zip(flight.requests, flight.allocations, strict=True):
+            if request.allocation is allocation:
                 self.requests.end(request, End(request.uid, FinishCode.FAILED, stage="forward", message=message))
         if num_later == 0:
             self.requests.closed = plan.closed + self.requests.closed
@@ -198,20 +200,20 @@ class Scheduler:
             self.requests.release(new.uid for new in plan.new_rows if new.uid in running)
 
     def _take_flight(self, plan: Plan) -> Flight:
-        flight = self._flights[self._place_of(plan)]
+        flight = self._flights[self._index_of(plan)]
         self._flights.remove(flight)
         return flight
 
-    def _place_of(self, plan: Plan) -> int:
-        for place, flight in enumerate(self._flights):
+    def _index_of(self, plan: Plan) -> int:
+        for index, flight in enumerate(self._flights):
             if flight.plan is plan:
-                return place
+                return index
         raise ValueError("this plan is not in flight; each plan is applied or failed exactly once")
 
     # ------------------------------------------------------------ figures
 
     def stats(self, now: float) -> Stats:
-        """A snapshot of the counters, dated ``now``."""
+        """Return the current counters, with ``now`` as their time."""
         requests, cache = self.requests, self.cache
         return Stats(
             **asdict(self._outbox.totals),
@@ -226,30 +228,30 @@ class Scheduler:
         )
 
     def check_integrity(self) -> None:
-        """Raises RuntimeError unless free, cached and owned pages add up. Cheap when no request runs."""
-        self.cache.check_integrity(request.hold for request in self.requests.running)
+        """Raise RuntimeError unless free, cached and owned pages add up. Cheap if no request runs."""
+        self.cache.check_integrity(request.allocation for request in self.requests.running)
         self.requests.adapters.check_integrity()
 
 
 def _by_row(plan: Plan, result: StepResult) -> tuple[list[int], dict[int, list[int]]]:
-    """For each row of the plan its only token, -1 for any other row; and by uid the tokens of those other rows.
+    """Return the token of each row (-1 if it does not have exactly one), and the tokens of these other rows by uid.
 
-    These have an entry where they gave what they should: none or several tokens, a vector, or a distribution.
+    A row has an entry by uid if it has its planned output: none or several tokens, a vector, or a distribution.
     """
     tokens = result.tokens
     others: dict[int, list[int]] = {}
     single = tokens.token_ids
     if tokens.counts is not None:
-        given = {extra.uid for extra in tokens.extras if extra.kind in (POOLED_VECTOR, NEXT_LOGPROBS)}
-        rows = [row for row in plan.rows if row.gives]
+        with_extra = {extra.uid for extra in tokens.extras if extra.kind in (POOLED_VECTOR, NEXT_LOGPROBS)}
+        rows = [row for row in plan.rows if row.outputs]
         single = list[int]()
         for row, new in zip(rows, tokens.rows(), strict=True):
             ids = [new] if isinstance(new, int) else new
             single.append(ids[0] if len(ids) == 1 else -1)
-            if len(ids) != 1 and (row.gives & TOKENS or row.uid in given):
+            if len(ids) != 1 and (row.outputs & TOKENS or row.uid in with_extra):
                 others[row.uid] = ids
     if len(single) < len(plan.rows) or result.failed:
-        each = iter(single)
-        of_rows = [(row.uid, next(each) if row.gives else -1) for row in plan.rows]
-        single = [-1 if uid in result.failed else token_id for uid, token_id in of_rows]
+        next_token = iter(single)
+        by_row = [(row.uid, next(next_token) if row.outputs else -1) for row in plan.rows]
+        single = [-1 if uid in result.failed else token_id for uid, token_id in by_row]
     return single, others

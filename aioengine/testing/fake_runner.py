@@ -24,7 +24,7 @@ from aioengine.protocol.columns import HIDDEN_STATES, NO_TOKEN, POOLED_VECTOR, E
 from aioengine.protocol.messages import ALL_STATES, Reply, RequestKind
 from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS, OUTPUT_LOGPROBS, prompt_extras
 from aioengine.scheduler.plan import StepResult, UnknownOrderError
-from aioengine.scheduler.planner import GIVES
+from aioengine.scheduler.planner import OUTPUTS
 from aioengine.testing.faults import Faults
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class _FakeRow:
 
     __slots__ = (
         "adapter",
-        "is_behind",
+        "is_rewound",
         "kind",
         "last_token",
         "logprobs",
@@ -203,7 +203,7 @@ class _FakeRow:
         self.num_prompt = opened.num_prompt
         self.pages = list(opened.pages)
         self.num_steps = 0
-        self.is_behind = False
+        self.is_rewound = False
         self.last_token: int | None = None
 
 
@@ -324,14 +324,14 @@ class FakeRunner:
         if held is None:
             raise RuntimeError(f"row of request {row.uid}, which was never opened")
         held.pages += row.new_pages
-        if held.is_behind and len(row.token_ids) < row.count:
+        if held.is_rewound and len(row.token_ids) < row.count:
             tokens.add(row.uid, ())  # launched before it was known how many tokens the step before gives
             return
         self._write(row, held)
-        if not row.gives:
+        if not row.outputs:
             return
-        if row.gives != GIVES[held.kind]:
-            raise RuntimeError(f"request {row.uid} of kind {held.kind.name} has a row that gives {row.gives}")
+        if row.outputs != OUTPUTS[held.kind]:
+            raise RuntimeError(f"request {row.uid} of kind {held.kind.name} has a row that gives {row.outputs}")
         end = row.start + row.count
         checksum = self._checksum(held.pages, end)
         self._add_prompt_logprobs(row, held, tokens)
@@ -341,7 +341,7 @@ class FakeRunner:
             return
         digit = self._tokens_per_step[held.num_steps % len(self._tokens_per_step)]
         held.num_steps += 1
-        held.is_behind = digit != 1
+        held.is_rewound = digit != 1
         new: list[int] = []
         for position in range(end, end + digit):
             if new:
@@ -406,7 +406,7 @@ class FakeRunner:
         """Fail the first row that gives anything, in the step that the faults name."""
         if self._faults is None or self._faults.fail_row_at != self._step:
             return
-        row = next((row for row in plan.rows if row.gives), None)
+        row = next((row for row in plan.rows if row.outputs), None)
         if row is None:
             return
         result.failed[row.uid] = f"as asked for by fail_row_at={self._step}"

@@ -50,9 +50,9 @@ class ScriptedRunner:
         ticket = self._inner.launch(plan)
         inner = ticket.result.tokens
         tokens = TokenColumns(extras=[extra for extra in inner.extras if extra.kind != OUTPUT_LOGPROBS])
-        rows = [row for row in plan.rows if row.gives]
+        rows = [row for row in plan.rows if row.outputs]
         for row, new in zip(rows, inner.rows(), strict=True):
-            if not row.gives & TOKENS or row.uid in ticket.result.failed:
+            if not row.outputs & TOKENS or row.uid in ticket.result.failed:
                 tokens.add(row.uid, [new] if isinstance(new, int) else new)
             else:
                 self._add(row, tokens)

@@ -1,4 +1,4 @@
-"""Embeddings on a GPU: the shapes of bge-large, bge-base and, as an embedder, Qwen3-0.6B; random weights, bf16.
+"""Embeddings on a GPU: the shapes of bge-large, bge-base and, as an embedder, Qwen3-0.6B; random weights.
 
     python -m benchmarks.gpu.embeddings --models /tmp/bench-models
     python -m benchmarks.gpu.embeddings --models /tmp/bench-models --shapes bge-base --repeat 5
@@ -23,7 +23,7 @@ BERT = {
     "model_type": "bert",
     "vocab_size": 30522,
     "max_position_embeddings": 512,
-    "torch_dtype": "bfloat16",
+    "torch_dtype": "float32",  # as these models are published; dtype="auto" computes in float16 on a GPU
 }
 QWEN = {
     "architectures": ["Qwen3Model"],

@@ -1,4 +1,4 @@
-"""A small world around SchedulerCore: it submits, steps, keeps what came out, and checks what must always hold."""
+"""A small world around SchedulerCore: submits, steps, records the output, and checks invariants after each step."""
 
 from __future__ import annotations
 
@@ -106,9 +106,9 @@ class WatchedRunner:
                 continue
             assert uid in uids or uid in plan.closed or counts[uid] >= self.max_new[uid], f"{uid} stands still"
         for row in plan.rows:
-            counts[row.uid] += row.gives == TOKENS
+            counts[row.uid] += row.outputs == TOKENS
             assert counts[row.uid] <= self.max_new[row.uid], f"{row.uid} runs beyond its end"
-        self._must_advance = [row.uid for row in plan.rows if row.gives == TOKENS]
+        self._must_advance = [row.uid for row in plan.rows if row.outputs == TOKENS]
 
 
 @dataclass

@@ -115,8 +115,8 @@ def test_decode_rows_come_first_and_carry_no_tokens() -> None:
     for _ in range(10):
         world.step()
         first, second = world.runner.plans[-1].rows
-        assert (first.uid, first.count, first.token_ids, first.gives) == (1, 1, [], TOKENS)
-        assert (second.uid, second.count, second.gives) == (2, 7, NOTHING)
+        assert (first.uid, first.count, first.token_ids, first.outputs) == (1, 1, [], TOKENS)
+        assert (second.uid, second.count, second.outputs) == (2, 7, NOTHING)
 
 
 def test_decode_cost_is_how_many_tokens_a_decode_row_counts_for() -> None:

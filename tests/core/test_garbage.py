@@ -22,7 +22,7 @@ def run(scheduler: Scheduler, submits: list[Submit]) -> None:
     while not scheduler.requests.is_idle:
         plan = scheduler.schedule(0.0)
         assert plan is not None
-        uids = [row.uid for row in plan.rows if row.gives == TOKENS]
+        uids = [row.uid for row in plan.rows if row.outputs == TOKENS]
         scheduler.apply(plan, StepResult(TokenColumns(uids, [5] * len(uids))), 0.0)
 
 

@@ -35,7 +35,7 @@ def test_a_pooling_request_gives_a_vector_and_no_token(depth: int, max_new: int)
     world = world_of(depth)
     world.submit(pooled(submit_of(1, list(range(10))), max_new=max_new))
     world.run()
-    assert [row.gives for plan in world.runner.plans for row in plan.rows] == [VECTOR]
+    assert [row.outputs for plan in world.runner.plans for row in plan.rows] == [VECTOR]
     assert (world.ended[1].code, world.ended[1].matched, world.outputs[1]) == (FinishCode.STOP, None, [])
     assert set(world.runner.vectors) == {1}
     stats = world.core.scheduler.stats(world.now)
@@ -49,7 +49,7 @@ def test_only_the_last_chunk_of_the_prompt_gives_the_vector(depth: int) -> None:
     world.submit(pooled(submit_of(1, list(range(30)))))
     world.run()
     rows = [row for plan in world.runner.plans for row in plan.rows]
-    assert [(row.count, row.gives) for row in rows] == [(8, NOTHING)] * 3 + [(6, VECTOR)]
+    assert [(row.count, row.outputs) for row in rows] == [(8, NOTHING)] * 3 + [(6, VECTOR)]
     world.check_all_over()
 
 
@@ -59,7 +59,7 @@ def test_pooling_and_generating_requests_share_steps_and_prefixes(depth: int) ->
     prompt = list(range(24))
     world.submit(submit_of(1, prompt), pooled(submit_of(2, prompt)), submit_of(3, [7, 8]), pooled(submit_of(4, [7, 9])))
     world.run()
-    assert any({row.gives for row in plan.rows} >= {TOKENS, VECTOR} for plan in world.runner.plans)
+    assert any({row.outputs for row in plan.rows} >= {TOKENS, VECTOR} for plan in world.runner.plans)
     assert world.opened[2].first_token.num_cached == 20
     assert set(world.runner.vectors) == {2, 4}
     world.check_all_over()
@@ -139,10 +139,10 @@ def test_a_result_without_the_vector_fails_that_request() -> None:
 
 def test_the_fake_runner_refuses_rows_that_do_not_match_the_kind_of_their_request() -> None:
     runner = FakeRunner(NO_EOS, num_pages=8, page_size=4)
-    for uid, (kind, gives) in enumerate([(RequestKind.POOL, TOKENS), (RequestKind.GENERATE, VECTOR)]):
+    for uid, (kind, outputs) in enumerate([(RequestKind.POOL, TOKENS), (RequestKind.GENERATE, VECTOR)]):
         opened = NewRow(uid, Sampling(0), 1, [1], [uid], kind)
-        with pytest.raises(RuntimeError, match=f"of kind {kind.name} has a row that gives {gives}"):
-            runner.launch(Plan([Row(uid, 0, 1, gives, [1])], [opened]))
+        with pytest.raises(RuntimeError, match=f"of kind {kind.name} has a row that gives {outputs}"):
+            runner.launch(Plan([Row(uid, 0, 1, outputs, [1])], [opened]))
 
 
 @DEPTHS

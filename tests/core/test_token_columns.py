@@ -64,7 +64,7 @@ def test_more_tokens_than_a_step_computes_are_computed_in_chunks_beside_prompts(
     world.submit(submit_of(1, [5] * 6, limits=Limits(28)), submit_of(2, [5] * 40))
     world.run()
     world.check_all_over()
-    plans = [[(row.uid, row.count, row.gives) for row in plan.rows] for plan in world.runner.plans]
+    plans = [[(row.uid, row.count, row.outputs) for row in plan.rows] for plan in world.runner.plans]
     assert [(1, 5, 0), (2, 2, 0)] in plans
     assert [(1, 4, 1), (2, 3, 0)] in plans
     assert max(plan.num_tokens for plan in world.runner.plans) <= 8
@@ -168,7 +168,7 @@ def test_a_result_whose_rows_are_not_those_of_the_plan_fails_the_step(
     output = world.core.step(0.0)
     assert output is not None
     assert [(ended.uid, ended.code) for ended in output.ended] == [(1, FinishCode.FAILED), (2, FinishCode.FAILED)]
-    assert "BadColumnsError: the runner gave rows of the requests" in output.ended[0].message
+    assert "BadColumnsError: the runner returned rows of the requests" in output.ended[0].message
     monkeypatch.undo()
     world.submit(submit_of(3, [5, 6]))
     world.run()
@@ -201,5 +201,5 @@ def test_rows_can_be_added_iterated_and_limited() -> None:
 def test_a_result_has_no_entry_for_rows_that_give_nothing() -> None:
     plan = Plan([Row(1, 0, 2, 0, [5, 6]), Row(2, 0, 1, 1, [5])])
     StepResult(TokenColumns([2], [7])).check(plan)
-    with pytest.raises(BadColumnsError, match=r"rows of the requests \[1, 2\], not of \[2\]"):
+    with pytest.raises(BadColumnsError, match=r"rows of the requests \[1, 2\], not \[2\]"):
         StepResult(TokenColumns([1, 2], [7, 7])).check(plan)

@@ -114,7 +114,7 @@ def test_a_long_request_holds_what_its_window_sees() -> None:
     most = 0
     while world.core.has_work:
         world.step()
-        most = max([most, *(one.hold.num_owned for one in world.core.requests.running)])
+        most = max([most, *(one.allocation.num_owned for one in world.core.requests.running)])
     world.check_all_over()
     assert most <= (16 + 32) // 4 + 2
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.util
 import json
@@ -20,13 +21,14 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import uvicorn
+from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.testclient import TestClient
 
-import aioengine
 from aioengine.testing.fake_engine import fake_async_engine
 from aioengine.testing.faults import Faults
-from tests.kit.pages import GUIDES, table
 from tests.kit.source import ROOT
+from tests.kit.waiting import until, wait_until
 
 pytestmark = pytest.mark.process
 
@@ -208,12 +210,58 @@ def test_a_client_that_goes_away_frees_its_request(server: Server) -> None:
     assert stats["num_free_pages"] == stats["num_pages"]
 
 
+def test_client_that_disconnects_aborts_its_whole_answer(server: Server) -> None:
+    aborted = server.stats()["num_aborted"]
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(post(ask("Once upon a time", LONG) | {"stream": False}))
+        assert wait_until(lambda: server.stats()["num_running"] == 1)
+    server.wait_until_idle()
+    assert server.stats()["num_aborted"] == aborted + 1
+
+
+def test_whole_answer_is_one_json_object(server: Server) -> None:
+    body = ask("The capital of France is", {"temperature": 0, "max_new_tokens": 8}) | {"stream": False}
+    response = server.client.post("/generate", json=body)
+    assert response.status_code == 200
+    assert response.json()["text"].startswith(" Paris")
+
+
+def post(body: dict[str, object]) -> bytes:
+    """The bytes of a request, for tests that close the connection themselves."""
+    content = json.dumps(body).encode()
+    head = f"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: {JSON}\r\ncontent-length: {len(content)}"
+    return head.encode() + b"\r\n\r\n" + content
+
+
+async def test_fastapi_server_notices_a_disconnect_behind_a_middleware() -> None:
+    engine = fake_async_engine()
+    app = module("fastapi_server.py").make_app(engine, lambda: None)
+    app.add_middleware(BaseHTTPMiddleware, dispatch=lambda request, call_next: call_next(request))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        serving = asyncio.create_task(server.serve(sockets=[listening]))
+        await until(lambda: server.started)
+        await engine.pause_generation("in_place")  # the answer never ends by itself
+        _, writer = await asyncio.open_connection(*listening.getsockname())
+        writer.write(post(ask("Hi", LONG) | {"stream": False}))
+        await until(lambda: engine.stats()["num_streams"] == 1)
+        writer.close()
+        await until(lambda: engine.stats()["num_streams"] == 0)
+        server.should_exit = True
+        await serving
+
+
+@pytest.mark.parametrize("params", [{"ebnf": "x"}, {"regex": r"[^\s\S]"}])
+def test_a_constraint_that_the_compiler_refuses_is_status_400(server: Server, params: dict[str, object]) -> None:
+    response = server.client.post("/generate", json=ask("x", params))
+    assert response.status_code == 400
+    assert "cannot be enforced" in response.text
+
+
 def test_clients_that_go_away_at_any_moment_leave_nothing(server: Server) -> None:
     """Before the answer began, in the middle of it, behind its end; some are refused, since the server is full."""
     draw = random.Random(2)
-    request = json.dumps(ask("Once upon a time", LONG | {"max_new_tokens": 30})).encode()
-    head = f"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(request)}"
-    data = head.encode() + b"\r\n\r\n" + request
+    data = post(ask("Once upon a time", LONG | {"max_new_tokens": 30}))
     for _ in range(40):
         with socket.create_connection(("127.0.0.1", server.port)) as client:
             client.sendall(data if draw.random() < 0.9 else data[: draw.randrange(len(data))])
@@ -345,25 +393,6 @@ def test_several_answers_come_in_events_without_ids(server: Server, body: dict[s
     assert {chunk["index"] for chunk in chunks if chunk["meta_info"]["finish_reason"]} == {0, 1}
 
 
-def errors_with_a_status() -> dict[str, str]:
-    rows = table((GUIDES / "errors.md").read_text(encoding="utf-8"), "error")
-    return {name: cells[-1] for name, cells in rows.items() if cells[-1][:1].isdigit()}
-
-
-ARGUMENTS = {"EngineDeadError": ("scheduler",), "RequestError": ("forward", "x")}
-
-
-@pytest.mark.parametrize("name", errors_with_a_status())
-def test_an_error_has_the_status_that_the_guide_says(name: str) -> None:
-    error = getattr(aioengine, name)(*ARGUMENTS.get(name, ("x",)))
-    status, _, retries = errors_with_a_status()[name].partition(", ")
-    with_fastapi = module("fastapi_server.py").refusal(error)
-    with_aiohttp = module("aiohttp_server.py").refusal(error)
-    assert (with_fastapi.status_code, with_aiohttp.status) == (int(status), int(status))
-    for answer in (with_fastapi, with_aiohttp):
-        assert ("Retry-After" in (answer.headers or {})) is bool(retries)
-
-
 def test_the_server_of_the_readme() -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
     names: dict[str, Any] = {}
@@ -376,8 +405,10 @@ def test_the_server_of_the_readme() -> None:
         ask("Hi", {"temperature": 9}),
         ask("Hi " * 5000),
     ]
+    question = ask("The capital of France is", {"temperature": 0})
     with TestClient(names["app"]) as client:
-        response = client.post("/generate", json=ask("The capital of France is", {"temperature": 0}))
+        assert client.post("/generate", json=question).json()["text"].startswith(" Paris.")
+        response = client.post("/generate", json=question | {"stream": True})
         chunks = [json.loads(line.removeprefix("data: ")) for line in response.text.splitlines() if line]
         assert "".join(chunk["text"] for chunk in chunks).startswith(" Paris.")
         assert [client.post("/generate", json=body).status_code for body in wrong] == [400] * len(wrong)

@@ -1,1 +1,1 @@
-"""Policies: in which order waiting requests are asked in. One file each, by name; see ``Policy`` in ``_base``."""
+"""Policies order the waiting requests. One file per policy; the file name is its name. See ``Policy`` in ``_base``."""

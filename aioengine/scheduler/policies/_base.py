@@ -1,10 +1,9 @@
-"""Policy: the interface of ``policies/``, and what its files share.
+"""Policy: the interface of the files in ``policies/``, and their shared functions.
 
-The queue is kept sorted by ``key``, which must not depend on time: ageing is written as a head start instead. A
-request of priority p that arrived at t sorts like one of priority 0 that arrived ``p`` head starts earlier. So a
-request that has waited long enough is overtaken by no other, and nothing starves. While a request waits, its priority
-only orders the queue; no running request is stopped for it, but when pages run out the lowest priority is preempted
-first.
+The queue is sorted by ``key``, which must not depend on the current time. Ageing is expressed as a head start: a
+request of priority p sorts like a request of priority 0 that arrived p head starts earlier. So a request that has
+waited long enough is first, and no request starves. Priority orders the queue only. A running request is not stopped
+for a waiting one, but if pages run out, the lowest priority is preempted first.
 """
 
 from __future__ import annotations
@@ -17,38 +16,38 @@ if TYPE_CHECKING:
     from aioengine.scheduler.request import Request
 
 SAME_TIME_S = 10.0
-"""Requests of one priority that arrived in the same interval of this length are equals."""
+"""Requests of one priority that arrived in the same interval of this length count as arrived together."""
 
 NumCached = Callable[["Request"], int]
 
 
 class Policy(Protocol):
-    """The order in which to admit requests; whether one fits is decided elsewhere."""
+    """The order in which requests are admitted."""
 
     def key(self, request: Request) -> tuple[float, ...]:
-        """Where a request stands in the queue; smaller is sooner. Equal keys stand in the order of submission."""
+        """Return the sort key of a request in the queue. Equal keys are ordered by submission."""
         ...
 
     def candidates(self, waiting: Sequence[Request], num_cached: NumCached) -> Iterable[Request]:
-        """The waiting requests, sorted by ``key``, in the order in which this step admits them.
+        """Return the waiting requests in the order in which this step tries to admit them.
 
-        ``num_cached`` returns how many tokens of a request the prefix cache has now; it costs a look into the cache.
-        The first request that does not fit ends the admissions of the step, so none is passed over for ever.
+        waiting: sorted by ``key``. num_cached: returns the cached tokens of a request; it costs a cache lookup.
+        The first request that does not fit ends the admissions of the step, so no request is passed over forever.
         """
         ...
 
 
 def head_start_key(request: Request, seconds: float) -> float:
-    """Arrival, made earlier by ``seconds`` for each level of priority."""
+    """Return the arrival time minus ``seconds`` for each level of priority."""
     return request.submit.arrived_at - seconds * request.submit.priority
 
 
 def queue_key(request: Request, head_start_s: float) -> tuple[float, ...]:
-    """By priority, aged, in steps of ``SAME_TIME_S``; among equals by the nearest deadline, then by arrival."""
-    place = head_start_key(request, head_start_s)
-    return place // SAME_TIME_S, -request.submit.priority, nearest_deadline(request), place
+    """Order by aged arrival in steps of ``SAME_TIME_S``, then priority, then nearest deadline, then aged arrival."""
+    arrival = head_start_key(request, head_start_s)
+    return arrival // SAME_TIME_S, -request.submit.priority, nearest_deadline(request), arrival
 
 
 def nearest_deadline(request: Request) -> float:
-    """The first time by which something must have happened to it."""
+    """Return the earliest deadline of a request; infinity if it has none."""
     return min(request.submit.limits.deadlines().values(), default=math.inf)

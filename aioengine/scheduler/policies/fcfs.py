@@ -1,6 +1,6 @@
-"""First come, first served: a level of priority counts as having come ten seconds earlier.
+"""First come, first served. Each level of priority counts as an arrival ten seconds earlier.
 
-Of those who came in the same ten seconds, who has the nearest deadline goes first.
+Requests that arrived in the same ten seconds are ordered by their nearest deadline.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HEAD_START_S = 10.0
 
 
 class FirstComePolicy:
-    """By arrival."""
+    """Order by arrival."""
 
     def key(self, request: Request) -> tuple[float, ...]:
         return queue_key(request, HEAD_START_S)

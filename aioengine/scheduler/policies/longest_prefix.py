@@ -1,8 +1,7 @@
-"""The most of the prompt in the prefix cache goes first, among requests that arrived at about the same time.
+"""Longest cached prefix first, among requests that arrived at about the same time.
 
-Good where many conversations compete for a cache that cannot hold them all. Requests that arrived in the same ten
-seconds (a level of priority counting as ten seconds, as in ``fcfs``) are equals; none is overtaken by one
-that arrived later than that, so nothing starves.
+Useful if many conversations compete for a cache that is too small for all of them. Only requests that arrived in the
+same ten seconds are reordered (each level of priority counts as ten seconds, as in ``fcfs``), so no request starves.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ if TYPE_CHECKING:
 
     from aioengine.scheduler.request import Request
 
-WINDOW = 32  # requests looked at in a step; each costs a look into the cache
+WINDOW = 32  # requests looked up in a step; each costs a cache lookup
 
 
 class LongestPrefixPolicy:
-    """By arrival in steps of ten seconds, then by cached tokens; by arrival alone beyond the window."""
+    """Order by arrival in steps of ten seconds, then by cached tokens. After ``WINDOW`` requests by arrival only."""
 
     def key(self, request: Request) -> tuple[float, ...]:
         return queue_key(request, HEAD_START_S)
 
     def candidates(self, waiting: Sequence[Request], num_cached: NumCached) -> Iterable[Request]:
-        def place(request: Request) -> tuple[float, int]:
+        def sort_key(request: Request) -> tuple[float, int]:
             return head_start_key(request, HEAD_START_S) // SAME_TIME_S, -num_cached(request)
 
-        return chain(sorted(waiting[:WINDOW], key=place), islice(waiting, WINDOW, None))
+        return chain(sorted(waiting[:WINDOW], key=sort_key), islice(waiting, WINDOW, None))
 
 
 PLUGIN = LongestPrefixPolicy

@@ -1,6 +1,6 @@
-"""Priority first: a level counts as having come ten minutes earlier; among equals the nearest deadline, then arrival.
+"""Priority first: each level counts as an arrival ten minutes earlier.
 
-Equals are requests of one priority that arrived in the same ten seconds.
+Requests of one priority that arrived in the same ten seconds are ordered by their nearest deadline, then by arrival.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HEAD_START_S = 600.0
 
 
 class PriorityPolicy:
-    """By priority, aged; then by deadline; then by arrival."""
+    """Order by aged priority, then deadline, then arrival."""
 
     def key(self, request: Request) -> tuple[float, ...]:
         return queue_key(request, HEAD_START_S)

@@ -202,7 +202,7 @@ def test_bidirectional_decoders_are_those_of_transformers(lengths: list[int], mo
         (BertConfig, {"architectures": ["BertForTokenClassification"]}, "architectures .*BertForTokenClassification"),
         (BertConfig, {"num_attention_heads": 5}, "num_attention_heads 5 "),
         (RobertaConfig, {"max_position_embeddings": 2}, "max_position_embeddings 2 "),
-        (ModernBertConfig, {"layer_types": ["full_attention"]}, "layer_types .*of 1 layers"),
+        (ModernBertConfig, {"layer_types": ["full_attention"]}, "layer_types .*of length 1"),
         (ModernBertConfig, {"hidden_activation": "silu"}, "silu"),
         (ModernBertConfig, {"sliding_window": 6}, "sliding_window 6"),
     ],

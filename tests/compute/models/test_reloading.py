@@ -59,7 +59,7 @@ def test_a_running_model_gets_new_weights_between_two_steps(
     world.submit(PROMPTS[0], max_new_tokens=30)
     for _ in range(5):
         world.step()
-    world.core.call_at_border(lambda: reload(world.runner._model, second))
+    world.core.call_between_steps(lambda: reload(world.runner._model, second))
     world.run()
     assert world.core.scheduler.cache.clear()
     assert torch.equal(logits_of(world.runner._model), new_logits)

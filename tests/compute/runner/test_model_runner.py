@@ -264,8 +264,10 @@ def test_a_row_that_went_bad_after_its_request_was_closed_is_forgotten(tmp_path:
     assert "does not know" in later.failed[1]
 
 
-@pytest.mark.parametrize("gives", [TOKENS, NOTHING])
-def test_pages_of_a_row_that_goes_bad_after_its_end_are_clean_for_their_next_owner(tmp_path: Path, gives: int) -> None:
+@pytest.mark.parametrize("outputs", [TOKENS, NOTHING])
+def test_pages_of_a_row_that_goes_bad_after_its_end_are_clean_for_their_next_owner(
+    tmp_path: Path, outputs: int
+) -> None:
     """These are given away while nobody can know of it yet."""
     save_model("llama", tmp_path)
     runner = build(make_settings(tmp_path), lambda _: None)
@@ -275,7 +277,7 @@ def test_pages_of_a_row_that_goes_bad_after_its_end_are_clean_for_their_next_own
         runner.launch(Plan([Row(4, 0, 2, TOKENS, [5, 6])], [NewRow(4, greedy, 2, [5, 6], [9])]))
     ).tokens.token_ids
     opened = [NewRow(uid, greedy, 3, [5, 77, 6], [uid]) for uid in (1, 2)]
-    bad = [Row(1, 0, 3, gives, [5, 77, 6]), Row(2, 0, 1, TOKENS, [5])]
+    bad = [Row(1, 0, 3, outputs, [5, 77, 6]), Row(2, 0, 1, TOKENS, [5])]
     in_flight = runner.launch(Plan(bad, opened, closed=[4]))
     before = runner._kv_pool.tensors[0][:, :, 1 + 2].clone()
     opened = [NewRow(3, greedy, 2, [5, 6], [1])]  # two of the four places of the page

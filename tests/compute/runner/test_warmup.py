@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 
 from aioengine.layers.linear import Linear
-from aioengine.protocol.messages import Progress
+from aioengine.protocol.messages import Grammar, Progress, Sampling
 from aioengine.resolve import PACKED
 from aioengine.runner import warmup
 from aioengine.runner.build import build
 from aioengine.runner.graphs.ladder import MAX_WHOLE_TOKENS
+from aioengine.runner.logits import Constraint
+from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.model_runner import ModelRunner, Ticket
 from aioengine.runner.warmup import WarmupLimits, run_warmup_steps
-from aioengine.scheduler.plan import NOTHING, TOKENS, Plan, StepResult
+from aioengine.scheduler.plan import NOTHING, TOKENS, NewRow, Plan, Row, StepResult
 from tests.compute.runner_world import World, make_settings, save_model
 
 
@@ -58,13 +60,31 @@ def test_every_form_is_computed_and_nothing_fails(world: World, monkeypatch: pyt
     shapes = {tuple(row.count for row in plan.rows) for plan in watch.plans}
     for size in (1, 2, 16, 17, 32, 33, 64):
         assert {(1,) * size, (size,), (1,) * (size // 2) + (3,) * (size - size // 2)} <= shapes
-    silent = {tuple(row.gives for row in plan.rows) for plan in watch.plans}
+    silent = {tuple(row.outputs for row in plan.rows) for plan in watch.plans}
     assert {(NOTHING,), (TOKENS, NOTHING), (TOKENS,) * 32 + (NOTHING,) * 32} <= silent
     assert (256 // 64,) * 64 in shapes
     assert max(len(plan.rows) for plan in watch.plans) == 64
     assert all(plan.num_tokens <= 256 for plan in watch.plans)
     assert not any(result.failed for result in watch.results)
     assert [(report.done, report.total) for report in reports] == [(done, 8) for done in range(9)]
+
+
+def test_steps_with_masks_of_grammars_are_computed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Watch(world.runner, monkeypatch)
+    masked: list[int] = []
+    plain = GrammarMask.mask
+
+    def mask(own: GrammarMask, logits: Tensor, indices: list[int], constraints: list[Constraint | None]) -> None:
+        masked.append(len(indices))
+        plain(own, logits, indices, constraints)
+
+    monkeypatch.setattr(GrammarMask, "mask", mask)
+    run_warmup_steps(world.runner, WarmupLimits(64, 256, 256, 256), lambda _: None)
+    assert sum(masked) >= 3 * 64  # prompts, a decode step, and both at once
+    assert not any(result.failed for result in watch.results)
+    opened = NewRow(1, Sampling(1, grammar=Grammar("regex", "a")), 1, [5], [0])
+    failed = world.runner.collect(world.runner.launch(Plan([Row(1, 0, 1, TOKENS, [5])], [opened]))).failed
+    assert "this runner has no grammars" in failed[1]  # until the process gives it its own
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,7 @@ def test_a_copy_that_fails_leaves_an_empty_slot() -> None:
     assignments, _ = assigned(desk.slots, ALL)
     assert assignments == [Assignment(1, A)]
     desk.slots.fail(A)
-    assert desk.slots.line.uids(A) == [0]
+    assert desk.slots.load_queue.uids(A) == [0]
     desk.slots.leave(0)
     desk.ask(1, B)
     assert desk.assign() == [B]
@@ -236,7 +236,7 @@ def test_a_released_request_that_waits_again_is_in_line_alone() -> None:
     assert assigned(desk.slots, ALL)[1] == [5]
     desk.slots.wait(A, waiter(5))
     desk.slots.leave(5)
-    assert desk.slots.line.uids(A) == []
+    assert desk.slots.load_queue.uids(A) == []
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 8])

@@ -24,7 +24,7 @@ def test_pages_are_handed_out_in_order_and_the_last_returned_first() -> None:
 
 def test_allocating_more_pages_than_are_free_allocates_none() -> None:
     pages = PageAllocator(2)
-    with pytest.raises(ValueError, match="3 pages are needed and 2 are free"):
+    with pytest.raises(ValueError, match="3 pages are needed, but only 2 are free"):
         pages.allocate(3)
     assert pages.num_free == 2
 
@@ -37,7 +37,7 @@ def test_allocating_no_page_returns_an_empty_list() -> None:
 
 def test_freeing_a_page_twice_is_an_error() -> None:
     pages = PageAllocator(2)
-    with pytest.raises(ValueError, match="given back twice"):
+    with pytest.raises(ValueError, match="freed twice"):
         pages.free([0])
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from aioengine.memory.prefix_cache import NEVER, Hold, Match, PrefixCache
+from aioengine.memory.prefix_cache import NEVER, Allocation, Match, PrefixCache
 from aioengine.memory.radix import Salt
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
@@ -17,14 +17,14 @@ SALTS = st.sampled_from(["", "", "a"])
 Prefix = tuple[int | Salt, ...]
 
 
-def open_(cache: PrefixCache, token_ids: list[int]) -> Hold:
+def open_(cache: PrefixCache, token_ids: list[int]) -> Allocation:
     return cache.lock(token_ids, cache.match(token_ids))
 
 
-def computed(cache: PrefixCache, token_ids: list[int]) -> Hold:
-    hold = open_(cache, token_ids)
-    cache.insert(hold, token_ids, len(token_ids))
-    return hold
+def computed(cache: PrefixCache, token_ids: list[int]) -> Allocation:
+    allocation = open_(cache, token_ids)
+    cache.insert(allocation, token_ids, len(token_ids))
+    return allocation
 
 
 def num_matched(cache: PrefixCache, token_ids: list[int]) -> int:
@@ -45,25 +45,25 @@ def test_a_match_leaves_at_least_the_last_token_to_compute() -> None:
 def test_pages_of_a_running_request_can_be_matched_once_they_are_full() -> None:
     cache = PrefixCache(num_pages=8, page_size=2)
     prompt = [1, 2, 3, 4, 5, 6]
-    hold = open_(cache, prompt)
+    allocation = open_(cache, prompt)
     for done, found in [(1, 0), (2, 1), (3, 1), (5, 2)]:
-        cache.insert(hold, prompt, done)
+        cache.insert(allocation, prompt, done)
         match = cache.match([*prompt, 7])
         assert len(match.path) == found
         assert match.pending is not None
-        assert hold.border == 2 * (found + 1)
-    cache.insert(hold, prompt, 6)
+        assert allocation.next_insert_at == 2 * (found + 1)
+    cache.insert(allocation, prompt, 6)
     assert len(cache.match([*prompt, 7]).path) == 3
     assert cache.match([*prompt, 7]).pending is None
 
 
 def test_pending_pages_are_removed_with_their_request() -> None:
     cache = PrefixCache(num_pages=8, page_size=2)
-    hold = open_(cache, [1, 2, 3, 4, 5])
-    cache.insert(hold, [1, 2, 3, 4, 5], 2)
+    allocation = open_(cache, [1, 2, 3, 4, 5])
+    cache.insert(allocation, [1, 2, 3, 4, 5], 2)
     pending = cache.match([1, 2, 3, 4, 5]).pending
     assert pending is not None
-    cache.unlock(hold)
+    cache.unlock(allocation)
     assert not pending.is_pending
     assert cache.match([1, 2, 3, 4, 5]).pending is None
     assert num_matched(cache, [1, 2, 3, 4, 5]) == 2
@@ -74,17 +74,17 @@ def test_pending_pages_are_removed_with_their_request() -> None:
 def test_a_match_goes_on_at_the_page_that_was_pending() -> None:
     cache = PrefixCache(num_pages=12, page_size=2)
     prompt, longer = [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6, 7]
-    hold = open_(cache, prompt)
+    allocation = open_(cache, prompt)
     known = cache.match(prompt).pending
     assert known is not None
     assert cache.match(longer, known=known) == cache.match(longer) == Match([], known)
-    cache.insert(hold, prompt, 5)
+    cache.insert(allocation, prompt, 5)
     assert cache.match(longer, known=known) == cache.match(longer)
     cache.unlock(computed(cache, longer))
     assert len(cache.match(longer, known=known).path) == 3
     assert cache.match(prompt[:4], known=known) == cache.match(prompt[:4])
     assert cache.match(prompt[:1], known=known).path == []
-    cache.unlock(hold)
+    cache.unlock(allocation)
     cache.clear()
     assert cache.match(longer, known=known) == Match([], None)
     cache.unlock(computed(cache, longer))
@@ -113,14 +113,14 @@ def test_a_page_computed_twice_is_cached_once_and_leaks_nothing() -> None:
 
 def test_a_page_that_another_request_computed_is_shared_when_it_is_ready() -> None:
     cache = PrefixCache(num_pages=8, page_size=2)
-    hold = open_(cache, [1])
+    allocation = open_(cache, [1])
     other = open_(cache, [1, 2, 3])
-    cache.insert(hold, [1, 2], 2)
-    assert hold.num_ready == 0
+    cache.insert(allocation, [1, 2], 2)
+    assert allocation.num_ready == 0
     cache.insert(other, [1, 2, 3], 3)
-    cache.insert(hold, [1, 2], 2)
-    assert hold.num_ready == 1
-    cache.unlock(hold)
+    cache.insert(allocation, [1, 2], 2)
+    assert allocation.num_ready == 1
+    cache.unlock(allocation)
     cache.unlock(other)
     cache.check_integrity([])
     assert cache.num_free == 8
@@ -133,7 +133,7 @@ def test_locking_more_pages_than_are_available_changes_nothing() -> None:
     wanted = [1, 2, 5, 6, 7, 8]
     match = cache.match(wanted)
     assert cache.num_available(match) == 1
-    with pytest.raises(ValueError, match="2 pages are needed and 1 are available"):
+    with pytest.raises(ValueError, match="2 pages are needed, but only 1 are available"):
         cache.lock(wanted, match)
     assert num_matched(cache, wanted) == 2
     assert cache.num_free == 2
@@ -143,29 +143,29 @@ def test_locking_more_pages_than_are_available_changes_nothing() -> None:
 def test_growing_evicts_unlocked_pages_and_then_returns_none() -> None:
     cache = PrefixCache(num_pages=3, page_size=1)
     cache.unlock(computed(cache, [1, 2]))
-    hold = open_(cache, [5])
-    assert cache.grow(hold) is not None
+    allocation = open_(cache, [5])
+    assert cache.grow(allocation) is not None
     assert num_matched(cache, [1, 2, 3]) == 1
-    assert cache.grow(hold) is not None
-    assert cache.grow(hold) is None
-    assert hold.room == 3
-    cache.check_integrity([hold])
+    assert cache.grow(allocation) is not None
+    assert cache.grow(allocation) is None
+    assert allocation.capacity == 3
+    cache.check_integrity([allocation])
 
 
 def test_a_match_is_never_evicted_for_its_own_request() -> None:
     cache = PrefixCache(num_pages=4, page_size=1)
     cache.unlock(computed(cache, [1, 2, 3]))
-    hold = open_(cache, [1, 2, 3, 4])
-    assert hold.num_ready == 3
-    assert len(set(hold.pages)) == 4
+    allocation = open_(cache, [1, 2, 3, 4])
+    assert allocation.num_ready == 3
+    assert len(set(allocation.pages)) == 4
 
 
 def test_a_disabled_cache_shares_nothing() -> None:
     cache = PrefixCache(num_pages=4, page_size=2, enabled=False)
-    hold = open_(cache, [1, 2, 3])
-    assert hold.border == NEVER
+    allocation = open_(cache, [1, 2, 3])
+    assert allocation.next_insert_at == NEVER
     assert cache.match([1, 2, 3]) == Match([], None)
-    cache.unlock(hold)
+    cache.unlock(allocation)
     assert cache.num_free == 4
     assert cache.num_cached == 0
 
@@ -176,10 +176,10 @@ def test_requests_with_different_salts_share_nothing() -> None:
     for salt in ("", "a", "b"):
         match = cache.match(prompt, salt)
         assert match.path == []
-        hold = cache.lock(prompt, match)
+        allocation = cache.lock(prompt, match)
         assert cache.match(prompt, salt).pending is not None
-        cache.insert(hold, [*prompt, 6], 6)  # the third page is complete only now
-        cache.unlock(hold)
+        cache.insert(allocation, [*prompt, 6], 6)  # the third page is complete only now
+        cache.unlock(allocation)
         assert len(cache.match([*prompt, 6, 7], salt).path) == 3
     assert cache.num_cached == 9
     assert cache.match([1], "a").path == cache.match([], "a").path == []
@@ -189,9 +189,9 @@ def test_requests_with_different_salts_share_nothing() -> None:
 
 def answered(cache: PrefixCache, session: int, token_ids: list[int]) -> None:
     """A request of a session comes, is computed and ends."""
-    hold = computed(cache, token_ids)
-    cache.pin(session, hold)
-    cache.unlock(hold)
+    allocation = computed(cache, token_ids)
+    cache.pin(session, allocation)
+    cache.unlock(allocation)
 
 
 def test_pinned_pages_are_evicted_last_and_those_of_the_session_idle_for_longest_first() -> None:
@@ -213,11 +213,11 @@ def test_pinned_pages_are_evicted_last_and_those_of_the_session_idle_for_longest
 def test_a_request_gets_the_pinned_pages_that_it_needs() -> None:
     cache = PrefixCache(num_pages=4, page_size=1)
     answered(cache, 1, [1, 2, 3, 4])
-    hold = open_(cache, [5, 6, 7])
+    allocation = open_(cache, [5, 6, 7])
     assert cache.num_free == 1
-    assert cache.grow(hold) is not None
-    assert cache.grow(hold) is None
-    cache.check_integrity([hold])
+    assert cache.grow(allocation) is not None
+    assert cache.grow(allocation) is None
+    cache.check_integrity([allocation])
 
 
 def test_turns_and_branches_of_a_session_share_their_pins() -> None:
@@ -288,10 +288,10 @@ def test_removing_invalid_pages_keeps_the_equal_page_of_another_request() -> Non
 
 def test_the_integrity_check_finds_a_lost_page() -> None:
     cache = PrefixCache(num_pages=4, page_size=2)
-    hold = open_(cache, [1, 2, 3])
+    allocation = open_(cache, [1, 2, 3])
     with pytest.raises(RuntimeError, match="3, not 4"):
         cache.check_integrity([])
-    cache.check_integrity([hold])
+    cache.check_integrity([allocation])
 
 
 def test_several_long_prompts_are_cached_together() -> None:
@@ -313,11 +313,11 @@ class Sharer:
     """A request of the model: its tokens, how many are computed, and its pages."""
 
     token_ids: list[int]
-    hold: Hold
+    allocation: Allocation
     num_computed: int = 0
 
     def prefix(self, num_tokens: int) -> Prefix:
-        return (self.hold.salt, *self.token_ids[:num_tokens])
+        return (self.allocation.salt, *self.token_ids[:num_tokens])
 
 
 @dataclass
@@ -357,7 +357,7 @@ class Naive:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Requests come, are computed in parts, decode and go; what the pages hold is kept page by page."""
+    """Requests come, are computed in parts, decode and go; the content of each page is tracked page by page."""
 
     @initialize(num_pages=st.integers(4, 16), page_size=st.integers(1, 3))
     def start(self, num_pages: int, page_size: int) -> None:
@@ -392,8 +392,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     def evict_in_model(self, num_wanted: int) -> None:
         num_known = len(self.naive.known)
-        num_unready = sum(len(sharer.hold.path) - sharer.hold.num_ready for sharer in self.sharers)
-        num_owned = sum(sharer.hold.num_owned for sharer in self.sharers)
+        num_unready = sum(len(sharer.allocation.path) - sharer.allocation.num_ready for sharer in self.sharers)
+        num_owned = sum(sharer.allocation.num_owned for sharer in self.sharers)
         num_free = self.cache.num_pages - num_known - num_unready - num_owned
         for _ in range(num_wanted - num_free):
             leaf = self.naive.leaf_to_evict()
@@ -408,24 +408,24 @@ class CacheMachine(RuleBasedStateMachine):
             return
         end = data.draw(st.integers(sharer.num_computed + 1, len(sharer.token_ids)))
         for position in range(sharer.num_computed, end):
-            self.content[sharer.hold.pages[position // self.page_size]] = sharer.prefix(position + 1)
+            self.content[sharer.allocation.pages[position // self.page_size]] = sharer.prefix(position + 1)
         sharer.num_computed = end
-        before = sharer.hold.num_ready
-        self.cache.insert(sharer.hold, sharer.token_ids, end)
-        for index in range(before, sharer.hold.num_ready):
+        before = sharer.allocation.num_ready
+        self.cache.insert(sharer.allocation, sharer.token_ids, end)
+        for index in range(before, sharer.allocation.num_ready):
             prefix = sharer.prefix((index + 1) * self.page_size)
             self.naive.known.setdefault(prefix, Known()).num_locks += 1
-        assert sharer.hold.num_ready <= end // self.page_size
+        assert sharer.allocation.num_ready <= end // self.page_size
 
     @precondition(lambda self: self.sharers)
     @rule(data=st.data(), token_id=st.integers(0, 1))
     def decode(self, data: st.DataObject, token_id: int) -> None:
         sharer = data.draw(st.sampled_from(self.sharers))
-        if len(sharer.token_ids) == sharer.hold.room:
+        if len(sharer.token_ids) == sharer.allocation.capacity:
             could = self.cache.num_free > 0
             if could:
                 self.evict_in_model(1)
-            assert (self.cache.grow(sharer.hold) is not None) == could
+            assert (self.cache.grow(sharer.allocation) is not None) == could
             if not could:
                 return
         sharer.token_ids.append(token_id)
@@ -435,11 +435,11 @@ class CacheMachine(RuleBasedStateMachine):
     def leave(self, data: st.DataObject) -> None:
         sharer = self.sharers.pop(data.draw(st.integers(0, len(self.sharers) - 1)))
         self.naive.time += 1
-        for index in range(sharer.hold.num_ready):
+        for index in range(sharer.allocation.num_ready):
             entry = self.naive.known[sharer.prefix((index + 1) * self.page_size)]
             entry.num_locks -= 1
             entry.given_up = self.naive.time
-        self.cache.unlock(sharer.hold)
+        self.cache.unlock(sharer.allocation)
 
     @precondition(lambda self: self.sharers)
     @rule(data=st.data(), session=SESSIONS)
@@ -447,11 +447,11 @@ class CacheMachine(RuleBasedStateMachine):
         sharer = data.draw(st.sampled_from(self.sharers))
         pinned = self.naive.pins.setdefault(session, [])
         self.naive.touch(session)
-        for index in range(sharer.hold.num_ready):
+        for index in range(sharer.allocation.num_ready):
             if (prefix := sharer.prefix((index + 1) * self.page_size)) not in pinned:
                 pinned.append(prefix)
                 self.naive.known[prefix].num_pins += 1
-        self.cache.pin(session, sharer.hold)
+        self.cache.pin(session, sharer.allocation)
 
     @rule(session=SESSIONS)
     def touch(self, session: int) -> None:
@@ -476,14 +476,14 @@ class CacheMachine(RuleBasedStateMachine):
     def pages_add_up(self) -> None:
         if not hasattr(self, "cache"):
             return
-        holds = [sharer.hold for sharer in self.sharers]
-        self.cache.check_integrity(holds)
-        num_unready = sum(len(hold.path) - hold.num_ready for hold in holds)
+        allocations = [sharer.allocation for sharer in self.sharers]
+        self.cache.check_integrity(allocations)
+        num_unready = sum(len(allocation.path) - allocation.num_ready for allocation in allocations)
         assert self.cache.num_cached == len(self.naive.known) + num_unready
         num_used = sum(entry.num_locks > 0 for entry in self.naive.known.values())
         num_pinned = sum(not entry.num_locks and entry.num_pins > 0 for entry in self.naive.known.values())
         assert self.cache.num_pinned == num_pinned
-        num_owned = sum(hold.num_owned for hold in holds)
+        num_owned = sum(allocation.num_owned for allocation in allocations)
         assert self.cache.num_free == self.cache.num_pages - num_used - num_unready - num_owned
 
 

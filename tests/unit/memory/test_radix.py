@@ -97,7 +97,7 @@ def test_only_leaves_are_removed() -> None:
     tree = RadixTree(1)
     parent = tree.add(tree.root, (1,), 0)
     tree.add(parent, (2,), 1)
-    with pytest.raises(ValueError, match="no leaf"):
+    with pytest.raises(ValueError, match="not a leaf"):
         tree.remove(parent)
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from aioengine.memory.prefix_cache import Hold, PrefixCache
+from aioengine.memory.prefix_cache import Allocation, PrefixCache
 from aioengine.memory.snapshots import NO_SNAPSHOT, NUM_ROLLING, Snapshots
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=20)
@@ -24,7 +24,7 @@ class Running:
     """A request: its tokens, its pages, and how many tokens it has computed."""
 
     token_ids: list[int]
-    hold: Hold
+    allocation: Allocation
     num_computed: int
 
 
@@ -47,31 +47,34 @@ class World:
             return None
         if self.cache.num_left(match, len(token_ids), 0) < 0:
             return None
-        hold = self.cache.lock(token_ids, match)
-        own = hold.snapshots
+        allocation = self.cache.lock(token_ids, match)
+        own = allocation.snapshots
         assert own is not None
         num_cached = len(match.path) * self.cache.page_size
         seen = self.seen_by_id[own.source] if own.source != NO_SNAPSHOT else []
         assert seen == [*token_ids[:num_cached], *([salt] if num_cached else [])]
         self.snapshots.stop_before(own, num_cached, len(token_ids))
-        self.running.append(Running(token_ids, hold, num_cached))
+        self.running.append(Running(token_ids, allocation, num_cached))
         return self.running[-1]
 
     def compute(self, request: Running, num_tokens: int) -> None:
         """A row of up to ``num_tokens`` tokens."""
-        hold, start, length = request.hold, request.num_computed, len(request.token_ids)
-        assert hold.snapshots is not None
-        end = self.snapshots.end_of_row(hold.snapshots, start, min(start + num_tokens, length), length)
+        allocation, start, length = request.allocation, request.num_computed, len(request.token_ids)
+        assert allocation.snapshots is not None
+        end = self.snapshots.end_of_row(allocation.snapshots, start, min(start + num_tokens, length), length)
         assert start < end <= length
-        if end % self.snapshots.span == 0 and (snapshot_id := self.snapshots.take(hold.snapshots, end)) != NO_SNAPSHOT:
-            self.seen_by_id[snapshot_id] = [*request.token_ids[:end], hold.salt]  # type: ignore[list-item]
+        if (
+            end % self.snapshots.span == 0
+            and (snapshot_id := self.snapshots.take(allocation.snapshots, end)) != NO_SNAPSHOT
+        ):
+            self.seen_by_id[snapshot_id] = [*request.token_ids[:end], allocation.salt]  # type: ignore[list-item]
         request.num_computed = end
-        if end >= hold.border:
-            self.cache.insert(hold, request.token_ids, end)
+        if end >= allocation.next_insert_at:
+            self.cache.insert(allocation, request.token_ids, end)
 
     def close(self, request: Running, *, is_invalid: bool = False) -> None:
         self.running.remove(request)
-        self.cache.unlock(request.hold, is_invalid=is_invalid)
+        self.cache.unlock(request.allocation, is_invalid=is_invalid)
 
     def answer(self, token_ids: list[int], num_tokens: int = 1) -> int:
         """Compute a request alone, in rows of so many tokens; returns how many were reused."""
@@ -100,7 +103,10 @@ class Storm(RuleBasedStateMachine):
     def compute(self, place: int, num_tokens: int, token: int) -> None:
         request = self.world.running[place % len(self.world.running)]
         if request.num_computed == len(request.token_ids):  # as a drawn token
-            if request.num_computed == request.hold.room and self.world.cache.grow(request.hold) is None:
+            if (
+                request.num_computed == request.allocation.capacity
+                and self.world.cache.grow(request.allocation) is None
+            ):
                 return
             request.token_ids = [*request.token_ids, token]
         self.world.compute(request, num_tokens)
@@ -110,7 +116,7 @@ class Storm(RuleBasedStateMachine):
     def close(self, place: int, is_invalid: bool, session: int) -> None:
         request = self.world.running[place % len(self.world.running)]
         if session and not is_invalid:
-            self.world.cache.pin(session, request.hold)
+            self.world.cache.pin(session, request.allocation)
         self.world.close(request, is_invalid=is_invalid)
 
     @rule(num_pages=st.integers(1, 9), session=st.integers(1, 3))
@@ -120,14 +126,14 @@ class Storm(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        self.world.cache.check_integrity(request.hold for request in self.world.running)
+        self.world.cache.check_integrity(request.allocation for request in self.world.running)
 
 
 TestStorm = Storm.TestCase
 
 
-def test_snapshots_stand_at_borders_of_pages() -> None:
-    with pytest.raises(ValueError, match="multiples of the page size, 4, not of 6 tokens"):
+def test_span_must_be_a_multiple_of_the_page_size() -> None:
+    with pytest.raises(ValueError, match="span must be a multiple of the page size, 4; got 6"):
         Snapshots(3, span=6, page_size=4)
 
 
@@ -138,8 +144,8 @@ def test_of_a_request_the_newest_snapshots_stay() -> None:
     for length in range(1, 30):
         world.compute(request, 1)
         assert world.snapshots.num_kept == min(length // 4, NUM_ROLLING)
-        if length == request.hold.room:
-            world.cache.grow(request.hold)
+        if length == request.allocation.capacity:
+            world.cache.grow(request.allocation)
         request.token_ids = [*request.token_ids, length]
     world.close(request)
     ids = [1, *range(1, 30)]
@@ -159,7 +165,7 @@ def test_requests_wait_for_pages_that_took_the_place_of_evicted_ones() -> None:
     token_ids = [1, 1, 1, 1, *range(12)]
     request = world.open(token_ids)
     assert request is not None
-    assert world.cache.match([*token_ids, 5]).pending is request.hold.path[7]
+    assert world.cache.match([*token_ids, 5]).pending is request.allocation.path[7]
     while request.num_computed < len(token_ids):
         world.compute(request, 20)
     world.close(request)
@@ -188,5 +194,5 @@ def test_a_wrong_state_or_page_leaves_no_snapshot_at_the_page_of_another_request
     assert (second.num_computed, world.snapshots.num_kept) == (4, 1)
     for request, is_wrong in ((second, is_second_wrong), (first, not is_second_wrong)):
         world.close(request, is_invalid=is_wrong)
-        world.cache.check_integrity(each.hold for each in world.running)
+        world.cache.check_integrity(each.allocation for each in world.running)
     assert world.snapshots.num_kept == 0

@@ -1,4 +1,4 @@
-"""The windowed cache against what must always hold."""
+"""The windowed cache against invariants that must always hold."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from aioengine.memory.windowed_cache import GIVEN_BACK, WindowedCache, WindowedHold
+from aioengine.memory.windowed_cache import RELEASED, WindowedAllocation, WindowedCache
 from aioengine.page_groups import PageGroups
 
 WINDOWS = st.sampled_from([(1,), (4,), (None, 3), (None, 5, 2), (6, 6)])
@@ -20,7 +20,7 @@ class Running:
 
     token_ids: list[int]
     num_computed: int
-    hold: WindowedHold
+    allocation: WindowedAllocation
 
 
 class Machine(RuleBasedStateMachine):
@@ -38,7 +38,7 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "cache"):
             return
         for one in self.running:
-            self.cache.unlock(one.hold)
+            self.cache.unlock(one.allocation)
         assert self.cache.clear()
         assert self.cache.num_free == 30
         assert not self.cache._tree.root.children, "no node is left without pages"
@@ -48,8 +48,8 @@ class Machine(RuleBasedStateMachine):
         match = self.cache.match(token_ids, salt)
         if match.pending is not None:
             return
-        hold = self.cache.lock(token_ids, match)
-        self.running.append(Running(token_ids.copy(), len(match.path) * self.groups.page_size, hold))
+        allocation = self.cache.lock(token_ids, match)
+        self.running.append(Running(token_ids.copy(), len(match.path) * self.groups.page_size, allocation))
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -57,20 +57,20 @@ class Machine(RuleBasedStateMachine):
         one = data.draw(st.sampled_from(self.running))
         end = one.num_computed + data.draw(st.integers(1, 4))
         one.token_ids += [1] * (end - len(one.token_ids))
-        while one.hold.room < end:
+        while one.allocation.capacity < end:
             could = self.cache.num_free >= self.groups.num_groups
-            assert (self.cache.grow(one.hold) is not None) == could
+            assert (self.cache.grow(one.allocation) is not None) == could
             if not could:
                 return
         size, num_groups = self.groups.page_size, self.groups.num_groups
         for index in range(one.num_computed // size, -(-end // size)):
             for group in range(num_groups):
-                page = one.hold.pages[index * num_groups + group]
+                page = one.allocation.pages[index * num_groups + group]
                 upto = tuple(one.token_ids[: min(end, (index + 1) * size)])
-                self.written[page] = group, (hash(one.hold.salt), *upto)
+                self.written[page] = group, (hash(one.allocation.salt), *upto)
         one.num_computed = end
-        if end >= one.hold.border:
-            self.cache.insert(one.hold, one.token_ids, end)
+        if end >= one.allocation.next_insert_at:
+            self.cache.insert(one.allocation, one.token_ids, end)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), session=st.integers(0, 2), is_invalid=st.booleans())
@@ -78,9 +78,9 @@ class Machine(RuleBasedStateMachine):
         one = data.draw(st.sampled_from(self.running))
         self.running.remove(one)
         if session and not is_invalid:
-            self.cache.pin(session, one.hold)
-        self.cache.unlock(one.hold, is_invalid=is_invalid)
-        self.cache.unlock(one.hold)
+            self.cache.pin(session, one.allocation)
+        self.cache.unlock(one.allocation, is_invalid=is_invalid)
+        self.cache.unlock(one.allocation)
 
     @rule(session=st.integers(1, 2))
     def close_session(self, session: int) -> None:
@@ -94,27 +94,27 @@ class Machine(RuleBasedStateMachine):
     def pages_add_up_and_all_that_is_seen_is_there(self) -> None:
         if not hasattr(self, "cache"):
             return
-        self.cache.check_integrity(one.hold for one in self.running)
+        self.cache.check_integrity(one.allocation for one in self.running)
         owned: list[int] = []
         for one in self.running:
-            owned += self._own_pages(one.hold)
+            owned += self._own_pages(one.allocation)
             self._check_seen(one)
         assert len(owned) == len(set(owned)), "no page belongs to two requests"
 
-    def _own_pages(self, hold: WindowedHold) -> list[int]:
-        pages = zip(hold.pages, hold.nodes, strict=True)
-        return [page for page, node in pages if node is None and page != GIVEN_BACK]
+    def _own_pages(self, allocation: WindowedAllocation) -> list[int]:
+        pages = zip(allocation.pages, allocation.nodes, strict=True)
+        return [page for page, node in pages if node is None and page != RELEASED]
 
     def _check_seen(self, one: Running) -> None:
         """The last token may be computed again, and sees what it saw."""
         size, num_groups = self.groups.page_size, self.groups.num_groups
         for group, window in enumerate(self.groups.windows):
-            position = one.num_computed - (one.num_computed > one.hold.num_matched * size)
+            position = one.num_computed - (one.num_computed > one.allocation.num_matched * size)
             first = 0 if window is None else max(0, position - window + 1)
             for index in range(first // size, -(-one.num_computed // size)):
-                found_group, tokens = self.written[one.hold.pages[index * num_groups + group]]
+                found_group, tokens = self.written[one.allocation.pages[index * num_groups + group]]
                 assert found_group == group
-                known = (hash(one.hold.salt), *one.token_ids[: min(one.num_computed, (index + 1) * size)])
+                known = (hash(one.allocation.salt), *one.token_ids[: min(one.num_computed, (index + 1) * size)])
                 assert tokens == known
 
 
@@ -124,18 +124,18 @@ TestWindowedCache = Machine.TestCase
 def test_a_prefix_that_another_request_is_to_compute_is_pending() -> None:
     cache = WindowedCache(PageGroups(windows=(None, 3), page_size=2), num_pages=20)
     token_ids = list(range(9))
-    hold = cache.lock(token_ids, cache.match(token_ids))
-    assert cache.match(token_ids).pending is hold.path[-1]
+    allocation = cache.lock(token_ids, cache.match(token_ids))
+    assert cache.match(token_ids).pending is allocation.path[-1]
 
 
 def test_nothing_is_cached_where_the_cache_is_switched_off() -> None:
     cache = WindowedCache(PageGroups(windows=(None, 3), page_size=2), num_pages=20, enabled=False)
     token_ids = list(range(8))
-    hold = cache.lock(token_ids, cache.match(token_ids))
+    allocation = cache.lock(token_ids, cache.match(token_ids))
     for end in range(2, 9, 2):
-        cache.grow(hold)
-        cache.insert(hold, token_ids, end)
-    assert (cache.num_cached, hold.path) == (0, [])
+        cache.grow(allocation)
+        cache.insert(allocation, token_ids, end)
+    assert (cache.num_cached, allocation.path) == (0, [])
 
 
 class CountedDict(dict[object, object]):
@@ -152,12 +152,12 @@ def test_a_long_prefix_without_its_windows_is_looked_through_once(monkeypatch: p
     num_pages, groups = 300, PageGroups(windows=(None, 40, 40), page_size=4)
     cache = WindowedCache(groups, num_pages=3 * num_pages)
     token_ids = list(range(4 * num_pages))
-    hold = cache.lock(token_ids, cache.match(token_ids))
+    allocation = cache.lock(token_ids, cache.match(token_ids))
     for end in range(4, 4 * num_pages + 1, 4):
-        assert cache.grow(hold) is not None
-        cache.insert(hold, token_ids, end)
-    path = hold.path.copy()
-    cache.unlock(hold)
+        assert cache.grow(allocation) is not None
+        cache.insert(allocation, token_ids, end)
+    path = allocation.path.copy()
+    cache.unlock(allocation)
     assert len(cache.match([*token_ids, 1]).path) == num_pages
     cache.evict(2 * num_pages + 10)  # pages of the windows, and the last of the others
     for node in path:

@@ -22,7 +22,7 @@ def request_of(uid: int, token_ids: list[int], *, max_new: int = 400) -> Request
 def running(cache: PrefixCache, uid: int, token_ids: list[int], *, num_computed: int, max_new: int = 400) -> Request:
     request = request_of(uid, token_ids, max_new=max_new)
     request.start(cache.lock(token_ids, cache.match(token_ids)), 0)
-    cache.insert(request.hold, token_ids, num_computed)
+    cache.insert(request.allocation, token_ids, num_computed)
     return request
 
 
@@ -64,7 +64,7 @@ def test_requests_that_end_soon_need_no_reserve() -> None:
 def test_a_preempted_request_needs_a_larger_reserve() -> None:
     request = request_of(1, [1])
     first = reserve_for(request, 1, 64)
-    request.marks.num_preemptions = 1
+    request.history.num_preemptions = 1
     assert reserve_for(request, 1, 64) >= 2 * first
     assert reserve_for(request, 640, 64) >= reserve_for(request, 1, 64) + 10
 
@@ -79,14 +79,14 @@ def test_a_prefix_that_is_being_computed_is_waited_for_and_then_used() -> None:
     request = request_of(2, [*range(20), 50])
     assert ask(cache, request, [other]) is Refusal.LATER
     assert waits(cache, request)
-    cache.insert(other.hold, other.token_ids, 19)
+    cache.insert(other.allocation, other.token_ids, 19)
     assert waits(cache, request)
     assert ask(cache, request, [other]) is Refusal.LATER
-    cache.insert(other.hold, other.token_ids, 20)
+    cache.insert(other.allocation, other.token_ids, 20)
     assert not waits(cache, request)
     answer = ask(cache, request, [other])
     assert isinstance(answer, Match)
-    assert [node.page for node in answer.path] == other.hold.pages[:5]
+    assert [node.page for node in answer.path] == other.allocation.pages[:5]
     assert request.waits_for is None
 
 
@@ -95,7 +95,7 @@ def test_a_request_does_not_wait_for_a_prefix_whose_request_has_ended() -> None:
     other = running(cache, 1, list(range(20)), num_computed=8)
     request = request_of(2, [*range(20), 50])
     assert ask(cache, request, [other]) is Refusal.LATER
-    cache.unlock(other.hold)
+    cache.unlock(other.allocation)
     assert not waits(cache, request)
     answer = ask(cache, request, [])
     assert isinstance(answer, Match)
@@ -125,11 +125,11 @@ def test_asking_for_admission_changes_neither_cache_nor_requests(
             continue
         other = running(cache, uid, prompt, num_computed=data.draw(st.integers(0, len(prompt))))
         if data.draw(st.booleans()):
-            cache.unlock(other.hold)
+            cache.unlock(other.allocation)
         else:
             others.append(other)
     before = picture(cache)
     request = request_of(99, wanted)
     ask(cache, request, others)
     assert picture(cache) == before
-    assert (request.num_tokens, request.num_computed, request.hold.pages) == (len(wanted), 0, [])
+    assert (request.num_tokens, request.num_computed, request.allocation.pages) == (len(wanted), 0, [])

@@ -48,7 +48,7 @@ def step(of: Scheduler) -> Plan:
     assert plan is not None
     tokens = TokenColumns()
     for row in plan.rows:
-        if row.gives:
+        if row.outputs:
             tokens.add(row.uid, (7,))
     of.apply(plan, StepResult(tokens), 0.0)
     return plan
