@@ -364,8 +364,8 @@ def test_code_of_a_folder_runs_with_trust_alone(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda states: states + 0.2 * states.roll(1, 1), "tokens depend on one another beside attention"),
-        (lambda states: states + states.mean(1, keepdim=True), "tokens depend on one another beside attention"),
+        (lambda states: states + 0.2 * states.roll(1, 1), "tokens depend on each other outside attention"),
+        (lambda states: states + states.mean(1, keepdim=True), "tokens depend on each other outside attention"),
         (lambda states: states[:, -1:], r"of 3 tokens it gives states \[1, 1, 48\]"),
     ],
 )
@@ -410,5 +410,5 @@ def test_the_log_names_the_implementation(tmp_path: Path, caplog: pytest.LogCapt
     with caplog.at_level(logging.INFO, "aioengine"):
         world(tmp_path)
     assert [record.message for record in caplog.records if record.name.startswith("aioengine")] == [
-        "transformers' own code computes this model, of model_type 'llama'"
+        "running model_type 'llama' with the code of transformers"
     ]
