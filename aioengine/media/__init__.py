@@ -1,4 +1,4 @@
-"""[plug-ins] The images of a prompt, by ``model_type``: what stands for them, and how many tokens they take."""
+"""How prompts contain images, by ``model_type``: placeholders, and the tokens that replace them."""
 
 from typing import Final
 
@@ -9,4 +9,4 @@ ALIASES: Final = {
     "qwen3_vl": "_qwen:QwenImages",
     "smolvlm": "_tiles:SmolVlmImages",
 }
-"""Model types without a file of their own, see ``plugins``."""
+"""Model type -> "file:class", for model types that share a file."""

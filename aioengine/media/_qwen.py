@@ -1,6 +1,6 @@
-"""Qwen's vision models: an image keeps its proportions, and ``merge_size`` x ``merge_size`` patches are one token.
+"""Qwen's models: images keep their aspect ratio, and ``merge_size`` x ``merge_size`` patches become one token.
 
-The prompt holds ``<|vision_start|><|image_pad|><|vision_end|>``, of which the middle one stands for the image.
+Prompts contain ``<|vision_start|><|image_pad|><|vision_end|>``. The middle token is the placeholder.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _QwenFields(Struct, frozen=True):
 
 
 class QwenImages(Struct, frozen=True):
-    """``merge_size``: patches, in each direction, whose features become one token."""
+    """``merge_size``: side of the square of patches that become one token."""
 
     placeholder_id: int
     merge_size: int

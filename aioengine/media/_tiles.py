@@ -1,4 +1,4 @@
-"""Idefics3 and SmolVLM: an image is cut into tiles of one size, and is seen once more as a whole."""
+"""Idefics3 and SmolVLM: an image is split into tiles of one size, and added once more as a whole."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _TiledFields(Struct, frozen=True):
 
 
 class TiledImages(Struct, frozen=True):
-    """``scale_factor``: patches, in each direction, whose features become one token."""
+    """``scale_factor``: side of the square of patches that become one token."""
 
     placeholder_id: int
     patch_size: int
