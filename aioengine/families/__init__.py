@@ -1,4 +1,4 @@
-"""[plug-ins] Families by ``model_type``: ``PLUGIN.read`` turns config.json into a DecoderConfig or EncoderConfig."""
+"""Families by ``model_type``: ``PLUGIN.read`` turns config.json into a DecoderConfig or EncoderConfig."""
 
 from typing import Final
 
