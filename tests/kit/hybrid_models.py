@@ -1,4 +1,4 @@
-"""Small random models with states beside pages."""
+"""Small random models with recurrent states."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def save_hybrid(config: PreTrainedConfig, folder: Path) -> Path:
-    """Save a model with lively weights to the folder, and return that."""
+    """Save a model with large random weights, and return the folder."""
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""Plug-ins are found by name, and only the chosen file is imported."""
+"""Plug-ins load by name, and only the chosen file is imported."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def test_names_are_the_files_of_the_folder() -> None:
     assert plugins.names("scheduler/policies") == ["fcfs", "longest_prefix", "priority"]
 
 
-def test_load_gives_the_plugin() -> None:
+def test_load_returns_the_plugin() -> None:
     assert plugins.load("scheduler/policies", "fcfs") is FirstComePolicy
 
 
-def test_an_unknown_name_is_told_with_the_names_that_exist() -> None:
+def test_unknown_name_is_refused_with_known_names() -> None:
     with pytest.raises(ValueError, match="no plug-in 'fcsf' .did you mean 'fcfs'"):
         plugins.load("scheduler/policies", "fcsf")
     with pytest.raises(ValueError, match=r"no plug-in 'xyz'; there are fcfs, longest_prefix, priority"):
@@ -30,7 +30,7 @@ def test_an_unknown_name_is_told_with_the_names_that_exist() -> None:
 
 @pytest.fixture
 def folder_of_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A folder with one good plug-in, one that cannot be imported, and a shared file."""
+    """A folder with a good plug-in, a broken plug-in, a shared file, and aliases."""
     import aioengine
 
     folder = tmp_path / "sample_plugins"
@@ -46,7 +46,7 @@ def folder_of_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         del sys.modules[name]
 
 
-def test_a_broken_plugin_does_not_affect_others(folder_of_plugins: str) -> None:
+def test_broken_plugin_does_not_affect_others(folder_of_plugins: str) -> None:
     assert plugins.names(folder_of_plugins) == ["best", "broken", "good", "other"]
     assert plugins.load(folder_of_plugins, "good") == "good"
     with pytest.raises(ModuleNotFoundError, match="a_package_that_nobody_has"):

@@ -1,4 +1,4 @@
-"""A Llama without a head whose tokens attend to all positions, as models of embeddings are."""
+"""A Llama without a head, with bidirectional attention, like embedding models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Llama that reads embeddings, which the runner asks it for."""
+"""A Llama that reads embeddings instead of token ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Llama that reads positions of three axes, of which it takes the largest, and the row of each token."""
+"""A Llama that reads three-axis positions and rows of tokens. It uses the maximum of the axes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ThreeAxesLlama(DecoderModel):
-    """``rows``: of the last step."""
+    """``rows``: the rows of the last step."""
 
     def __init__(self, config: Mapping[str, object], options: ModelOptions) -> None:
         super().__init__(LlamaFamily.read(config), options)
