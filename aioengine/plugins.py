@@ -1,9 +1,8 @@
-"""Plug-ins: one file, one implementation; the file's name is its public name, ``PLUGIN`` in it the class or function.
+"""Plug-ins: one file per implementation. The file name is the public name, and ``PLUGIN`` is the class or function.
 
-A folder is named by its path inside the package, for example "scheduler/policies". Only the chosen file is imported,
-so a plug-in whose package is missing, or which is broken, affects no other. A leading underscore in a file's name
-means "shared by this folder" and is no plug-in. ``ALIASES`` in the folder's ``__init__`` names plug-ins without a file
-of their own: name -> "file:class".
+A folder is named by its path in the package, for example "scheduler/policies". Only the requested file is imported, so
+a broken plug-in or a missing package does not affect others. Files with a leading underscore are shared code, not
+plug-ins. ``ALIASES`` in the folder's ``__init__`` maps names without their own file to "file:attribute".
 """
 
 from __future__ import annotations
@@ -16,22 +15,21 @@ from aioengine import checks
 
 
 def names(folder: str) -> list[str]:
-    """The plug-ins of ``folder``, sorted. Imports nothing of the folder but its ``__init__``."""
+    """Return the plug-ins of ``folder``, sorted. Imports only the folder's ``__init__``."""
     package = importlib.import_module(_module(folder))
     files = {file.name for file in pkgutil.iter_modules(package.__path__) if not file.name.startswith("_")}
     return sorted(files | _aliases(folder).keys())
 
 
 def file_name(name: str) -> str:
-    """The name of the file for a public name that has dashes, as some types of models do."""
+    """Return the plug-in name of a public name with dashes, as in some model types."""
     return name.replace("-", "_")
 
 
 def load(folder: str, name: str) -> Any:
-    """Import the plug-in ``name`` of ``folder`` and return its ``PLUGIN``.
+    """Import the plug-in ``name`` of ``folder``, and return its ``PLUGIN``.
 
-    Raises ValueError for a name that does not exist, with the names that do; an ImportError of the chosen file itself
-    is passed on.
+    Raises ValueError, which lists the known names, for an unknown name. Passes on an ImportError of the file.
     """
     known = names(folder)
     if name not in known:

@@ -235,17 +235,15 @@ class DecoderFamily(Labels, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_sizes(self)
-        self._check_choice("hidden_act", ACTIVATIONS)
+        if self.hidden_act not in ACTIVATIONS:
+            not_implemented(file_names(self)["hidden_act"], self.hidden_act, ", ".join(ACTIVATIONS))
         if self.default_partial is None and self.partial_rotary_factor not in (None, 1.0):
             not_implemented("partial_rotary_factor", self.partial_rotary_factor, "1.0")
         if not 0 < self.rms_norm_eps <= 1:
             not_implemented(file_names(self)["rms_norm_eps"], self.rms_norm_eps, "more than 0, at most 1")
         if self.num_attention_heads % self.num_kv_heads:
-            not_implemented(
-                "num_key_value_heads",
-                self.num_kv_heads,
-                f"a divisor of num_attention_heads ({self.num_attention_heads})",
-            )
+            divisor = f"a divisor of num_attention_heads ({self.num_attention_heads})"
+            not_implemented("num_key_value_heads", self.num_kv_heads, divisor)
         if self.head_size % 2 or not self.head_size:
             not_implemented("head_dim", self.head_size, "an even number")
         if self.window is not None and self.window < 1:
@@ -257,11 +255,6 @@ class DecoderFamily(Labels, frozen=True, kw_only=True):
             not_implemented("layer_types", self.layer_types, "only sliding_attention if sliding_window is set")
         if self.window is None and "sliding_attention" in (self.layer_types or ()):
             not_implemented("layer_types", self.layer_types, "only full_attention without a sliding window")
-
-    def _check_choice(self, field: str, known: Mapping[str, object]) -> None:
-        value = getattr(self, field)
-        if value not in known:
-            not_implemented(file_names(self)[field], value, ", ".join(known))
 
     @classmethod
     def read(cls, config: Mapping[str, object]) -> DecoderConfig:

@@ -17,8 +17,6 @@ NORM: Final = NormConfig(offset=1.0)
 
 
 class GemmaFamily(DecoderFamily, frozen=True, kw_only=True):
-    """Gemma 1."""
-
     head_dim: int | None = 256
     hidden_act: str = "gelu_pytorch_tanh"
     max_position_embeddings: int = 8192
