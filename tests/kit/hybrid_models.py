@@ -1,4 +1,4 @@
-"""Small random models with states beside pages."""
+"""Small random models with recurrent states."""
 
 from __future__ import annotations
 

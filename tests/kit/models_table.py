@@ -1,81 +1,75 @@
-"""The table of models in the guide: a row for each family, with columns that the code fills in.
+"""The table of models in the guide: one row per model type. Some columns are generated from the code.
 
-    python -m tests.kit.models_table  # writes the columns of the code, and rows of new families, into the page
+    python -m tests.kit.models_table  # updates the generated columns, and adds rows for new families
 
-The models of a row and its notes are written by hand in the page; a new family begins with the words of its file.
+The columns "models" and "notes" are edited in the page. A new row starts with the docstring of the family.
 """
 
 from __future__ import annotations
 
-import ast
-import importlib
+import sys
+from typing import Any
 
 from aioengine import plugins
-from aioengine.families._config import FamilyConfig, Task
-from aioengine.families._encoders import EncoderFamily
-from aioengine.families._vision import TASKS, VisionFamily
+from aioengine.families._config import Task
 from aioengine.model_files import gguf_model
 from tests.kit.source import ROOT
 
 PAGE = ROOT / "examples" / "guides" / "models.md"
 HEAD = ("`model_type`", "models", "gives", "takes", "adapters", "GGUF", "notes")
-GIVEN = {Task.GENERATE: "text", Task.EMBED: "vectors", Task.CLASSIFY: "scores"}
+OUTPUTS = {Task.GENERATE: "text", Task.EMBED: "vectors", Task.CLASSIFY: "scores"}
 
 
 def families() -> list[str]:
-    """Every ``model_type`` that has a file."""
+    """Return every ``model_type`` with a family."""
     return [name.replace("xlm_roberta", "xlm-roberta") for name in plugins.names("families")]
 
 
+def family(model_type: str) -> Any:
+    """Return the family of a model type."""
+    return plugins.load("families", plugins.file_name(model_type))
+
+
 def facts(model_type: str) -> tuple[str, ...]:
-    """The cells of the code: what such models give and take, and whether adapters and GGUF files work."""
+    """Return the generated cells: outputs, inputs, and support for adapters and GGUF files."""
     name = plugins.file_name(model_type)
-    module = importlib.import_module(plugins.load("families", name).__module__)
-    classes = [found for found in vars(module).values() if isinstance(found, type)]
-    tasks: set[Task] = set().union(*(_tasks(found) for found in classes))
-    given = ", ".join(words for task, words in GIVEN.items() if task in tasks)
+    tasks = set(family(model_type).tasks.values())
+    outputs = ", ".join(words for task, words in OUTPUTS.items() if task in tasks)
     takes = "text, images" if name in plugins.names("media") else "text"
     is_decoder = Task.GENERATE in tasks
-    return given, takes, "yes" if is_decoder else "", "yes" if model_type in gguf_model.ARCHITECTURES else ""
-
-
-def _tasks(found: type) -> set[Task]:
-    """Of a class that reads config.json."""
-    if issubclass(found, VisionFamily):
-        return set(TASKS.values())
-    return set(found.tasks.values()) if issubclass(found, FamilyConfig | EncoderFamily) else set()
+    return outputs, takes, "yes" if is_decoder else "", "yes" if model_type in gguf_model.ARCHITECTURES else ""
 
 
 def rows(page: str) -> dict[str, list[str]]:
-    """``model_type`` -> the cells of its row in the page."""
+    """Return ``model_type`` -> the cells of its row in the page."""
     lines = [line for line in page.splitlines() if line.startswith("| `")]
     found = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {cells[0].strip("`"): cells for cells in found if cells[0] != HEAD[0]}
 
 
-def words_of_file(model_type: str) -> tuple[str, str]:
-    """The names of the models, and what is particular about them, from the first line of the family's file."""
-    file = ROOT / "aioengine" / "families" / f"{plugins.file_name(model_type)}.py"
-    first = (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
+def described(model_type: str) -> tuple[str, str]:
+    """Return the models and the notes, from the first line of the docstring of the family or of its file."""
+    family_type = family(model_type)
+    first = (family_type.__doc__ or sys.modules[family_type.__module__].__doc__ or "").partition("\n")[0]
     models, _, notes = first.rstrip(".").partition(": ")
     return models, notes
 
 
 def table(page: str) -> list[str]:
-    """The lines of the table, in the order of the page, new families at its end."""
+    """Return the lines of the table in the order of the page, with new families at the end."""
     written = rows(page)
     known = families()
     lines = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
     for model_type in [*(name for name in written if name in known), *(name for name in known if name not in written)]:
         cells = written.get(model_type)
-        models, notes = words_of_file(model_type) if cells is None else (cells[1], cells[-1])
+        models, notes = described(model_type) if cells is None else (cells[1], cells[-1])
         own = (f"`{model_type}`", models, *facts(model_type), notes)
         lines.append("| " + " | ".join(own).replace("|  |", "| |").replace("|  |", "| |").rstrip() + " |")
     return lines
 
 
 def updated(page: str) -> str:
-    """The page with the table as it should be."""
+    """Return the page with an updated table."""
     lines = page.splitlines()
     begin = next(number for number, line in enumerate(lines) if line.startswith(f"| {HEAD[0]}"))
     end = next(number for number in range(begin, len(lines)) if not lines[number].startswith("|"))
