@@ -39,8 +39,18 @@ if TYPE_CHECKING:
     from aioengine.frontend.frontend import Frontend
     from aioengine.frontend.info import Health, ModelInfo
     from aioengine.frontend.loaded_adapters import AdapterResult
-    from aioengine.frontend.pool_requests import EncodeOptions, PoolOptions
-    from aioengine.frontend.request_options import BatchIds, ChatOptions, GenerateOptions, Texts, TokenIds
+    from aioengine.frontend.pool_requests import EncodeOptions, Pairs, PoolOptions
+    from aioengine.frontend.request_options import (
+        BatchIds,
+        BatchSampled,
+        ChatOptions,
+        Conversations,
+        GenerateOptions,
+        Ids,
+        Prompt,
+        Texts,
+        TokenIds,
+    )
     from aioengine.frontend.requests import CallRequest
     from aioengine.frontend.score import ScoreOptions
     from aioengine.frontend.startup import Blueprint
@@ -49,7 +59,7 @@ if TYPE_CHECKING:
 
 
 class EngineFace(ABC):
-    """What both engines share: how they are made, calls that are awaited, and calls from any thread."""
+    """The shared part of both engines: constructors, the six ``async_`` calls, and calls from any thread."""
 
     _is_bound = False
     """Whether its generations belong to the loop on which it was started."""
@@ -96,8 +106,11 @@ class EngineFace(ABC):
     if not TYPE_CHECKING:  # type checkers would take it for a sign that every attribute exists
 
         def __getattr__(self, name: str) -> NoReturn:
-            is_short = f"async_{name}" in dir(type(self))
-            instead = f"; await engine.async_{name}(...), or use Engine for synchronous code" if is_short else ""
+            instead, plain = "", name.removeprefix("async_")
+            if f"async_{name}" in dir(type(self)):
+                instead = f"; await engine.async_{name}(...), or use Engine for synchronous code"
+            elif name != plain and plain in dir(type(self)):
+                instead = f"; its name is {plain}"
             raise no_attribute(type(self).__name__, name, instead=instead)
 
     def __reduce__(self) -> NoReturn:
@@ -106,9 +119,9 @@ class EngineFace(ABC):
     @signatures.async_generate
     def async_generate(
         self,
-        prompt: object = None,
-        sampling_params: object = None,
-        input_ids: object = None,
+        prompt: Prompt | None = None,
+        sampling_params: BatchSampled | None = None,
+        input_ids: Ids | None = None,
         *,
         stream: bool = False,
         **options: Unpack[GenerateOptions],
@@ -134,7 +147,12 @@ class EngineFace(ABC):
 
     @signatures.async_chat
     def async_chat(
-        self, messages: object, sampling_params: object = None, *, stream: bool = False, **options: Unpack[ChatOptions]
+        self,
+        messages: Conversations,
+        sampling_params: BatchSampled | None = None,
+        *,
+        stream: bool = False,
+        **options: Unpack[ChatOptions],
     ) -> Generation[Answer] | Generation[BatchOutput] | Stream:
         """Answer a conversation (dicts with ``role`` and ``content``), put through the model's chat template.
 
@@ -149,7 +167,7 @@ class EngineFace(ABC):
 
     @signatures.async_encode
     def async_encode(
-        self, prompt: object = None, *, input_ids: object = None, **options: Unpack[EncodeOptions]
+        self, prompt: Prompt | None = None, *, input_ids: Ids | None = None, **options: Unpack[EncodeOptions]
     ) -> Generation[Answer] | Generation[BatchOutput] | Stream:
         """Turn a text, or its token ids, into a vector; a list of either is a batch.
 
@@ -169,7 +187,12 @@ class EngineFace(ABC):
 
     @signatures.async_rerank
     def async_rerank(
-        self, query: object, documents: object = None, *, top_n: object = None, **options: Unpack[PoolOptions]
+        self,
+        query: str | Pairs,
+        documents: Texts | None = None,
+        *,
+        top_n: int | None = None,
+        **options: Unpack[PoolOptions],
     ) -> Generation[Answer] | Generation[BatchOutput] | Stream:
         """Score how well documents answer a query, with a cross-encoder.
 
@@ -233,67 +256,6 @@ class EngineFace(ABC):
         if reader.is_stream:
             return Stream(reader, home=frontend.loop, is_bound=self._is_bound, owner=self)
         return Generation[Answer](reader, home=frontend.loop, is_bound=self._is_bound, owner=self)
-
-    def _attached(self, rid: str, from_offset: int) -> Stream:
-        frontend = self._running()
-        reader = frontend.attachments.attach(rid, from_offset, frontend)
-        return Stream(reader, home=frontend.loop, is_bound=self._is_bound, owner=self)
-
-    @signatures.own_arguments
-    async def async_open_session(
-        self,
-        capacity_of_str_len: int = 0,
-        session_id: str | None = None,
-        streaming: bool = False,
-        timeout: float | None = None,
-    ) -> str:
-        """Open a session, and return its id: requests with ``session_params`` go on from earlier ones of it.
-
-        ``session_id``: its id; None: one is drawn. ``timeout`` in seconds: close it when none of its requests has run
-        for so long (found out within a second). ``streaming``: it has one request at a time, each of which goes on from
-        the last that was answered. ``capacity_of_str_len`` has no effect: the context length bounds a session.
-
-        Raises:
-            TypeError, ValueError: an argument is wrong, or a session with this id is open.
-            EngineOverloadedError: too many are open. EngineDrainingError, EngineClosedError, EngineDeadError.
-        """
-        return self._running().sessions.open(capacity_of_str_len, session_id, streaming, timeout)
-
-    async def async_close_session(self, session_id: str) -> None:
-        """Close a session: its history is forgotten, and its pages are kept no longer; requests that run go on.
-
-        An unknown one is no error. Raises TypeError or ValueError where this is no id.
-        """
-        self._running().sessions.close(session_id)
-
-    @signatures.own_arguments
-    async def async_load_lora_adapter(
-        self, lora_name: str, lora_path: str | PurePath, pinned: bool = False
-    ) -> AdapterResult:
-        """Load a LoRA adapter from a folder that peft wrote; requests then name it, as ``lora_path=lora_name``.
-
-        ``pinned``: it keeps its place on the device. An adapter that cannot be used, or a name that is in use, gives a
-        false result with the reason in ``error_message``; ``loaded_adapters`` are all that are loaded.
-
-        Raises:
-            TypeError, ValueError: an argument is none of its type. EngineClosedError, EngineDeadError.
-        """
-        frontend = self._running()
-        return await callers.on_loop(frontend.loop, frontend.adapters.load(lora_name, lora_path, pinned))
-
-    @signatures.own_arguments
-    async def async_unload_lora_adapter(self, lora_name: str, timeout: float = UNLOAD_TIMEOUT_S) -> AdapterResult:
-        """Unload a LoRA adapter: new requests for it are refused at once; those that use it end first.
-
-        When some still run after ``timeout`` seconds, or this is cancelled, it stays loaded. Results and errors are
-        those of ``async_load_lora_adapter``; an unknown name gives a false one.
-        """
-        frontend = self._running()
-        return await callers.on_loop(frontend.loop, frontend.adapters.unload(lora_name, timeout))
-
-    async def async_list_lora_adapters(self) -> AdapterResult:
-        """The adapters that requests may name, as ``loaded_adapters``: name -> folder."""
-        return self._running().adapters.list()
 
     def abort_request(self, rid: str | None = None, abort_all: bool = False) -> None:
         """End a live request, or all; they finish with reason ``abort`` and the output so far.
@@ -443,7 +405,9 @@ class AsyncEngine(EngineFace):
         Raises:
             ValueError: there is no such stream, or its text is shorter.
         """
-        return self._attached(rid, from_offset)
+        frontend = self._running()
+        reader = frontend.attachments.attach(rid, from_offset, frontend)
+        return Stream(reader, home=frontend.loop, is_bound=self._is_bound, owner=self)
 
     # ------------------------------------------------------------ sessions
 
@@ -455,16 +419,30 @@ class AsyncEngine(EngineFace):
         streaming: bool = False,
         timeout: float | None = None,
     ) -> SessionOpening:
-        """Open a session: await this for its id, as ``async_open_session``.
+        """Open a session: await this for its id. Requests with ``session_params`` continue earlier ones of the session.
 
         ``async with engine.open_session() as session_id:`` closes the session at the end of the block.
+
+        session_id: its id; None: a random one. timeout: seconds without a running request after which the session is
+        closed (checked every second). streaming: the session has one request at a time, and each continues the last
+        answered one. capacity_of_str_len: no effect; the context length limits a session.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong, or a session with this id is open.
+            EngineOverloadedError: too many sessions are open. EngineDrainingError, EngineClosedError, EngineDeadError.
         """
-        opening = self.async_open_session(capacity_of_str_len, session_id, streaming, timeout)
-        return SessionOpening(opening, self.async_close_session)
+
+        async def opening() -> str:
+            return self._running().sessions.open(capacity_of_str_len, session_id, streaming, timeout)
+
+        return SessionOpening(opening(), self.close_session)
 
     async def close_session(self, session_id: str) -> None:
-        """Close a session, as ``async_close_session``."""
-        await self.async_close_session(session_id)
+        """Close a session: forget its history and unpin its pages. Running requests continue.
+
+        Ignores unknown sessions. Raises TypeError or ValueError if ``session_id`` cannot be an id.
+        """
+        self._running().sessions.close(session_id)
 
     # ------------------------------------------------------------ control
 
@@ -484,17 +462,28 @@ class AsyncEngine(EngineFace):
 
     @signatures.own_arguments
     async def load_lora_adapter(self, lora_name: str, lora_path: str | PurePath, pinned: bool = False) -> AdapterResult:
-        """Load a LoRA adapter, as ``async_load_lora_adapter``."""
-        return await self.async_load_lora_adapter(lora_name, lora_path, pinned)
+        """Load a LoRA adapter from a folder written by peft. Requests then use it with ``lora_path=lora_name``.
+
+        pinned: it keeps its slot on the device. If the adapter cannot be used or the name is in use, the result is
+        false and has the reason in ``error_message``. ``loaded_adapters`` has all loaded adapters.
+
+        Raises:
+            TypeError, ValueError: an argument has the wrong type. EngineClosedError, EngineDeadError.
+        """
+        return await self._running().adapters.load(lora_name, lora_path, pinned)
 
     @signatures.own_arguments
     async def unload_lora_adapter(self, lora_name: str, timeout: float = UNLOAD_TIMEOUT_S) -> AdapterResult:
-        """Unload a LoRA adapter, as ``async_unload_lora_adapter``."""
-        return await self.async_unload_lora_adapter(lora_name, timeout)
+        """Unload a LoRA adapter: refuse new requests for it at once, and wait for its running requests.
+
+        If some still run after ``timeout`` seconds, or if this call is cancelled, the adapter stays loaded. Results and
+        errors are those of ``load_lora_adapter``; an unknown name gives a false result.
+        """
+        return await self._running().adapters.unload(lora_name, timeout)
 
     async def list_lora_adapters(self) -> AdapterResult:
-        """The adapters that requests may name, as ``async_list_lora_adapters``."""
-        return await self.async_list_lora_adapters()
+        """Return the loaded adapters in ``loaded_adapters``: name -> folder."""
+        return self._running().adapters.list()
 
     async def pause_generation(self, mode: PauseMode = "abort") -> Outcome:
         """Compute nothing until ``continue_generation``; new calls wait.

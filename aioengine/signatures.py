@@ -460,6 +460,9 @@ AsyncEncode = Encode[
 ]
 AsyncRerank = Rerank[Generation[BatchOutput[Ranking]], Generation[BatchOutput[Ranking | Exception]]]
 
+if TYPE_CHECKING:
+    AsyncScore = Score[Coroutine[None, None, ScoreResult], Coroutine[None, None, ScoreResult[list[float] | Exception]]]
+
 
 def async_generate(method: Callable[..., object]) -> AsyncGenerate:
     """Give a method the types of ``async_generate``."""
@@ -481,8 +484,6 @@ def async_chat(method: Callable[..., object]) -> AsyncChat:
     return cast("AsyncChat", method)
 
 
-def async_score(
-    method: Callable[..., object],
-) -> Score[Coroutine[None, None, ScoreResult], Coroutine[None, None, ScoreResult[list[float] | Exception]]]:
+def async_score(method: Callable[..., object]) -> AsyncScore:
     """Give a method the types of ``async_score``."""
-    return cast("Any", method)
+    return cast("AsyncScore", method)

@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from aioengine import signatures
 from aioengine.engine import EngineFace
@@ -33,15 +33,24 @@ if TYPE_CHECKING:
     from aioengine.frontend.frontend import Frontend
     from aioengine.frontend.info import Health, ModelInfo
     from aioengine.frontend.loaded_adapters import AdapterResult
-    from aioengine.frontend.pool_requests import EncodeOptions, PoolOptions
+    from aioengine.frontend.pool_requests import EncodeOptions, Pairs, PoolOptions
     from aioengine.frontend.reader import Reader
-    from aioengine.frontend.request_options import BatchIds, ChatOptions, GenerateOptions, Texts, TokenIds
+    from aioengine.frontend.request_options import (
+        BatchIds,
+        BatchSampled,
+        ChatOptions,
+        Conversations,
+        GenerateOptions,
+        Ids,
+        Prompt,
+        Texts,
+        TokenIds,
+    )
     from aioengine.frontend.requests import CallRequest
     from aioengine.frontend.score import ScoreOptions, ScoreResult
     from aioengine.frontend.startup import Blueprint
     from aioengine.protocol.messages import Progress
     from aioengine.signatures import Chat, Encode, Generate, Rerank, Score
-    from aioengine.stream import Stream
 
 
 class ChunkIterator(Iterator["Chunk"]):
@@ -109,28 +118,32 @@ def wait_for_news(reader: Reader) -> None:
         raise
 
 
-def _generate(
-    method: Callable[..., object],
-) -> Generate[Answer, BatchOutput, BatchOutput[Answer | Exception], ChunkIterator]:
-    return cast("Any", method)
+if TYPE_CHECKING:
+    SyncGenerate = Generate[Answer, BatchOutput, BatchOutput[Answer | Exception], ChunkIterator]
+    SyncChat = Chat[Answer, BatchOutput, BatchOutput[Answer | Exception], ChunkIterator]
+    SyncEncode = Encode[Embedding, BatchOutput[Embedding], BatchOutput[Embedding | Exception]]
+    SyncRerank = Rerank[BatchOutput[Ranking], BatchOutput[Ranking | Exception]]
+    SyncScore = Score[ScoreResult, ScoreResult[list[float] | Exception]]
 
 
-def _chat(method: Callable[..., object]) -> Chat[Answer, BatchOutput, BatchOutput[Answer | Exception], ChunkIterator]:
-    return cast("Any", method)
+def _generate(method: Callable[..., object]) -> SyncGenerate:
+    return cast("SyncGenerate", method)
 
 
-def _encode(
-    method: Callable[..., object],
-) -> Encode[Embedding, BatchOutput[Embedding], BatchOutput[Embedding | Exception]]:
-    return cast("Any", method)
+def _chat(method: Callable[..., object]) -> SyncChat:
+    return cast("SyncChat", method)
 
 
-def _rerank(method: Callable[..., object]) -> Rerank[BatchOutput[Ranking], BatchOutput[Ranking | Exception]]:
-    return cast("Any", method)
+def _encode(method: Callable[..., object]) -> SyncEncode:
+    return cast("SyncEncode", method)
 
 
-def _score(method: Callable[..., object]) -> Score[ScoreResult, ScoreResult[list[float] | Exception]]:
-    return cast("Any", method)
+def _rerank(method: Callable[..., object]) -> SyncRerank:
+    return cast("SyncRerank", method)
+
+
+def _score(method: Callable[..., object]) -> SyncScore:
+    return cast("SyncScore", method)
 
 
 class Engine(EngineFace):
@@ -207,9 +220,9 @@ class Engine(EngineFace):
     @_generate
     def generate(
         self,
-        prompt: object = None,
-        sampling_params: object = None,
-        input_ids: object = None,
+        prompt: Prompt | None = None,
+        sampling_params: BatchSampled | None = None,
+        input_ids: Ids | None = None,
         *,
         stream: bool = False,
         **options: Unpack[GenerateOptions],
@@ -225,21 +238,31 @@ class Engine(EngineFace):
 
     @_chat
     def chat(
-        self, messages: object, sampling_params: object = None, *, stream: bool = False, **options: Unpack[ChatOptions]
+        self,
+        messages: Conversations,
+        sampling_params: BatchSampled | None = None,
+        *,
+        stream: bool = False,
+        **options: Unpack[ChatOptions],
     ) -> Answer | BatchOutput | ChunkIterator:
         """Answer a conversation, put through the model's chat template; a list of them is a batch."""
         return self._wait(partial(requests.chat_request, messages, sampling_params, stream=stream, options=options))
 
     @_encode
     def encode(
-        self, prompt: object = None, *, input_ids: object = None, **options: Unpack[EncodeOptions]
+        self, prompt: Prompt | None = None, *, input_ids: Ids | None = None, **options: Unpack[EncodeOptions]
     ) -> Answer | BatchOutput | ChunkIterator:
         """Turn a text, or its token ids, into a vector, as ``async_encode``; a list of either is a batch."""
         return self._wait(partial(encode_request, prompt, input_ids, options))
 
     @_rerank
     def rerank(
-        self, query: object, documents: object = None, *, top_n: object = None, **options: Unpack[PoolOptions]
+        self,
+        query: str | Pairs,
+        documents: Texts | None = None,
+        *,
+        top_n: int | None = None,
+        **options: Unpack[PoolOptions],
     ) -> Answer | BatchOutput | ChunkIterator:
         """Score how well documents answer a query, as ``async_rerank``."""
         return self._wait(partial(rerank_request, query, documents, top_n, options))
@@ -260,10 +283,6 @@ class Engine(EngineFace):
         """Continue a stream that was left, as ``AsyncEngine.attach``."""
         frontend = self._running()
         return ChunkIterator(frontend.attachments.attach(rid, from_offset, frontend), self)
-
-    def async_attach(self, rid: str, from_offset: int = 0) -> Stream:
-        """As ``attach``, to be iterated on any event loop."""
-        return self._attached(rid, from_offset)
 
     def beam_search(
         self,
@@ -299,11 +318,11 @@ class Engine(EngineFace):
         streaming: bool = False,
         timeout: float | None = None,
     ) -> str:
-        """Open a session, and return its id, as ``async_open_session``."""
+        """Open a session, and return its id, as ``AsyncEngine.open_session``."""
         return self._running().sessions.open(capacity_of_str_len, session_id, streaming, timeout)
 
     def close_session(self, session_id: str) -> None:
-        """Close a session, as ``async_close_session``."""
+        """Close a session, as ``AsyncEngine.close_session``."""
         self._running().sessions.close(session_id)
 
     # ------------------------------------------------------------ control
@@ -311,16 +330,12 @@ class Engine(EngineFace):
     def admit(self) -> None:
         """Wait in a queue, first come first served, until there is room for a call.
 
-        The place is reserved for this thread (or task) until its next call, for a second at most.
+        The place is reserved for this thread until its next call, for a second at most.
 
         Raises:
             EngineDrainingError, EngineClosedError, EngineDeadError: no call will be accepted.
         """
         self._running().overload.wait_blocking()
-
-    async def async_admit(self) -> None:
-        """As ``admit``, on any event loop; cancelling it leaves the queue."""
-        await self._running().overload.wait()
 
     def flush_cache(self) -> Outcome:
         """Empty the prefix cache, as ``AsyncEngine.flush_cache``."""
@@ -328,16 +343,16 @@ class Engine(EngineFace):
 
     @signatures.own_arguments
     def load_lora_adapter(self, lora_name: str, lora_path: str | PurePath, pinned: bool = False) -> AdapterResult:
-        """Load a LoRA adapter, as ``async_load_lora_adapter``."""
+        """Load a LoRA adapter, as ``AsyncEngine.load_lora_adapter``."""
         return self._portal.call(self._blocking().adapters.load(lora_name, lora_path, pinned))
 
     @signatures.own_arguments
     def unload_lora_adapter(self, lora_name: str, timeout: float = UNLOAD_TIMEOUT_S) -> AdapterResult:
-        """Unload a LoRA adapter once no request uses it, as ``async_unload_lora_adapter``."""
+        """Unload a LoRA adapter once no request uses it, as ``AsyncEngine.unload_lora_adapter``."""
         return self._portal.call(self._blocking().adapters.unload(lora_name, timeout))
 
     def list_lora_adapters(self) -> AdapterResult:
-        """The adapters that requests may name, as ``async_list_lora_adapters``."""
+        """The adapters that requests may name, as ``AsyncEngine.list_lora_adapters``."""
         return self._running().adapters.list()
 
     def pause_generation(self, mode: PauseMode = "abort") -> Outcome:

@@ -12,19 +12,12 @@ from aioengine.errors import EngineClosedError, WrongLoopError
 from aioengine.supervision.tasks import runs_here
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Hashable
+    from collections.abc import Hashable
 
 Value = TypeVar("Value")
 
 MAX_FRAMES: Final = 150
 """Stack frames that starting a call may need, with a margin; a test measures it."""
-
-
-async def on_loop(loop: asyncio.AbstractEventLoop, call: Coroutine[object, None, Value]) -> Value:
-    """Run a coroutine on the engine's loop, for a caller on any loop; cancelling this cancels it."""
-    if running_loop() is loop:
-        return await call
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, loop))
 
 
 def running_loop() -> asyncio.AbstractEventLoop:

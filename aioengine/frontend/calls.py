@@ -177,9 +177,9 @@ class Calls:
                 rids[prompt] = ""
                 request.fail_row(prompt, error)
         call.names += names
-        for name in names:
-            for base in _bases(name):
-                self._by_base.setdefault(base, set()).add(name)
+        for rid in names:
+            for base in _bases(rid):
+                self._by_base.setdefault(base, set()).add(rid)
         return names
 
     def find(self, rid: str) -> Name | None:

@@ -24,6 +24,10 @@ Embeds = checks.Array | Sequence[Sequence[float]]
 BatchEmbeds = Sequence[checks.Array] | Sequence[Sequence[Sequence[float]]]
 Chats = list[list[dict[str, object]]] | list[list[dict[str, str]]] | list[Messages] | tuple[Messages, ...]
 
+Prompt = str | Texts
+Ids = TokenIds | BatchIds
+Conversations = Messages | Chats
+
 ImageData = str | bytes | bytearray | memoryview | os.PathLike[str] | Picture
 """One image as callers write it; ``Picture`` is ``PIL.Image.Image``."""
 

@@ -176,8 +176,11 @@ class _Block:
         rules, texts = self._rules, self._decoded_texts()
         own, top, asked = lists = cast("_Lists", ([], [], []))
         for place in range(self._num_positions):
+            best: PackedEntries | list[Entry]
+            others: PackedEntries | list[Entry]
             if rules.is_deep:
-                entry, best, others = self._own(place, texts), *(_packed(partial(self._part, place, i)) for i in (1, 2))
+                entry = self._own(place, texts)
+                best, others = (_packed(partial(self._part, place, part)) for part in (1, 2))
             else:
                 entry, best, others = self._read(place, texts)
             own.append(entry)

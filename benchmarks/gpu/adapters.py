@@ -162,7 +162,7 @@ async def many_names(models: Path, model: str, *, num_names: int = 1000, num_fol
     async with engine:
         names = [f"tenant-{number}" for number in range(num_names)]
         for number, name in enumerate(names):
-            result = await engine.async_load_lora_adapter(name, str(folders[number % num_folders]))
+            result = await engine.load_lora_adapter(name, str(folders[number % num_folders]))
             if not result.success:
                 raise RuntimeError(result.error_message)
         chosen = [*names] * 4

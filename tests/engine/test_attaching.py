@@ -277,11 +277,7 @@ def test_both_faces() -> None:
             break
         text += "".join(chunk["text"] for chunk in llm.attach("x", len(text)))
         assert text == whole
-
-        async def elsewhere() -> str:
-            return "".join([chunk["text"] async for chunk in llm.async_attach("x", 5)])
-
-        assert asyncio.run(elsewhere()) == whole[5:]
+        assert "".join(chunk["text"] for chunk in llm.attach("x", 5)) == whole[5:]
 
 
 @given(st.lists(st.tuples(st.text("aé🥖", max_size=3), st.lists(st.integers(0, 9), max_size=3))), st.data())

@@ -89,7 +89,6 @@ ACTS: list[Callable[[Engine], object]] = [
     on_a_loop(awaited_long),
     on_a_loop(iterated),
     on_a_loop(many),
-    on_a_loop(lambda llm: llm.async_admit()),
 ]
 
 

@@ -261,10 +261,7 @@ def test_the_engine_without_a_loop_has_the_same_calls(tmp_path: Path) -> None:
         assert engine.load_lora_adapter("a", str(folder)).loaded_adapters == {"a": str(folder)}
         assert engine.generate("x", PARAMS, lora_path="a")["text"] != engine.generate("x", PARAMS)["text"]
         assert engine.list_lora_adapters().loaded_adapters == {"a": str(folder)}
-        assert asyncio.run(engine.async_unload_lora_adapter("a"))
-        assert asyncio.run(engine.async_load_lora_adapter("a", folder))
         assert engine.unload_lora_adapter("a").loaded_adapters == {}
-        assert asyncio.run(engine.async_list_lora_adapters())
 
 
 async def test_beams_use_an_adapter(tmp_path: Path) -> None:

@@ -74,17 +74,13 @@ async def iterate_stream(engine: Engine) -> None:
         pass
 
 
-async def admit(engine: Engine) -> None:
-    await engine.async_admit()
-
-
 async def run_generation(engine: Engine) -> None:
     """As trio itself runs a coroutine."""
     engine.async_generate("a", LONG).send(None)
 
 
 class TestEngine:
-    @pytest.mark.parametrize("call", [await_answer, await_stream, iterate_stream, run_generation, admit])
+    @pytest.mark.parametrize("call", [await_answer, await_stream, iterate_stream, run_generation])
     def test_awaiting_a_call_under_trio(self, sync_world: SyncWorld, call: Callable[[Engine], Awaitable[None]]) -> None:
         with sync_world.engine as engine:
             sync_world.double.is_held = True

@@ -124,13 +124,8 @@ class TestWaitingInLine:
                 llm.admit()
                 return llm.generate("a", TWENTY)["text"]
 
-            async def ask_here() -> str:
-                await llm.async_admit()
-                return (await llm.async_generate("a", TWENTY))["text"]
-
             with ThreadPoolExecutor(8) as pool:
                 texts = [pool.submit(ask) for _ in range(16)]
-                texts += [pool.submit(asyncio.run, ask_here()) for _ in range(4)]
                 assert {len(text.result()) for text in texts} == {20}
 
 

@@ -494,17 +494,3 @@ async def test_draining_and_ending_engines() -> None:
     with pytest.raises(ValueError, match="does not exist"):
         await engine.async_generate("x", session_params={"id": sid})
     await engine.shutdown()
-
-
-def test_the_async_forms_of_both_engines() -> None:
-    with fake_engine() as llm:
-
-        async def both() -> None:
-            sid = await llm.async_open_session(session_id="s")
-            answer = await llm.async_generate("x", PARAMS, session_params={"id": sid})
-            assert answer["output_ids"]
-            await llm.async_close_session(sid)
-
-        asyncio.run(both())
-        asyncio.run(both())
-        assert llm.stats()["num_sessions"] == 0

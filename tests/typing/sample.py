@@ -113,7 +113,6 @@ def without_asyncio(is_stream: bool) -> None:
             print(error)
         assert_type(llm.stats()["num_running"], int)
         assert_type([chunk["text"] for chunk in llm.attach("mine")], list[str])
-        assert_type(llm.async_attach("mine"), Stream)
         assert_type(llm.is_alive, bool)
 
 
@@ -181,7 +180,7 @@ async def adapters(llm: Engine, engine: AsyncEngine) -> None:
     AsyncEngine(lora_paths=[{"lora_name": "a", "lora_path": "/a", "pinned": True}], enable_lora=True)
     assert_type(llm.load_lora_adapter("a", Path("/a"), pinned=True), AdapterResult)
     assert_type((await engine.unload_lora_adapter("a", timeout=5)).loaded_adapters, dict[str, str])
-    assert_type(await engine.async_list_lora_adapters(), AdapterResult)
+    assert_type(await engine.list_lora_adapters(), AdapterResult)
     assert_type(llm.generate(["a", "b"], lora_path=["a", None]), BatchOutput)
     assert_type(llm.encode("a", lora_path="a"), Embedding)
     print(llm.score("a", ["b"], [1], lora_path=["a"]), llm.chat([{"role": "user", "content": "a"}], lora_path="a"))

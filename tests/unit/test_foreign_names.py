@@ -45,6 +45,14 @@ def test_methods_of_other_engines_say_ours(name: str) -> None:
             assert not hasattr(each, name)
 
 
+@pytest.mark.parametrize("name", ["open_session", "load_lora_adapter", "attach", "admit"])
+def test_removed_async_names_give_the_plain_name(name: str) -> None:
+    with fake_engine() as engine:
+        for owner in (engine, fake_async_engine()):
+            with pytest.raises(AttributeError, match=f"has no attribute 'async_{name}'; its name is {name}$"):
+                getattr(owner, f"async_{name}")
+
+
 def test_short_names_of_async_methods_say_ours() -> None:
     for name in ("generate", "chat"):
         with pytest.raises(AttributeError, match=rf"await engine\.async_{name}\("):
