@@ -89,8 +89,8 @@ def test_the_help_has_the_defaults_of_the_sampling_flags() -> None:
     with pytest.raises(SystemExit), contextlib.redirect_stdout(io.StringIO()) as printed:
         flags.read(["chat", "--help"])
     words = " ".join(printed.getvalue().split())
-    assert "0 (always the likeliest token) to 2 (default: 0.0)" in words  # not 1, as of the other calls
-    assert "output tokens at most (default: 128)" in words
+    assert "0 (always the most likely token) to 2 (default: 0.0)" in words  # not 1, as of the other calls
+    assert "maximum output tokens (default: 128)" in words
 
 
 def test_every_constructor_argument_is_a_flag_of_every_command() -> None:
