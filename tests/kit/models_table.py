@@ -1,25 +1,31 @@
-"""The table of models in the guide: a row for each family, with columns that the code fills in.
+"""The tables of models in the guide: one for each kind of model, with a row for each family.
 
-    python -m tests.kit.models_table  # writes the columns of the code, and rows of new families, into the page
+    python -m tests.kit.models_table  # adds rows of new families to the page, and removes rows without a family
 
-The models of a row and its notes are written by hand in the page; a new family begins with the words of its file.
+Models and notes of a row are written by hand in the page. The row of a new family starts with the first line of its
+file.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib
+import re
 
 from aioengine import plugins
 from aioengine.families._config import FamilyConfig, Task
 from aioengine.families._encoders import EncoderFamily
 from aioengine.families._vision import TASKS, VisionFamily
-from aioengine.model_files import gguf_model
 from tests.kit.source import ROOT
 
 PAGE = ROOT / "examples" / "guides" / "models.md"
-HEAD = ("`model_type`", "models", "gives", "takes", "adapters", "GGUF", "notes")
-GIVEN = {Task.GENERATE: "text", Task.EMBED: "vectors", Task.CLASSIFY: "scores"}
+HEAD = "| `model_type` | models | notes |"
+SECTIONS = {
+    "Decoders": {Task.GENERATE, Task.EMBED, Task.CLASSIFY},
+    "Vision-language models": {Task.GENERATE, Task.EMBED},
+    "Encoders": {Task.EMBED, Task.CLASSIFY},
+}
+"""The heading above a table -> the tasks of its models, which the page states once."""
 
 
 def families() -> list[str]:
@@ -27,59 +33,53 @@ def families() -> list[str]:
     return [name.replace("xlm_roberta", "xlm-roberta") for name in plugins.names("families")]
 
 
-def facts(model_type: str) -> tuple[str, ...]:
-    """The cells of the code: what such models give and take, and whether adapters and GGUF files work."""
-    name = plugins.file_name(model_type)
-    module = importlib.import_module(plugins.load("families", name).__module__)
-    classes = [found for found in vars(module).values() if isinstance(found, type)]
-    tasks: set[Task] = set().union(*(_tasks(found) for found in classes))
-    given = ", ".join(words for task, words in GIVEN.items() if task in tasks)
-    takes = "text, images" if name in plugins.names("media") else "text"
-    is_decoder = Task.GENERATE in tasks
-    return given, takes, "yes" if is_decoder else "", "yes" if model_type in gguf_model.ARCHITECTURES else ""
+def section(model_type: str) -> str:
+    """The heading above the table for this family."""
+    module = importlib.import_module(plugins.load("families", plugins.file_name(model_type)).__module__)
+    tasks: set[Task] = set().union(*(_tasks(value) for value in vars(module).values() if isinstance(value, type)))
+    return next(heading for heading, expected in SECTIONS.items() if tasks == expected)
 
 
-def _tasks(found: type) -> set[Task]:
-    """Of a class that reads config.json."""
-    if issubclass(found, VisionFamily):
+def _tasks(cls: type) -> set[Task]:
+    """The tasks of a class that reads config.json; empty for other classes."""
+    if issubclass(cls, VisionFamily):
         return set(TASKS.values())
-    return set(found.tasks.values()) if issubclass(found, FamilyConfig | EncoderFamily) else set()
+    return set(cls.tasks.values()) if issubclass(cls, FamilyConfig | EncoderFamily) else set()
 
 
 def rows(page: str) -> dict[str, list[str]]:
     """``model_type`` -> the cells of its row in the page."""
-    lines = [line for line in page.splitlines() if line.startswith("| `")]
-    found = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return {cells[0].strip("`"): cells for cells in found if cells[0] != HEAD[0]}
+    lines = [line for line in page.splitlines() if line.startswith("| `") and line != HEAD]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {first.strip("`"): [first, *others] for first, *others in cells}
 
 
-def words_of_file(model_type: str) -> tuple[str, str]:
-    """The names of the models, and what is particular about them, from the first line of the family's file."""
+def words_of_file(model_type: str) -> list[str]:
+    """The models and the notes of a family, from the first line of its file."""
     file = ROOT / "aioengine" / "families" / f"{plugins.file_name(model_type)}.py"
     first = (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
     models, _, notes = first.rstrip(".").partition(": ")
-    return models, notes
+    return [models, notes]
 
 
-def table(page: str) -> list[str]:
-    """The lines of the table, in the order of the page, new families at its end."""
+def table(page: str, heading: str) -> str:
+    """The table below ``heading`` as it should be: families in the order of the page, then new ones."""
     written = rows(page)
-    known = families()
-    lines = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
-    for model_type in [*(name for name in written if name in known), *(name for name in known if name not in written)]:
-        cells = written.get(model_type)
-        models, notes = words_of_file(model_type) if cells is None else (cells[1], cells[-1])
-        own = (f"`{model_type}`", models, *facts(model_type), notes)
-        lines.append("| " + " | ".join(own).replace("|  |", "| |").replace("|  |", "| |").rstrip() + " |")
-    return lines
+    known = [name for name in families() if section(name) == heading]
+    lines = [HEAD, "|---|---|---|"]
+    for model_type in sorted(known, key=lambda name: [*written, name].index(name)):
+        cells = written.get(model_type) or [f"`{model_type}`", *words_of_file(model_type)]
+        lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
+    return "\n".join(lines) + "\n"
 
 
 def updated(page: str) -> str:
-    """The page with the table as it should be."""
-    lines = page.splitlines()
-    begin = next(number for number, line in enumerate(lines) if line.startswith(f"| {HEAD[0]}"))
-    end = next(number for number in range(begin, len(lines)) if not lines[number].startswith("|"))
-    return "\n".join([*lines[:begin], *table(page), *lines[end:]]) + "\n"
+    """The page with the tables as they should be."""
+    for heading in SECTIONS:
+        before, title, after = page.partition(f"\n## {heading}\n")
+        intro, rest = re.split(r"^\| `model_type` .*\n(?:\|.*\n)*", after, maxsplit=1, flags=re.MULTILINE)
+        page = before + title + intro + table(page, heading) + rest
+    return page
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""All decoders of transformers, small and random: its numbers, or refused by name. ``RUN`` is the list of the guide."""
+"""All decoders of transformers, small and random: equal numbers, or refused by name. ``RUN``: the list in the guide."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.kit.source import ROOT
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-GUIDE = ROOT / "examples" / "guides" / "models.md"
-RUN = re.findall(r"`([^`]+)`", GUIDE.read_text().partition("\nCompared with transformers: ")[2].partition("\n\n")[0])
+GUIDE = ROOT / "examples" / "guides" / "fallback.md"
+RUN = re.findall(r"`([^`]+)`", GUIDE.read_text().partition("\n## Tested models\n")[2].partition("\nThese ")[0])
 SMALL = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 96),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), 48),
