@@ -514,7 +514,7 @@ def error(
     if finished.code is FinishCode.TOO_LARGE:
         return RequestTooLargeError(finished.message)
     if finished.code is FinishCode.UNSUPPORTED:
-        return UnsupportedSchemaError(finished.message)
+        return UnsupportedSchemaError(finished.message, pointer=finished.stage, keyword=str(finished.matched or ""))
     if finished.code is FinishCode.FAILED:
         return RequestError(finished.stage, finished.message)
     if finished.code is FinishCode.REFUSED:

@@ -1,8 +1,7 @@
 """The constructor's public arguments: their names, aliases, ranges, and their places in ``EngineConfig``.
 
-The names follow the reference engine. There are four kinds: arguments that work (``ARGUMENTS``), their other names
-(``ALIASES``), arguments of features to come (accepted at the value that means "off", refused otherwise), and arguments
-without a meaning in a library (accepted with one warning).
+The names follow the reference engine. ``foreign_names`` has other names of them, arguments of missing features
+(accepted if the value switches the feature off), and arguments without an effect (accepted with one warning).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from msgspec.structs import fields, replace
 from aioengine import checks
 from aioengine.checks import number_from, whole_from, whole_or_minus_one
 from aioengine.config import EngineConfig, GivenAdapter
-from aioengine.foreign_names import our_way
+from aioengine.foreign_names import ALIASES, IGNORED, MISSING_ARGUMENTS, our_way
 from aioengine.logs import warn_caller
 from aioengine.model_files.adapter_folder import MAX_RANK
 from aioengine.resolve import CPU_LIMITS, CPU_MEMORY_FRACTION, GPU_GRAPH_ROWS, GPU_LIMITS, GPU_MEMORY_FRACTION
@@ -47,11 +46,14 @@ class Argument(Struct, frozen=True):
     @property
     def default(self) -> object:
         """The value of the argument where it is left out; None where it is determined at the start."""
-        section, _, field = self.place.rpartition(".")
-        value = (_DEFAULTS[section] if section else _DEFAULTS)[field]
-        if self.check is _negated:
-            return not value
+        value = self.value_in(EngineConfig())
         return value or None if self.unset else value
+
+    def value_in(self, config: EngineConfig) -> object:
+        """Return the value of the argument in a config, as plain data."""
+        section, _, field = self.place.rpartition(".")
+        value: object = getattr(getattr(config, section) if section else config, field)
+        return not value if self.check is _negated else to_builtins(value)
 
     @property
     def default_text(self) -> str:
@@ -220,8 +222,6 @@ MAX_MODULES: Final = 1024
 ADAPTERS: Final = "a list of paths, of 'name=path' or of dicts with lora_name, lora_path and pinned; or a dict of them"
 ALL_MODULES: Final = frozenset(("all", "all-linear"))
 
-_DEFAULTS: Final = cast("dict[str, dict[str, object]]", to_builtins(EngineConfig()))
-
 ARGUMENTS: Final[dict[str, Argument]] = {
     "model_path": Argument("model.path", _path, "folder, hub id or GGUF file of the model", "the demo model"),
     "tokenizer_path": Argument(
@@ -253,11 +253,21 @@ ARGUMENTS: Final[dict[str, Argument]] = {
     "chat_template": Argument(
         "model.chat_template", _template, "text or file of a chat template that replaces the model's own", "the model's"
     ),
+    "allow_request_templates": Argument(
+        "model.allow_request_templates",
+        checks.switch,
+        "requests may contain the text or file of a chat template, which runs in this process",
+    ),
     "is_embedding": Argument(
         "model.is_embedding",
         checks.switch,
         "give only vectors, even if the model can generate",
         "True for folders of sentence-transformers",
+    ),
+    "sampling_defaults": Argument(
+        "model.sampling_defaults",
+        _words("model", "engine", openai="engine"),
+        "source of sampling parameters that a request leaves out: model (its generation_config.json) or engine",
     ),
     "device": Argument("device.name", _words("auto", "cpu", "cuda", gpu="cuda"), "auto, cpu or cuda"),
     "attention_backend": Argument(
@@ -399,91 +409,6 @@ ARGUMENTS: Final[dict[str, Argument]] = {
 }
 """Every argument that works, in the order of the documentation."""
 
-ALIASES: Final[dict[str, str]] = {
-    "model": "model_path",
-    "tokenizer": "tokenizer_path",
-    "max_model_len": "context_length",
-    "max_num_seqs": "max_running_requests",
-    "max_num_batched_tokens": "chunked_prefill_size",
-    "gpu_memory_utilization": "mem_fraction_static",
-    "block_size": "page_size",
-    "cuda_graph_max_bs_decode": "cuda_graph_max_bs",
-    "enforce_eager": "disable_cuda_graph",
-    "watchdog_timeout": "stall_timeout",
-    "seed": "random_seed",
-}
-
-_OFF_BY_FEATURE: Final[dict[str, dict[str, tuple[object, ...]]]] = {
-    "tensor parallelism": {"tp_size": (1,), "tensor_parallel_size": (1,)},
-    "pipeline parallelism": {"pp_size": (1,), "pipeline_parallel_size": (1,)},
-    "data parallelism": {"dp_size": (1,), "data_parallel_size": (1,), "enable_dp_attention": (False,)},
-    "expert parallelism": {"ep_size": (1,)},
-    "several machines": {"nnodes": (1,), "node_rank": (0,)},
-    "quantized weights": {"quantization": ()},
-    "a KV cache of another type than the weights": {"kv_cache_dtype": ("auto",)},
-    "speculative decoding": {
-        "speculative_algorithm": (),
-        "speculative_draft_model_path": (),
-        "speculative_num_steps": (),
-        "speculative_eagle_topk": (),
-        "speculative_num_draft_tokens": (),
-        "speculative_draft_model_revision": (),
-        "speculative_token_map": (),
-    },
-    "releasing memory": {"enable_memory_saver": (False,), "enable_weights_cpu_backup": (False,)},
-    "audio and video": {"enable_multimodal": (False,)},
-    "a KV cache in several tiers": {"enable_hierarchical_cache": (False,), "enable_lmcache": (False,)},
-    "torch.compile": {"enable_torch_compile": (False,)},
-    "sessions": {"enable_streaming_session": (False,)},
-    "cutting prompts that are too long": {"allow_auto_truncate": (False,)},
-    "weights in host memory": {"cpu_offload_gb": (0,)},
-    "default sampling parameters of the engine": {"preferred_sampling_params": ({},)},
-    "changes to the model's config.json": {"json_model_override_args": ("{}", {})},
-    "slow tokenizers": {"tokenizer_mode": ("auto",)},
-    "separate prefill and decode engines": {
-        "disaggregation_mode": ("null",),
-        "encoder_only": (False,),
-        "language_only": (False,),
-        "enable_pdmux": (False,),
-    },
-    "versions of the weights": {"weight_version": ("default",)},
-    "other loaders of weights": {"model_loader_extra_config": ("{}", {}), "custom_weight_loader": ([],)},
-    "a head of another type than the weights": {"enable_fp32_lm_head": (False,)},
-    "parsers of reasoning": {"reasoning_parser": ()},
-    "parsers of tool calls": {"tool_call_parser": ()},
-    "routed experts": {"enable_return_routed_experts": (False,)},
-    "scores of several items at once": {"enable_mis": (False,)},
-    "logits equal to those of a trainer": {"rl_on_policy_target": ()},
-}
-"""Features to come -> their arguments, with the values that mean "off", beside None."""
-
-_OFF: Final = {
-    name: (allowed, feature) for feature, names in _OFF_BY_FEATURE.items() for name, allowed in names.items()
-}
-
-_IGNORED: Final = frozenset(
-    """
-    constrained_json_disable_any_whitespace constrained_json_whitespace_pattern crash_dump_folder
-    cuda_graph_bs cuda_graph_bs_decode cuda_graph_bs_prefill cuda_graph_max_bs_prefill delete_ckpt_after_loading
-    disable_chunked_prefix_cache disable_cuda_graph_padding disable_fast_image_processor disable_log_stats
-    disable_outlines_disk_cache dist_init_addr dist_timeout enable_nccl_nvls enable_profile_cuda_graph enable_symm_mem
-    enable_trace enable_two_batch_overlap fp8_gemm_runner_backend hicache_ratio hicache_size hicache_write_policy
-    kv_events_config limit_mm_data_per_request load_balance_method lora_backend lora_eviction_policy
-    max_lora_chunk_size mm_attention_backend mm_process_config moe_a2a_backend moe_dense_tp_size
-    moe_runner_backend numa_node pp_max_micro_batch_size prefill_max_requests soft_watchdog_timeout
-    speculative_accept_threshold_acc speculative_accept_threshold_single swa_full_tokens_ratio torch_compile_max_bs
-    weight_loader_disable_mmap
-    api_key base_gpu_id custom_sigquit_handler decode_log_interval disable_custom_all_reduce
-    disable_tokenizer_batch_decode enable_cache_report enable_custom_logit_processor enable_metrics
-    enable_return_hidden_states
-    enable_mixed_chunk enable_p2p_check enable_tokenizer_batch_encode fastapi_root_path file_storage_path
-    gpu_id_step grammar_backend grpc_mode host incremental_streaming_output log_level_http log_requests
-    log_requests_level max_prefill_tokens nccl_port num_continuous_decode_steps port radix_eviction_policy
-    sampling_backend sampling_defaults schedule_conservativeness served_model_name show_time_cost skip_server_warmup
-    sleep_on_idle stream_output tokenizer_worker_num warmups
-    """.split()  # noqa: SIM905  # a hundred quoted names would hide the list
-)
-
 _SECTIONS: Final = {field.name: field.default for field in fields(EngineConfig) if isinstance(field.default, Struct)}
 
 
@@ -523,14 +448,23 @@ def _by_own_name(arguments: Mapping[str, object]) -> dict[str, object]:
                 spellings = [key for key in arguments if ALIASES.get(key, key) == name]
                 raise ValueError(f"argument {name!r} is given twice, as {' and '.join(map(repr, spellings))}")
             given[name] = value
-        elif key in _OFF:
-            checks.off(key, value, *_OFF[key])
-        elif key in _IGNORED:
+        elif key in MISSING_ARGUMENTS:
+            checks.off(key, value, *MISSING_ARGUMENTS[key])
+        elif key in IGNORED:
             without_meaning.append(key)
         else:
-            known = (*ARGUMENTS, *ALIASES, *_OFF, *_IGNORED)
-            raise TypeError(f"unknown argument {key!r}{our_way(key) or checks.did_you_mean(key, known)}")
+            raise TypeError(f"unknown argument {key!r}{our_way(key) or _hint(key)}")
     if without_meaning:
         names = ", ".join(sorted(without_meaning))
         warn_caller(f"these arguments have no effect in aioengine: {names}", stacklevel=4)
     return given
+
+
+def _hint(key: str) -> str:
+    """Suggest an argument that works. For a misspelled argument of a missing feature, name the feature."""
+    meant = checks.nearest(key, (*ARGUMENTS, *ALIASES, *MISSING_ARGUMENTS, *IGNORED))
+    if meant in ARGUMENTS or meant in ALIASES:
+        return f" (did you mean {meant!r}?)"
+    if meant in MISSING_ARGUMENTS and checks.nearest(key, (meant,), cutoff=0.85):
+        return f" ({meant!r} belongs to a feature that is not available yet: {MISSING_ARGUMENTS[meant][1]})"
+    return ""

@@ -20,9 +20,10 @@ TRANSFORMERS: Final = "transformers"
 class ModelConfig(Struct, frozen=True, kw_only=True):
     """Which model, and how to read it. ``path``: a folder or a hub id; None is the demo model of the package.
 
-    ``chat_template``: text or a path; None: the model's own. ``is_embedding``: whether a model that generates gives
-    vectors alone; None: where its folder is one of sentence-transformers. ``implementation``: "auto", "aioengine" or
-    "transformers".
+    ``chat_template``: text or a path; None: the model's own. ``allow_request_templates``: whether a request may bring
+    the text or the file of a template. ``is_embedding``: whether a generative model only returns vectors; None: if its
+    folder is one of sentence-transformers. ``implementation``: "auto", "aioengine" or "transformers".
+    ``sampling_defaults``: "model" (from generation_config.json) or "engine".
     """
 
     path: str | None = None
@@ -35,8 +36,10 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     trust_remote_code: bool = False
     tokenizer: bool = True
     chat_template: str | None = None
+    allow_request_templates: bool = False
     is_embedding: bool | None = None
     implementation: str = "auto"
+    sampling_defaults: str = "model"
 
 
 class DeviceConfig(Struct, frozen=True, kw_only=True):
@@ -189,10 +192,16 @@ class PoolingSettings(Struct, frozen=True, kw_only=True):
 
 
 class ModelSettings(Struct, frozen=True, kw_only=True):
-    """The model folder and how to read it. ``dtype``: "bfloat16", "float16" or "float32". ``task``: "generate", "embed"
-    or "classify". ``hidden_size``: of its hidden states; 0: it has none. ``files``: path -> state of config.json and of
-    the weights; the runner loads no others. ``implementation``: whose code computes it, "aioengine" or "transformers",
-    which may then run code of the folder with ``trust_remote_code``.
+    """The model folder and how to read it.
+
+    Attributes:
+        dtype: of the computation: "bfloat16", "float16" or "float32". checkpoint_dtype: of the stored weights.
+        task: "generate", "embed" or "classify".
+        hidden_size: of the hidden states; 0: the model has none.
+        files: path -> state of config.json and of the weights; the runner loads no other files.
+        sampling_defaults: the model's values of sampling parameters, for requests that leave them out.
+        implementation: whose code computes the model, "aioengine" or "transformers". Only the latter may run code of
+            the folder, with ``trust_remote_code``.
     """
 
     path: str
@@ -200,12 +209,14 @@ class ModelSettings(Struct, frozen=True, kw_only=True):
     load_format: str
     context_length: int
     vocab_size: int
+    checkpoint_dtype: str = ""
     trust_remote_code: bool = False
     implementation: str = OWN
     hidden_size: int = 0
     task: str = "generate"
     pooling: PoolingSettings = PoolingSettings()
     files: dict[str, str] = {}
+    sampling_defaults: dict[str, float] = {}
 
 
 class MemorySettings(Struct, frozen=True, kw_only=True):
@@ -318,11 +329,14 @@ class RunnerSettings(Struct, frozen=True, kw_only=True):
 
 class TextSettings(Struct, frozen=True, kw_only=True):
     """The detokenizer. ``tokenizer_path`` None: no tokenizer, ids pass through without text. ``files``: path -> state
-    of the tokenizer's files, as ``checkpoint.file_states`` has it.
+    of the tokenizer's files, as ``checkpoint.file_states`` has it. ``allow_request_templates``: as in ``ModelConfig``;
+    read by the frontend. ``eos_token_ids``: of the model's configuration.
     """
 
     tokenizer_path: str | None
+    allow_request_templates: bool = False
     files: dict[str, str] = {}
+    eos_token_ids: tuple[int, ...] = ()
 
 
 class Settings(Struct, frozen=True, kw_only=True):

@@ -165,8 +165,9 @@ class UnknownParameterError(TypeError, ValueError):
 class UnsupportedSchemaError(ValueError):
     """An output constraint that this engine could not enforce in full, refused instead of weakened.
 
-    ``pointer``: the JSON pointer to the place in the schema; empty for its root, and for other constraints.
-    ``keyword``: what cannot be enforced there: a keyword of JSON Schema, or the name of the sampling parameter.
+    ``pointer``: the JSON pointer to the place in the schema; empty for its root, for other constraints, and if the
+    schema as a whole cannot be compiled. ``keyword``: the keyword of JSON Schema that cannot be enforced there, or the
+    name of the sampling parameter.
     """
 
     status_code = 400

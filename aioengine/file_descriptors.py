@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 from typing import TYPE_CHECKING
@@ -54,8 +55,7 @@ class SpareDescriptors:
     def hold(self, count: int) -> bool:
         """Hold at least ``count``; returns whether as many were free."""
         try:
-            while len(self._held) < count:
-                self._held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+            self._open(count)
         except OSError:
             return False
         return True
@@ -64,16 +64,27 @@ class SpareDescriptors:
         """Hold at least ``count``.
 
         Raises:
-            EngineStartupError: fewer were free; none is held.
+            EngineStartupError: fewer were free, or there is no null device; none is held.
         """
-        if not self.hold(count):
+        try:
+            self._open(count)
+        except OSError as error:
             num_free = len(self._held)
             self.free()
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise EngineStartupError(
+                    f"an engine needs {os.devnull}, which cannot be opened: {error}; mount /dev in this container or "
+                    "chroot, or create the device"
+                ) from error
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             raise EngineStartupError(
                 f"an engine needs {count} free file descriptors, and only {num_free} are free: this program may open "
                 f"{limit} at a time; raise that limit (ulimit -n, or resource.setrlimit) or open fewer files"
-            )
+            ) from error
+
+    def _open(self, count: int) -> None:
+        while len(self._held) < count:
+            self._held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
 
     def free(self, *, keep: int = 0) -> None:
         """Free all but ``keep`` of them."""

@@ -2,7 +2,7 @@
 
 A grammar is compiled once, in a thread that runs beside the steps; each request follows a copy of its own. The library
 bounds the time and memory of both by limits on states, items and work, beyond which a grammar is refused or a request
-fails alone. It is imported, and the tokenizer read, when the first grammar comes.
+fails alone. The library is imported and the tokenizer read once the engine is quiet, or when the first grammar comes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import OrderedDict, deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
 from operator import itemgetter
-from threading import Lock
+from threading import Event, Lock
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 from weakref import WeakSet
 
@@ -24,6 +24,8 @@ from aioengine.constraints.lark import checked_lark
 from aioengine.constraints.token_source import SPECIAL, TokenSource, token_bytes
 from aioengine.errors import UnsupportedSchemaError
 from aioengine.machine import num_threads
+from aioengine.model_files.vocabulary import end_ids
+from aioengine.protocol.messages import Grammar
 from aioengine.text.token_table import TokenizerFile, read_token_table
 
 if TYPE_CHECKING:
@@ -32,14 +34,16 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from llguidance import TokenizerWrapper
 
-    from aioengine.protocol.messages import Grammar
-
     Words = npt.NDArray[np.int32]
 
 MAX_CACHED_BYTES: Final = 256 * 1024 * 1024
 BYTES_PER_GRAMMAR: Final = 65_536
 BYTES_PER_CHARACTER: Final = 256
 """The memory of a compiled grammar, rather too much: 70 times its text for enums, 170 times for optional properties."""
+
+QUIET_S: Final = 1.0
+"""How long nothing has run before a part of the preparation begins. Some hold the GIL for 0.1 to 0.4 s."""
+_POLL_S: Final = 0.1
 
 _MIN_COMPILERS: Final = 2
 _MAX_COMPILERS: Final = 8
@@ -75,8 +79,8 @@ _MAX_TAIL: Final = 4096
 _SPACES: Final = b" \t\r\n"
 
 
-class GrammarError(ValueError):
-    """A grammar that cannot be compiled, or that cannot be followed any further."""
+class GrammarError(UnsupportedSchemaError):
+    """A grammar cannot be compiled, or not be followed any further."""
 
 
 class _Vocabulary(NamedTuple):
@@ -249,12 +253,17 @@ class Grammars:
         needed: returns the kind and text of those that requests will open: they stay, however large they are.
     """
 
-    def __init__(self, tokenizer_path: str | None, vocab_size: int) -> None:
-        """``vocab_size``: of the model."""
+    def __init__(self, tokenizer_path: str | None, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> None:
+        """``vocab_size``, ``eos_token_ids``: of the model."""
         self.num_words = -(-vocab_size // 32)
         self.needed: Callable[[], Collection[tuple[str, str]]] = tuple
         self._tokenizer_path = tokenizer_path
         self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._quiet_since: float | None = None
+        self._is_quiet = False
+        self._is_needed = Event()  # a request waits for the vocabulary
+        self._prepared: Future[None] | None = None
         self._lock = Lock()
         self._vocabulary: _Vocabulary | None = None
         self._num_computed = self.num_words  # words of the library's masks
@@ -262,6 +271,32 @@ class Grammars:
         self._num_bytes = 0
         self._num_threads = max(1, num_threads() // 2)
         self._num_mask_threads = min(_MAX_MASK_THREADS, self._num_threads)
+
+    def prepare_when_quiet(self, now: float, *, is_busy: bool) -> None:
+        """Prepare for the first grammar, in a thread, once nothing has run for ``QUIET_S``.
+
+        To be called in every round of the process's loop.
+        """
+        if is_busy or self._quiet_since is None:
+            self._quiet_since = now
+        self._is_quiet = now - self._quiet_since >= QUIET_S
+        if self._is_quiet and self._prepared is None and self._tokenizer_path is not None:
+            self._prepared = self._compilers.submit("", self._prepare)
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the first grammar takes no longer than any other."""
+        return self._vocabulary is not None
+
+    def _prepare(self) -> None:
+        self._read_vocabulary(None)
+        self._compile(Grammar("regex", "a"))
+        self._executor  # noqa: B018  # its threads
+
+    def _wait_until_quiet(self) -> None:
+        """Return once nothing runs, or a request waits for the vocabulary."""
+        while not (self._is_quiet or self._is_needed.wait(_POLL_S)):
+            pass
 
     def compile(self, grammar: Grammar, tenant: str = "") -> Future[Any]:
         """Begin to compile a grammar that is not there yet. The future raises GrammarError where that fails."""
@@ -346,6 +381,7 @@ class Grammars:
                 _clear_where_possible(masks[row], constraint.grammar.eos_token_ids)
 
     def close(self) -> None:
+        self._is_needed.set()
         self._compilers.close()
         self._beside.shutdown(wait=False)
 
@@ -381,7 +417,8 @@ class Grammars:
             try:
                 text = checked_lark(text)
             except UnsupportedSchemaError as error:
-                raise GrammarError(f"in the schema behind its %json, {checks.cut(str(error))}") from error
+                message = f"in the schema behind its %json, {checks.cut(str(error))}"
+                raise GrammarError(message, pointer=error.pointer, keyword=error.keyword) from error
             except ValueError as error:
                 raise GrammarError(checks.cut(str(error))) from error
             text = LLMatcher.grammar_from_lark(text)
@@ -436,20 +473,27 @@ class Grammars:
 
     # ------------------------------------------------------------ the vocabulary
 
-    def _read_vocabulary(self, eos_token_ids: Sequence[int]) -> _Vocabulary:
+    def _read_vocabulary(self, eos_token_ids: Sequence[int] | None) -> _Vocabulary:
+        """``eos_token_ids``: of a request; None: those that requests of this engine will have."""
+        if eos_token_ids is not None:
+            self._is_needed.set()
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = self._make_vocabulary(eos_token_ids)
             return self._vocabulary
 
-    def _make_vocabulary(self, eos_token_ids: Sequence[int]) -> _Vocabulary:
+    def _make_vocabulary(self, eos_token_ids: Sequence[int] | None) -> _Vocabulary:
         from llguidance import LLTokenizer
 
         from aioengine.tokenization.tokenizer import Tokenizer
 
         if self._tokenizer_path is None:
             raise GrammarError("this engine has no tokenizer, which structured output needs")
+        self._wait_until_quiet()
         own = Tokenizer(self._tokenizer_path)
+        if eos_token_ids is None:
+            eos_token_ids = end_ids(self._eos_token_ids, own.eos_token_id, self._vocab_size)
+        self._wait_until_quiet()
         facts = cast("TokenizerFile", own.decoding_facts())
         table = read_token_table(facts, skip_special_tokens=False)
         if table is None:
@@ -461,6 +505,7 @@ class Grammars:
         self._num_computed = -(-len(known) // 32)
         encode = partial(own.encode, add_special_tokens=False)
         source = TokenSource(known, special, ends or [len(tokens)], encode)
+        self._wait_until_quiet()
         tokenizer = LLTokenizer(cast("TokenizerWrapper", source), eos_token=source.eos_token_ids, slices=list(_SLICES))
         return _Vocabulary(tokens, tokenizer, encode)
 

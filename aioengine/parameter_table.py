@@ -16,7 +16,7 @@ from msgspec import UNSET, Meta, Struct, StructMeta, UnsetType, ValidationError,
 
 from aioengine import checks
 from aioengine.errors import UnknownParameterError
-from aioengine.foreign_names import our_way
+from aioengine.foreign_names import MISSING_PARAMETERS, our_way
 
 MAX_STOPS: Final = 32
 MAX_STOP_BYTES: Final = 4096
@@ -32,11 +32,6 @@ MAX_BIASES: Final = 4096
 PARTS: Final = ("sampling", "limits", "text")
 """The parts of a message that have values of parameters: for the runner, the scheduler, the detokenizer."""
 
-_LATER: Final = {
-    "watermark": "watermarking",
-}
-"""Parameters to come: name -> the feature."""
-
 ARGUMENTS_OF_CALLS: Final = frozenset(
     """
     input_ids input_embeds stream rid priority tenant timeout queue_timeout first_token_timeout refuse_late resume_ttl
@@ -50,6 +45,14 @@ needs this module."""
 
 Params = TypeVar("Params")
 Default = TypeVar("Default")
+
+
+class DefaultInt(int):
+    """A default that differs in type from the same number in a request, so that both can be told apart."""
+
+
+class DefaultFloat(float):
+    """As ``DefaultInt``."""
 
 
 class Parameter(Struct, frozen=True, kw_only=True):
@@ -107,7 +110,7 @@ def parameter(
 def number(default: float, low: float, high: float, doc: str, *, above: bool = False) -> float:
     """A field that is a number from ``low``, or above it, to ``high``, which the runner receives."""
     check = checks.number_from(low, high, above=above)
-    return parameter(default, check, doc, wire="sampling", read=float)
+    return parameter(DefaultFloat(default), check, doc, wire="sampling", read=float)
 
 
 def other_name(name: str) -> UnsetType:
@@ -158,8 +161,9 @@ class Table:
             name = self.aliases.get(key, key)
             if value is UNSET:  # a copy is made
                 continue
-            if name in _LATER and (value is None or (isinstance(value, str | dict) and not value)):
-                continue  # switched off, as it is anyway
+            if name in MISSING_PARAMETERS:
+                checks.off(name, value, *MISSING_PARAMETERS[name])
+                continue
             if name not in self.rows:
                 raise self.unknown(key)
             if name in found:
@@ -169,8 +173,6 @@ class Table:
 
     def unknown(self, key: object) -> UnknownParameterError:
         """The error about a name that does not exist, with what to use instead."""
-        if isinstance(key, str) and key in _LATER:
-            return UnknownParameterError(f"sampling parameter {key!r} is not supported yet ({_LATER[key]})")
         if isinstance(key, str) and key in ARGUMENTS_OF_CALLS:
             return UnknownParameterError(
                 f"unknown sampling parameter {key!r}: it is an argument of the call, beside sampling_params"
@@ -218,6 +220,11 @@ def constraint(name: str) -> checks.Check:
 
 
 # ---------------------------------------------------------------- checks of lists, and their columns
+
+
+def top_k(name: str, value: object) -> int:
+    """-1 for 0: both mean that all tokens may be drawn."""
+    return checks.whole(name, value, -1) or -1
 
 
 def length(name: str, value: object) -> int | None:

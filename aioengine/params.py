@@ -18,9 +18,18 @@ from msgspec.structs import astuple, force_setattr, replace
 
 from aioengine import checks
 from aioengine import parameter_table as table
-from aioengine.checks import whole_from, whole_or_minus_one
+from aioengine.checks import whole_from
 from aioengine.errors import RequestTooLargeError
-from aioengine.parameter_table import Parameter, ParametersType, given_twice, number, other_name, parameter
+from aioengine.parameter_table import (
+    DefaultFloat,
+    DefaultInt,
+    Parameter,
+    ParametersType,
+    given_twice,
+    number,
+    other_name,
+    parameter,
+)
 from aioengine.protocol.messages import Limits, Sampling, TextRules
 
 Tokenize = Callable[[Sequence[str]], list[list[int]]]
@@ -45,18 +54,8 @@ CONSTRAINTS: Final = frozenset(
 """Parameters that make the grammar of the output together."""
 
 
-class DefaultLength(int):
-    """The ``max_new_tokens`` of a caller who gave none: reads as 128, and is clipped where 128 would not fit.
-
-    An explicit value that does not fit is an error instead, hence a type of its own. There is one object of it, which
-    copies and pickles give again: encoders leave out a field whose value is the default itself.
-    """
-
-    def __reduce__(self) -> str:
-        return "_DEFAULT_LENGTH"
-
-
-_DEFAULT_LENGTH: Final = DefaultLength(DEFAULT_MAX_NEW_TOKENS)
+FROM_MODEL: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Parameters whose defaults a model may set, in its generation_config.json."""
 
 # ---------------------------------------------------------------- the parameters
 
@@ -95,11 +94,12 @@ class SamplingParams(
 
     Values are kept as plain Python objects, lists and dicts as copies: later changes of the given ones have no effect.
     Token ids may be arrays, and ``stop_token_ids`` a set. None stands for the default, except as ``max_new_tokens``.
+    The model may set other defaults than these (``sampling_defaults`` of the engine).
     ``msgspec`` encodes and decodes it, by its own names, and leaves defaults out; null is the default there too.
     """
 
     max_new_tokens: int | None = parameter(
-        _DEFAULT_LENGTH,
+        DefaultInt(DEFAULT_MAX_NEW_TOKENS),
         table.length,
         "maximum output tokens. Left out: 128, or fewer if the context is nearly full. None: to the end of the "
         "context. A number that does not fit raises `RequestTooLargeError`",
@@ -135,9 +135,10 @@ class SamplingParams(
         None,
         table.patterns,
         "pattern that ends the answer; its match is removed. A string, or a list of up to 32 (256 bytes each), in the "
-        "syntax of the `regex` package, without recursion, fuzzy matching, reverse matching, `\\G` and `\\K`. Counted "
-        "repetitions, with nested ones multiplied, are limited to 10,000. Matching is limited to 50 ms per token, and "
-        "to 1 s plus 1 ms per token for a request; beyond, the request fails with `RequestError`",
+        "syntax of the `regex` package, without recursion, fuzzy matching, `\\G`, `\\K` and the flags f, r, x and V1. "
+        "The bytes of a pattern times all its counted repetitions `{m,n}` are limited to 50,000, for all patterns of a "
+        "request together. Matching is limited to 50 ms per token, and to 1 s plus 1 ms per token for a request; "
+        "beyond, the request fails with `RequestError`",
         wire="text",
         columns=table.strings_column,
         read=str,
@@ -154,9 +155,9 @@ class SamplingParams(
         above=True,
     )
     top_k: Whole = parameter(
-        -1,
-        whole_or_minus_one("off"),
-        "sample from this many of the most likely tokens; -1: all",
+        DefaultInt(-1),
+        table.top_k,
+        "sample from this many of the most likely tokens; -1 or 0: all",
         wire="sampling",
         read=int,
     )
@@ -269,7 +270,8 @@ class SamplingParams(
         for name in given:
             row, value = known.rows[name], _field(self, name)
             is_left_out = value is UNSET or (value is None and not row.takes_none)
-            kept = row.default if is_left_out else row.check(name, value)
+            is_copied = isinstance(value, DefaultInt | DefaultFloat) and value == row.default
+            kept = row.default if is_left_out or is_copied else row.check(name, value)
             if kept == row.default and type(kept) is type(row.default):
                 kept = row.default  # the same object: encoders and repr leave it out
             if kept is not value:
@@ -321,7 +323,7 @@ class SamplingParams(
     @property
     def is_length_explicit(self) -> bool:
         """Whether ``max_new_tokens`` was given as a number."""
-        return self.max_new_tokens is not None and not isinstance(self.max_new_tokens, DefaultLength)
+        return self.max_new_tokens is not None and not isinstance(self.max_new_tokens, DefaultInt)
 
 
 PARAMETERS: Final[Mapping[str, Parameter]] = SamplingParams.__table__.rows
@@ -421,15 +423,27 @@ def output_limit(params: SamplingParams, num_prompt: int, *, context_length: int
 
 
 def sampling(
-    params: SamplingParams, *, vocab_size: int, eos_token_ids: Sequence[int], tokenize: Tokenize | None = None
+    params: SamplingParams,
+    *,
+    vocab_size: int,
+    eos_token_ids: Sequence[int],
+    tokenize: Tokenize | None = None,
+    defaults: Mapping[str, float] | None = None,
 ) -> Sampling:
-    """The runner's part, with seed 0. ``tokenize``: of texts without special tokens; None: there is no tokenizer.
+    """The runner's part, with seed 0.
+
+    Args:
+        tokenize: gives the ids of texts without special tokens; None: there is no tokenizer.
+        defaults: values of the model for parameters of ``FROM_MODEL`` that the caller left out.
 
     Raises:
         ValueError: an id is outside the vocabulary, bad words cannot be tokenized, or ``min_new_tokens``, or the
             allowed tokens without bad words, leave no token to draw.
     """
     found = _parts(params).sampling
+    if defaults:
+        unset = {name: value for name, value in defaults.items() if _field(params, name) is PARAMETERS[name].default}
+        found = replace(found, **unset)
     _check_vocabulary("logit_bias", found.bias_token_ids, vocab_size)
     _check_vocabulary("allowed_token_ids", found.allowed_token_ids, vocab_size)
     if params.bad_words:

@@ -1,16 +1,14 @@
-"""Patterns of the ``regex`` package from callers: their cost is bounded before they are compiled.
+"""Patterns of callers for the ``regex`` package: bounds on the cost of compiling them, and a cache.
 
-``regex`` writes out counted repetitions when it compiles, follows calls of groups without a limit, and matches fuzzily
-in exponential time: a pattern of ten characters can take a minute and all memory. ``expanded_size`` finds this in one
-pass over the pattern. It reads the syntax as ``regex`` does by default; where a pattern switches to another syntax
-(verbose, or version 1 with its nested sets), it assumes that every repetition stands inside all others.
+``regex`` copies a repeated part when it compiles, so ten characters such as ``(a{999}){999}`` can fill the memory.
+Fuzzy matching, recursion and full case folding have similar costs. Searching is bounded by a timeout instead.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections import OrderedDict
-from contextlib import suppress
 from functools import lru_cache
 from itertools import count
 from typing import TYPE_CHECKING, Final, Protocol, cast
@@ -20,78 +18,34 @@ import regex
 from aioengine import checks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Sequence
 
-MAX_REPEATS: Final = 10_000
-"""How often the innermost part of nested repetitions may be repeated at most."""
-
-MAX_EXPANDED_SIZE: Final = 20_000
-"""Parts of all patterns of a request after counted repetitions are written out; each takes 0.1 to 0.2 us and about
-250 bytes to compile."""
-
-MAX_SIZE_OF_CALL: Final = 80_000
-MIN_SIZE_OF_CALL: Final = 250
-"""Parts of all patterns in the parameters of a call, which are compiled together; a pattern counts as some at least."""
-
-BYTES_PER_PART: Final = 250
-BYTES_PER_PATTERN: Final = 16_384
-LARGE_BYTES: Final = 131_072
+MAX_SIZE: Final = 50_000
+"""Largest ``expanded_size`` of all patterns of a request together. Compiling them takes 20 ms at most."""
 
 _EMPTY_SEARCH_S: Final = 0.003
+_BYTES_OF_A_SEARCH: Final = 16_384
 _PURGE_EVERY: Final = 1000
-_COMPILER_ERRORS: Final = LookupError, TypeError, AttributeError, AssertionError
-"""Errors of ``regex`` itself, which some patterns meet."""
+_LARGE_ESCAPE_BYTES: Final = 20
+r"""Added for each \R and \X, which ``regex`` writes out as a dozen parts."""
 
-_LARGE: Final = {r"\R": 12, r"\X": 12}
-"""Escapes that ``regex`` writes out as many parts: a line ending, a grapheme."""
-
-_FOLDED_PART: Final = 4
-_FOLDED_SET: Final = 5000
-"""Parts that count for each one, and beside that for each set, under full case folding: ``regex`` makes a set a choice
-between all sequences of characters that fold to the same as one of its members."""
-
-# White space and comments, which verbose patterns may have nearly anywhere, and what ``regex`` reads behind a "{".
-_SPACE = r"(?:\s|\#[^\n]*+\n)*+"
-_NUMBER = rf"[0-9](?:{_SPACE}[0-9])*+"
-_COST = rf"(?:{_NUMBER}{_SPACE})?+[dis]{_SPACE}"
-_AT_MOST = rf"<{_SPACE}=?{_SPACE}"
-_FUZZY_ITEM = (
-    rf"(?:[deis]{_SPACE}(?:{_AT_MOST}{_NUMBER}{_SPACE})?"
-    rf"|{_NUMBER}{_SPACE}{_AT_MOST}[deis]{_SPACE}{_AT_MOST}{_NUMBER}{_SPACE}"
-    rf"|{_COST}(?:\+{_SPACE}{_COST})*{_AT_MOST}{_NUMBER}{_SPACE})"
-)
-_FUZZY = rf"\{{{_SPACE}{_FUZZY_ITEM}(?:,{_SPACE}{_FUZZY_ITEM})*[:}}]"
-_CALL = r"\(\?(?:R|[0-9]|&|[+-]\s*[0-9]|P\s*[>&])"
-_PROPERTY_NAME = r"\^?[A-Za-z0-9\ &_.-]*(?:[:=][A-Za-z0-9\ &_./-]*)?"
-_SET_ITEM = rf"\\.|\[:{_PROPERTY_NAME}:\]"
-
-_TOKEN = re.compile(
-    rf"""
-    (?P<call>{_CALL})
-    | (?P<nothing>\(\?\#(?:\\.|[^)\\])*\)? | \(\?[A-Za-z01-]*\))
-    | (?P<open>\(\?\((?!\?)[^)]*\)? | \(\?(?:P?<[=!]? | P=? | [=!>|] | [A-Za-z01-]*: | (?=\()) | \((?!\*[A-Za-z]+\)))
-    | (?P<close>\))
-    | (?P<set>\[\^?(?:{_SET_ITEM}|.)(?:{_SET_ITEM}|[^\]\\])*\]?)
-    | (?P<branch>\|)
-    | (?P<repeat>(?:[*+?] | \{{(?:(?P<exactly>[0-9]+) | (?P<least>[0-9]*),(?P<most>[0-9]*))\}})[?+]?)
-    | (?P<fuzzy>{_FUZZY})
-    | (?P<one>\(\*[A-Za-z]+\) | \\[pP]\{{{_PROPERTY_NAME}\}} | \\N\{{[A-Za-z0-9\ -]*\}} | \\. | .)
+_COSTLY = re.compile(
+    r"""
+    (?P<start>\\[GK])
+    | \\.
+    | \{(?P<least>[0-9]*),?(?P<most>[0-9]*)\}
+    | (?P<fuzzy>\{[0-9<=+]*[deis][<=,:}+])
+    | (?P<call>\(\?(?:R|[0-9]|&|[+-][0-9]|P[>&]))
+    | (?P<flag>\(\?[A-Za-z01-]*(?:[frx]|V1))
     """,
     re.DOTALL | re.VERBOSE,
 )
-_SET_MEMBER = re.compile(rf"(?:{_SET_ITEM}|.)(?:-(?:\\.|[^\]]))?", re.DOTALL | re.VERBOSE)
-
-_OTHER_SYNTAX = re.compile(r"\(\?[A-Za-z01-]*(?:x|V1)")
-_CALL_ANYWHERE = re.compile(_CALL)
-_FUZZY_ANYWHERE = re.compile(_FUZZY)
-_REPEAT_ANYWHERE = re.compile(
-    rf"(?=\{{{_SPACE}(?P<least>(?:{_NUMBER})?){_SPACE}(?P<comma>,?){_SPACE}(?P<most>(?:{_NUMBER})?){_SPACE}\}})"
-)
-_FLAGS = rf"\({_SPACE}\?{_SPACE}(?:[A-Za-z0-9-]{_SPACE})*"
-_IGNORES_CASE = re.compile(_FLAGS + "i")
-_FOLDS_FULLY = re.compile(rf"{_FLAGS}(?:f|V{_SPACE}1)")
-_MOVES_START = re.compile(r"(?:[^\\]|\\.)*?(\\[GK])", re.DOTALL)
-_NO_DIGITS = re.compile(r"\#[^\n]*|[^0-9]")
+_REASONS: Final = {
+    "start": "moves the start of the match, but text is searched piece by piece",
+    "fuzzy": r"matches fuzzily; to match a literal brace, write \{",
+    "call": "calls a group; write the group again in its place",
+    "flag": "sets one of the flags f, r, x and V1, which are not supported",
+}
 
 
 class Match(Protocol):
@@ -108,8 +62,6 @@ class Pattern(Protocol):
 
     @property
     def pattern(self) -> str: ...
-    @property
-    def flags(self) -> int: ...
     def search(self, string: str, pos: int = ..., *, partial: bool = ..., timeout: float = ...) -> Match | None: ...
 
 
@@ -118,209 +70,65 @@ _num_compiled = count(1)
 
 
 def check_patterns(patterns: Sequence[str]) -> None:
-    """Refuse patterns that are too costly to compile or to keep, and patterns that can never stop a text sensibly.
-
-    Raises:
-        ValueError: what is wrong, with the pattern.
-    """
+    """Raise ValueError if a pattern cannot stop a text, or if they are too large together."""
     size = sum(map(_checked_size, patterns))
-    if size > MAX_EXPANDED_SIZE:
+    if size > MAX_SIZE:
         raise ValueError(
-            f"the {len(patterns)} patterns of stop_regex have {size} parts when their repetitions are written out; "
-            f"at most {MAX_EXPANDED_SIZE} are allowed together"
+            f"stop_regex: the {len(patterns)} patterns of one request have a size of {size} together (bytes times "
+            f"counted repetitions); at most {MAX_SIZE} is allowed"
         )
-
-
-def check_patterns_of_call(patterns: Collection[str]) -> None:
-    """Refuse patterns that take too long to compile together, by their sizes alone.
-
-    Raises:
-        ValueError: they have more parts than the patterns of one call may have. What is wrong with a single pattern is
-            not looked for.
-    """
-    size = 0
-    for pattern in patterns:
-        if len(pattern) > checks.MAX_PATTERN_BYTES:
-            continue
-        with suppress(ValueError):
-            size += max(MIN_SIZE_OF_CALL, expanded_size(pattern))
-        if size > MAX_SIZE_OF_CALL:
-            raise ValueError(
-                f"stop_regex: the {len(patterns)} different patterns of one call have more than {MAX_SIZE_OF_CALL} "
-                f"parts together (a pattern counts as {MIN_SIZE_OF_CALL} at least); make several calls, or give "
-                "SamplingParams objects that were made before"
-            )
-
-
-def compile_pattern(pattern: str) -> tuple[Pattern, int]:
-    """Compile a pattern within the bounds, and past the cache of ``regex``, which is bounded only by its number.
-
-    Returns it with its ``expanded_size``.
-
-    Raises:
-        ValueError: it is no pattern, is beyond the bounds, cannot be searched for piece by piece, or matches the empty
-            text and so would end every request at once.
-    """
-    size = expanded_size(pattern)
-    if found := _MOVES_START.match(pattern):
-        raise _refused(pattern, f"has {found[1]}, which has no meaning in text that is searched piece by piece")
-    try:
-        compiled = _compile(pattern, flags=0 if "V1" in pattern else regex.V0, cache_pattern=False)
-        empty_match = compiled.search("", timeout=_EMPTY_SEARCH_S)
-    except TimeoutError:
-        raise _refused(pattern, "takes too long on the empty text; write it without nested repetitions") from None
-    except (regex.error, ValueError, OverflowError, RecursionError) as error:
-        raise _refused(pattern, f"is not a valid pattern: {error}") from None
-    except _COMPILER_ERRORS as error:
-        raise _refused(
-            pattern, f"cannot be compiled by the regex package, which raises {error!r}; write it in another way"
-        ) from error
-    finally:
-        if next(_num_compiled) % _PURGE_EVERY == 0:
-            regex.purge()  # it keeps a note of each pattern, cached or not
-    if compiled.flags & regex.REVERSE:
-        raise _refused(pattern, "searches backwards (flag r), but text is searched as it comes; leave the flag out")
-    if empty_match is not None:
-        raise _refused(
-            pattern,
-            "matches the empty text, so that nothing would ever be generated; write a pattern that needs at least one "
-            "character",
-        )
-    return compiled, size
 
 
 def expanded_size(pattern: str) -> int:
-    """The parts of the pattern after counted repetitions are written out.
+    """The bytes of the pattern times all its counted repetitions.
 
     Raises:
-        ValueError: it is longer than ``checks.MAX_PATTERN_BYTES``, calls groups, matches fuzzily, or repeats more
-            than the bounds allow.
+        ValueError: the pattern is too large, or uses a feature that is not supported.
     """
-    if len(pattern.encode()) > checks.MAX_PATTERN_BYTES:
+    size = len(pattern.encode())
+    if size > checks.MAX_PATTERN_BYTES:
         raise _refused(pattern, f"is longer than {checks.MAX_PATTERN_BYTES} bytes")
-    is_folded = bool(_IGNORES_CASE.search(pattern) and _FOLDS_FULLY.search(pattern))
-    scan = _size_at_most if _OTHER_SYNTAX.search(pattern) else _size
-    size = scan(pattern, is_folded=is_folded)
-    if size > MAX_EXPANDED_SIZE:
+    size += _LARGE_ESCAPE_BYTES * (pattern.count(r"\R") + pattern.count(r"\X"))
+    for token in _COSTLY.finditer(pattern):
+        if token.lastgroup in _REASONS:
+            raise _refused(pattern, f"has {token[0]!r}, which {_REASONS[token.lastgroup]}")
+        size *= max(1, *(int(number or 1) for number in token.group("least", "most")))
+    if size > MAX_SIZE:
         raise _refused(
             pattern,
-            f"has {size} parts when its repetitions {'and case foldings ' * is_folded}are written out; at most "
-            f"{MAX_EXPANDED_SIZE} are allowed{'; leave full case folding (flag f, or i with V1) out' * is_folded}",
+            f"has a size of {checks.shown(size)} (bytes times counted repetitions); at most {MAX_SIZE} is allowed. "
+            "Use * or + in place of large counts",
         )
     return size
 
 
-def _size(pattern: str, *, is_folded: bool) -> int:
-    return _Scan(pattern, is_folded=is_folded).size()
+def compile_pattern(pattern: str) -> Pattern:
+    """Compile a stop pattern.
 
-
-class _Group:
-    """A group while it is read: its items, of which the last may still be repeated.
-
-    Attributes:
-        size: parts of the items before the last one. most: the most repetitions within one of them.
-        last_size, last_most: the same of the last item.
+    Raises:
+        ValueError: it is not valid, is refused by ``expanded_size``, or matches the empty text.
     """
-
-    __slots__ = ("last_most", "last_size", "most", "size")
-
-    def __init__(self) -> None:
-        self.size = self.last_size = 0
-        self.most = self.last_most = 1
-
-    def add(self, size: int, most: int = 1) -> None:
-        self.size += self.last_size
-        self.most = max(self.most, self.last_most)
-        self.last_size, self.last_most = size, most
-
-    def repeat(self, least: int, most: int) -> None:
-        """``regex`` writes out as many copies as there are at least."""
-        self.last_size = self.last_size * max(1, least) + 1
-        self.last_most *= max(1, least, most)
-
-
-class _Scan:
-    """One pass over a pattern."""
-
-    def __init__(self, pattern: str, *, is_folded: bool) -> None:
-        self._pattern = pattern
-        self._part = _FOLDED_PART if is_folded else 1
-        self._set = _FOLDED_SET if is_folded else 0
-        self._groups = [_Group()]
-
-    def size(self) -> int:
-        for token in _TOKEN.finditer(self._pattern):
-            self._read(token)
-        while len(self._groups) > 1:  # unbalanced: not a pattern
-            self._close()
-        self._groups[0].add(0)
-        return self._groups[0].size
-
-    def _read(self, token: re.Match[str]) -> None:
-        kind, text = token.lastgroup, token[0]
-        group = self._groups[-1]
-        if kind == "call":
-            raise _refused(self._pattern, _CALLS)
-        if kind == "fuzzy":
-            raise _refused(self._pattern, _IS_FUZZY)
-        if kind == "repeat":
-            self._repeat(token)
-        elif kind == "open":
-            self._groups.append(_Group())
-        elif kind == "close" and len(self._groups) > 1:
-            self._close()
-        elif kind == "set":
-            group.add(self._set + self._part * (1 + len(_SET_MEMBER.findall(text[1:-1]))))
-        elif kind != "nothing":
-            group.add(self._part * _LARGE.get(text, 1))
-
-    def _repeat(self, token: re.Match[str]) -> None:
-        group = self._groups[-1]
-        exactly, least, most = (int(number or 0) for number in token.group("exactly", "least", "most"))
-        group.repeat(exactly or least, exactly or most)
-        _check_repeats(self._pattern, group.last_most)
-
-    def _close(self) -> None:
-        group = self._groups.pop()
-        group.add(0)
-        self._groups[-1].add(group.size + 2, group.most)
-
-
-def _size_at_most(pattern: str, *, is_folded: bool) -> int:
-    """The size if each part that looks like a repetition stands inside all others; needs no knowledge of groups."""
-    if _CALL_ANYWHERE.search(pattern):
-        raise _refused(pattern, _CALLS)
-    if _FUZZY_ANYWHERE.search(pattern):
-        raise _refused(pattern, _IS_FUZZY)
-    size = len(pattern) + sum(size * pattern.count(escape) for escape, size in _LARGE.items())
-    if is_folded:
-        size = _FOLDED_PART * size + _FOLDED_SET * pattern.count("[")
-    repeats = 1
-    for found in _REPEAT_ANYWHERE.finditer(pattern):
-        least, most = (int(_NO_DIGITS.sub("", number) or 0) for number in found.group("least", "most"))
-        size *= max(1, least)
-        repeats *= max(1, least, most)
-        _check_repeats(pattern, repeats)
-    return size
-
-
-def _check_repeats(pattern: str, repeats: int) -> None:
-    if repeats > MAX_REPEATS:
-        raise _refused(
-            pattern,
-            f"repeats a part {checks.shown(repeats)} times, nested repetitions multiplied; at most {MAX_REPEATS} are "
-            "allowed",
-        )
+    expanded_size(pattern)
+    try:
+        compiled = _compile(pattern, flags=regex.V0, cache_pattern=False)  # its own cache has no bound in bytes
+        empty_match = compiled.search("", timeout=_EMPTY_SEARCH_S)
+    except TimeoutError:
+        raise _refused(pattern, "takes too long on the empty text; write it without nested repetitions") from None
+    except Exception as error:  # of any type: some patterns meet bugs of the package
+        raise _refused(pattern, f"is not a valid pattern: {error}") from error
+    finally:
+        if next(_num_compiled) % _PURGE_EVERY == 0:
+            regex.purge()  # the package keeps a note of each pattern, cached or not
+    if empty_match is not None:
+        raise _refused(pattern, "matches the empty text, so that it would stop every answer; require a character")
+    return compiled
 
 
 @lru_cache(maxsize=1024)
 def _checked_size(pattern: str) -> int:
     """The size of a pattern that compiles."""
-    return compile_pattern(pattern)[1]
-
-
-_CALLS = "calls a group, as (?R), (?1) and (?&name) do; write what is called in its place"
-_IS_FUZZY = r"matches fuzzily; where a literal brace is meant, write \{"
+    compile_pattern(pattern)
+    return expanded_size(pattern)
 
 
 def _refused(pattern: str, reason: str) -> ValueError:
@@ -328,44 +136,27 @@ def _refused(pattern: str, reason: str) -> ValueError:
 
 
 class PatternCache:
-    """Compiled patterns, those that were used last, up to a bound in bytes.
+    """The compiled patterns that were used last, up to a bound in bytes.
 
-    Large patterns have a separate part, so that they cannot displace the others.
+    Attributes:
+        num_bytes: the memory of the patterns, estimated.
     """
 
-    def __init__(self, max_bytes: int = 32 << 20) -> None:
-        """``max_bytes``: of each part."""
-        self._small = _Part(max_bytes)
-        self._large = _Part(max_bytes)
-
-    @property
-    def num_bytes(self) -> int:
-        """The memory of the patterns, estimated."""
-        return self._small.num_bytes + self._large.num_bytes
+    def __init__(self, max_bytes: int = 64 << 20) -> None:
+        self._max_bytes = max_bytes
+        self._patterns: OrderedDict[str, tuple[Pattern, int]] = OrderedDict()
+        self.num_bytes = 0
 
     def get(self, pattern: str) -> Pattern:
         """Raises ValueError as ``compile_pattern`` does."""
-        for part in (self._small, self._large):
-            found = part.get(pattern)
-            if found is not None:
-                part.move_to_end(pattern)
-                return found[0]
-        compiled, size = compile_pattern(pattern)
-        num_bytes = BYTES_PER_PATTERN + BYTES_PER_PART * size
-        part = self._large if num_bytes > LARGE_BYTES else self._small
-        part.add(pattern, compiled, num_bytes)
-        return compiled
-
-
-class _Part(OrderedDict[str, tuple[Pattern, int]]):
-    def __init__(self, max_bytes: int) -> None:
-        super().__init__()
-        self._max_bytes = max_bytes
-        self.num_bytes = 0
-
-    def add(self, pattern: str, compiled: Pattern, num_bytes: int) -> None:
-        self[pattern] = compiled, num_bytes
+        if pattern in self._patterns:
+            self._patterns.move_to_end(pattern)
+            return self._patterns[pattern][0]
+        compiled = compile_pattern(pattern)
+        num_bytes = _BYTES_OF_A_SEARCH + sys.getsizeof(compiled)
+        self._patterns[pattern] = compiled, num_bytes
         self.num_bytes += num_bytes
-        while self.num_bytes > self._max_bytes and len(self) > 1:
-            _, (_, num_freed) = self.popitem(last=False)
+        while self.num_bytes > self._max_bytes and len(self._patterns) > 1:
+            _, (_, num_freed) = self._patterns.popitem(last=False)
             self.num_bytes -= num_freed
+        return compiled

@@ -126,7 +126,7 @@ class Plan(Struct, frozen=True, kw_only=True):
         kind = f"{self.architecture}, model_type {self.model_type}, task {self.task}"
         whose = "free" if self.device == "cpu" else "in all"
         state = self.state_bytes_per_request
-        pool = f"{_shown(self.kv_pool_bytes)}: {self.max_total_tokens:,} tokens"
+        pool = f"{_shown(self.kv_pool_bytes)}: max_total_tokens {self.max_total_tokens:,}"
         served = f"{self.max_requests:,} of this length at a time"
         if not self.fits:
             pool = "no room for one request of the context length"
@@ -134,11 +134,11 @@ class Plan(Struct, frozen=True, kw_only=True):
             if self.longest_context:
                 served = f"none; context_length={self.longest_context} is the most that fits"
         rows = {
-            "model": self.model_path,
+            "model_path": self.model_path,
             "": f"{kind}, {_counted(self.num_parameters)} parameters",
             "implementation": f"{self.implementation}: {self.reason}",
-            "device": f"{self.device}, {self.dtype}, attention by {self.attention_backend}",
-            "memory": f"{_shown(self.device_memory)} {whose}",
+            "device": f"{self.device}, dtype {self.dtype}, attention_backend {self.attention_backend}",
+            "device_memory": f"{_shown(self.device_memory)} {whose}",
             "weights": _shown(self.weights_bytes),
             "activations": f"about {_shown(self.activations_bytes)}"
             + (f", and {_shown(self.cuda_bytes)} of CUDA itself" if self.cuda_bytes else ""),
@@ -146,7 +146,7 @@ class Plan(Struct, frozen=True, kw_only=True):
             + (f", {_shown(state)} a request" if state else ""),
             "KV pool": pool,
             "rest": f"{_shown(self.rest_bytes)}{' for states and snapshots of them, and' if state else ''} left free",
-            "context": f"{self.context_length:,} tokens",
+            "context_length": f"{self.context_length:,} tokens",
             "requests": served,
         }
         return "\n".join(f"{name:<16}{words}" for name, words in rows.items())

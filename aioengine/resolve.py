@@ -102,7 +102,12 @@ def resolve(
             logits_processors=config.device.logits_processors,
             lora=_lora_settings(config.lora, model, adapters),
         ),
-        text=TextSettings(tokenizer_path=_tokenizer_path(config, model), files=model.weights.tokenizer_files),
+        text=TextSettings(
+            tokenizer_path=_tokenizer_path(config, model),
+            allow_request_templates=config.model.allow_request_templates,
+            files=model.weights.tokenizer_files,
+            eos_token_ids=model.eos_token_ids,
+        ),
         random_seed=device.drawn_seed if config.random_seed is None else config.random_seed,
         log_level=config.log_level,
     )
@@ -168,13 +173,19 @@ def _graph_rows(config: EngineConfig, max_running: int) -> int:
 
 
 def _dtype(config: EngineConfig, model: ModelFacts, device: DeviceFacts, *, is_on_gpu: bool) -> str:
-    """On a GPU: the checkpoint's. On a CPU: bf16 for 16-bit checkpoints where it has the dot products, else fp32."""
-    if is_on_gpu:
-        return model.dtype if config.model.dtype == "auto" else config.model.dtype
-    if config.model.dtype == "float16":
+    """Return the dtype of the computation.
+
+    "auto" on a GPU is 16 bits. A float32 checkpoint becomes float16 if the model is an encoder, else bfloat16: the
+    activations of some decoders leave the range of float16. "auto" on a CPU is bfloat16 for a 16-bit checkpoint if the
+    CPU has bf16 dot products, else float32.
+    """
+    if config.model.dtype == "float16" and not is_on_gpu:
         raise ValueError("dtype='float16' is not available on a CPU; dtype must be 'auto', 'bfloat16' or 'float32'")
     if config.model.dtype != "auto":
         return config.model.dtype
+    if is_on_gpu:
+        half = "float16" if model.is_encoder else "bfloat16"
+        return half if model.dtype == "float32" else model.dtype
     return "bfloat16" if device.cpu_bfloat16 and model.dtype != "float32" else "float32"
 
 
@@ -189,6 +200,7 @@ def _model_settings(config: EngineConfig, model: ModelFacts, dtype: str) -> Mode
     return ModelSettings(
         path=model.path,
         dtype=dtype,
+        checkpoint_dtype=model.dtype,
         load_format=wanted,
         context_length=context_length(config, model),
         vocab_size=model.vocab_size,
@@ -198,6 +210,7 @@ def _model_settings(config: EngineConfig, model: ModelFacts, dtype: str) -> Mode
         files=model.weights.files,
         trust_remote_code=config.model.trust_remote_code,
         implementation=model.implementation,
+        sampling_defaults=model.sampling_defaults,
     )
 
 

@@ -78,7 +78,9 @@ class ModelArguments(OtherNames, total=False):
     trust_remote_code: bool | None
     skip_tokenizer_init: bool | None
     chat_template: str | PurePath | None
+    allow_request_templates: bool | None
     is_embedding: bool | None
+    sampling_defaults: str | None
     device: str | None
     attention_backend: str | None
     enable_deterministic_inference: bool | None

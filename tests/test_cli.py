@@ -179,6 +179,8 @@ def test_the_workload_of_a_benchmark() -> None:
         (["chat", "--system-prompt", "x"], "--system-prompt (did you mean --system?)"),
         (["generate", "--prompt", "x"], "--prompt (the prompt is given without a flag)"),
         (["bench", "-m", "x", "--ctx-size", "5"], "-m (did you mean --model?), --ctx-size (did you mean --context-l"),
+        (["chat", "--block-size", "8"], "--block-size (did you mean --page-size?)"),
+        (["info", "--max-model-len", "8"], "--max-model-len (did you mean --context-length?)"),
         (["bench", "--max-tokens", "5"], "--max-tokens (did you mean --output-tokens?)"),
         (["--json", "info"], "unrecognized arguments: --json (a flag of a command comes after the command)"),
         (["generate", "x", "--seed", "9" * 5000], "9999... (50"),
@@ -256,21 +258,32 @@ def test_info_tells_versions_machine_model_and_settings(capsys: pytest.CaptureFi
     assert main(["info", "--json", "--page-size", "8"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert set(facts) == {"versions", "machine", "model", "settings"}
-    assert facts["settings"]["memory.page_size"] == 8
+    assert facts["settings"].keys() == ARGUMENTS.keys()
+    assert facts["settings"]["page_size"] == 8
+    assert facts["settings"]["context_length"] == facts["model"]["context_length"]
+    assert isinstance(facts["settings"]["max_running_requests"], int)
+    assert facts["settings"]["max_total_tokens"] is None
     assert facts["model"]["architecture"].endswith("ForCausalLM")
     assert facts["versions"]["torch"][0].isdigit()
     assert main(["info"]) == 0
     text = capsys.readouterr().out
     assert all(f"\n{title}\n" in f"\n{text}" for title in facts)
-    assert re.search(r"memory\.page_size +16\n", text)
+    assert re.search(r"page_size +16\n", text)
+    assert re.search(r"max_total_tokens +as much as fits into memory\n", text)
 
 
 def test_info_reads_the_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layers = {f"model.layers.{layer}.self_attn.q_proj": (256, 256) for layer in range(4)}
     folder = write_adapter(tmp_path / "a", rank=4, layers=layers)
     assert main(["info", "--json", "--lora-paths", f"math={folder}"]) == 0
-    found = json.loads(capsys.readouterr().out)["settings"]["runner.lora"]
-    assert (found["num_slots"], found["max_rank"], found["modules"]) == (8, 4, ["q_proj"])
+    found = json.loads(capsys.readouterr().out)["settings"]
+    assert [found[name] for name in ("enable_lora", "max_loras_per_batch", "max_lora_rank", "lora_target_modules")] == [
+        True,
+        8,
+        4,
+        ["q_proj"],
+    ]
+    assert found["lora_paths"][0]["name"] == "math"
     assert main(["info", "--lora-paths", f"math={tmp_path}"]) == 1
     assert "has no adapter_config.json" in capsys.readouterr().err
 

@@ -94,6 +94,15 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None
     assert imported - optional - others == declared
 
 
+def test_distributions_contain_the_license_text() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (path,) = project["license-files"]
+    text = (ROOT / path).read_text()
+    assert project["license"] == "Apache-2.0"
+    assert text.split()[:4] == ["Apache", "License", "Version", "2.0,"]
+    assert "APPENDIX: How to apply the Apache License to your work." in text
+
+
 def names_of(requirements: list[str]) -> set[str]:
     return {match[0] for entry in requirements if (match := re.match(r"[\w-]+", entry))}
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from aioengine.args import ALIASES, ARGUMENTS
+from aioengine.args import ARGUMENTS
+from aioengine.foreign_names import ALIASES
 from tests.kit.source import Function, Module, classes, module, modules
 from tests.test_floors import floor_of
 

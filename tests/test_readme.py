@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import aioengine
-from aioengine import args, plugins
+from aioengine import foreign_names, plugins
 from aioengine.args import ARGUMENTS
 from aioengine.frontend.info import Health
 from aioengine.model_files import gguf_model
@@ -74,7 +74,7 @@ def names_in(cell: str) -> list[str]:
 
 def test_other_names_of_settings_equal_the_aliases() -> None:
     rows = table(guide("coming_from"), "argument of the constructor")
-    assert {name: cells[0].strip("`") for name, cells in rows.items()} == args.ALIASES
+    assert {name: cells[0].strip("`") for name, cells in rows.items()} == foreign_names.ALIASES
 
 
 def test_errors_equal_the_tree() -> None:

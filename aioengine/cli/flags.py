@@ -8,6 +8,7 @@ import re
 import sys
 from typing import TYPE_CHECKING, Final, NoReturn, cast
 
+from aioengine import foreign_names
 from aioengine.args import ARGUMENTS, engine_config
 from aioengine.cli.benchmark import Workload
 from aioengine.frontend.info import __version__
@@ -110,37 +111,6 @@ _POSITIONAL: Final = {"generate": " [PROMPT]", "info": " [MODEL]"}
 _TEXTS: Final = {"prompt": "the prompt", "system": "--system", "stop": "--stop", "stop_regex": "--stop-regex"}
 """Arguments that are text for the model or are found in its text, and their names in errors."""
 
-_FOREIGN: Final = {
-    "--max-tokens": ("--output-tokens",),
-    "--max-output-tokens": ("--max-new-tokens", "--output-tokens"),
-    "--max-completion-tokens": ("--output-tokens",),
-    "--max-length": ("--max-new-tokens", "--output-tokens"),
-    "--n-predict": ("--max-new-tokens", "--output-tokens"),
-    "-n": ("--max-new-tokens", "--output-tokens"),
-    "-m": ("--model",),
-    "--model-name": ("--model",),
-    "--tokenizer": ("--tokenizer-path",),
-    "--temp": ("--temperature",),
-    "--repeat-penalty": ("--repetition-penalty",),
-    "--system-prompt": ("--system",),
-    "--stop-sequence": ("--stop",),
-    "--stop-words": ("--stop",),
-    "--num-samples": ("--n",),
-    "--best-of": ("--n",),
-    "--ctx-size": ("--context-length",),
-    "--max-model-len": ("--context-length",),
-    "--gpu-memory-utilization": ("--mem-fraction-static",),
-    "--max-num-seqs": ("--max-running-requests",),
-    "--max-concurrency": ("--concurrency",),
-    "--random-input-len": ("--prompt-tokens",),
-    "--input-len": ("--prompt-tokens",),
-    "--output-len": ("--output-tokens",),
-    "--verbose": ("--log-level",),
-}
-"""Flags of other programs -> the flag here, the first that the command has. Other names of sampling parameters are in
-the table of those."""
-
-
 _LONG_WORD: Final = re.compile(r"\S{200,}")
 
 
@@ -170,10 +140,11 @@ def _hint(flag: str, known: Collection[str]) -> str:
         return " (a flag of a command comes after the command)"
     plain = flag.replace("_", "-")
     name = plain.removeprefix("--").replace("-", "_")
-    name = ALIASES.get(name, name)
-    foreign = [_sampling_flag(name)] if name in PARAMETERS else []
+    name = ALIASES.get(name) or foreign_names.ALIASES.get(name, name)
+    own = _sampling_flag(name) if name in PARAMETERS else "--" + name.replace("_", "-")
     near = difflib.get_close_matches(plain, sorted(known), n=1, cutoff=0.7)
-    meant = next((each for each in (*foreign, *_FOREIGN.get(plain, ()), *near) if each in known), None)
+    likely = (own, *foreign_names.FLAGS.get(plain, "").split(), *near)
+    meant = next((candidate for candidate in likely if candidate in known), None)
     return f" (did you mean {meant}?)" if meant else ""
 
 

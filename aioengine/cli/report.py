@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, cast
 import msgspec
 
 from aioengine import machine
-from aioengine.args import engine_config
+from aioengine.args import ARGUMENTS, engine_config
 from aioengine.frontend.info import __version__
 from aioengine.frontend.startup import read_adapters
 from aioengine.model_files import model_folder
@@ -17,6 +17,8 @@ from aioengine.resolve import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from aioengine.config import Settings
 
 Facts = dict[str, dict[str, object]]
 
@@ -39,14 +41,35 @@ def facts(model_path: str | None, engine_arguments: Mapping[str, object]) -> Fac
             **{name: _version(name) for name in _PACKAGES},
         },
         "machine": {"platform": platform.platform(), **_plain(device, "drawn_seed")},
-        "model": _plain(model, "weights", "linear_layers"),
-        "settings": {
-            f"{section}.{name}": value
-            for section, values in _plain(settings, "random_seed", "log_level").items()
-            for name, value in cast("dict[str, object]", values).items()
-            if name != "files"
-        },
+        "model": {"model_path": model.path, **_plain(model, "path", "weights", "linear_layers")},
+        "settings": {name: argument.value_in(config) for name, argument in ARGUMENTS.items()} | _resolved(settings),
     }
+
+
+def _resolved(settings: Settings) -> dict[str, object]:
+    """The values of the constructor's arguments that depend on the model or on the machine."""
+    model, memory, scheduler, runner = settings.model, settings.memory, settings.scheduler, settings.runner
+    found: dict[str, object] = {
+        "model_path": model.path,
+        "tokenizer_path": settings.text.tokenizer_path,
+        "load_format": model.load_format,
+        "dtype": model.dtype,
+        "context_length": model.context_length,
+        "model_impl": model.implementation,
+        "is_embedding": model.task != "generate",
+        "device": runner.device,
+        "attention_backend": runner.attention_backend,
+        "cuda_graph_max_bs": runner.cuda_graph_max_rows,
+        "enable_lora": runner.lora is not None,
+        "mem_fraction_static": memory.mem_fraction_static,
+        "disable_radix_cache": not scheduler.prefix_cache,
+        "max_running_requests": scheduler.max_running,
+        "chunked_prefill_size": scheduler.chunk_tokens,
+        "disable_overlap_schedule": scheduler.depth == 0,
+    }
+    if runner.lora is not None:
+        found |= {"max_lora_rank": runner.lora.max_rank, "lora_target_modules": list(runner.lora.modules) or "all"}
+    return found
 
 
 def _plain(struct: msgspec.Struct, *without: str) -> dict[str, object]:
@@ -65,7 +88,8 @@ def outline(of: Facts) -> str:
     """The text of ``info``: sections with one line for each fact."""
     width = max(len(name) for section in of.values() for name in section)
     lines: list[str] = []
-    for title, section in of.items():
+    unset = {name: ARGUMENTS[name].default_text for name, value in of["settings"].items() if value in (None, (), {})}
+    for title, section in (of | {"settings": of["settings"] | unset}).items():
         lines += [title, *(f"  {name:<{width}}  {_word(value)}" for name, value in section.items()), ""]
     return "\n".join(lines).rstrip()
 

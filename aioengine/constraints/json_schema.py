@@ -359,14 +359,27 @@ def _required(place: Place) -> list[str]:
 
 
 def _num_properties(place: Place, found: Schema) -> Schema:
-    """Only where every property is listed: others could come twice, and would count once."""
+    """Compile ``minProperties`` and ``maxProperties``.
+
+    Every property must be listed: others could come twice, and would count once. The library counts one optional
+    property at most.
+    """
     limits = dict(compile_counts(place, "minProperties", "maxProperties"))
-    if limits.get("minProperties", 1) <= len(found.get("required", ())):
+    num_required, num_listed = len(found.get("required", ())), len(found.get("properties", ()))
+    if limits.get("minProperties", 1) <= num_required:
         limits.pop("minProperties", None)
     is_closed = found.get("additionalProperties") is False and "patternProperties" not in found
     for keyword in limits:
         if not is_closed:
             place.refuse(keyword, 'is enforced with "additionalProperties": false alone')
+    if limits.get("maxProperties", 0) >= num_listed:
+        limits.pop("maxProperties", None)
+    for keyword, limit in limits.items():
+        required = f"is {limit} and {num_required} of {num_listed} properties are required"
+        if not num_required <= limit <= num_listed:
+            place.refuse(keyword, f"{required}: no value is valid")
+        if limit != num_required + 1:
+            place.refuse(keyword, f"{required}: only {num_required + 1} is enforced then")
     return limits
 
 

@@ -217,7 +217,7 @@ def grammar_of(values: Mapping[str, Any], *, ignore_eos: bool) -> Grammar | None
     )
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=512)  # of a batch, equal constraints are checked once
 def _made(name: str, value: Any, space: str | None) -> tuple[str, str]:
     """``Grammar.kind`` and ``Grammar.text`` of a parameter."""
     kind, made = _written(name, value, space)

@@ -154,8 +154,10 @@ def search_options(
                 f"beam_search takes {name!r} where the engine is made with logprobs_mode='processed' alone: it goes by "
                 "the model's own distribution else"
             )
-    step: dict[str, object] = {name: own[name] for name in IF_PROCESSED if name in own}
-    return SearchOptions(width, penalty, params, {"temperature": 0, **step, "max_new_tokens": 1, "ignore_eos": True})
+    # without the model's sampling defaults: a repetition penalty would change the scores
+    step: dict[str, object] = {"temperature": 0, "repetition_penalty": 1.0}
+    step |= {name: own[name] for name in IF_PROCESSED if name in own}
+    return SearchOptions(width, penalty, params, {**step, "max_new_tokens": 1, "ignore_eos": True})
 
 
 def _unknown(name: str) -> TypeError:

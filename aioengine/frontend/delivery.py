@@ -166,6 +166,9 @@ class Router:
         for uid in chunks.preempted:
             if (row := self.rows.get(uid)) is not None:
                 row.facts.preempt()
+        for uid in chunks.compiled:
+            if (row := self.rows.get(uid)) is not None:
+                row.output.note_compiled(row)
 
     def wake(self) -> None:
         """Wake some readers, and the others when these have read.

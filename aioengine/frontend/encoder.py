@@ -196,7 +196,7 @@ class Lane:
         Raises EngineStartupError: the thread cannot be started.
         """
         self._encode = encode
-        self._thread = WorkerThread[None](f"aioengine-{name}")
+        self._thread = WorkerThread[object](f"aioengine-{name}")
         self._is_closed = False
         self._waiting: list[Job] = []
         self._num_bytes = 0  # of those that wait
@@ -234,6 +234,11 @@ class Lane:
 
     def _submit(self, batch: _Batch) -> None:
         self._thread.submit(partial(batch.run, self._encode))
+
+    def run(self, work: Callable[[], object], done: Callable[[], object]) -> None:
+        """Do other work on the thread, then call ``done`` on the loop, also if it raises or the lane is closed."""
+        loop = asyncio.get_running_loop()
+        self._thread.submit(work).add_done_callback(lambda _: post(loop, done))
 
     def _answered(self, batch: _Batch) -> None:
         if batch in self._given:
@@ -278,6 +283,10 @@ class Encoder:
 
     def encode(self, job: Job) -> None:
         (self._long if job.num_bytes > LONG_BYTES else self._short).add(job)
+
+    def run(self, work: Callable[[], object], done: Callable[[], object]) -> None:
+        """Do other work on the thread of long prompts, then call ``done`` on the loop (see ``Lane.run``)."""
+        self._long.run(work, done)
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of a few short texts that are no prompts, at once. Raises ValueError where one cannot be read."""

@@ -45,6 +45,7 @@ from aioengine.frontend.pool_encoder import PoolEncoder
 from aioengine.frontend.requests import MAX_TIMEOUT_S
 from aioengine.frontend.sessions import Sessions
 from aioengine.frontend.submitter import PromptRules, RequestChecks
+from aioengine.frontend.throughput import Throughput
 from aioengine.protocol.messages import FinishCode, Reply, Stats, TextChunks
 from aioengine.supervision.processes import Processes
 from aioengine.supervision.tasks import post, runs_here
@@ -97,6 +98,7 @@ class Frontend:
         self.loop = asyncio.get_running_loop()
         self.failure: EngineError | None = None
         self.last_stats: Stats | None = None
+        self._throughput = Throughput(settings.log_level)
         self.calls = Calls()
         self.router = Router(self.calls.rows, lock := threading.RLock(), lambda row: self._lifecycle.row_ended(row))
         self.limits = QueueLimits(
@@ -251,6 +253,7 @@ class Frontend:
                 self.router.deliver(message)
             elif isinstance(message, Stats):
                 self.last_stats = message
+                self._throughput.record(message)
             elif isinstance(message, Reply):
                 self.controls.answer(message)
         self.router.wake()
@@ -368,13 +371,15 @@ def _computed_since(frontend: Frontend, since: float) -> Collection[int] | None:
 
 def _prompt_rules(parts: Running) -> PromptRules:
     """What the checks of requests know of the settings."""
-    settings = parts.settings
+    settings, tokenizer = parts.settings, parts.tokenizer
+    templates = None if tokenizer is None or settings.text.allow_request_templates else tokenizer.template_names
     return PromptRules(
         vocab_size=settings.model.vocab_size,
         context_length=settings.model.context_length,
         max_total_tokens=parts.max_total_tokens,
         eos_token_ids=parts.eos_token_ids,
         stream_interval=parts.stream_interval,
+        sampling_defaults=settings.model.sampling_defaults,
         random_seed=settings.random_seed,
         max_rows_in_flight=2 * settings.scheduler.max_running,
         task=settings.model.task,
@@ -383,6 +388,7 @@ def _prompt_rules(parts: Running) -> PromptRules:
         logits_processors=settings.runner.logits_processors,
         hidden_size=settings.model.hidden_size,
         max_hidden_state_bytes=parts.delivery.max_hidden_state_bytes,
+        template_names=templates,
     )
 
 

@@ -12,7 +12,8 @@ from msgspec.structs import asdict
 
 from aioengine.answers import WEIGHT_VERSION
 from aioengine.errors import EngineClosedError, EngineStalledError
-from aioengine.protocol.messages import Stats
+from aioengine.params import FROM_MODEL
+from aioengine.protocol.messages import Sampling, Stats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -50,7 +51,12 @@ class Health(TypedDict):
 
 
 class ModelInfo(TypedDict):
-    """The model that is served. ``implementation``: whose code computes it, "aioengine" or "transformers"."""
+    """The model that is served.
+
+    Attributes:
+        implementation: whose code computes it, "aioengine" or "transformers".
+        sampling_defaults: values of sampling parameters that a request leaves out.
+    """
 
     model_path: str
     tokenizer_path: str | None
@@ -61,6 +67,7 @@ class ModelInfo(TypedDict):
     context_length: int
     vocab_size: int
     implementation: str
+    sampling_defaults: dict[str, float]
 
 
 class TokenizerNamespace:
@@ -138,6 +145,7 @@ def scheduler_counters(last: Stats | None) -> dict[str, int]:
 
 def model_info(settings: Settings) -> ModelInfo:
     """``get_model_info``: what the settings say of the model."""
+    defaults = asdict(Sampling(0)) | settings.model.sampling_defaults
     return {
         "model_path": settings.model.path,
         "tokenizer_path": settings.text.tokenizer_path,
@@ -148,6 +156,7 @@ def model_info(settings: Settings) -> ModelInfo:
         "context_length": settings.model.context_length,
         "vocab_size": settings.model.vocab_size,
         "implementation": settings.model.implementation,
+        "sampling_defaults": {name: defaults[name] for name in FROM_MODEL},
     }
 
 

@@ -310,13 +310,14 @@ class CallOutput:
         num_held: started rows whose end was not read yet, which bound the rows of a batch in flight.
         error: what the whole call ended with. is_left: its rest is not read.
         is_accepted: its first rows are on their way. wants: when its reader calls ``on_read``.
+        compiling: positions of the rows of a stream whose grammars are not compiled yet; it is not accepted before.
         cursor: of the reader.
         results: answers (or exceptions) by position, where the call is no stream.
     """
 
     __slots__ = (
-        "cursor", "error", "is_accepted", "is_batch", "is_left", "is_stream", "live", "num_held", "num_open",
-        "results", "returns_exceptions", "rid", "wants",
+        "compiling", "cursor", "error", "is_accepted", "is_batch", "is_left", "is_stream", "live", "num_held",
+        "num_open", "results", "returns_exceptions", "rid", "wants",
     )  # fmt: skip
 
     def __init__(self, rid: str, num_rows: int, *, is_stream: bool, is_batch: bool, returns_exceptions: bool) -> None:
@@ -328,6 +329,7 @@ class CallOutput:
         self.num_open = num_rows
         self.num_held = 0
         self.is_accepted = False
+        self.compiling: set[int] = set()
         self.is_left = False
         self.wants = Wants.NOTHING
         self.error: BaseException | None = None
@@ -373,6 +375,12 @@ class CallOutput:
             if self.is_stream:
                 self.cursor.wake()
 
+    def note_compiled(self, row: RowStream) -> None:
+        """The grammar of a row is compiled, or the row has ended before."""
+        self.compiling.discard(row.position)
+        if not self.compiling:
+            self.accept()
+
     def end_row(self, row: RowStream, finished: End, delivered_at: float, error: RowError | None = None) -> None:
         """The row has its end; ``error`` is what the frontend itself found wrong with it.
 
@@ -389,6 +397,8 @@ class CallOutput:
         elif self.is_stream:
             row.put("", [])
             self.cursor.wake()
+            if self.compiling:
+                self.note_compiled(row)
         else:
             self.num_held -= 1
             self.results[row.position] = row.error or self.answer_of(row)
@@ -476,7 +486,13 @@ class Reader:
         with self._lock:
             if output.error is not None and not output.is_accepted:
                 raise output.error.with_traceback(None)
-            return output.is_accepted or self._cursor.is_over or bool(self.ready)
+            return self._is_accepted
+
+    @property
+    def _is_accepted(self) -> bool:
+        """Whether ``await`` of a stream need not wait any longer. Under the lock."""
+        output = self._output
+        return output.is_accepted or self._cursor.is_over or bool(self.ready and not output.compiling)
 
     def result(self) -> Answer | BatchOutput | None:
         """The whole answer, the same one each time, or None where it is not there yet.
@@ -507,7 +523,7 @@ class Reader:
         cursor = self._cursor
         self._actions.check_waiting(blocks=blocks)
         with self._lock:
-            if cursor.ready or cursor.is_over or (until_accepted and self._output.is_accepted):
+            if self._is_accepted if until_accepted else cursor.ready or cursor.is_over:
                 return False
             cursor.wakers.append(wake)
             return True

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import sys
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from aioengine.logs import log
 
@@ -33,6 +34,29 @@ def _is_notebook(stream: TextIO | None) -> bool:
     return type(stream).__module__.partition(".")[0] == "ipykernel"
 
 
+class NotebookLine:
+    """One line of a notebook's cell, as a text file for tqdm: what follows a carriage return replaces the line.
+
+    Text on stderr, and the widgets of tqdm, would stay in the saved notebook.
+    """
+
+    encoding = "utf-8"
+
+    def __init__(self) -> None:
+        display = importlib.import_module("IPython").display.display
+        self._handle: Any = display({"text/plain": ""}, raw=True, display_id=True)
+        self._line = ""
+
+    def write(self, text: str) -> None:
+        line = (self._line + text).rpartition("\r")[2].rstrip()
+        if line != self._line:
+            self._line = line
+            self._handle.update({"text/plain": line}, raw=True)
+
+    def flush(self) -> None:
+        """Do nothing: every line is shown at once."""
+
+
 def is_wanted(is_shown: bool | None) -> bool:
     """Whether bars are drawn; None: where stderr is a terminal or a notebook. Never where it cannot be written to."""
     if not (is_terminal(sys.stderr) or _is_notebook(sys.stderr) if is_shown is None else is_shown):
@@ -44,11 +68,12 @@ def is_wanted(is_shown: bool | None) -> bool:
 
 
 class ProgressBars:
-    """One bar for each label, until its work is done. ``is_shown`` as for ``is_wanted``."""
+    """One bar for each label, until its work is done; in a notebook one for all. ``is_shown`` as for ``is_wanted``."""
 
     def __init__(self, is_shown: bool | None) -> None:
         self.is_shown = is_wanted(is_shown)
         self._bars: dict[str, tqdm[NoReturn]] = {}
+        self._notebook_line: NotebookLine | None = None
 
     def show(self, progress: Progress) -> None:
         """Draw how far the work is."""
@@ -63,7 +88,9 @@ class ProgressBars:
     def _draw(self, progress: Progress) -> None:
         bar = self._bars.get(progress.label)
         if bar is None:
-            bar = self._bars[progress.label] = _bar(progress)
+            if _is_notebook(sys.stderr) and self._notebook_line is None:
+                self._notebook_line = NotebookLine()
+            bar = self._bars[progress.label] = _bar(progress, self._notebook_line)
         bar.total = progress.total
         bar.update(progress.done - bar.n)
         if progress.done >= progress.total:
@@ -86,15 +113,11 @@ class ProgressBars:
         self._bars.clear()
 
 
-def _bar(progress: Progress) -> tqdm[NoReturn]:
-    """A bar on stderr. Bytes are shown in MB and MB/s; without a unit there is only the label."""
-    # Imported here: tqdm is slow to import, and most engines never draw a bar.
-    if "ipywidgets" in sys.modules:  # a notebook that can show more than text
-        from tqdm.auto import tqdm
-    else:
-        from tqdm import tqdm
+def _bar(progress: Progress, notebook_line: NotebookLine | None) -> tqdm[NoReturn]:
+    """A bar on stderr or in a notebook. Bytes are shown in MB and MB/s; without a unit there is only the label."""
+    from tqdm import tqdm  # slow to import, and most engines never draw a bar
 
-    class Bar(tqdm):  # type: ignore[misc]  # one of the two classes above, which have no types
+    class Bar(tqdm):  # type: ignore[misc]  # it has no types
         """A bar without the thread that tqdm keeps for bars that do not move."""
 
         monitor_interval = 0
@@ -105,6 +128,7 @@ def _bar(progress: Progress) -> tqdm[NoReturn]:
         unit=progress.unit,
         unit_scale=progress.unit == "B",
         bar_format={"B": _BYTES, "": "{desc}"}.get(progress.unit),
-        file=sys.stderr,
+        file=notebook_line or sys.stderr,
+        position=0 if notebook_line else None,
         leave=False,
     )

@@ -111,8 +111,9 @@ class GenerateOptions(RequestOptions, total=False):
 class ChatOptions(RequestOptions, total=False):
     """Keyword arguments of ``chat``: those of every call, and how its messages are written.
 
-    chat_template: the text of a chat template, the name of one of the model's, or a file (``pathlib.Path``), in place
-        of the model's own. It runs in this process: take none from strangers.
+    chat_template: the name of one of the model's chat templates, in place of the default. If the engine has
+        ``allow_request_templates=True``, also the text of a template, or a file (``pathlib.Path``). It runs in this
+        process, without a limit on its time: take none from strangers.
     enable_thinking: whether the model thinks before it answers, where its template knows that variable.
     tools: what the model may call: dicts in JSON schema form.
     chat_template_kwargs: other variables for the template, and its switches ``add_generation_prompt`` and

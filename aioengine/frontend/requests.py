@@ -1,12 +1,14 @@
 """The arguments of a call, checked: prompts, sampling parameters and the options of a request.
 
-Pure: what needs the tokenizer or the engine's state comes later. Of a long batch the call checks the first rows; the
-others are checked in pieces, in the next turns of the loop.
+What needs the tokenizer or the engine's state comes later. Of a long batch the call checks the first rows; the others
+are checked in pieces, in the next turns of the loop. Before that a thread parses their sampling parameters, since those
+may take long. The size of a batch has no limit.
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final, cast
@@ -16,11 +18,10 @@ from msgspec.structs import replace
 
 from aioengine import checks
 from aioengine.answers import StateReader
-from aioengine.args import ALIASES, ARGUMENTS
-from aioengine.foreign_names import our_way
+from aioengine.args import ARGUMENTS
+from aioengine.foreign_names import ALIASES, MISSING_OPTIONS, our_way
 from aioengine.frontend.image_sources import NOT_TRUNCATED, GivenImages, given_images
 from aioengine.frontend.loaded_adapters import AdapterChoice, adapter_choice  # the first: a field of a Struct
-from aioengine.frontend.params_together import ParamsTogether
 from aioengine.frontend.pooling import Pooled  # a field of a Struct
 from aioengine.frontend.prompts import (
     CHAT_ARGUMENTS,
@@ -39,7 +40,7 @@ from aioengine.frontend.prompts import (
 from aioengine.frontend.request_options import ChatOptions, GenerateOptions, RequestOptions
 from aioengine.frontend.row_options import LogprobOptions, PerPrompt, list_for, logprob_options, per_prompt
 from aioengine.frontend.sessions import SessionParams, session_params
-from aioengine.params import SamplingParams, is_sampling_parameter
+from aioengine.params import SamplingParams, is_sampling_parameter, num_token_ids
 from aioengine.protocol.messages import ALL_STATES, LAST_STATES
 from aioengine.protocol.packed_logprobs import LogprobReader
 
@@ -57,26 +58,10 @@ IDS_OR_ROWS: Final = "a list of token ids, or a list of such lists"
 ROWS_IN_PIECE: Final = 512
 """Rows of a batch that are checked at once, in the call or in one turn of the loop."""
 
-
-_OFF: Final[dict[str, tuple[tuple[object, ...], str]]] = {
-    name: (allowed, feature)
-    for feature, allowed, names in (
-        ("images in rerank, score and beam_search", ([],), "image_data"),
-        ("audio and video", ([],), "audio_data video_data mm_hashes mm_content_hashes"),
-        ("grammars that begin after the reasoning", (False,), "require_reasoning"),
-        ("routed experts", (False,), "return_routed_experts"),
-        ("routed experts", (0,), "routed_experts_start_len"),
-        ("routing by session (session_params goes on from earlier requests)", (), "session_id"),
-        ("parts of the prefix cache", ("",), "extra_key"),
-        ("data parallelism", (0,), "routed_dp_rank data_parallel_rank"),
-        ("separate prefill and decode engines", (), "bootstrap_host bootstrap_port bootstrap_room"),
-        ("separate prefill and decode engines", (), "disagg_prefill_dp_rank kv_hints"),
-        ("traces", (), "external_trace_header"),
-    )
-    for name in names.split()
-}
-"""Arguments of calls to come: name -> (values that mean "off", beside None; what it is)."""
-
+MAX_WEIGHT_AT_CALL: Final = 32_768
+"""Of the sampling parameters that the call itself parses (``_weight``), in about as many microseconds."""
+WORD_WEIGHT: Final = 64
+PATTERN_WEIGHT: Final = 4096
 
 _TIMEOUTS: Final = (("total", "timeout"), ("queue", "queue_timeout"), ("first_token", "first_token_timeout"))
 """Words of a finish reason, and the options that they belong to."""
@@ -87,9 +72,9 @@ class GivenRows(Struct):
 
     Attributes:
         name: of the argument. make: checks the prompt of a row.
-        params: of each row; None where one is for all. parsed: by the identity of what was given, which many rows may
-            share. parts: of the messages, by the identity of parameters: some take long to make. together: bounds
-            ``params``.
+        params: of each row; None where one is for all. parsed: the parameters, or what is wrong with them, by the
+            identity of what was given, which many rows may share. parts: of the messages, by the identity of
+            parameters: some take long to make.
         pooled: what a call asks of the vectors of its rows; None: it wants tokens.
         adapters: those of the rows; None: all use the base model.
         images: of the prompts, beside those in messages; None: there are none.
@@ -100,9 +85,8 @@ class GivenRows(Struct):
     make: Callable[[str, object, CheckBudget], Prompt]
     is_batch: bool
     params: list[object] | None = None
-    parsed: dict[int, SamplingParams] = {}
+    parsed: dict[int, SamplingParams | Exception] = {}
     parts: dict[int, object] = {}
-    together: ParamsTogether | None = None
     pooled: Pooled | None = None
     adapters: AdapterChoice | None = None
     images: GivenImages | None = None
@@ -226,20 +210,69 @@ class CallRequest(Struct, kw_only=True):
             self.prompts.append(prompt)
 
     def _end_of_piece(self, first: int) -> int:
-        """Behind the rows from ``first`` on that are checked together."""
+        """Behind the rows from ``first`` on that are checked together: at least one."""
         given = self.given
         last = min(first + ROWS_IN_PIECE, self.num_prompts)
         if self.logprobs is not None:
             last = self.logprobs.end_of_piece(first, last)
-        if given.params is not None:
-            given.together = given.together or ParamsTogether()
-            last = first + given.together.add(given.params[first:last])
+        if given.params is None:
+            return last
+        if first:  # a thread has parsed the parameters of some rows
+            later = range(first + 1, last)
+            return next((place for place in later if id(given.params[place]) not in given.parsed), last)
+        weight, seen = 0, set[int]()
+        for place, value in enumerate(given.params[:last]):
+            if id(value) not in seen:
+                if weight > MAX_WEIGHT_AT_CALL:
+                    return place
+                weight += _weight(value)
+                seen.add(id(value))
         return last
+
+    def parse_more(self, use: Callable[[SamplingParams], object], max_s: float) -> None:
+        """Parse sampling parameters of rows that were not checked yet: some, for about ``max_s``. On any thread.
+
+        ``use`` is called with each result. An exception that it raises stands for wrong parameters.
+        """
+        parsed, until = self.given.parsed, time.monotonic() + max_s
+        for value in (self.given.params or [])[len(self.prompts) :]:
+            if id(value) not in parsed:
+                try:
+                    found = SamplingParams.parse(cast("Sampled | None", value))
+                    use(found)
+                    parsed[id(value)] = found
+                except Exception as error:  # raised when the row is checked
+                    parsed[id(value)] = error
+                if time.monotonic() > until:
+                    return
 
     def _parsed(self, value: object) -> SamplingParams:
         parsed = self.given.parsed
-        found = parsed[id(value)] = parsed.get(id(value)) or SamplingParams.parse(cast("Sampled | None", value))
+        found = parsed.get(id(value))
+        if found is None:
+            try:
+                found = SamplingParams.parse(cast("Sampled | None", value))
+            except (TypeError, ValueError) as error:  # other rows may share it
+                found = error
+            parsed[id(value)] = found
+        if isinstance(found, Exception):
+            raise found.with_traceback(None)
         return found
+
+
+def _weight(value: object) -> int:
+    """About how many microseconds it takes to parse sampling parameters, and to check them against the model."""
+    if isinstance(value, SamplingParams):
+        return num_token_ids(value) + WORD_WEIGHT * len(value.bad_words or ())
+    if not isinstance(value, Mapping):
+        return 0
+    given = dict(cast("Mapping[str, object]", value))
+    return (
+        checks.json_size(given, MAX_WEIGHT_AT_CALL)
+        + sum(map(checks.num_items, given.values()))  # of sets and arrays, too
+        + WORD_WEIGHT * checks.num_items(given.get("bad_words"))
+        + PATTERN_WEIGHT * ("stop_regex" in given)
+    )
 
 
 def generate_request(
@@ -421,10 +454,10 @@ def check_names(
     for name, value in options.items():
         if name in known:
             continue
-        if name in _OFF:
+        if name in MISSING_OPTIONS:
             entries = cast("list[object]", value) if isinstance(value, list) else [value]
             for entry in entries:
-                checks.off(name, entry, *_OFF[name])
+                checks.off(name, entry, *MISSING_OPTIONS[name])
         else:
             raise _unexpected(name, (*others, *known))
 
@@ -438,7 +471,7 @@ def _unexpected(name: str, known: tuple[str, ...]) -> TypeError:
         return TypeError(f"unexpected argument {name!r}{hint}")
     if name in ARGUMENTS or name in ALIASES:
         return TypeError(f"unexpected argument {name!r}: the constructor of the engine takes it")
-    hint = checks.did_you_mean(name, (*known, *_OFF))
+    hint = checks.did_you_mean(name, (*known, *MISSING_OPTIONS))
     return TypeError(f"unexpected argument {checks.shown(name)}{hint}; there are {', '.join(known)}")
 
 

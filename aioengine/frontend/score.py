@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 MAX_LABELS: Final = 1 << 17
 MAX_TEMPERATURE: Final = 1e6
-MAX_SIZE: Final = 1 << 26
-"""Characters or token ids of all prompts together: a long query stands in each of them."""
 _ENTRIES_PER_TURN: Final = 4096
 """Items and labels that are read in one turn of the event loop, some 10 ms."""
 ITEMS: Final = "a string, or a list of strings or of lists of token ids"
@@ -178,10 +176,6 @@ async def _prompts(query: object, items: object, *, is_item_first: bool) -> tupl
                 f"items[{place}] is {checks.shown(entry)} and {first[0]} is {checks.shown(first[1])}; give all of them "
                 "as texts, or all as lists of token ids"
             )
-    size = sum(map(len, found)) + len(before or ()) * len(found)
-    if size > MAX_SIZE:
-        unit = "token ids" if kind is list else "characters"
-        raise ValueError(f"query and items make prompts of {size:,} {unit} together; at most {MAX_SIZE:,} are scored")
     shared: Any = kind() if before is None else before
     joined: list[Any] = []
     for each in cast("list[Any]", found):
@@ -206,12 +200,13 @@ def _text_or_ids(name: str, value: object) -> str | list[int]:
 
 async def _labels(value: object, num_items: int, parts: Running) -> list[list[int]]:
     """One list for all items, or one for each."""
-    given = checks.items("label_token_ids", value, MAX_LABELS, allowed=LABELS)
+    given = checks.items("label_token_ids", value, checks.MAX_COUNT, allowed=LABELS)
     if not given:
         raise ValueError("label_token_ids is empty; give at least one token id")
     size = parts.settings.model.vocab_size if parts.tokenizer is None else parts.tokenizer.vocab_size
     turns = _Turns()
     if not isinstance(checks.plain(given[0]), list | tuple):
+        given = checks.items("label_token_ids", given, MAX_LABELS)
         return [await _checked_labels("label_token_ids", given, size, turns)]
     if len(given) != num_items:
         lists, items = checks.counted(len(given), "list"), checks.counted(num_items, "item")

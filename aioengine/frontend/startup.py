@@ -29,6 +29,7 @@ from aioengine.media._base import ImageModel, find_image_model
 from aioengine.model_files import model_folder
 from aioengine.model_files.adapter_folder import read_folder
 from aioengine.model_files.checkpoint import check_unchanged
+from aioengine.model_files.vocabulary import end_ids
 from aioengine.protocol.messages import Progress
 from aioengine.resolve import resolve
 from aioengine.supervision.processes import Events, Processes
@@ -59,7 +60,7 @@ _QUIET_S: Final = 0.3
 class Blueprint(Struct, frozen=True, kw_only=True):
     """The parts of an engine that is to be started. ``load_tokenizer`` may block; None: token ids only.
 
-    ``images``: those of its prompts; None: the model takes text alone.
+    ``images``: those of its prompts; None: the model takes text alone. ``warning``: for the user, at the start.
     """
 
     settings: Settings
@@ -71,6 +72,7 @@ class Blueprint(Struct, frozen=True, kw_only=True):
     delivery: DeliveryConfig = DeliveryConfig()
     adapters: AdapterRules | None = None
     images: ImageModel | None = None
+    warning: str = ""
 
 
 def parts_of(config: EngineConfig) -> tuple[Callable[[], Blueprint], bool | None, str]:
@@ -142,6 +144,7 @@ def blueprint_of(config: EngineConfig) -> Blueprint:
         load_tokenizer=None if tokenizer_path is None else partial(_load_tokenizer, settings.text, chat_template),
         make_processes=make_processes,
         adapters=adapters,
+        warning=facts.warning,
     )
 
 
@@ -216,14 +219,6 @@ def _loaded(load: Callable[[], Tokenizer]) -> tuple[Tokenizer, int | None]:
     return tokenizer, longest_token(tokenizer.decoding_facts())
 
 
-def _ends(blueprint: Blueprint, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """The ids that end a text, with that of a token which the model folder's files name by its text alone."""
-    own = None if tokenizer is None else tokenizer.eos_token_id
-    known = blueprint.eos_token_ids
-    is_new = own is not None and own not in known and own < blueprint.settings.model.vocab_size
-    return (*known, own) if own is not None and is_new else known
-
-
 def _retrieve(work: asyncio.Future[tuple[Tokenizer, int | None]]) -> None:
     """Retrieve the error of a task that was not awaited, since the start has failed before."""
     if not work.cancelled():
@@ -268,9 +263,13 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
         patience = asyncio.get_running_loop().call_later(_QUIET_S, on_progress, _ANNOUNCEMENT)
         try:
             facts = await processes.start()
+        except EngineStartupError:
+            if loading is not None:
+                await loading  # if the tokenizer is at fault, its ValueError names the file
+            raise
         finally:
             patience.cancel()
-        if warning := facts.get("warning"):
+        for warning in filter(None, (blueprint.warning, facts.get("warning"))):
             warn_caller(str(warning), stacklevel=2)
         loaded = (None, None) if loading is None else await loading
         frontend = Frontend(_running(blueprint, processes, facts, loaded, images=images))
@@ -310,6 +309,7 @@ def _running(
     if not isinstance(max_total_tokens, int):
         raise EngineStartupError(f"the scheduler process did not report the size of its KV pool: {facts!r}")
     tokenizer, longest = loaded
+    own_end = None if tokenizer is None else tokenizer.eos_token_id
     settings = blueprint.settings
     if isinstance(max_running := facts.get("max_running_requests"), int):  # as many as it has room for
         settings = replace(settings, scheduler=replace(settings.scheduler, max_running=max_running))
@@ -317,7 +317,7 @@ def _running(
         settings=settings,
         queue=blueprint.queue,
         delivery=blueprint.delivery,
-        eos_token_ids=_ends(blueprint, tokenizer),
+        eos_token_ids=end_ids(blueprint.eos_token_ids, own_end, settings.model.vocab_size),
         stream_interval=blueprint.stream_interval,
         facts=facts,
         max_total_tokens=max_total_tokens,
@@ -340,11 +340,13 @@ def _lines(settings: Settings, facts: Mapping[str, object]) -> list[str]:
     count = facts.get("num_threads") if facts.get("device") == "cpu" else None
     threads = "" if count is None else f", {count} thread{'s' * (count != 1)}"
     is_gguf = settings.model.load_format == "gguf"
-    form = f", all in {settings.model.dtype} (the file's blocks were dequantized)" if is_gguf else ""
+    dtype, stored = settings.model.dtype, settings.model.checkpoint_dtype
+    change = " (the checkpoint has float32; dtype='float32' keeps it)" if stored == "float32" != dtype else ""
+    form = f", all in {dtype} (the file's blocks were dequantized)" if is_gguf else ""
     return [
         f"model: {settings.model.path}" + (f", {_megabytes(size)} of weights{form}" if size is not None else ""),
         f"device: {facts.get('device_name', settings.runner.device)}{threads}",
-        f"dtype: {facts.get('dtype', settings.model.dtype)}, attention: "
+        f"dtype: {facts.get('dtype', dtype)}{change}, attention: "
         f"{facts.get('attention_backend', settings.runner.attention_backend)}",
         f"KV pool: {facts.get('max_total_tokens')} tokens in {pages} pages"
         + (f", {_megabytes(facts['kv_pool_bytes'])}" if "kv_pool_bytes" in facts else ""),

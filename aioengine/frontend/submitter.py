@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple, cast
@@ -47,6 +48,10 @@ MAX_ROWS_AT_ONCE: Final = 64
 MAX_BYTES_AT_ONCE: Final = 4 * 1024 * 1024
 """Size of their messages: every row, also every sample of one prompt, is sent with its ids and its stops."""
 
+PARSE_S: Final = 0.05
+"""How long the tokenizer's thread parses the sampling parameters of a batch before it does other work."""
+PARSE_ON_LOOP_S: Final = 0.005
+
 GENERATE, POOL, SCORE = RequestKind
 
 MIN_SHARED_BYTES: Final = 1024
@@ -54,18 +59,23 @@ MIN_SHARED_BYTES: Final = 1024
 
 
 class PromptRules(Struct, frozen=True, kw_only=True):
-    """The limits and facts of the model that prompts and parameters are checked against."""
+    """The limits and facts of the model that prompts and parameters are checked against.
+
+    ``template_names``: the chat templates of the model, which requests may choose; None: also any text or file.
+    """
 
     vocab_size: int
     context_length: int
     max_total_tokens: int
     eos_token_ids: tuple[int, ...]
     stream_interval: int
+    sampling_defaults: dict[str, float] = {}
     random_seed: int
     max_rows_in_flight: int
     logits_processors: tuple[str, ...] = ()
     hidden_size: int = 0
     max_hidden_state_bytes: int = 0
+    template_names: tuple[str, ...] | None = None
     task: str = "generate"
     pooling: PoolingSettings = PoolingSettings()
     vector_size: int = 1
@@ -107,6 +117,8 @@ class RequestChecks:
             prompt = request.prompts[place]
             if self.encoder is None and isinstance(prompt, TextPrompt | ChatPrompt | PooledPrompt):
                 raise ValueError("this engine has no tokenizer (skip_tokenizer_init); give input_ids")
+            if isinstance(prompt, ChatPrompt) and prompt.options.template is not None:
+                self._check_template(prompt.options.template)
             try:
                 if request.logprobs is not None and request.logprobs.differ:
                     request.logprobs.check(place, self.rules.vocab_size, has_tokenizer=self.encoder is not None)
@@ -134,6 +146,15 @@ class RequestChecks:
         if request.processors is not None and not request.processors.is_list:
             self._check_processor(request.processors.of(0))
 
+    def _check_template(self, template: str | os.PathLike[str]) -> None:
+        names = self.rules.template_names
+        if names is not None and not (isinstance(template, str) and template in names):
+            raise ValueError(
+                f"chat_template={checks.shown(os.fspath(template))} is not the name of one of the model's templates "
+                f"({', '.join(names) or 'it has none'}), and requests cannot bring their own: make the engine with "
+                "allow_request_templates=True if none of them come from strangers"
+            )
+
     def _check_params(self, request: CallRequest, params: SamplingParams) -> None:
         parts = self.parts_of(params, request.given.parts)
         if self.encoder is None and (parts.text.stop or parts.text.stop_regex):
@@ -160,6 +181,7 @@ class RequestChecks:
                     vocab_size=rules.vocab_size,
                     eos_token_ids=rules.eos_token_ids,
                     tokenize=None if self.encoder is None else self.encoder.tokenize,
+                    defaults=rules.sampling_defaults,
                 ),
                 wire.stop_ids(params, vocab_size=rules.vocab_size, eos_token_ids=rules.eos_token_ids),
                 wire.text_rules(params, stream_interval=rules.stream_interval),
@@ -254,7 +276,17 @@ class Submitter:
     def check_rest(self, call: Call) -> None:
         """Check the other rows of a long batch, some in each of the next turns of the loop. A wrong one fails it."""
         self.checking.add(call)
-        self._loop.call_soon(self._check_some, call)
+        self._check_next(call)
+
+    def _check_next(self, call: Call) -> None:
+        """Check some rows in a later turn of the loop, once a thread has parsed their parameters."""
+        check, given = partial(self._check_some, call), call.request.given
+        parse = partial(call.request.parse_more, partial(self.checks.parts_of, known=given.parts))
+        if given.params is not None and self._encoder is not None:
+            self._encoder.run(partial(parse, PARSE_S), check)
+            return
+        parse(PARSE_ON_LOOP_S)  # only an engine without a tokenizer has something to parse here
+        self._loop.call_soon(check)
 
     def _check_some(self, call: Call) -> None:
         request, first = call.request, len(call.request.prompts)
@@ -265,7 +297,7 @@ class Submitter:
                 with self._lock:
                     self._calls.add_names(call, first)
                 if not request.is_checked:
-                    self._loop.call_soon(self._check_some, call)
+                    self._check_next(call)
                     return
             self._end_checks(call)
         except (TypeError, ValueError) as error:
@@ -382,7 +414,8 @@ class Submitter:
                 if num_bytes >= MAX_BYTES_AT_ONCE or is_awaited:
                     call.is_encoding = True
                     break
-            if not call.request.refuses_late or not submits:  # else its first chunk shows that it was not refused
+            # Else its first chunk shows that it was not refused, or its grammars are compiled first.
+            if not call.output.compiling and not (call.request.refuses_late and submits):
                 call.output.accept()
         if submits:
             self._submit(submits)
@@ -468,6 +501,8 @@ class Submitter:
             end_row(row, FinishCode.LENGTH)
             return
         parts = self.checks.parts_of(params, request.given.parts)
+        if request.is_stream and parts.sampling.grammar is not None:
+            call.output.compiling.add(row.position)
         row.uid = self._num_uids
         self._num_uids += 1
         self._limits.add_row(call.reservation, row.position // request.num_samples, len(ids))

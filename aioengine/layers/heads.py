@@ -62,18 +62,28 @@ def qkv_order(
 
 
 class HeadLayerNorm:
-    """[T, H, E] -> [T, H, E], the mean of each head taken away; computed in fp32 and rounded once.
-
-    Args:
-        num_weights: 1, or the number of heads where each has a weight of its own.
-        order: [E] int64 indices of the loaded weights; None: in the same order.
-    """
+    """LayerNorm of each head, [T, H, E] -> [T, H, E]; computed in fp32 and rounded once."""
 
     def __init__(
-        self, num_weights: int, size: int, epsilon: float, placement: Placement, *, bias: bool, order: Tensor | None
+        self,
+        num_weights: int,
+        size: int,
+        epsilon: float,
+        placement: Placement,
+        *,
+        bias: bool,
+        stored: tuple[int, ...],
+        order: Tensor | None,
     ) -> None:
-        """``order``: [E]."""
+        """Make the norm.
+
+        Args:
+            num_weights: 1, or the number of heads where each has a weight of its own.
+            stored: the shape of a tensor in the checkpoint.
+            order: [E] int64 indices of the loaded weights; None: in the same order.
+        """
         self._epsilon, self._order = epsilon, order
+        self._stored = stored
         shape = (num_weights, size)
         self._loaded = {
             name: torch.empty(shape, dtype=torch.float32, device=placement.device)
@@ -86,7 +96,7 @@ class HeadLayerNorm:
         """``names``: of the norm, or of the norm of each head."""
         found: dict[str, Target] = {}
         for name, tensor in self._loaded.items():
-            parts = tensor.unbind() if len(names) == len(tensor) else [tensor]
+            parts = tensor.view(len(names), *self._stored).unbind()
             found |= {f"{part}.{name}": Target(row) for part, row in zip(names, parts, strict=True)}
         return found
 
@@ -109,7 +119,8 @@ def _norm(
     norm = config.norm
     if norm.kind == "layer":
         num_weights = 1 if config.extent == "head" else num_heads
-        return HeadLayerNorm(num_weights, size, epsilon, placement, bias=norm.has_bias, order=order)
+        stored = config.shape(num_heads, size)
+        return HeadLayerNorm(num_weights, size, epsilon, placement, bias=norm.has_bias, stored=stored, order=order)
     if config.extent == "all_heads":
         if order is not None:
             order = (torch.arange(num_heads, device=order.device).unsqueeze(1) * size + order).flatten()

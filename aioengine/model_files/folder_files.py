@@ -174,12 +174,17 @@ def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str | None:
 def read_json(path: Path, form: type[File], max_bytes: int = MAX_BYTES) -> File | None:
     """The value in a JSON file, which must be of a type; None: there is no file."""
     content = read_bytes(path, max_bytes)
+    return None if content is None else decode_json(path, content, form)
+
+
+def decode_json(path: Path, content: bytes, form: type[File]) -> File:
+    """The value in the contents of a JSON file, which must be of a type."""
     try:
-        return None if content is None else msgspec.json.decode(content, type=form)
+        return msgspec.json.decode(content, type=form)
     except RecursionError as error:
         raise _unreadable(path, "it is nested too deeply") from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise _unreadable(path, f"{checks.cut(str(error))}{_where(content or b'', error)}") from error
+        raise _unreadable(path, f"{checks.cut(str(error))}{_where(content, error)}") from error
 
 
 def _where(content: bytes, error: Exception) -> str:

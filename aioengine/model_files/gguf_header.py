@@ -1,7 +1,10 @@
-"""The header of a GGUF file: its metadata, and the place of each tensor. No tensor is read.
+"""Reads the header of a GGUF file: its metadata, and the offset of each tensor.
 
-All counts, lengths, types and places are checked against the size of the file before anything of that size is taken.
-The form: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+All counts, lengths and offsets are checked against the size of the file before memory of that size is allocated.
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+
+Why not ``GGUFReader`` of the package ``gguf``: it makes a numpy array of each item of an array. For 152,000 tokens and
+as many merges it takes 6 s of CPU time instead of 0.1 s, and each process of an engine reads the header.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import math
 import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
 from msgspec import Struct
@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from aioengine import checks, logs, plugins
 from aioengine.config import OWN, TRANSFORMERS, PoolingSettings
 from aioengine.families._config import MAX_SIZES, DecoderConfig, Task, as_embedder, not_implemented
+from aioengine.families._encoders import EncoderConfig
 from aioengine.families._fallback_config import linear_layers as fallback_layers
 from aioengine.families._fallback_config import read_fallback_config
 from aioengine.families._tensors import adaptable_layers, exact_types, is_ignored, tensor_shapes
@@ -27,6 +28,7 @@ from aioengine.families._vision import VisionConfig
 from aioengine.model_files import checkpoint, folder_files
 from aioengine.model_files.embedder_files import is_embedder, read_pooling
 from aioengine.model_files.hub import download, weight_shapes
+from aioengine.params import FROM_MODEL, PARAMETERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -81,8 +83,11 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
         keeps_states: as in ``TransformerConfig``. whole_image_tokens: as in ``VisionConfig``.
         short_length: as in ``TransformerConfig``.
         task: "generate", "embed" or "classify". is_causal: a token attends to no later position.
+        is_encoder: an encoder as BERT, not a decoder, whatever its task.
         linear_layers: those that an adapter may change: name in the checkpoint -> (outputs, inputs).
         implementation: whose code computes it: "aioengine" or "transformers".
+        sampling_defaults: of generation_config.json, for the parameters in ``params.FROM_MODEL``.
+        warning: which values of generation_config.json have no effect, and why; empty: none.
     """
 
     path: str
@@ -99,12 +104,15 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     weights: StoredWeights = StoredWeights()
     task: str = "generate"
     is_causal: bool = True
+    is_encoder: bool = False
     keeps_states: bool = False
     whole_image_tokens: int = 0
     short_length: int = 0
     pooling: PoolingSettings = PoolingSettings()
     linear_layers: dict[str, tuple[int, int]] = {}
     implementation: str = OWN
+    sampling_defaults: dict[str, float] = {}
+    warning: str = ""
 
 
 # ---------------------------------------------------------------- finding the folder
@@ -232,6 +240,11 @@ class _Config(Struct):
 
 class _GenerationConfig(Struct):
     eos_token_id: int | list[int] | None = None
+    temperature: object = None
+    top_p: object = None
+    top_k: object = None
+    min_p: object = None
+    repetition_penalty: object = None
 
 
 def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: bool = False) -> ModelFacts:
@@ -269,6 +282,10 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
         layers = fallback_layers(shapes, model.vocab_size)
     if wanted.tokenizer and is_looked_at:
         weights = replace(weights, tokenizer_files=_tokenizer_files(tokenizer))
+    defaults: dict[str, float] = {}
+    left_out = ""
+    if wanted.sampling_defaults == "model" and model.task is Task.GENERATE:
+        defaults, left_out = _sampling_defaults(generation)
     text = config.text_config or _TextConfig()
     eos = dict.fromkeys((*_ids(generation.eos_token_id), *_ids(config.eos_token_id), *_ids(text.eos_token_id)))
     return ModelFacts(
@@ -286,13 +303,31 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
         tokenizer_path=str(tokenizer) if folder_files.is_file(tokenizer / folder_files.TOKENIZER) else None,
         task=model.task.value,
         is_causal=model.is_causal,
+        is_encoder=isinstance(model, EncoderConfig),
         keeps_states=model.keeps_states,
         short_length=model.short_length,
         whole_image_tokens=model.whole_image_tokens if isinstance(model, VisionConfig) else 0,
         pooling=pooling,
         linear_layers=layers,
         implementation=implementation,
+        sampling_defaults=defaults,
+        warning=left_out and f"values in generation_config.json of {str(folder)!r} have no effect: {left_out}",
     )
+
+
+def _sampling_defaults(generation: _GenerationConfig) -> tuple[dict[str, float], str]:
+    """Return the model's values of sampling parameters, and why others are left out."""
+    defaults: dict[str, float] = {}
+    reasons: list[str] = []
+    for name in FROM_MODEL:
+        value = getattr(generation, name)
+        if value is None:
+            continue
+        try:
+            defaults[name] = cast("float", PARAMETERS[name].check(name, value))
+        except (TypeError, ValueError) as error:
+            reasons.append(str(error))
+    return defaults, "; ".join(reasons)
 
 
 def _tokenizer_files(folder: Path) -> dict[str, str]:

@@ -1,4 +1,6 @@
-"""How many token ids a tokenizer knows: a model's vocabulary is often padded, and what is beyond is never sampled."""
+"""The ids of a tokenizer: how many it knows, since a vocabulary is often padded with ids that are never sampled, and
+which of them end a text.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,8 @@ from aioengine.model_files import folder_files
 from aioengine.model_files.checkpoint import check_unchanged
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from aioengine.config import Settings
 
 
@@ -67,3 +71,11 @@ def sampled_vocab_size(settings: Settings) -> int:
     num_ids = num_token_ids(path)
     check_unchanged(settings.text.files, "since the engine was made")
     return min(settings.model.vocab_size, num_ids)
+
+
+def end_ids(known: Sequence[int], own: int | None, vocab_size: int) -> tuple[int, ...]:
+    """The ids that end a text: ``known`` of the model's configuration, and ``own`` of the tokenizer.
+
+    Some configurations name the end by its text alone, which the tokenizer knows.
+    """
+    return (*known, own) if own is not None and own not in known and own < vocab_size else tuple(known)

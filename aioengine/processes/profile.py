@@ -6,11 +6,15 @@ named by step and batch ("step 1234: 256 rows, 256 tokens"), with the kernels th
 
 from __future__ import annotations
 
+import gzip
 import importlib
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from io import BufferedWriter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +34,7 @@ class _Running(Struct):
     profiler: Any
     mark: Callable[[str], AbstractContextManager[object]]
     path: Path
+    file: BufferedWriter
     num_steps: int | None
     last_step: int | None = None
 
@@ -85,7 +90,7 @@ class Profile:
         name = f"{prefix}{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{self._num_started}.trace.json.gz"
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            (Path(folder) / name).touch()
+            file = (Path(folder) / name).open("xb")  # follows no link, which another user of the folder may have made
             profiler = torch.profiler.profile(
                 activities=wanted, with_stack=with_stack, record_shapes=record_shapes, profile_memory="MEM" in kinds
             )
@@ -93,7 +98,7 @@ class Profile:
         except (OSError, RuntimeError, ValueError) as error:
             return False, f"a profile could not be started: {type(error).__name__}: {error}", ""
         self._written = None
-        self._running = _Running(profiler, torch.profiler.record_function, Path(folder) / name, num_steps)
+        self._running = _Running(profiler, torch.profiler.record_function, Path(folder) / name, file, num_steps)
         return True, "", ""
 
     def stop(self) -> tuple[bool, str, str]:
@@ -111,6 +116,7 @@ class Profile:
         """End one that is being made, unwritten: a program in which torch still records crashes at its exit."""
         running, self._running = self._running, None
         if running is not None:
+            running.file.close()
             running.profiler.stop()
 
     def _write(self, running: _Running) -> None:
@@ -119,7 +125,12 @@ class Profile:
         self._report(Progress("writing a profile", 0, 1, ""))
         try:
             running.profiler.stop()
-            running.profiler.export_chrome_trace(str(running.path))
+            # torch takes a path, and would follow a link there.
+            with running.file, tempfile.TemporaryDirectory(dir=running.path.parent) as folder:
+                trace = Path(folder) / "trace.json"
+                running.profiler.export_chrome_trace(str(trace))
+                with trace.open("rb") as uncompressed, gzip.open(running.file, "wb") as compressed:
+                    shutil.copyfileobj(uncompressed, compressed)
         except Exception as error:
             self._written = error
         else:

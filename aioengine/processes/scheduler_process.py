@@ -8,14 +8,14 @@ import json
 import logging
 import sys
 import time
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
 from aioengine.errors import describe
-from aioengine.grammars import Grammars
+from aioengine.grammars import GrammarError, Grammars
 from aioengine.processes.adapter_loading import STAGE, AdapterRunner, Adapters, Copies
 from aioengine.processes.child import Child, run_child
 from aioengine.processes.host import keep_freed_memory, limit_kernel_cache, limit_threads
@@ -39,6 +39,7 @@ from aioengine.protocol.messages import (
     StepOutput,
     Submit,
     Suspend,
+    TextChunks,
 )
 from aioengine.protocol.service import HEARTBEAT_S, Outbox
 from aioengine.runner.time_limit import install_timer_signal
@@ -50,12 +51,13 @@ from aioengine.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from concurrent.futures import Future
 
     from aioengine.config import Settings
     from aioengine.protocol.board import CrashBoard
+    from aioengine.protocol.messages import Grammar
     from aioengine.scheduler.core import Runner
     from aioengine.scheduler.plan import Plan, StepResult
+    from aioengine.scheduler.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +67,7 @@ Ticket = TypeVar("Ticket")
 
 _CONTROL_STAGE = "control"
 _SWITCH_S = 0.0005
-"""How long a thread that reads an adapter may keep Python from the steps, which are short."""
+"""How long a thread that reads an adapter may keep the GIL from the steps. (It slows masks of grammars down.)"""
 
 _WAIT_S = 0.001
 """How long to wait for a grammar or an adapter while nothing else is to be done, before messages are read."""
@@ -157,10 +159,13 @@ class SchedulerService:
         """One step where there is work, with replies and statistics."""
         to_peer: list[Message] = []
         to_frontend: list[Message] = []
+        if self._grammars is not None:
+            self._grammars.prepare_when_quiet(now, is_busy=self._core.has_work)
         if self._compiling:
             if not self._core.has_work:
                 wait(set(self._compiling.values()), _WAIT_S, FIRST_COMPLETED)
-            self._take_compiled()
+            if streams := self._take_compiled():
+                to_frontend.append(TextChunks(compiled=streams))
         if self.adapters is not None and self.adapters.is_busy:
             if not self._core.has_work:
                 self.adapters.wait(_WAIT_S)
@@ -203,7 +208,7 @@ class SchedulerService:
         try:
             self._core.requests.submit(submit, now)
             if submit.sampling.grammar is not None:
-                self._compile(submit)
+                self._compile(submit, submit.sampling.grammar)
             if submit.adapter is not None and self.adapters is None:
                 why = "the runner of this engine applies no adapters"
                 self._core.requests.abort([submit.uid], FinishCode.FAILED, why, stage=STAGE)
@@ -213,19 +218,17 @@ class SchedulerService:
             logger.warning("request %d failed when it was queued", submit.uid, exc_info=True)
             self._refused.append(End(submit.uid, FinishCode.FAILED, stage="schedule", message=describe(error)))
 
-    def _compile(self, submit: Submit) -> None:
-        """Let a request wait until its grammar is compiled, beside the steps."""
-        uid, grammar = submit.uid, submit.sampling.grammar
-        if self._grammars is None or grammar is None:
-            what = "structured output" if grammar is None else grammar.parameter
-            message = f"{what} cannot be enforced: the runner of this engine follows no grammars"
-            self._core.requests.abort([uid], FinishCode.UNSUPPORTED, message)
-            return
-        compiled = self._grammars.compile(grammar, submit.tenant)
-        if compiled.done() and compiled.exception() is None:
-            return
-        self._compiling[uid] = compiled
-        self._core.requests.close_gate([uid], Gate.GRAMMAR)
+    def _compile(self, submit: Submit, grammar: Grammar) -> None:
+        """Close the gate of a request until its grammar is compiled, beside the steps."""
+        compiled: Future[Any] = Future()
+        if self._grammars is None:
+            compiled.set_exception(GrammarError("the runner of this engine follows no grammars"))
+        else:
+            compiled = self._grammars.compile(grammar, submit.tenant)
+            if not submit.text.stream and compiled.done() and compiled.exception() is None:
+                return
+        self._compiling[submit.uid] = compiled
+        self._core.requests.close_gate([submit.uid], Gate.GRAMMAR)
 
     def _needed_grammars(self) -> set[tuple[str, str]]:
         """Those of the requests: steps would wait for one that is compiled again when its request begins."""
@@ -234,25 +237,39 @@ class SchedulerService:
         found = (request.submit.sampling.grammar for request in living)
         return {(grammar.kind, grammar.text) for grammar in found if grammar is not None}
 
-    def _take_compiled(self) -> None:
+    def _take_compiled(self) -> list[int]:
+        """Open the gates of requests whose grammar is compiled, and end those whose grammar cannot be. Returns the
+        streams among the first, whose callers wait for this.
+        """
+        streams: list[int] = []
         for uid, compiled in list(self._compiling.items()):
-            has_ended = uid not in self._core.requests.gated
-            if not compiled.done() and not has_ended:
-                continue
-            del self._compiling[uid]
-            if has_ended:
+            request = self._core.requests.gated.get(uid)
+            if request is None:  # it has ended
+                del self._compiling[uid]
                 if self._grammars is not None and compiled not in self._compiling.values():
                     self._grammars.leave(compiled)
                 continue
-            error = compiled.exception()
-            if error is None:
-                self._core.requests.open_gate([uid], Gate.GRAMMAR)
-            else:
-                if not isinstance(error, ValueError):
-                    logger.warning("the grammar of request %d failed", uid, exc_info=error)
-                grammar = self._core.requests.gated[uid].submit.sampling.grammar
-                what = "the grammar" if grammar is None else grammar.parameter
-                self._core.requests.abort([uid], FinishCode.UNSUPPORTED, f"{what} cannot be enforced: {error}")
+            if not compiled.done():
+                continue
+            del self._compiling[uid]
+            if (error := compiled.exception()) is not None:
+                self._refuse(request, error)
+                continue
+            self._core.requests.open_gate([uid], Gate.GRAMMAR)
+            if request.submit.text.stream:
+                streams.append(uid)
+        return streams
+
+    def _refuse(self, request: Request, error: BaseException) -> None:
+        """End a request whose grammar cannot be enforced."""
+        if not isinstance(error, ValueError):
+            logger.warning("the grammar of request %d failed", request.uid, exc_info=error)
+        grammar = request.submit.sampling.grammar
+        parameter = "" if grammar is None else grammar.parameter
+        pointer, keyword = (error.pointer, error.keyword) if isinstance(error, GrammarError) else ("", "")
+        keyword = keyword or parameter.partition("=")[0]
+        message = f"{parameter} cannot be enforced: {error}"
+        self._core.requests.end(request, End(request.uid, FinishCode.UNSUPPORTED, keyword, pointer, message))
 
     def _due_stats(self, now: float, *, has_tokens: bool) -> Stats | None:
         """A snapshot at intervals while steps run, one when they end, and then heartbeats.
@@ -339,6 +356,8 @@ class SchedulerService:
         info = {"settings": self._settings, "facts": self._facts, "stats": stats}
         if self.adapters is not None:
             stats["adapters"] = self.adapters.figures
+        if self._grammars is not None:
+            stats["grammars_prepared"] = self._grammars.is_prepared
         return True, "", json.dumps(msgspec.to_builtins(info))  # paths need not be UTF-8
 
     def _freeze_gc(self) -> tuple[bool, str, str]:
@@ -403,8 +422,8 @@ def build_service(
     imports_s = time.monotonic() - start
     runner: Runner[Any] = factory(settings, report)
     grammars = None
-    if isinstance(runner, ConstrainedRunner):
-        grammars = Grammars(settings.text.tokenizer_path, settings.model.vocab_size)
+    if isinstance(runner, ConstrainedRunner) and settings.model.task == "generate":
+        grammars = Grammars(settings.text.tokenizer_path, settings.model.vocab_size, settings.text.eos_token_ids)
         runner.use_grammars(grammars)
     lora = settings.runner.lora
     can_adapt = runner if isinstance(runner, AdapterRunner) and runner.num_adapter_slots else None

@@ -28,6 +28,16 @@ PIECE_BYTES: Final = 64 * 1024
 _REDIRECTS: Final = (301, 302, 303, 307, 308)
 _HEADERS: Final = {"User-Agent": "aioengine", "Accept": "image/*", "Accept-Encoding": "identity"}
 _NAT64: Final = ipaddress.ip_network("64:ff9b::/96")
+# IANA's special-purpose address registries (iana-ipv4-special-registry and iana-ipv6-special-registry, 2025): networks
+# that are not globally reachable. ``is_global`` of older Python releases lacks some. They contain the metadata services
+# of clouds, except the one of Azure, which is the last entry.
+_NOT_PUBLIC_NETWORKS: Final = (
+    "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.0.0.0/24",
+    "192.0.2.0/24", "192.88.99.0/24", "192.168.0.0/16", "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24",
+    "240.0.0.0/4", "::/96", "64:ff9b:1::/48", "100::/64", "100:0:0:1::/64", "2001::/23", "2001:db8::/32", "3fff::/20",
+    "5f00::/16", "fc00::/7", "fe80::/10", "fec0::/10", "168.63.129.16/32",
+)  # fmt: skip
+_NOT_PUBLIC: Final = tuple(map(ipaddress.ip_network, _NOT_PUBLIC_NETWORKS))
 _COMPRESSED: Final = ("gzip", "x-gzip", "deflate")
 
 
@@ -77,16 +87,19 @@ def fetch(url: str, limits: WebLimits, cancellation: Cancellation | None = None)
 
 
 def is_public(address: Address) -> bool:
-    """Whether everybody on the internet reaches the same machine by it: also what other addresses hold inside."""
+    """Whether the address means the same machine everywhere on the internet, as does the IPv4 address that it embeds.
+
+    Teredo addresses are not public.
+    """
     if isinstance(address, ipaddress.IPv6Address):
         if address in _NAT64:
             return is_public(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
         if address.ipv4_mapped is not None:
             return is_public(address.ipv4_mapped)
-        if address.is_site_local:
-            return False
         if address.sixtofour is not None and not is_public(address.sixtofour):
             return False
+    if any(address in network for network in _NOT_PUBLIC):
+        return False
     return address.is_global and not (address.is_multicast or address.is_reserved or address.is_unspecified)
 
 

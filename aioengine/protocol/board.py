@@ -83,19 +83,25 @@ class CrashBoard:
 
 
 def read_board(memory: bytes | bytearray) -> dict[int, int]:
-    """The rows of the steps that have begun and not ended, uid -> end.
+    """Return the rows of the steps that have begun and not ended, uid -> end.
 
-    (The end of a prompt's chunk may be too early, where it is not the first of the same requests.)
+    The end of a prompt's chunk may be too early if it is not the first chunk of the same requests.
+
+    Raises:
+        ValueError: the board is truncated.
     """
-    cells = memoryview(memory).cast(_CELL)
+    cells = array(_CELL)
+    cells.frombytes(memory)
     num_places, max_rows = cells[:_HEAD]
+    if len(cells) < _HEAD + num_places * _place_cells(max_rows):
+        raise ValueError(f"the crash board is truncated to {len(memory)} bytes")
     rows: dict[int, int] = {}
     for number in range(num_places):
         place = _HEAD + number * _place_cells(max_rows)
         num_rows, age = cells[place : place + _PLACE_HEAD]
         first = place + _PLACE_HEAD
-        uids = cells[first : first + num_rows].tolist()
-        ends = cells[first + max_rows : first + max_rows + num_rows].tolist()
+        uids = cells[first : first + num_rows]
+        ends = cells[first + max_rows : first + max_rows + num_rows]
         for uid, end in zip(uids, ends, strict=True):
             rows[uid] = max(end + age, rows.get(uid, 0))
     return rows

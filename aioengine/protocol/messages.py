@@ -4,7 +4,7 @@
     scheduler --> detokenizer   StepOutput            one for each step, whatever the number of requests
     detokenizer --> scheduler   Abort (a stop string was found, or the text stage failed)
     detokenizer --> frontend    TextChunks            one for each StepOutput
-    scheduler --> frontend      Stats, Reply, TextChunks (of requests that have no text: vectors and scores)
+    scheduler --> frontend      Stats, Reply, TextChunks (vectors, scores, and which grammars are compiled)
     both children --> frontend  Ready, Failed, Progress, LogRecord
 
 A frame is a ``Frame``: the epoch of the child that it comes from (or goes to) and the messages, in order. Times are
@@ -51,7 +51,7 @@ class FinishCode(IntEnum):
     TOO_LARGE = 5  # refused: can never fit; raised as RequestTooLargeError
     FAILED = 6  # this request alone failed; ``stage`` and ``message``; raised as RequestError
     REFUSED = 7  # it would miss its deadline; ``matched``: by how many milliseconds; raised as EngineOverloadedError
-    UNSUPPORTED = 8  # its grammar cannot be enforced; raised as UnsupportedSchemaError
+    UNSUPPORTED = 8  # its grammar cannot be enforced, ``matched`` at ``stage``; raised as UnsupportedSchemaError
 
 
 class RequestKind(IntEnum):
@@ -464,7 +464,7 @@ class TextChunks(Struct, tag="text_chunks", array_like=True, gc=False):
     A request may be in ``ended`` and in the columns; its chunk comes first. ``num_open``: requests that the
     detokenizer holds after this frame; None: it is not from there. ``first_tokens``: of requests that have one now,
     with or without a chunk. ``preempted``: uids of requests that were preempted since the frame before, once for each
-    time.
+    time. ``compiled``: uids of streams whose grammar is compiled; these come straight from the scheduler.
     """
 
     tokens: TokenColumns = field(default_factory=TokenColumns)
@@ -473,6 +473,7 @@ class TextChunks(Struct, tag="text_chunks", array_like=True, gc=False):
     num_open: int | None = None
     first_tokens: list[FirstToken] = []
     preempted: list[int] = []
+    compiled: list[int] = []
 
     def __post_init__(self) -> None:
         if len(self.tokens.uids) != len(self.texts):

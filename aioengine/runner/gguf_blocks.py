@@ -1,7 +1,10 @@
-"""Numbers from the blocks of quantized tensors in GGUF files, in fp32 as ggml computes them.
+"""Dequantizes the blocks of tensors in GGUF files to fp32, with the same bits as ggml.
 
-N blocks of a tensor. A byte of 4-bit numbers has one of the first half of a group in its lower bits, and one of the
-second half in its upper bits.
+N blocks of a tensor. In a byte of two 4-bit numbers, the lower bits belong to the first half of a group and the upper
+bits to the second half.
+
+Why not ``gguf.quants.dequantize``: it runs in numpy, so not on a GPU, and for K-quants and Q8_0 it takes 1.6 to 2 times
+the CPU time.
 """
 
 from __future__ import annotations

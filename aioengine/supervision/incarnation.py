@@ -369,24 +369,37 @@ class Incarnation:
             return
         if child not in self._launcher.children:
             return
-        if self._state is not _State.RUNNING:
-            self._handshake.child_ended(child)
-            return
-        error = EngineDeadError(str(child.role), pid=child.pid, exit_code=child.exit_code, log_lines=child.log_lines())
-        self._lose(child.role, error)
+        try:
+            if self._state is not _State.RUNNING:
+                self._handshake.child_ended(child)
+                return
+            log_lines = child.log_lines()
+            error = EngineDeadError(str(child.role), pid=child.pid, exit_code=child.exit_code, log_lines=log_lines)
+            self._lose(child.role, error)
+        except Exception as cause:  # raised to the event loop, it would only be logged, and calls would wait forever
+            failure = EngineError(f"the exit of the {child.role} process could not be handled: {cause!r}")
+            failure.__cause__ = cause
+            self._handshake.fail(str(failure))
+            self._lose(None, failure, is_final=True)
 
     def _lose(self, role: Role | None, error: EngineError, *, is_final: bool = False) -> None:
-        """End what cannot go on, and report the loss, once. ``role``: of the child that is lost."""
+        """End the children that cannot continue, and report the loss, once. ``role``: of the lost child."""
         if self._state is not _State.RUNNING:
             return
-        rows = self.rows_in_flight(role) if role is not None else {}
-        others = [other for other in self._roles if other != DETOKENIZER]
-        is_mendable = role == DETOKENIZER and not self._family.ended(others)
-        if is_mendable:
-            self._state = _State.BROKEN
-            self._heartbeats.stop()
-        else:
-            self.give_up()
+        rows: dict[int, int] = {}
+        is_mendable = False
+        try:
+            rows = self.rows_in_flight(role) if role is not None else {}
+            others = [other for other in self._roles if other != DETOKENIZER]
+            is_mendable = role == DETOKENIZER and not self._family.ended(others)
+            if is_mendable:
+                self._state = _State.BROKEN
+                self._heartbeats.stop()
+            else:
+                self.give_up()
+        except Exception as cause:  # the loss must be reported, or calls would wait forever
+            error.__cause__ = cause
+            is_final, is_mendable = True, False
         self._on_loss(Loss(error, rows, is_final=is_final, is_mendable=is_mendable))
 
     # ------------------------------------------------------------ ends

@@ -92,6 +92,7 @@ class FakeSetup(Struct, frozen=True, kw_only=True):
     slow_reader_timeout_s: float = 30.0
     max_restarts: int = 3
     restart_window_s: float = 600.0
+    allow_request_templates: bool = False
     max_loras_per_batch: int = 0
     max_loaded_loras: int | None = None
     adapter_s: float = 0.0
@@ -105,6 +106,7 @@ class FakeSetup(Struct, frozen=True, kw_only=True):
         checks.whole("random_seed", self.random_seed, 0, 2**63 - 1)
         checks.whole("max_restarts", self.max_restarts, 0)
         checks.whole("max_loras_per_batch", self.max_loras_per_batch, 0)
+        checks.switch("allow_request_templates", self.allow_request_templates)
         if self.max_loaded_loras is not None:
             checks.whole("max_loaded_loras", self.max_loaded_loras, 1)
         checks.number("step_time_s", self.step_time_s, 0, MAX_S)
@@ -170,7 +172,7 @@ class FakeSetup(Struct, frozen=True, kw_only=True):
                 lora=self.lora,
                 options=options,
             ),
-            text=TextSettings(tokenizer_path=folder),
+            text=TextSettings(tokenizer_path=folder, allow_request_templates=self.allow_request_templates),
             random_seed=self.random_seed,
             log_level="error",
         )

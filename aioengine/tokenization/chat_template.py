@@ -1,6 +1,6 @@
-"""Chats written as the text that a model expects, by the chat templates of its folder.
+"""Writes chats as the text that a model expects, by the chat templates of its folder.
 
-``template_language`` is their language; it is imported with the first chat.
+``template_language`` imports jinja2, so it is imported with the first chat.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import msgspec
 
 from aioengine import checks
 from aioengine.model_files import folder_files
+from aioengine.tokenization.tokenizer_limits import read_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -160,7 +161,7 @@ class ChatTemplates:
             raise ValueError(f"the model has several chat templates; pass chat_template= one of {sorted(self.sources)}")
         raise ValueError(
             "the model has no chat template (neither chat_template.jinja nor an entry in tokenizer_config.json); "
-            "pass chat_template= its text or its file to the engine or to the call, or write the prompt yourself"
+            "pass chat_template= its text or its file to the engine, or write the prompt yourself"
         )
 
 
@@ -196,10 +197,10 @@ def checked_template(source: str) -> str:
 
 
 def compiled(source: str) -> Template:
-    """The compiled template. Raises ValueError if it is not valid."""
+    """The compiled template. Raises ValueError if it is not valid, or too large."""
     from aioengine.tokenization.template_language import Template
 
-    return Template(source)
+    return Template(checks.text("the chat template", source, max_bytes=MAX_TEMPLATE_BYTES))
 
 
 def read_chat_templates(folder: Path) -> dict[str, str]:
@@ -234,7 +235,12 @@ def _templates_in(path: Path) -> dict[str, str]:
 
 
 def check_files(folder: Path) -> None:
-    """Check the files beside tokenizer.json before anything is started. Raises ValueError, which names the file."""
+    """Check tokenizer.json and the files beside it before anything is started. Raises ValueError, which names the file.
+
+    The tokenizers library finds more faults. It reads the file while the processes start.
+    """
+    if not folder_files.is_gguf(folder):
+        read_tokenizer(folder / folder_files.TOKENIZER)
     folder_files.added_texts(folder)
     read_chat_templates(folder)
 

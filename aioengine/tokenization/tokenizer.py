@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as FastTokenizer
@@ -26,7 +26,7 @@ from aioengine.tokenization.chat_template import (
     read_chat_templates,
     template_variables,
 )
-from aioengine.tokenization.tokenizer_limits import check_tokenizer
+from aioengine.tokenization.tokenizer_limits import read_tokenizer
 
 if TYPE_CHECKING:
     import os
@@ -65,12 +65,16 @@ def _cut_sizes(sizes: list[int], room: int) -> list[int]:
     return [short, room - short] if sizes[0] <= sizes[1] else [room - short, short]
 
 
-def _pair_ids(encoding: Encoding) -> PairIds:
-    found = PairIds(encoding.ids)
-    types = encoding.type_ids
-    if types and types[-1]:
-        found.second_text = types.index(1)
-    return found
+_WITHOUT_TYPES: Final = ("PreTrainedTokenizer", "TokenizersBackend", "DistilBertTokenizer")
+"""Classes of transformers, without "Fast", that give a model no token types, unless ``model_input_names`` has them."""
+
+
+def _has_token_types(config: Json) -> bool:
+    """Whether a model gets token types, according to tokenizer_config.json."""
+    names = config.get("model_input_names")
+    if isinstance(names, list):
+        return "token_type_ids" in names
+    return str(config.get("tokenizer_class")).removesuffix("Fast") not in _WITHOUT_TYPES
 
 
 class Tokenizer:
@@ -87,6 +91,7 @@ class Tokenizer:
         self._fast = _read_fast_tokenizer(self.folder)
         self._fast.no_truncation()  # some files have these on; a prompt must not be cut or filled up silently
         self._fast.no_padding()
+        self._has_token_types = _has_token_types(config)
         older = folder_files.read_object(self.folder / folder_files.SPECIAL_TOKENS)
         self.special_tokens = folder_files.named_tokens(config, older)
         """The text of the special tokens by name, as chat templates know them: ``bos_token``, ``eos_token``..."""
@@ -134,6 +139,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         """Whether ``apply_chat_template`` works without ``chat_template``."""
         return bool(self._chats.sources)
+
+    @property
+    def template_names(self) -> tuple[str, ...]:
+        """The names of the model's chat templates."""
+        return tuple(sorted(self._chats.sources))
 
     def decoding_facts(self) -> Json:
         """The parts of tokenizer.json that decoding needs: ``decoder``, ``added_tokens``, ``vocab`` of ``model``."""
@@ -201,7 +211,14 @@ class Tokenizer:
         inputs = [first if second is None else (first, second) for first, second in pairs]
         with _panics_as_errors:
             encodings = self._fast.encode_batch_fast(inputs, add_special_tokens=True)
-        return [_pair_ids(encoding) for encoding in encodings]
+        return [self._pair_ids(encoding) for encoding in encodings]
+
+    def _pair_ids(self, encoding: Encoding) -> PairIds:
+        found = PairIds(encoding.ids)
+        types = encoding.type_ids
+        if self._has_token_types and types and types[-1]:
+            found.second_text = types.index(1)
+        return found
 
     def encode_cut(self, first: str, second: str | None, max_tokens: int) -> PairIds:
         """The same of one text or pair with at most ``max_tokens`` tokens: the end is cut, special tokens stay. Of a
@@ -219,7 +236,7 @@ class Tokenizer:
             parts = [one] if two is None else [one, two]
             for part, size in zip(parts, _cut_sizes([len(part.ids) for part in parts], room), strict=True):
                 part.truncate(size)
-            return _pair_ids(self._fast.post_process(one, two, add_special_tokens=True))
+            return self._pair_ids(self._fast.post_process(one, two, add_special_tokens=True))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ``ids``. Unknown ids have no text; ValueError: an id is negative, or has more than 32 bits."""
@@ -270,7 +287,7 @@ class Tokenizer:
 
 def _read_fast_tokenizer(folder: Path) -> FastTokenizer:
     path = folder / folder_files.TOKENIZER
-    content = folder_files.read_bytes(path, folder_files.MAX_TOKENIZER_BYTES)
+    content = read_tokenizer(path)
     if content is None and folder_files.is_gguf(folder):
         raise ValueError(
             f"{str(folder)!r} has no tokenizer in it; name a folder that has one with tokenizer_path=, or pass "
@@ -287,7 +304,6 @@ def _read_fast_tokenizer(folder: Path) -> FastTokenizer:
             "tokenizer_path=; or pass skip_tokenizer_init=True and token ids"
         )
     try:
-        check_tokenizer(content)
         with _panics_as_errors:
             return FastTokenizer.from_buffer(content)  # its from_file takes UTF-8 paths alone
     except Exception as error:  # the library raises nothing more specific

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator, Mapping
-from typing import Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
 
 from aioengine import checks
+from aioengine.model_files import folder_files
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _SECTIONS: Final = {
     "normalizer": "normalizers",
@@ -35,23 +39,31 @@ class _Model(msgspec.Struct, frozen=True):
 
 
 class _File(msgspec.Struct, frozen=True):
-    model: _Model = _Model()
+    model: _Model
     normalizer: object = None
     pre_tokenizer: object = None
     post_processor: object = None
     decoder: object = None
 
 
-def check_tokenizer(content: bytes) -> None:
-    """Check the contents of a tokenizer.json before the library reads it; what it refuses itself is left to it.
+def read_tokenizer(path: Path) -> bytes | None:
+    """Return the contents of a tokenizer.json, checked before the library reads it; None: there is no such file.
 
     Raises:
-        ValueError: the file has such a value.
+        ValueError: the file is no JSON, has no model, or has such a value. The library refuses more than that.
     """
+    content = folder_files.read_bytes(path, folder_files.MAX_TOKENIZER_BYTES)
+    if content is None:
+        return None
+    found = folder_files.decode_json(path, content, _File)
     try:
-        found = msgspec.json.decode(content, type=_File)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return
+        _check(found)
+    except ValueError as error:
+        raise ValueError(f"{folder_files.shown_path(path)}: {error}") from error
+    return content
+
+
+def _check(found: _File) -> None:
     if isinstance(found.model.continuing_subword_prefix, str):
         _check_merges(found.model.continuing_subword_prefix, found.model.merges)
     for section, of_parts in _SECTIONS.items():

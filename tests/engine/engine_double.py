@@ -30,6 +30,7 @@ class CodePoints:
     eos_token_id = EOS
     bos_token_id = None
     vocab_size = VOCAB_SIZE
+    template_names = ()
 
     def __init__(self) -> None:
         self.batches: list[list[str]] = []

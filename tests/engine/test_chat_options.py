@@ -59,7 +59,7 @@ async def prompt_of(engine: AsyncEngine, messages: Any = MESSAGES, **options: An
     ],
 )
 async def test_options_reach_the_template(options: dict[str, Any], expected: str) -> None:
-    async with fake_async_engine() as engine:
+    async with fake_async_engine(allow_request_templates=True) as engine:
         assert await prompt_of(engine, chat_template=TEMPLATE, **options) == expected
         text = engine.tokenizer.apply_chat_template(MESSAGES, chat_template=TEMPLATE, **options)
         assert text == expected
@@ -72,7 +72,7 @@ async def test_options_reach_the_template(options: dict[str, Any], expected: str
 
 async def test_messages_without_content() -> None:
     calls = [{"type": "function", "function": {"name": "add", "arguments": {}}}]
-    async with fake_async_engine() as engine:
+    async with fake_async_engine(allow_request_templates=True) as engine:
         messages = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": calls}]
         assert await prompt_of(engine, messages, chat_template=TEMPLATE) == "<user>Hi<assistant>add<assistant>"
         messages[-1] = {"role": "assistant", "content": None}
@@ -84,7 +84,7 @@ async def test_messages_without_content() -> None:
 
 async def test_a_large_set_of_tools_is_looked_at_elsewhere() -> None:
     tools = [{"name": "x" * MAX_CHARACTERS_AT_CALL}]
-    async with fake_async_engine(context_length=600_000, num_pages=40_000) as engine:
+    async with fake_async_engine(context_length=600_000, num_pages=40_000, allow_request_templates=True) as engine:
         assert await prompt_of(engine, chat_template="{{ tools[0].name | length }}", tools=tools) == str(
             MAX_CHARACTERS_AT_CALL
         )
@@ -93,12 +93,21 @@ async def test_a_large_set_of_tools_is_looked_at_elsewhere() -> None:
 async def test_a_file_is_read_when_the_chat_is_written(tmp_path: Path) -> None:
     file = tmp_path / "mine.jinja"
     file.write_text("{{ messages[0].content }}!", encoding="utf-8")
-    async with fake_async_engine() as engine:
+    async with fake_async_engine(allow_request_templates=True) as engine:
         assert await prompt_of(engine, chat_template=file) == "Hi!"
         with pytest.raises(ValueError, match="cannot be read"):
             await prompt_of(engine, chat_template=tmp_path / "missing")
         with pytest.raises(ValueError, match=r"a file is given as a pathlib\.Path"):
             await prompt_of(engine, chat_template=str(file))  # perhaps a client's
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, Path("mine.jinja"), "no_such_name"])
+async def test_a_request_cannot_bring_a_template_unless_the_engine_allows_it(template: str | Path) -> None:
+    async with fake_async_engine() as engine:
+        for messages in (MESSAGES, [MESSAGES] * 2):
+            with pytest.raises(ValueError, match=r"^chat_template=.*\(default\).* allow_request_templates=True"):
+                engine.async_chat(messages, SHORT, chat_template=template, return_exceptions=True)
+        assert await prompt_of(engine, chat_template="default") == await prompt_of(engine)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +154,7 @@ async def test_wrong_options_are_refused_at_the_call(
     ],
 )
 async def test_wrong_templates_are_refused_at_the_await(options: dict[str, Any], message: str) -> None:
-    async with fake_async_engine() as engine:
+    async with fake_async_engine(allow_request_templates=True) as engine:
         with pytest.raises(ValueError, match=message):
             await engine.async_chat(MESSAGES, SHORT, **options)
         outs = await engine.async_chat([MESSAGES], SHORT, return_exceptions=True, **options)
@@ -153,7 +162,7 @@ async def test_wrong_templates_are_refused_at_the_await(options: dict[str, Any],
 
 
 def test_the_synchronous_engine_takes_the_same() -> None:
-    with fake_engine() as engine:
+    with fake_engine(allow_request_templates=True) as engine:
         answer = engine.chat(
             MESSAGES, SHORT, chat_template=TEMPLATE, enable_thinking=False, return_prompt_token_ids=True
         )
@@ -165,6 +174,12 @@ def tokenizer_of(**arguments: object) -> Tokenizer:
     load = blueprint_of(engine_config(None, arguments)).load_tokenizer
     assert load is not None
     return load()
+
+
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_the_constructor_decides_whether_requests_may_bring_templates(is_allowed: bool) -> None:
+    blueprint = blueprint_of(engine_config(None, {"allow_request_templates": is_allowed}))
+    assert blueprint.settings.text.allow_request_templates == is_allowed
 
 
 @pytest.mark.parametrize("kind", ["text", "path", "string path"])

@@ -254,6 +254,20 @@ BREAKS: dict[str, tuple[Break, str]] = {
             ("deep", '{"x": ' + "[" * 10**5, "cannot be read: "),
         )
     },
+    **{
+        f"{why} tokenizer.json": (with_text("tokenizer.json", text), f"tokenizer.json' {message}")
+        for why, text, message in (
+            ("empty", "", "cannot be read: Input data was truncated"),
+            ("broken", "{", "cannot be read: "),
+            ("list for", "[]", "cannot be read: Expected `object`"),
+            ("deep", '{"x": ' + "[" * 10**5, "cannot be read: it is nested too deeply"),
+            ("no model in", '{"added_tokens": []}', "cannot be read: Object missing required field `model`"),
+        )
+    },
+    "tokenizer that makes texts longer": (
+        with_text("tokenizer.json", '{"model": {}, "normalizer": {"type": "Prepend", "prepend": "%s"}}' % ("x" * 5000)),
+        "tokenizer.json': its normalizer adds 5000 characters",
+    ),
     "Latin template": (with_text("chat_template.jinja", b"caf\xe9"), "chat_template.jinja' cannot be read: 'utf-8'"),
     "pointer for template": (with_pointer("chat_template.jinja"), "chat_template.jinja' is a Git LFS pointer"),
     "template without text": (

@@ -251,6 +251,13 @@ async def test_fastapi_server_notices_a_disconnect_behind_a_middleware() -> None
         await serving
 
 
+@pytest.mark.parametrize("params", [{"ebnf": "x"}, {"regex": r"[^\s\S]"}])
+def test_a_constraint_that_the_compiler_refuses_is_status_400(server: Server, params: dict[str, object]) -> None:
+    response = server.client.post("/generate", json=ask("x", params))
+    assert response.status_code == 400
+    assert "cannot be enforced" in response.text
+
+
 def test_clients_that_go_away_at_any_moment_leave_nothing(server: Server) -> None:
     """Before the answer began, in the middle of it, behind its end; some are refused, since the server is full."""
     draw = random.Random(2)

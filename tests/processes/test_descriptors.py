@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from aioengine.errors import EngineStartupError
+from aioengine.testing.fake_engine import fake_engine
 from tests.kit.source import ROOT
 
 pytestmark = pytest.mark.process
@@ -162,6 +166,12 @@ def test_a_start_works_or_names_the_limit_at_every_limit() -> None:
 
 def test_a_start_works_with_few_descriptors() -> None:
     assert run(STARTS, 80) == ["Paris.", "Paris."]
+
+
+def test_start_without_the_null_device_names_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "devnull", str(tmp_path / "null"))
+    with pytest.raises(EngineStartupError, match=rf"needs {tmp_path}/null, which cannot be opened: .*No such file"):
+        fake_engine()
 
 
 @pytest.mark.parametrize("place", [0, 1])

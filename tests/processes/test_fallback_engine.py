@@ -37,8 +37,9 @@ def test_a_model_type_without_a_file_of_ours_runs_by_itself(tmp_path: Path) -> N
         "transformers",
         "there is no file for model_type 'nemotron'; it may refuse when it starts",
     )
-    assert plan.weights_bytes == 4 * sum(parameter.numel() for parameter in model.parameters())
-    assert plan.kv_bytes_per_token == 4 * 2 * SIZES["num_hidden_layers"] * SIZES["hidden_size"] // 2  # type: ignore[operator]
+    assert plan.dtype == "bfloat16"
+    assert plan.weights_bytes == 2 * sum(parameter.numel() for parameter in model.parameters())
+    assert plan.kv_bytes_per_token == 2 * 2 * SIZES["num_hidden_layers"] * SIZES["hidden_size"] // 2  # type: ignore[operator]
 
 
 def test_adapters_of_an_engine(tmp_path: Path) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from aioengine.model_files.model_folder import DEMO_MODEL
 from tests.kit.source import ROOT
 
 pytestmark = pytest.mark.process
@@ -30,6 +34,17 @@ with fake_engine(processes=True, max_restarts=int(sys.argv[1])) as engine:
         engine.generate("x", {"max_new_tokens": 4})
     except RuntimeError as error:
         print(type(error).__name__)
+"""
+THROUGHPUT = """
+import time
+from aioengine import Engine
+from aioengine.frontend import throughput
+
+throughput.INTERVAL_S = 0.0
+with Engine(device="cpu", log_level=LEVEL) as engine:
+    engine.generate("x", {"max_new_tokens": 1})
+    while not engine.stats()["output_tokens"]:
+        time.sleep(0.001)
 """
 START = [
     "model: .*/aioengine/demo, (9|17) MB of weights",
@@ -63,6 +78,21 @@ def test_info_shows_what_an_engine_runs_on_in_an_unconfigured_program() -> None:
     assert len(lines) == len(START), lines
     for line, pattern in zip(lines, START, strict=True):
         assert re.fullmatch(r"INFO aioengine\S*: " + pattern, line)
+
+
+def test_info_shows_the_throughput_of_each_interval() -> None:
+    pattern = r"INFO \S*: 0 running, 0 waiting; .* prompt tokens/s .*, .* output tokens/s; KV pool 0 % used"
+    assert re.fullmatch(pattern, stderr_of(THROUGHPUT.replace("LEVEL", '"info"'))[-1])
+    assert stderr_of(THROUGHPUT.replace("LEVEL", '"error"')) == []
+
+
+def test_info_says_that_a_float32_checkpoint_is_computed_in_16_bits(tmp_path: Path) -> None:
+    config = json.loads((DEMO_MODEL / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+    shutil.copy(DEMO_MODEL / "tokenizer.json", tmp_path)
+    lines = start(f'{str(tmp_path)!r}, device="cpu", dtype="bfloat16", load_format="dummy", log_level="info"')
+    (line,) = [line for line in lines if "float32" in line]
+    assert "dtype: bfloat16 (the checkpoint has float32; dtype='float32' keeps it)" in line
 
 
 @pytest.mark.parametrize("place", ["setup", "later"])

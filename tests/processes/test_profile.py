@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -115,6 +117,29 @@ def test_what_went_wrong_with_a_profile_that_ended_by_itself_is_told_by_its_stop
     assert not success
     assert message.startswith("the profile could not be written: ")
     assert profile.stop()[1].startswith("no profile is being made")
+
+
+@pytest.mark.parametrize("is_made_before", [True, False])
+def test_profile_follows_no_link(is_made_before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setattr(time, "strftime", lambda _: "now")
+    victim = tmp_path / "victim"
+    victim.write_text("content")
+    link = tmp_path / f"now-{os.getpid()}-1.trace.json.gz"
+    if is_made_before:
+        link.symlink_to(victim)
+    profile = Profile(lambda _: None)
+    success, message, _ = profile.start(
+        folder=str(tmp_path), prefix="", num_steps=1, activities="CPU", with_stack=False, record_shapes=False
+    )
+    assert success is not is_made_before
+    if is_made_before:
+        assert message.startswith("a profile could not be started: FileExistsError")
+    else:
+        link.unlink()
+        link.symlink_to(victim)
+        profile.stop()
+    assert victim.read_text() == "content"
 
 
 def test_a_profile_that_is_being_made_at_the_end_of_the_engine_ends_with_it(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 import psutil
@@ -16,9 +16,11 @@ import pytest
 from aioengine.engine import AsyncEngine
 from aioengine.errors import EngineClosedError, EngineDeadError, RequestError
 from aioengine.supervision.handshake import Handshake
+from aioengine.supervision.launchers._process_child import ProcessChild
 from aioengine.testing.fake_engine import fake_async_engine
 from aioengine.testing.fake_runner import build
 from aioengine.testing.faults import Faults
+from aioengine.transport.addresses import BOARD_SUFFIX
 from tests.kit.waiting import until
 from tests.processes.engine_kit import Frontend, fake_settings
 from tests.processes.restart_kit import (
@@ -495,3 +497,33 @@ async def test_the_demo_model_goes_on_bit_for_bit() -> None:
         again = await whole_again
         assert list(zip(again["text"], again["output_ids"], strict=True)) == expected[3]
         await until_idle(engine)
+
+
+# ---------------------------------------------------------------- errors while a loss is handled
+
+
+@process
+async def test_lost_scheduler_with_a_truncated_crash_board_is_replaced() -> None:
+    expected = await undisturbed(has_answers=True)
+    async with fake_async_engine(ANSWERS, step_time_s=0.003) as engine:
+        asking = asyncio.create_task(ask_all(engine, stream=True))
+        await until(lambda: engine.stats()["num_streams"])
+        scheduler = frontend_of(engine).parts.processes._incarnation._launcher.children[0]  # type: ignore[attr-defined]
+        os.truncate(scheduler._log_path.with_suffix(BOARD_SUFFIX), 20)
+        scheduler.kill()  # which the next write to its board would do, too
+        assert await asking == expected
+        assert engine.stats()["num_restarts"] == 1
+
+
+@process
+@pytest.mark.parametrize("method", ["rows_in_flight", "log_lines"])
+async def test_error_while_a_loss_is_handled_ends_the_engine(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: ProcessChild) -> NoReturn:
+        raise ZeroDivisionError("unforeseen")
+
+    async with Frontend(fake_settings(), max_restarts=3) as frontend:
+        monkeypatch.setattr(ProcessChild, method, fail)
+        frontend.supervisor._incarnation._launcher.children[0].kill()
+        error = await frontend.failure()
+        assert isinstance(error.__cause__, ZeroDivisionError)
+        await until(lambda: not any(state.alive for state in frontend.supervisor.processes()))

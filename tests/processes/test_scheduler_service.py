@@ -26,10 +26,13 @@ from aioengine.protocol.messages import (
     Stats,
     StepOutput,
     Submit,
+    TextChunks,
     TextRules,
 )
 from aioengine.scheduler.requests import Requests
 from aioengine.scheduler.scheduler import Scheduler
+from aioengine.tokenization.tokenizer import Tokenizer
+from tests.kit.grammar_walks import EOS, FOLDER, VOCAB_SIZE
 from tests.kit.waiting import until
 from tests.processes.engine_kit import FAKE, fake_settings
 
@@ -282,6 +285,73 @@ async def test_grammars_for_which_nobody_waits_are_not_compiled() -> None:
     assert sorted(grammars.begun) == ["a", "b", "d"]
     assert {uid for uid, end in loop.ends().items() if end.code == FinishCode.LENGTH} == {1, 5}
     assert grammars.compile(Grammar("regex", "c")).result(10) == "c"
+
+
+async def test_streams_alone_are_told_that_their_grammar_is_compiled() -> None:
+    loop, grammars = Loop(), SlowGrammars()
+    loop.service._grammars = grammars
+    loop.call("pause")  # a request need not be admitted for it
+    for uid, is_stream in enumerate((True, False, True)):
+        request = replace(submit(uid), text=TextRules(stream=is_stream))
+        loop.give(1.0, replace(request, sampling=replace(request.sampling, grammar=Grammar("regex", "a"))))
+    loop.give(1.0, Abort([2]))
+    assert loop.of(TextChunks) == []
+    grammars.may_end.set()
+    await until(lambda: loop.give(1.0) or not loop.service._compiling)
+    assert [message.compiled for message in loop.of(TextChunks)] == [[0]]
+    request = replace(submit(3), sampling=replace(submit(3).sampling, grammar=Grammar("regex", "a")))
+    loop.give(1.0, request)  # its grammar is there
+    assert loop.of(TextChunks)[-1].compiled == [3]
+
+
+async def test_grammars_are_prepared_once_nothing_has_run_for_a_second() -> None:
+    loop, grammars = Loop(), Grammars(str(FOLDER), VOCAB_SIZE, (EOS,))
+    loop.service._grammars = grammars
+    loop.give(1.0)
+    loop.give(1.5, submit(1))
+    loop.run(2.0)
+    loop.give(2.5)
+    assert grammars._prepared is None
+    loop.give(3.0)
+    await until(lambda: bool(json.loads(loop.call("server_info", 4.0).data)["stats"]["grammars_prepared"]))
+    assert grammars._vocabulary is not None
+    assert grammars._vocabulary.tokenizer.eos_tokens == [EOS]
+    grammars.close()
+
+
+async def test_without_a_tokenizer_nothing_is_prepared() -> None:
+    loop, grammars = Loop(), Grammars(None, VOCAB_SIZE)
+    loop.service._grammars = grammars
+    loop.give(1.0)
+    loop.give(9.0)
+    assert grammars._prepared is None
+    assert not json.loads(loop.call("server_info", 9.0).data)["stats"]["grammars_prepared"]
+
+
+async def test_preparation_waits_while_requests_run_and_goes_on_for_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_read, may_go_on = threading.Event(), threading.Event()
+    plain = Tokenizer.__init__
+
+    def read(own: Tokenizer, folder: str) -> None:
+        is_read.set()
+        may_go_on.wait(10)
+        plain(own, folder)
+
+    monkeypatch.setattr(Tokenizer, "__init__", read)
+    grammars = Grammars(str(FOLDER), VOCAB_SIZE, (EOS,))
+    waits: list[float] = []
+    wait = grammars._is_needed.wait
+    monkeypatch.setattr(grammars._is_needed, "wait", lambda seconds: waits.append(seconds) or wait(seconds))
+    for now in (1.0, 2.0):
+        grammars.prepare_when_quiet(now, is_busy=False)
+    await until(is_read.is_set)
+    grammars.prepare_when_quiet(2.5, is_busy=True)
+    may_go_on.set()
+    await until(lambda: len(waits) > 1)
+    assert not grammars.is_prepared
+    assert grammars.compile(Grammar("regex", "a", eos_token_ids=(EOS,))).result(20)
+    assert grammars.is_prepared
+    grammars.close()
 
 
 async def test_grammars_of_requests_stay_though_there_are_larger_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,7 +124,7 @@ async def test_answers_fit_alone_in_a_batch_and_in_streams(engine: Engine, alone
     for name, rows in alone.items():
         for text, _, reason in rows:
             check(name, text, reason)
-    assert {rows[0][2] for name, rows in alone.items() if name in {"schema", "choice", "ebnf", "regex"}} == {"stop"}
+    assert {str(alone[name][0][2]) for name in ("schema", "choice", "ebnf", "regex")} == {"stop"}
     assert await ask_all(engine) == alone
     assert await ask_all(engine, stream=True) == alone
 
@@ -204,10 +204,43 @@ async def test_what_the_compiler_refuses_fails_alone(engine: Engine) -> None:
             await engine.async_generate("x", params)
         assert str(raised.value).startswith(f"{name}={shown[:80]!r}"), raised.value
         assert "cannot be enforced: " in str(raised.value)
+        with pytest.raises(UnsupportedSchemaError) as raised:
+            await engine.async_generate("x", params, stream=True)
+        assert (raised.value.pointer, raised.value.keyword) == ("", name)
     rows = await engine.async_generate(["x", "y"], [bad[0], {"choice": ["z"]}], return_exceptions=True)
     assert isinstance(rows[0], UnsupportedSchemaError)
     assert rows[1]["text"] == "z"
     check("schema", (await good)[0][0], (await good)[0][2])
+
+
+async def grammars_are_prepared(engine: AsyncEngine) -> bool:
+    [state] = (await engine.get_server_info())["internal_states"]
+    return bool(state["grammars_prepared"])
+
+
+async def test_an_idle_engine_prepares_for_the_first_constraint() -> None:
+    async with AsyncEngine() as engine:
+        while not await grammars_are_prepared(engine):  # noqa: ASYNC110  # each look asks the process
+            await asyncio.sleep(0.05)
+        assert engine.stats()["num_steps"] == 0
+        assert (await engine.async_generate("x", {"choice": ["yes"]}))["text"] == "yes"
+
+
+async def test_a_schema_in_an_ebnf_is_refused_with_its_place(engine: Engine) -> None:
+    with pytest.raises(UnsupportedSchemaError) as raised:
+        await engine.async_generate("x", {"ebnf": 'start: %json {"items": {"contains": {}}}'})
+    assert (raised.value.pointer, raised.value.keyword) == ("/items", "contains")
+
+
+async def test_a_stream_that_is_awaited_while_the_scheduler_dies_goes_on() -> None:
+    async with AsyncEngine() as engine:
+        [pid] = [each["pid"] for each in engine.health()["processes"] if each["role"] == "scheduler"]
+        os.kill(pid, signal.SIGSTOP)
+        task = asyncio.ensure_future(engine.async_generate("x", {"choice": ["yes"]}, stream=True))
+        await until(lambda: engine.stats()["num_streams"] == 1)
+        os.kill(pid, signal.SIGKILL)
+        assert "".join([chunk["text"] async for chunk in await task]) == "yes"
+        assert engine.stats()["num_restarts"] == 1
 
 
 async def test_a_request_that_waits_for_its_grammar_can_be_left(engine: Engine) -> None:

@@ -34,6 +34,7 @@ from aioengine.protocol.messages import (
 )
 from aioengine.protocol.orders import ROLES
 from aioengine.supervision import handshake
+from aioengine.supervision.launchers._process_child import ProcessChild
 from aioengine.testing.fake_runner import FakeModel, FakeRunner, build, reference_output
 from aioengine.transport.base import BacklogFullError
 from aioengine.transport.local import LocalSender
@@ -366,6 +367,16 @@ async def test_a_failing_start_raises_the_child_s_own_message(launcher: str, fac
 @process
 async def test_a_child_that_exits_while_it_starts_is_reported_with_its_last_lines() -> None:
     with pytest.raises(EngineStartupError, match=r"exited with code 3 while it started\n  scheduler: a last word"):
+        await Frontend(fake_settings(factory=factory_of("build_and_vanish"))).supervisor.start()
+
+
+@process
+async def test_error_while_an_exit_during_the_start_is_handled_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: ProcessChild) -> NoReturn:
+        raise ZeroDivisionError("unforeseen")
+
+    monkeypatch.setattr(ProcessChild, "log_lines", fail)
+    with pytest.raises(EngineStartupError, match="scheduler process could not be handled: ZeroDivisionError"):
         await Frontend(fake_settings(factory=factory_of("build_and_vanish"))).supervisor.start()
 
 

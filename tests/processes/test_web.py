@@ -175,13 +175,17 @@ def test_a_name_that_is_never_found_takes_no_longer(monkeypatch: pytest.MonkeyPa
     "address",
     ["10.1.2.3", "127.0.0.1", "169.254.169.254", "100.100.100.200", "0.0.0.0", "224.0.0.1", "::1", "::", "fe80::1",
      "fd00:ec2::254", "::ffff:10.0.0.1", "64:ff9b::a00:1", "2002:a00:1::", "2001:0:808:808::f5ff:fffe", "ff02::1",
-     "fec0::1"],
+     "fec0::1", "192.0.0.8", "192.0.0.192", "168.63.129.16", "::ffff:168.63.129.16", "64:ff9b::a83f:8110",
+     "2002:a83f:8110::", "192.88.99.1", "64:ff9b:1::1", "100::1", "100:0:0:1::1", "2001:2::1", "2001:db8::1", "3fff::1",
+     "5f00::1", "::8.8.8.8"],
 )  # fmt: skip
 def test_addresses_that_are_not_public(address: str) -> None:
     assert not is_public(ipaddress.ip_address(address))
 
 
-@pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"])
+@pytest.mark.parametrize(
+    "address", ["8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808", "2002:808:808::"]
+)
 def test_addresses_that_are_public(address: str) -> None:
     assert is_public(ipaddress.ip_address(address))
 

@@ -12,8 +12,9 @@ from typing import get_args, get_type_hints
 import pytest
 
 from aioengine import AsyncEngine, Engine, EngineArguments
-from aioengine.args import ALIASES, ARGUMENTS, engine_config
+from aioengine.args import ARGUMENTS, engine_config
 from aioengine.config import EngineConfig
+from aioengine.foreign_names import ALIASES
 
 DOCUMENTED = """
     model_path tokenizer_path device dtype context_length trust_remote_code model_impl load_format random_seed
@@ -22,7 +23,7 @@ DOCUMENTED = """
     tenant_weights max_queued_bytes slow_reader slow_reader_timeout
     cuda_graph_max_bs attention_backend stream_interval skip_tokenizer_init max_restarts restart_window stall_timeout
     startup_timeout revision download_dir log_level progress chat_template enable_deterministic_inference is_embedding
-    logits_processors logprobs_mode max_hidden_state_bytes enable_lora lora_paths max_loras_per_batch max_lora_rank
+    allow_request_templates sampling_defaults enable_lora lora_paths max_loras_per_batch max_lora_rank
     lora_target_modules max_loaded_loras
     logits_processors logprobs_mode max_hidden_state_bytes allowed_local_media_path allow_private_urls max_image_bytes
     max_image_pixels max_images_per_prompt media_timeout
@@ -85,6 +86,7 @@ def test_each_argument_changes_one_field() -> None:
         "slow_reader": "pause",
         "log_level": "info",
         "logprobs_mode": "processed",
+        "sampling_defaults": "engine",
         "allowed_local_media_path": "/",
     }
     seen: set[EngineConfig | str] = set()
@@ -159,6 +161,19 @@ def test_unknown_arguments_are_type_errors_with_a_suggestion() -> None:
         engine_config(None, {"zzz": 5})
 
 
+def test_unknown_arguments_are_never_answered_with_one_that_has_no_effect() -> None:
+    """``enable_metrics`` has no effect, and ``language_only`` belongs to a missing feature."""
+    for name in ("enable_metric", "enable_symm_memory", "language_front"):
+        with pytest.raises(TypeError, match=f"unknown argument '{name}'$"):
+            engine_config(None, {name: True})
+
+
+def test_misspelled_arguments_of_missing_features_name_the_feature() -> None:
+    message = r"'tp_sizes' \('tp_size' belongs to a feature that is not available yet: tensor parallelism\)$"
+    with pytest.raises(TypeError, match=message):
+        engine_config(None, {"tp_sizes": 2})
+
+
 @pytest.mark.parametrize("alias", ALIASES)
 def test_aliases_mean_the_same_and_may_not_stand_beside_the_name(alias: str) -> None:
     name = ALIASES[alias]
@@ -181,6 +196,9 @@ def test_the_model_may_be_given_once() -> None:
         ("tp_size", 2, "tensor parallelism"),
         ("quantization", "fp8", "quantized weights"),
         ("speculative_algorithm", "EAGLE", "speculative"),
+        ("speculative_model", "draft", "speculative decoding"),
+        ("enable_sleep_mode", True, "releasing memory"),
+        ("override_generation_config", {"top_k": 5}, "default sampling parameters"),
     ],
 )
 def test_features_to_come_are_refused_and_not_ignored(name: str, value: object, feature: str) -> None:

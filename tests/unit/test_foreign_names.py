@@ -8,8 +8,8 @@ import pytest
 
 import aioengine
 from aioengine import AsyncEngine, Engine, SamplingParams, UnknownParameterError
-from aioengine.args import ALIASES, engine_config
-from aioengine.foreign_names import OUR_WAY
+from aioengine.args import engine_config
+from aioengine.foreign_names import ALIASES, OUR_WAY
 from aioengine.frontend.request_options import ChatOptions, GenerateOptions
 from aioengine.frontend.requests import generate_request
 from aioengine.parameter_table import ARGUMENTS_OF_CALLS

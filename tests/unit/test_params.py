@@ -34,7 +34,7 @@ OUTSIDE = {
     "min_new_tokens": [-1, 129, HUGE],
     "temperature": [-0.01, 2.01, math.nan, math.inf, -math.inf, HUGE],
     "top_p": [0, -0.1, 1.01, math.nan],
-    "top_k": [0, -2, HUGE],
+    "top_k": [-2, HUGE],
     "min_p": [-0.1, 1.1, math.nan],
     "frequency_penalty": [-2.1, 2.1, math.inf],
     "presence_penalty": [-2.1, 2.1, math.nan],
@@ -236,6 +236,51 @@ def test_the_default_length_is_clipped_and_an_explicit_one_refused() -> None:
     for params in (SamplingParams(), SamplingParams(max_new_tokens=None), SamplingParams(max_new_tokens=0)):
         with pytest.raises(RequestTooLargeError, match="the prompt has 100 tokens"):
             output_limit(params, 100, **room)
+
+
+@pytest.mark.parametrize("off", [0, -1, None, np.int64(0)])
+def test_top_k_of_0_or_minus_1_is_off(off: object) -> None:
+    params = by_keyword({"top_k": off})
+    assert params.top_k == sampling(params, vocab_size=10, eos_token_ids=()).top_k == -1
+
+
+DEFAULTS = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05}
+SAME_AS_OURS = {"temperature": 1.0, "top_p": 1, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_defaults_of_a_model_fill_the_parameters_that_a_request_leaves_out(name: str) -> None:
+    def filled(params: SamplingParams) -> dict[str, object]:
+        found = sampling(params, vocab_size=10, eos_token_ids=(), defaults=DEFAULTS)
+        return {field: getattr(found, field) for field in DEFAULTS}
+
+    explicit = by_keyword({name: SAME_AS_OURS[name], "n": 2})
+    for copied in (
+        explicit,
+        copy.deepcopy(explicit),
+        pickle.loads(pickle.dumps(explicit)),
+        msgspec.structs.replace(explicit, n=3),
+        msgspec.json.decode(msgspec.json.encode(explicit), type=SamplingParams),
+        SamplingParams.parse({name: SAME_AS_OURS[name]}),
+    ):
+        assert filled(copied) == DEFAULTS | {name: SAME_AS_OURS[name]}
+    for silent in (SamplingParams(), SamplingParams.parse(None), by_keyword({name: None, "n": 2})):
+        for copied in (
+            silent,
+            copy.deepcopy(silent),
+            pickle.loads(pickle.dumps(silent)),
+            msgspec.structs.replace(silent, n=3),
+            msgspec.json.decode(msgspec.json.encode(silent), type=SamplingParams),
+            by_keyword({name: getattr(silent, name)}),
+        ):
+            assert filled(copied) == DEFAULTS
+            assert getattr(copied, name) == SAME_AS_OURS[name]
+
+
+def test_the_repr_shows_the_parameters_that_were_given() -> None:
+    assert repr(SamplingParams()) == "SamplingParams()"
+    assert repr(SamplingParams(temperature=1.0, top_k=-1)) == "SamplingParams(temperature=1.0, top_k=-1)"
+    assert SamplingParams(temperature=1.0) == SamplingParams()
 
 
 @pytest.mark.parametrize("given", [{}, {"temperature": 0.5, "top_p": 1}, {"stop": ["a"], "logit_bias": {5: 1}}])
@@ -492,13 +537,13 @@ def test_a_logit_bias_of_many_entries_is_refused_before_they_are_looked_at() -> 
 
 
 @pytest.mark.parametrize(
-    "params", [{"custom_params": {"a": 1}}, {"logit_bias": {str(place): 1.0 for place in range(900)}}]
+    "params", [{"custom_params": {"a": "x" * 4000}}, {"logit_bias": {str(place): 1.0 for place in range(900)}}]
 )
 def test_costly_parameters_of_a_batch_are_checked_in_pieces(params: dict[str, object]) -> None:
     options = {"custom_logit_processor": "module:Class"}
     rows = [{"custom_params": {}, **params} for _ in range(70)]
     request = generate_request(["a"] * 70, rows, None, stream=False, options=options)
-    assert 10 < len(request.prompts) < 70
+    assert 1 < len(request.prompts) < 20
     while not request.is_checked:
         request.check_more()
     assert len(request.params) == 70

@@ -65,6 +65,13 @@ def test_a_large_model_on_another_machine(tmp_path: Path) -> None:
     assert sum(sizes) == pytest.approx(80, abs=0.25)  # each is rounded to 0.1 GiB
 
 
+def test_a_plan_for_a_gpu_computes_float32_checkpoints_in_16_bits(tmp_path: Path) -> None:
+    plan = aioengine.plan(folder(tmp_path, dtype=None), device_memory="80GiB")
+    assert (plan.dtype, plan.weights_bytes) == ("bfloat16", 2 * plan.num_parameters)
+    kept = aioengine.plan(tmp_path, device_memory="80GiB", dtype="float32")
+    assert (kept.dtype, kept.weights_bytes) == ("float32", 4 * plan.num_parameters)
+
+
 def test_a_folder_whose_weights_are_refused(tmp_path: Path) -> None:
     (folder(tmp_path) / "pytorch_model.bin").touch()
     plan = aioengine.plan(tmp_path, device_memory="80GiB")
@@ -149,7 +156,7 @@ def test_the_model_of_an_embedder_keeps_no_keys(tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
     (tmp_path / "config.json").write_text(json.dumps({**config, **sizes, "max_position_embeddings": 128}))
     plan = aioengine.plan(tmp_path, device_memory="24GiB")
-    assert (plan.task, plan.kv_bytes_per_token, plan.fits) == ("embed", 0, True)
+    assert (plan.task, plan.dtype, plan.kv_bytes_per_token, plan.fits) == ("embed", "float16", 0, True)
     assert plan.max_requests == 1024
 
 

@@ -78,6 +78,23 @@ def test_the_dtype_is_that_of_the_weights_or_supported(
     assert found.model.dtype == expected
 
 
+@pytest.mark.parametrize(
+    ("is_encoder", "checkpoint", "wanted", "expected"),
+    [
+        (True, "float32", "auto", "float16"),
+        (False, "float32", "auto", "bfloat16"),
+        (True, "bfloat16", "auto", "bfloat16"),
+        (False, "float16", "auto", "float16"),
+        (True, "float32", "float32", "float32"),
+        (False, "float32", "float16", "float16"),
+    ],
+)
+def test_auto_dtype_on_a_gpu_has_16_bits(is_encoder: bool, checkpoint: str, wanted: str, expected: str) -> None:
+    model = replace(MODEL, is_encoder=is_encoder, is_causal=not is_encoder, dtype=checkpoint)
+    found = settings(model, replace(MACHINE, num_gpus=1, has_triton=True), dtype=wanted)
+    assert (found.model.dtype, found.model.checkpoint_dtype) == (expected, checkpoint)
+
+
 def test_sizes_given_and_their_effect_on_others() -> None:
     assert settings(max_total_tokens=100, page_size=16).memory.num_pages == 6
     assert settings(context_length=10).scheduler.context_length == 10
@@ -128,7 +145,7 @@ def test_the_attention_backend_fits_the_model() -> None:
     assert backends() == ("flashinfer", "triton")
     assert backends(attention_backend="flashinfer") == ("flashinfer", "")
     assert backends(attention_backend="torch") == ("torch", "")
-    assert backends(replace(MODEL, dtype="float32")) == ("triton", "triton")
+    assert backends(dtype="float32") == ("triton", "triton")
     assert settings(startup_timeout=100).runner.compile_timeout_s == pytest.approx(90)
 
 

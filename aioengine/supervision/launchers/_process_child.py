@@ -101,15 +101,13 @@ class ProcessChild:
         try:
             with self._spare.lent():
                 return read_board(self._log_path.with_suffix(BOARD_SUFFIX).read_bytes())
-        except OSError:  # the directory was removed
+        except (OSError, ValueError):  # the directory was removed, or the file was truncated
             return {}
 
     def close(self) -> None:
         """Stop watching, and close its standard input, which ends the process if it still runs."""
         self._stop_watching()
-        if self._popen.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._popen.stdin.close()
+        self._close_input()
 
     def _stop_watching(self) -> None:
         unwatch, self._unwatch = self._unwatch, None
@@ -133,8 +131,18 @@ class ProcessChild:
 
     def _signal(self, number: signal.Signals) -> None:
         if self.is_alive:
-            with contextlib.suppress(ProcessLookupError):
+            try:
                 os.kill(self.pid, number)
+            except ProcessLookupError:
+                pass
+            except PermissionError:  # the program has changed its user since it started the process
+                self._close_input()
+
+    def _close_input(self) -> None:
+        """Close the standard input of the process, which makes it exit."""
+        if self._popen.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._popen.stdin.close()
 
     def _poll(self, loop: asyncio.AbstractEventLoop, on_exit: Callable[[], None]) -> None:
         if self.is_alive:

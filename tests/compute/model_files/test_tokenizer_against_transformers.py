@@ -140,6 +140,50 @@ def test_chats_with_variables_and_tools(messages: Any, options: dict[str, Any], 
     assert ours.apply_chat_template(messages, chat_template_kwargs=variables, **others) == expected
 
 
+EXPRESSIONS = [
+    "{{ 2 ** 10 }} {{ 7 // 2 }} {{ 'a' * 3 }} {{ [1] + [2] }} {{ '%s is %d' % ('a', 3) }} {{ '{b:>4}'.format(b=2) }}",
+    "{{ messages|join('+', attribute='role') }} {{ [[1], [2]]|sum(start=[]) }} {{ [1, 2, 3]|batch(2)|list }}",
+    "{{ 'a\nb'|indent }} {{ 'ab'|center(6) }} {{ 'aab'|replace('a', 'x', 1) }} {{ '  a,b '.strip().split(',') }}",
+    "{{ {'b': '<é>', 'a': [1]}|tojson }} {{ [1]|tojson(indent=1) }} {{ {'b': 1, 'a': 2}|tojson(sort_keys=true) }}",
+    "{{ 'é'|tojson(true) }} {{ [1, 2]|tojson(separators=(',', ':')) }} {{ dict(a=1) }} {{ dict.fromkeys([1]) }}",
+    "{% for a, b in {'x': 1}.items() %}{{ loop.length }}{{ a }}{{ b }}{% endfor %}{{ 'abc'[::-1] }}",
+    "{% set n = namespace(self=1, a=[]) %}{% for i in range(3) %}{% set n.a = n.a + [i] %}{% endfor %}{{ n.a, n }}",
+    "{% for i in range(9) %}{% if i == 1 %}{% continue %}{% elif i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}",
+    "{% macro f(x) %}<{{ x }}>{% endmacro %}{{ f(1) ~ f('a') }}{% set t %}b{{ f(2) }}{% endset %}{{ t|upper }}",
+    "{% generation %}{% set inner = 1 %}said{% endgeneration %}{{ inner is defined }}",
+    "{{ (messages|groupby('role')|first).grouper }} {{ messages|map(attribute='role')|select('in', ['user'])|list }}",
+    "{{ strftime_now('%Y') }} {{ cycler('a', 'b').next() }} {% autoescape true %}{{ '<' ~ '>' }}{% endautoescape %}",
+]
+
+
+@pytest.mark.parametrize("template", EXPRESSIONS)
+def test_templates_are_rendered_as_by_transformers(template: str, tmp_path: Path) -> None:
+    ours, theirs = load_both(tmp_path, LLAMA_SAMPLE, {**LLAMA_CONFIG, "chat_template": template})
+    expected = theirs.apply_chat_template(MESSAGES, tokenize=False)
+    assert ours.apply_chat_template(MESSAGES, add_generation_prompt=False) == expected
+
+
+REFUSED = [
+    "{{ raise_exception('no') }}",
+    "{{ messages.append(1) }}",
+    "{{ ''.__class__.__mro__ }}",
+    "{{ dict.__mro__[1] }}",
+    "{{ dict.mro()[1] }}",
+    "{% set n = namespace() %}{% set n.__call__ = raise_exception %}",
+    "{{ namespace(jinja_pass_arg=1, __call__=raise_exception) }}",
+    "{{ range(1000000)|list }}",
+]
+
+
+@pytest.mark.parametrize("template", REFUSED)
+def test_templates_are_refused_as_by_transformers(template: str, tmp_path: Path) -> None:
+    ours, theirs = load_both(tmp_path, LLAMA_SAMPLE, {**LLAMA_CONFIG, "chat_template": template})
+    with pytest.raises(Exception):  # noqa: B017, PT011  # jinja2's errors, and OverflowError
+        theirs.apply_chat_template(MESSAGES, tokenize=False)
+    with pytest.raises(ValueError, match="the chat template refused the messages"):
+        ours.apply_chat_template(MESSAGES)
+
+
 def test_a_template_given_to_the_tokenizer_replaces_those_of_its_folder(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
     _, theirs = load_both(tmp_path, LLAMA_SAMPLE, {**LLAMA_CONFIG, "chat_template": named})

@@ -123,6 +123,25 @@ def test_every_complete_output_is_valid() -> None:
     assert counts["complete"] > 100, counts  # of 240 walks
 
 
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"minProperties": 1},
+        {"maxProperties": 1},
+        {"minProperties": 2, "required": ["b"]},
+        {"minProperties": 2, "maxProperties": 2, "required": ["b"]},
+        {"maxProperties": 3},
+        {"minProperties": 1, "maxProperties": 5},
+    ],
+)
+def test_optional_properties_are_counted(limits: Schema) -> None:
+    schema = {"properties": {name: {"enum": [1]} for name in "abc"}, "additionalProperties": False, **limits}
+    grammar = grammar_of(json_schema={"type": "object", **schema})
+    for names in ("", "a", "b", "ab", "bc", "abc"):
+        value = dict.fromkeys(names, 1)
+        assert accepts(grammar, json.dumps(value)) == jsonschema.Draft202012Validator(schema).is_valid(value)
+
+
 def spellings(name: str) -> set[str]:
     """Of a string in JSON: with and without escapes."""
     units = name.encode("utf-16-be").hex()

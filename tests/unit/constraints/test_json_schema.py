@@ -17,6 +17,11 @@ def made(schema: object) -> Schema:
     return compiled(json.dumps(schema))
 
 
+def closed(*names: str) -> Schema:
+    """The keywords of an object with these properties and no others."""
+    return {"properties": {name: {"type": "integer"} for name in names}, "additionalProperties": False}
+
+
 @pytest.mark.parametrize(
     ("schema", "pointer", "keyword"),
     [
@@ -50,6 +55,13 @@ def made(schema: object) -> Schema:
             "",
             "patternProperties",
         ),
+        ({"items": {"minProperties": 2, **closed("a", "b", "c")}}, "/items", "minProperties"),
+        ({"maxProperties": 2, **closed("a", "b", "c")}, "", "maxProperties"),
+        ({"maxProperties": 0, **closed("a")}, "", "maxProperties"),
+        ({"minProperties": 4, "required": ["a"], **closed("a", "b", "c")}, "", "minProperties"),
+        ({"minProperties": 3, "required": ["a"], **closed("a", "b", "c")}, "", "minProperties"),
+        ({"maxProperties": 1, "required": ["a", "b"], **closed("a", "b", "c")}, "", "maxProperties"),
+        ({"minProperties": 1, **closed()}, "", "minProperties"),
         ({"required": ["a"], "additionalProperties": False}, "", "required"),
         ({"properties": {f"p{i}": {} for i in range(300)}}, "", "properties"),
         ({"type": "string", "maxLength": 10**9}, "", "maxLength"),

@@ -13,9 +13,11 @@ import msgspec
 import pydantic
 import pytest
 
-from aioengine import SamplingParams, checks
+from aioengine import SamplingParams
+from aioengine.constraints import parameters
+from aioengine.constraints.json_schema import compiled
 from aioengine.errors import UnsupportedSchemaError
-from aioengine.frontend.requests import generate_request
+from aioengine.frontend.requests import CallRequest, generate_request
 from aioengine.frontend.submitter import PromptRules, RequestChecks
 from tests.kit.grammar_walks import demo_grammars, grammar_of, text_of, walk
 
@@ -134,6 +136,13 @@ def test_the_same_grammar_is_compiled_once() -> None:
     assert demo_grammars().compile(first) is demo_grammars().compile(second)
 
 
+def check_all(request: CallRequest) -> None:
+    """Check the rows that the call has left for later, as a thread and the loop do in turn."""
+    while not request.is_checked:
+        request.parse_more(lambda params: params, 0.0)
+        request.check_more()
+
+
 @pytest.mark.parametrize(
     "constraint",
     [
@@ -142,14 +151,23 @@ def test_the_same_grammar_is_compiled_once() -> None:
         {"choice": [chr(0x4E00 + number) * 13 for number in range(10_000)]},
     ],
 )
-def test_the_constraints_of_one_call_are_bounded_together_and_checked_in_pieces(constraint: Mapping[str, Any]) -> None:
+def test_a_large_constraint_is_checked_in_the_call_and_the_others_later(constraint: Mapping[str, Any]) -> None:
     request = generate_request(["a"] * 9, [dict(constraint) for _ in range(9)], None, stream=False, options={})
     assert len(request.prompts) == 1
-    with pytest.raises(ValueError, match="the constraints in the sampling_params of one call have"):  # noqa: PT012
-        while not request.is_checked:
-            request.check_more()
-    assert 3 <= len(request.prompts) < 9
+    check_all(request)
+    assert len({params.json_schema or str(params.choice) for params in request.params}) == 1
     assert generate_request(["a"] * 9, [constraint] * 9, None, stream=False, options={}).is_checked
+
+
+def test_equal_constraints_of_a_large_batch_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[object] = []
+    monkeypatch.setattr(parameters, "compiled", lambda text: checked.append(text) or compiled(text))
+    schemas = [{"enum": [f"schema {number}", "x" * 16_000]} for number in range(32)]
+    params = [{"json_schema": dict(schemas[row % 32])} for row in range(256)]
+    request = generate_request(["a"] * 256, params, None, stream=False, options={})
+    check_all(request)
+    assert len(checked) == 32
+    assert len(request.params) == 256
 
 
 def of_shared_parts() -> dict[str, object]:
@@ -169,27 +187,23 @@ MANY = list(range(140_000))
 
 
 @pytest.mark.parametrize("make", [of_shared_parts, of_itself, lambda: {"enum": MANY}])
-@pytest.mark.parametrize("returns_exceptions", [False, True])
-def test_constraints_that_are_too_large_are_looked_at_one_in_a_turn(
-    make: Callable[[], dict[str, object]], returns_exceptions: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes: list[int] = []
-    size = checks.json_size
-    monkeypatch.setattr(checks, "json_size", lambda *given: sizes.append(size(*given)) or sizes[-1])
+def test_constraints_that_are_too_large_fail_alone(make: Callable[[], dict[str, object]]) -> None:
     params: list[object] = [{"json_schema": make()} for _ in range(5)]
-    options = {"return_exceptions": returns_exceptions}
-    if returns_exceptions:
-        request = generate_request(["a"] * 5, params, None, stream=False, options=options)
-        assert len(request.prompts) == 1
-        assert isinstance(request.prompts[0], ValueError)
-        while not request.is_checked:
-            request.check_more()
-        assert len(sizes) == 10  # each once for its cost, and once for itself
-    else:
-        with pytest.raises(ValueError, match="more than 262,144 characters as JSON, or holds itself"):
-            generate_request(["a"] * 5, params, None, stream=False, options=options)
-        assert len(sizes) == 2
-    assert min(sizes) > 262_144
+    with pytest.raises(ValueError, match="more than 262,144 characters as JSON, or holds itself"):
+        generate_request(["a"] * 5, params, None, stream=False, options={})
+    request = generate_request(["a"] * 5, params, None, stream=False, options={"return_exceptions": True})
+    assert len(request.prompts) == 1
+    check_all(request)
+    assert all(isinstance(prompt, ValueError) for prompt in request.prompts)
+
+
+def test_a_wrong_constraint_that_rows_share_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[object] = []
+    monkeypatch.setattr(parameters, "compiled", lambda text: checked.append(text) or compiled(text))
+    params = [{"json_schema": {"not": {}}}] * 9
+    request = generate_request(["a"] * 9, params, None, stream=False, options={"return_exceptions": True})
+    assert all(isinstance(prompt, UnsupportedSchemaError) for prompt in request.prompts)
+    assert len(checked) == 1
 
 
 def test_the_number_of_samples_is_read_without_the_other_parameters() -> None:

@@ -125,3 +125,11 @@ def test_of_many_likely_tokens_only_those_that_may_count_are_read(stops: Sequenc
     search.extend([tokens() for _ in search.live])
     assert len(search.live) == 100
     assert num_read <= most
+
+
+def test_the_sampling_defaults_of_the_model_do_not_change_a_search() -> None:
+    step = search_options(4, 8, 1.0, {}, mode="processed").step
+    assert (step["temperature"], step["repetition_penalty"]) == (0, 1.0)
+    given = {"temperature": 0.5, "repetition_penalty": 1.2}
+    step = search_options(4, 8, 1.0, given, mode="processed").step
+    assert (step["temperature"], step["repetition_penalty"]) == (0.5, 1.2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -66,3 +67,42 @@ def test_counts_are_shown_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_start_of_one_step_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     text = drawn(Progress("starting the engine", 0, 1, ""), monkeypatch=monkeypatch)
     assert [line.strip() for line in text.split("\r") if line.strip()] == ["starting the engine"]
+
+
+class NotebookCell:
+    """The outputs of a cell, as ``IPython.display.display`` makes and updates them."""
+
+    def __init__(self) -> None:
+        self.outputs: list[str] = []
+        self.shown: list[str] = []
+
+    def display(self, data: dict[str, str], *, raw: bool, display_id: bool) -> SimpleNamespace:
+        assert raw
+        assert display_id
+        place = len(self.outputs)
+        self.outputs.append(data["text/plain"])
+
+        def update(data: dict[str, str], *, raw: bool) -> None:
+            self.outputs[place] = data["text/plain"]
+            self.shown.append(data["text/plain"])
+
+        return SimpleNamespace(update=update)
+
+
+def test_bars_leave_one_empty_line_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell, stream = NotebookCell(), NotebookStream(is_terminal=False)
+    ipython = ModuleType("IPython")
+    vars(ipython)["display"] = SimpleNamespace(display=cell.display)
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    monkeypatch.setattr(sys, "stderr", stream)
+    bars = ProgressBars(None)
+    bars.show(Progress("starting the engine", 0, 1, ""))
+    bars.show(Progress("loading weights", 0, 200, "B"))
+    bars.show(Progress("loading weights", 200, 200, "B"))
+    bars.show(Progress("capturing CUDA graphs", 0, 12))
+    bars.close()
+    assert cell.shown[0] == "starting the engine"
+    assert any(line.startswith("loading weights:   0%|") for line in cell.shown)
+    assert any(line.startswith("capturing CUDA graphs:   0%|") for line in cell.shown)
+    assert cell.outputs == [""]
+    assert stream.getvalue() == ""

@@ -220,43 +220,55 @@ IDS = list(range(1000))
 
 
 @pytest.mark.parametrize(
-    ("params", "words"),
+    "params",
     [
-        ([{"stop_token_ids": [*IDS]} for _ in range(66)], "have 66000 stop_token_ids, .* logit_bias entries together"),
-        ([{"allowed_token_ids": [*IDS]} for _ in range(66)], "have 66000 stop_token_ids"),
-        ([SamplingParams(allowed_token_ids=IDS) for _ in range(66)], "have 66000 stop_token_ids"),
-        ([{"bad_words": ["x"] * 200} for _ in range(21)], r"bad_words \(each counts as 64\)"),
-        ([SamplingParams(bad_words=["x"] * 200) for _ in range(21)], "have 268800 stop_token_ids"),
-        ([SamplingParams(stop_token_ids=IDS) for _ in range(66)], "have 66000 stop_token_ids"),
-        ([{"logit_bias": dict.fromkeys(IDS, 1.0)} for _ in range(66)], "give rows that share them the same object"),
-        ([{"stop_regex": f"q{place}(a|b){{100}}"} for place in range(5000)], "the 512 different patterns of one call"),
-        ([{"stop_regex": [f"{place}a", f"{place}b"]} for place in range(200)], "the 400 different patterns"),
+        [{"stop_token_ids": [*IDS]} for _ in range(66)],
+        [{"allowed_token_ids": np.array(IDS)} for _ in range(66)],
+        [SamplingParams(allowed_token_ids=IDS) for _ in range(66)],
+        [{"bad_words": ["x"] * 200} for _ in range(21)],
+        [SamplingParams(bad_words=["x"] * 200) for _ in range(21)],
+        [{"logit_bias": dict.fromkeys(IDS, 1.0)} for _ in range(66)],
+        [{"stop_regex": f"q{place}(a|b){{100}}"} for place in range(600)],
+        [{"stop_regex": [f"{place}a", f"{place}b"]} for place in range(200)],
     ],
 )
-def test_parameters_that_take_too_long_together_are_refused(params: list[object], words: str) -> None:
-    def check() -> None:
-        request = generate_request(["a"] * len(params), params, None, stream=False, options={})
-        while not request.is_checked:  # in the next turns of the loop
-            request.check_more()
+def test_parameters_that_take_long_together_are_checked_in_pieces(params: list[object]) -> None:
+    used: list[SamplingParams] = []
+    request = generate_request(["a"] * len(params), params, None, stream=False, options={})
+    num_at_call = len(request.prompts)
+    assert 1 <= num_at_call < 40
+    while not request.is_checked:
+        request.parse_more(used.append, 0.0)
+        request.check_more()
+    assert used == request.params[num_at_call:]
 
-    with pytest.raises(ValueError, match=words):
-        check()
+
+def test_wrong_parameters_are_an_error_of_their_row_whatever_finds_them() -> None:
+    def refuse_top_k(params: SamplingParams) -> None:
+        if params.top_k == 7:
+            raise ValueError("no top_k of 7")
+
+    params: list[object] = [{"bad_words": ["x"] * 200, "top_k": row % 10 + 1} for row in range(20)]
+    params[13] = {"top_p": 7}
+    request = generate_request(["a"] * 20, params, None, stream=False, options={"return_exceptions": True})
+    while not request.is_checked:
+        request.parse_more(refuse_top_k, 0.0)
+        request.check_more()
+    errors = {place: str(prompt) for place, prompt in enumerate(request.prompts) if isinstance(prompt, ValueError)}
+    assert errors.keys() == {6, 13, 16}
+    assert (errors[6], errors[13][:5]) == ("no top_k of 7", "top_p")
 
 
 @pytest.mark.parametrize(
     "params",
     [
-        [{"stop_token_ids": IDS, "stop_regex": ["a", "b"]}] * 2000,
-        [{"stop_token_ids": [1, 2], "stop_regex": "[0-9]+x"} for _ in range(2000)],
-        [SamplingParams(stop_regex=f"{place}x") for place in range(1000)],
-        [{"stop_regex": f"{place}x"} for place in range(300)],
+        [{"stop_token_ids": IDS, "stop_regex": ["a", "b"]}] * 500,
+        [SamplingParams(stop_regex=f"{place}x") for place in range(500)],
+        [{"stop_token_ids": [place]} for place in range(500)],
     ],
 )
-def test_parameters_that_are_shared_or_already_checked_take_no_time(params: list[object]) -> None:
-    request = generate_request(["a"] * len(params), params, None, stream=False, options={})
-    while not request.is_checked:
-        request.check_more()
-    assert len(request.params) == len(params)
+def test_parameters_that_are_shared_already_checked_or_short_are_checked_in_the_call(params: list[object]) -> None:
+    assert generate_request(["a"] * len(params), params, None, stream=False, options={}).is_checked
 
 
 def test_rows_that_share_parameters_share_the_parsed_ones() -> None:

@@ -6,6 +6,7 @@ import random
 import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -292,3 +293,39 @@ def test_a_header_is_read_no_further_than_it_goes(tmp_path: Path, monkeypatch: p
     with file:
         assert file.tell() < 4096
     assert [(info.name, info.shape) for info in header.tensors] == [("t", (1 << 20,))]
+
+
+def test_headers_are_read_as_the_gguf_package_writes_them(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    values = {"a.text": "é", "a.flag": True, "a.texts": ["a", "", "é"], "a.numbers": [1, 2], "a.float": 0.5}
+    for key, value in values.items():
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    tensor = np.arange(12, dtype=np.float32).reshape(3, 4)
+    writer.add_tensor("first", tensor)
+    writer.add_tensor("second", gguf.quants.quantize(np.ones((2, 64), np.float32), gguf.GGMLQuantizationType.Q8_0),
+                      raw_dtype=gguf.GGMLQuantizationType.Q8_0)  # fmt: skip
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with (tmp_path / "m.gguf").open("rb") as file:
+        header = gguf_header.read_header(file)
+        first, second = header.tensors
+        file.seek(first.begin)
+        assert file.read(first.num_bytes) == tensor.tobytes()
+    found = {key: item for key, item in header.metadata.items() if key in values}
+    texts, numbers = found["a.texts"], found["a.numbers"]
+    assert isinstance(texts, gguf_header.Array)
+    assert isinstance(numbers, gguf_header.Array)
+    assert {**found, "a.texts": texts.texts(), "a.numbers": list(numbers.numbers())} == values
+    assert (first.name, first.shape, first.kind) == ("first", (3, 4), "F32")
+    assert (second.name, second.shape, second.kind, second.num_bytes) == ("second", (2, 64), "Q8_0", 136)
+
+
+def test_types_of_tensors_are_those_of_the_gguf_package() -> None:
+    gguf = pytest.importorskip("gguf")
+    for kind, sizes in gguf_header.BLOCKS.items():
+        member = gguf.GGMLQuantizationType[kind]
+        assert gguf_header._TYPES[member.value] == kind
+        assert tuple(gguf.GGML_QUANT_SIZES[member]) == sizes

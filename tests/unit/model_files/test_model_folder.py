@@ -211,6 +211,26 @@ def test_weights_are_converted_with_the_class_that_saved_them(tmp_path: Path, ar
     assert f'python -c "from transformers import {shown} as M; M.from_pretrained(' in (missing_weights(tmp_path) or "")
 
 
+def test_sampling_defaults_are_those_of_generation_config(tmp_path: Path) -> None:
+    written = {"do_sample": False, "temperature": 0.6, "top_k": 20, "top_p": None, "max_new_tokens": 5}
+    path = folder(tmp_path, {"generation_config.json": written})
+    facts = read_facts(path)
+    assert (facts.sampling_defaults, facts.warning) == ({"temperature": 0.6, "top_k": 20}, "")
+    for wanted in (
+        ModelConfig(path=path, load_format="dummy", sampling_defaults="engine"),
+        ModelConfig(path=path, load_format="dummy", is_embedding=True),
+    ):
+        assert find_facts(wanted).sampling_defaults == {}
+
+
+def test_sampling_defaults_out_of_range_are_left_out(tmp_path: Path) -> None:
+    written = {"temperature": 2.5, "top_k": "many", "top_p": 0.9, "repetition_penalty": 3}
+    facts = read_facts(folder(tmp_path, {"generation_config.json": written}))
+    assert facts.sampling_defaults == {"top_p": 0.9}
+    for words in ("temperature must be a number from 0 to 2, got 2.5", "top_k", "repetition_penalty"):
+        assert words in facts.warning
+
+
 def test_the_tokenizer_may_be_in_another_folder(tmp_path: Path) -> None:
     (tmp_path / "words").mkdir()
     path = folder(tmp_path, {"tokenizer.json": None})

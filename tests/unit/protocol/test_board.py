@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,3 +65,11 @@ def test_the_board_can_be_read_from_its_file(tmp_path: Path) -> None:
     assert read_board(path.read_bytes()) == {5: 17}
     board.end()
     assert read_board(path.read_bytes()) == {}
+
+
+def test_truncated_board_is_a_value_error() -> None:
+    memory = blank_board(2, 3)
+    CrashBoard(memory).begin([1, 2], lambda: [6, 6])
+    for num_bytes in range(len(memory)):
+        with pytest.raises(ValueError, match="truncated|multiple|unpack"):
+            read_board(memory[:num_bytes])

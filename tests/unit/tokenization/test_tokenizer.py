@@ -367,6 +367,8 @@ def test_a_folder_without_tokenizer_is_refused(llama: Sample, tmp_path: Path) ->
 
 def test_files_that_cannot_be_read_are_named(llama: Sample, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"tokenizer\.json' cannot be read by this version of tokenizers: "):
+        Tokenizer(write_folder(tmp_path, llama, tokenizer__json='{"model": {}}'))
+    with pytest.raises(ValueError, match=r"tokenizer\.json' cannot be read: Object missing required field `model`"):
         Tokenizer(write_folder(tmp_path, llama, tokenizer__json="{}"))
     with pytest.raises(ValueError, match=r"tokenizer_config\.json' cannot be read"):
         Tokenizer(write_folder(tmp_path, llama, tokenizer_config__json="{"))
