@@ -376,7 +376,7 @@ class RowFacts(Struct, gc=False):
 class Piece(Protocol):
     """Text and ids of one row with the offset of their beginning; ``finished`` with its last piece.
 
-    ``delivered_at``: when the frontend received the end of the row.
+    ``delivered_at``: when the frontend received the end of the row. ``error``: why it has no answer, if it failed.
     """
 
     text: str
@@ -385,6 +385,7 @@ class Piece(Protocol):
     token_offset: int
     finished: End | None
     delivered_at: float
+    error: RowError | None
 
 
 def chunk(facts: RowFacts, piece: Piece) -> Chunk:
@@ -461,7 +462,7 @@ def _add_end(info: ChunkInfo, facts: RowFacts, piece: Piece, finished: End) -> N
     """
     if facts.newest_state is not None:
         info["hidden_states"] = [_array(facts.newest_state.data)]
-    info["finish_reason"] = finish_reason(finished, info["completion_tokens"])
+    info["finish_reason"] = finish_reason(finished, info["completion_tokens"], piece.error)
     num_cached = info["cached_tokens"] = max(finished.num_cached, info["cached_tokens"])
     info["cached_tokens_details"] = {"device": num_cached, "host": 0}
     info["num_preemptions"] = info["num_retractions"] = max(finished.num_preemptions, info["num_preemptions"])
@@ -489,8 +490,8 @@ def _timings(facts: RowFacts, finished: End, delivered_at: float) -> Timings:
     }
 
 
-def finish_reason(finished: End, num_output: int) -> FinishReason:
-    """The finish reason of a request that has an answer (``error`` is for requests without one)."""
+def finish_reason(finished: End, num_output: int, cause: RowError | None = None) -> FinishReason:
+    """The finish reason of a request, which failed with ``cause``, if any."""
     match finished.code:
         case FinishCode.STOP:
             return FinishReason(type="stop", matched=finished.matched)
@@ -503,7 +504,7 @@ def finish_reason(finished: End, num_output: int) -> FinishReason:
         case FinishCode.ABORT:
             return FinishReason(type="abort", message=finished.message or "aborted by the caller")
         case _:
-            cause = error(finished)
+            cause = cause or error(finished)
             return FinishReason(type="abort", message=str(cause), err_type=type(cause).__name__)
 
 

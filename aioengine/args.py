@@ -366,6 +366,9 @@ ARGUMENTS: Final[dict[str, Argument]] = {
     "max_queued_requests": Argument("queue.max_requests", whole_from(0), "maximum waiting requests"),
     "max_queued_tokens": Argument("queue.max_tokens", whole_from(0), "maximum prompt tokens of waiting requests"),
     "max_queued_bytes": Argument("queue.max_bytes", whole_from(0), "maximum bytes of the prompts of open calls"),
+    "max_logprob_bytes": Argument(
+        "queue.max_logprob_bytes", whole_from(0, 1 << 48), "maximum bytes of all logprobs that wait to be read"
+    ),
     "slow_reader": Argument(
         "delivery.slow_reader",
         _words("coalesce", "pause", "abort"),

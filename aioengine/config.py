@@ -95,11 +95,15 @@ class LoraConfig(Struct, frozen=True, kw_only=True):
 
 
 class QueueConfig(Struct, frozen=True, kw_only=True):
-    """Limits of the queue; beyond them new requests are refused."""
+    """Limits of what waits in the program; beyond them new requests are refused.
+
+    ``max_logprob_bytes``: of the packed logprobs of all requests, from their start until they are read.
+    """
 
     max_requests: int = 4096
     max_tokens: int = 4 * 1024 * 1024
     max_bytes: int = 256 * 1024 * 1024
+    max_logprob_bytes: int = 4 * 1024 * 1024 * 1024
 
 
 class DeliveryConfig(Struct, frozen=True, kw_only=True):

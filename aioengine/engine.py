@@ -21,6 +21,7 @@ from aioengine.frontend.loaded_adapters import UNLOAD_TIMEOUT_S
 from aioengine.frontend.pool_requests import encode_request, rerank_request
 from aioengine.frontend.progress import ProgressBars
 from aioengine.frontend.score import ScoreResult, score, score_request
+from aioengine.frontend.sessions import SessionOpening
 from aioengine.frontend.startup import parts_of, start_frontend
 from aioengine.stream import Generation, Stream
 
@@ -205,13 +206,14 @@ class EngineFace(ABC):
         with frontend.adapters.held(adapter):
             return await beam_search(partial(self.async_generate, lora_path=adapter), frontend.parts, prompt, options)
 
+    @signatures.async_score
     async def async_score(
         self,
         query: str | TokenIds | None = None,
         items: str | Texts | TokenIds | BatchIds | None = None,
         label_token_ids: TokenIds | BatchIds | None = None,
         **options: Unpack[ScoreOptions],
-    ) -> ScoreResult:
+    ) -> ScoreResult | ScoreResult[list[float] | Exception]:
         """Score items behind a query: the probability of each of ``label_token_ids`` as the token after both.
 
         The prompt of an item is ``query + item``, as texts or as token ids. The labels are a list for all items, or one
@@ -446,15 +448,19 @@ class AsyncEngine(EngineFace):
     # ------------------------------------------------------------ sessions
 
     @signatures.own_arguments
-    async def open_session(
+    def open_session(
         self,
         capacity_of_str_len: int = 0,
         session_id: str | None = None,
         streaming: bool = False,
         timeout: float | None = None,
-    ) -> str:
-        """Open a session, and return its id, as ``async_open_session``."""
-        return await self.async_open_session(capacity_of_str_len, session_id, streaming, timeout)
+    ) -> SessionOpening:
+        """Open a session: await this for its id, as ``async_open_session``.
+
+        ``async with engine.open_session() as session_id:`` closes the session at the end of the block.
+        """
+        opening = self.async_open_session(capacity_of_str_len, session_id, streaming, timeout)
+        return SessionOpening(opening, self.async_close_session)
 
     async def close_session(self, session_id: str) -> None:
         """Close a session, as ``async_close_session``."""

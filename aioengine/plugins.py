@@ -1,8 +1,8 @@
-"""Plug-ins: one file, one implementation; the file's name is its public name, ``PLUGIN`` in it the class or function.
+"""Plug-ins: one file per implementation. The file name is the public name, and ``PLUGIN`` is the class or function.
 
-A folder is named by its path inside the package, for example "scheduler/policies". Only the chosen file is imported,
-so a plug-in whose package is missing, or which is broken, affects no other. A leading underscore in a file's name
-means "shared by this folder" and is no plug-in.
+A folder is named by its path in the package, for example "scheduler/policies". Only the requested file is imported, so
+a broken plug-in or a missing package does not affect others. Files with a leading underscore are shared code, not
+plug-ins. ``ALIASES`` in the folder's ``__init__`` maps names without their own file to "file:attribute".
 """
 
 from __future__ import annotations
@@ -15,27 +15,32 @@ from aioengine import checks
 
 
 def names(folder: str) -> list[str]:
-    """The plug-ins of ``folder``, sorted; nothing of it is imported but the folder's own ``__init__``."""
+    """Return the plug-ins of ``folder``, sorted. Imports only the folder's ``__init__``."""
     package = importlib.import_module(_module(folder))
-    return sorted(found.name for found in pkgutil.iter_modules(package.__path__) if not found.name.startswith("_"))
+    files = {file.name for file in pkgutil.iter_modules(package.__path__) if not file.name.startswith("_")}
+    return sorted(files | _aliases(folder).keys())
 
 
 def file_name(name: str) -> str:
-    """The name of the file for a public name that has dashes, as some types of models do."""
+    """Return the plug-in name of a public name with dashes, as in some model types."""
     return name.replace("-", "_")
 
 
 def load(folder: str, name: str) -> Any:
-    """Import the plug-in ``name`` of ``folder`` and return its ``PLUGIN``.
+    """Import the plug-in ``name`` of ``folder``, and return its ``PLUGIN``.
 
-    Raises ValueError for a name that does not exist, with the names that do; an ImportError of the chosen file itself
-    is passed on.
+    Raises ValueError, which lists the known names, for an unknown name. Passes on an ImportError of the file.
     """
     known = names(folder)
     if name not in known:
         hint = checks.did_you_mean(name, known)
         raise ValueError(f"{folder} has no plug-in {name!r}{hint}; there are {', '.join(known)}")
-    return importlib.import_module(f"{_module(folder)}.{name}").PLUGIN
+    file, _, attribute = _aliases(folder).get(name, f"{name}:PLUGIN").partition(":")
+    return getattr(importlib.import_module(f"{_module(folder)}.{file}"), attribute)
+
+
+def _aliases(folder: str) -> dict[str, str]:
+    return getattr(importlib.import_module(_module(folder)), "ALIASES", {})
 
 
 def _module(folder: str) -> str:

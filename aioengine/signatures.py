@@ -18,23 +18,24 @@ from aioengine.frontend.requests import check_names
 from aioengine.stream import Generation, Stream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
     from typing import Unpack
 
-    from aioengine.frontend.pool_requests import EncodeOptions, Pairs, PoolOptions
+    from aioengine.frontend.pool_requests import Pairs, PlainEncodeOptions, PlainPoolOptions
     from aioengine.frontend.prompts import Messages
     from aioengine.frontend.request_options import (
         BatchEmbeds,
         BatchIds,
         BatchSampled,
-        ChatOptions,
         Chats,
         Embeds,
-        RequestOptions,
+        PlainChatOptions,
+        PlainRequestOptions,
         Sampled,
         Texts,
         TokenIds,
     )
+    from aioengine.frontend.score import PlainScoreOptions, ScoreResult
 
 MODEL_PATH: Final = "str | PurePath | None"
 
@@ -126,6 +127,7 @@ class EngineArguments(ImageArguments, total=False):
     max_queued_requests: int | None
     max_queued_tokens: int | None
     max_queued_bytes: int | None
+    max_logprob_bytes: int | None
     slow_reader: str | None
     slow_reader_timeout: float | None
     max_hidden_state_bytes: int | None
@@ -178,10 +180,12 @@ def own_arguments(method: Method) -> Method:
 
 One = TypeVar("One", covariant=True)
 Batch = TypeVar("Batch", covariant=True)
+Caught = TypeVar("Caught", covariant=True)
+"""A batch whose rows may be exceptions (``return_exceptions=True``)."""
 Chunks = TypeVar("Chunks", covariant=True)
 
 
-class Generate(Protocol[One, Batch, Chunks]):
+class Generate(Protocol[One, Batch, Caught, Chunks]):
     """A method like ``generate``: a prompt or its token ids; a list of either is a batch."""
 
     @overload
@@ -193,7 +197,8 @@ class Generate(Protocol[One, Batch, Chunks]):
         *,
         stream: Literal[False] = False,
         input_embeds: Embeds | None = None,
-        **options: Unpack[RequestOptions],
+        return_exceptions: bool = False,
+        **options: Unpack[PlainRequestOptions],
     ) -> One: ...
     @overload
     def __call__(
@@ -204,7 +209,8 @@ class Generate(Protocol[One, Batch, Chunks]):
         *,
         stream: Literal[False] = False,
         input_embeds: None = None,
-        **options: Unpack[RequestOptions],
+        return_exceptions: Literal[False] = False,
+        **options: Unpack[PlainRequestOptions],
     ) -> Batch: ...
     @overload
     def __call__(
@@ -215,7 +221,8 @@ class Generate(Protocol[One, Batch, Chunks]):
         input_ids: BatchIds,
         stream: Literal[False] = False,
         input_embeds: None = None,
-        **options: Unpack[RequestOptions],
+        return_exceptions: Literal[False] = False,
+        **options: Unpack[PlainRequestOptions],
     ) -> Batch: ...
     @overload
     def __call__(
@@ -225,8 +232,21 @@ class Generate(Protocol[One, Batch, Chunks]):
         *,
         input_embeds: BatchEmbeds,
         stream: Literal[False] = False,
-        **options: Unpack[RequestOptions],
+        return_exceptions: Literal[False] = False,
+        **options: Unpack[PlainRequestOptions],
     ) -> Batch: ...
+    @overload
+    def __call__(
+        self,
+        prompt: Texts | None = None,
+        sampling_params: BatchSampled | None = None,
+        input_ids: BatchIds | None = None,
+        *,
+        stream: Literal[False] = False,
+        input_embeds: BatchEmbeds | None = None,
+        return_exceptions: bool,
+        **options: Unpack[PlainRequestOptions],
+    ) -> Caught: ...
     @overload
     def __call__(
         self,
@@ -236,7 +256,8 @@ class Generate(Protocol[One, Batch, Chunks]):
         *,
         stream: Literal[True],
         input_embeds: Embeds | BatchEmbeds | None = None,
-        **options: Unpack[RequestOptions],
+        return_exceptions: bool = False,
+        **options: Unpack[PlainRequestOptions],
     ) -> Chunks: ...
     @overload
     def __call__(
@@ -247,11 +268,24 @@ class Generate(Protocol[One, Batch, Chunks]):
         *,
         stream: bool,
         input_embeds: Embeds | BatchEmbeds | None = None,
-        **options: Unpack[RequestOptions],
+        return_exceptions: Literal[False] = False,
+        **options: Unpack[PlainRequestOptions],
     ) -> One | Batch | Chunks: ...
+    @overload
+    def __call__(
+        self,
+        prompt: str | Texts | None = None,
+        sampling_params: BatchSampled | None = None,
+        input_ids: TokenIds | BatchIds | None = None,
+        *,
+        stream: bool,
+        input_embeds: Embeds | BatchEmbeds | None = None,
+        return_exceptions: bool,
+        **options: Unpack[PlainRequestOptions],
+    ) -> One | Caught | Chunks: ...
 
 
-class Chat(Protocol[One, Batch, Chunks]):
+class Chat(Protocol[One, Batch, Caught, Chunks]):
     """A method like ``chat``: a conversation; a list of them is a batch."""
 
     @overload
@@ -261,7 +295,8 @@ class Chat(Protocol[One, Batch, Chunks]):
         sampling_params: Sampled | None = None,
         *,
         stream: Literal[False] = False,
-        **options: Unpack[ChatOptions],
+        return_exceptions: bool = False,
+        **options: Unpack[PlainChatOptions],
     ) -> One: ...
     @overload
     def __call__(
@@ -270,8 +305,19 @@ class Chat(Protocol[One, Batch, Chunks]):
         sampling_params: BatchSampled | None = None,
         *,
         stream: Literal[False] = False,
-        **options: Unpack[ChatOptions],
+        return_exceptions: Literal[False] = False,
+        **options: Unpack[PlainChatOptions],
     ) -> Batch: ...
+    @overload
+    def __call__(
+        self,
+        messages: Chats,
+        sampling_params: BatchSampled | None = None,
+        *,
+        stream: Literal[False] = False,
+        return_exceptions: bool,
+        **options: Unpack[PlainChatOptions],
+    ) -> Caught: ...
     @overload
     def __call__(
         self,
@@ -279,7 +325,8 @@ class Chat(Protocol[One, Batch, Chunks]):
         sampling_params: BatchSampled | None = None,
         *,
         stream: Literal[True],
-        **options: Unpack[ChatOptions],
+        return_exceptions: bool = False,
+        **options: Unpack[PlainChatOptions],
     ) -> Chunks: ...
     @overload
     def __call__(
@@ -288,47 +335,135 @@ class Chat(Protocol[One, Batch, Chunks]):
         sampling_params: BatchSampled | None = None,
         *,
         stream: bool,
-        **options: Unpack[ChatOptions],
+        return_exceptions: Literal[False] = False,
+        **options: Unpack[PlainChatOptions],
     ) -> One | Batch | Chunks: ...
+    @overload
+    def __call__(
+        self,
+        messages: Messages | Chats,
+        sampling_params: BatchSampled | None = None,
+        *,
+        stream: bool,
+        return_exceptions: bool,
+        **options: Unpack[PlainChatOptions],
+    ) -> One | Caught | Chunks: ...
 
 
-class Encode(Protocol[One, Batch]):
+class Encode(Protocol[One, Batch, Caught]):
     """A method like ``encode``: a text or its token ids; a list of either is a batch."""
 
     @overload
     def __call__(
-        self, prompt: str | None = None, *, input_ids: TokenIds | None = None, **options: Unpack[EncodeOptions]
+        self,
+        prompt: str | None = None,
+        *,
+        input_ids: TokenIds | None = None,
+        return_exceptions: bool = False,
+        **options: Unpack[PlainEncodeOptions],
     ) -> One: ...
     @overload
-    def __call__(self, prompt: Texts, *, input_ids: None = None, **options: Unpack[EncodeOptions]) -> Batch: ...
+    def __call__(
+        self,
+        prompt: Texts,
+        *,
+        input_ids: None = None,
+        return_exceptions: Literal[False] = False,
+        **options: Unpack[PlainEncodeOptions],
+    ) -> Batch: ...
     @overload
-    def __call__(self, prompt: None = None, *, input_ids: BatchIds, **options: Unpack[EncodeOptions]) -> Batch: ...
+    def __call__(
+        self,
+        prompt: None = None,
+        *,
+        input_ids: BatchIds,
+        return_exceptions: Literal[False] = False,
+        **options: Unpack[PlainEncodeOptions],
+    ) -> Batch: ...
+    @overload
+    def __call__(
+        self,
+        prompt: Texts | None = None,
+        *,
+        input_ids: BatchIds | None = None,
+        return_exceptions: bool,
+        **options: Unpack[PlainEncodeOptions],
+    ) -> Caught: ...
 
 
-class Rerank(Protocol[Batch]):
+class Rerank(Protocol[Batch, Caught]):
     """A method like ``rerank``: a query and documents, or pairs of them."""
 
     @overload
     def __call__(
-        self, query: str, documents: Texts, *, top_n: int | None = None, **options: Unpack[PoolOptions]
+        self,
+        query: str,
+        documents: Texts,
+        *,
+        top_n: int | None = None,
+        return_exceptions: Literal[False] = False,
+        **options: Unpack[PlainPoolOptions],
     ) -> Batch: ...
     @overload
     def __call__(
-        self, query: Pairs, documents: None = None, *, top_n: None = None, **options: Unpack[PoolOptions]
+        self,
+        query: Pairs,
+        documents: None = None,
+        *,
+        top_n: None = None,
+        return_exceptions: Literal[False] = False,
+        **options: Unpack[PlainPoolOptions],
     ) -> Batch: ...
+    @overload
+    def __call__(
+        self,
+        query: str | Pairs,
+        documents: Texts | None = None,
+        *,
+        top_n: int | None = None,
+        return_exceptions: bool,
+        **options: Unpack[PlainPoolOptions],
+    ) -> Caught: ...
 
 
-AsyncGenerate = Generate[Generation[Answer], Generation[BatchOutput], Stream]
-AsyncChat = Chat[Generation[Answer], Generation[BatchOutput], Stream]
+class Score(Protocol[Batch, Caught]):
+    """A method like ``score``."""
+
+    @overload
+    def __call__(
+        self,
+        query: str | TokenIds | None = None,
+        items: str | Texts | TokenIds | BatchIds | None = None,
+        label_token_ids: TokenIds | BatchIds | None = None,
+        *,
+        return_exceptions: Literal[False] = False,
+        **options: Unpack[PlainScoreOptions],
+    ) -> Batch: ...
+    @overload
+    def __call__(
+        self,
+        query: str | TokenIds | None = None,
+        items: str | Texts | TokenIds | BatchIds | None = None,
+        label_token_ids: TokenIds | BatchIds | None = None,
+        *,
+        return_exceptions: bool,
+        **options: Unpack[PlainScoreOptions],
+    ) -> Caught: ...
+
+
+AsyncGenerate = Generate[
+    Generation[Answer], Generation[BatchOutput], Generation[BatchOutput[Answer | Exception]], Stream
+]
+AsyncChat = Chat[Generation[Answer], Generation[BatchOutput], Generation[BatchOutput[Answer | Exception]], Stream]
+AsyncEncode = Encode[
+    Generation[Embedding], Generation[BatchOutput[Embedding]], Generation[BatchOutput[Embedding | Exception]]
+]
+AsyncRerank = Rerank[Generation[BatchOutput[Ranking]], Generation[BatchOutput[Ranking | Exception]]]
 
 
 def async_generate(method: Callable[..., object]) -> AsyncGenerate:
     """Give a method the types of ``async_generate``."""
     return cast("AsyncGenerate", method)
-
-
-AsyncEncode = Encode[Generation[Embedding], Generation[BatchOutput[Embedding]]]
-AsyncRerank = Rerank[Generation[BatchOutput[Ranking]]]
 
 
 def async_encode(method: Callable[..., object]) -> AsyncEncode:
@@ -344,3 +479,10 @@ def async_rerank(method: Callable[..., object]) -> AsyncRerank:
 def async_chat(method: Callable[..., object]) -> AsyncChat:
     """Give a method the types of ``async_chat``."""
     return cast("AsyncChat", method)
+
+
+def async_score(
+    method: Callable[..., object],
+) -> Score[Coroutine[None, None, ScoreResult], Coroutine[None, None, ScoreResult[list[float] | Exception]]]:
+    """Give a method the types of ``async_score``."""
+    return cast("Any", method)

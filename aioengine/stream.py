@@ -6,11 +6,11 @@ import asyncio
 from asyncio import get_running_loop
 from collections.abc import Coroutine
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 from aioengine.errors import WrongLoopError
 from aioengine.frontend.callers import running_loop
-from aioengine.frontend.outputs import EndOfOutput, Reader, resolve, resolve_elsewhere
+from aioengine.frontend.outputs import EndOfOutput, resolve, resolve_elsewhere
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from typing import NoReturn, Self
 
     from aioengine.answers import Chunk
+    from aioengine.frontend.reader import Reader
 
 Result = TypeVar("Result", covariant=True)
+
+_NOT_AWAITED: Final = "this generation was not awaited: write `await` before the call"
 
 
 class Generation(Coroutine[object, None, Result]):
@@ -73,6 +76,18 @@ class Generation(Coroutine[object, None, Result]):
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._reader.leave()
+
+    if not TYPE_CHECKING:  # type checkers know that neither exists
+
+        def __iter__(self) -> NoReturn:
+            if self._reader.is_stream:
+                raise TypeError("read this stream with `async for`; Engine.generate(..., stream=True) is for `for`")
+            raise TypeError(f"{_NOT_AWAITED}, then read it")
+
+        def __getitem__(self, key: object) -> NoReturn:
+            if self._reader.is_stream:
+                raise TypeError("a stream has no items; read its chunks with `async for`")
+            raise TypeError(f"{_NOT_AWAITED}, then [{key!r}] works on its result")
 
     # ------------------------------------------------------------ async for
 

@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from aioengine import signatures
 from aioengine.engine import EngineFace
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from aioengine.frontend.frontend import Frontend
     from aioengine.frontend.info import Health, ModelInfo
     from aioengine.frontend.loaded_adapters import AdapterResult
-    from aioengine.frontend.outputs import Reader
     from aioengine.frontend.pool_requests import EncodeOptions, PoolOptions
+    from aioengine.frontend.reader import Reader
     from aioengine.frontend.request_options import BatchIds, ChatOptions, GenerateOptions, Texts, TokenIds
     from aioengine.frontend.requests import CallRequest
     from aioengine.frontend.score import ScoreOptions, ScoreResult
     from aioengine.frontend.startup import Blueprint
     from aioengine.protocol.messages import Progress
-    from aioengine.signatures import Chat, Encode, Generate, Rerank
+    from aioengine.signatures import Chat, Encode, Generate, Rerank, Score
     from aioengine.stream import Stream
 
 
@@ -109,20 +109,28 @@ def wait_for_news(reader: Reader) -> None:
         raise
 
 
-def _generate(method: Callable[..., object]) -> Generate[Answer, BatchOutput, ChunkIterator]:
-    return cast("Generate[Answer, BatchOutput, ChunkIterator]", method)
+def _generate(
+    method: Callable[..., object],
+) -> Generate[Answer, BatchOutput, BatchOutput[Answer | Exception], ChunkIterator]:
+    return cast("Any", method)
 
 
-def _chat(method: Callable[..., object]) -> Chat[Answer, BatchOutput, ChunkIterator]:
-    return cast("Chat[Answer, BatchOutput, ChunkIterator]", method)
+def _chat(method: Callable[..., object]) -> Chat[Answer, BatchOutput, BatchOutput[Answer | Exception], ChunkIterator]:
+    return cast("Any", method)
 
 
-def _encode(method: Callable[..., object]) -> Encode[Embedding, BatchOutput[Embedding]]:
-    return cast("Encode[Embedding, BatchOutput[Embedding]]", method)
+def _encode(
+    method: Callable[..., object],
+) -> Encode[Embedding, BatchOutput[Embedding], BatchOutput[Embedding | Exception]]:
+    return cast("Any", method)
 
 
-def _rerank(method: Callable[..., object]) -> Rerank[BatchOutput[Ranking]]:
-    return cast("Rerank[BatchOutput[Ranking]]", method)
+def _rerank(method: Callable[..., object]) -> Rerank[BatchOutput[Ranking], BatchOutput[Ranking | Exception]]:
+    return cast("Any", method)
+
+
+def _score(method: Callable[..., object]) -> Score[ScoreResult, ScoreResult[list[float] | Exception]]:
+    return cast("Any", method)
 
 
 class Engine(EngineFace):
@@ -269,13 +277,14 @@ class Engine(EngineFace):
         self._blocking()
         return self._portal.call(self.async_beam_search(prompt, beam_width, max_new_tokens, length_penalty, **sampling))
 
+    @_score
     def score(
         self,
         query: str | TokenIds | None = None,
         items: str | Texts | TokenIds | BatchIds | None = None,
         label_token_ids: TokenIds | BatchIds | None = None,
         **options: Unpack[ScoreOptions],
-    ) -> ScoreResult:
+    ) -> ScoreResult | ScoreResult[list[float] | Exception]:
         """Score items behind a query, as ``async_score``."""
         self._blocking()
         return self._portal.call(self.async_score(query, items, label_token_ids, **options))

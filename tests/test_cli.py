@@ -40,7 +40,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 def run(*argv: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
     """The program in a process of its own, as a shell starts it."""
     command = [sys.executable, "-m", "aioengine", *argv]
-    return subprocess.run(command, cwd=ROOT, input=given or "", capture_output=True, text=True, timeout=55, check=False)
+    return subprocess.run(command, cwd=ROOT, input=given or "", capture_output=True, text=True, timeout=90, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -434,7 +434,7 @@ sys.exit(cli.main(sys.argv[1:]))
 def test_an_answer_in_letters_that_the_output_has_not_is_printed(encoding: str) -> None:
     command = [sys.executable, "-c", FAKED, "generate", "x", "--max-new-tokens", "90"]
     environment = {**os.environ, "PYTHONIOENCODING": encoding}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=50, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=90, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
     assert done.stdout.decode(encoding).strip() == ODD.encode(encoding, "backslashreplace").decode(encoding)
 
@@ -459,7 +459,7 @@ def test_input_that_is_not_utf_8_is_named(command: str, settings: dict[str, str]
         env=environment,
         input="caf\u00e9\n".encode("latin-1"),
         capture_output=True,
-        timeout=50,
+        timeout=90,
         check=False,
     )
     assert (done.returncode, done.stdout) == (1, b"")
@@ -506,7 +506,7 @@ STARTS = {
 @pytest.mark.parametrize("module", ["argparse", "asyncio", "msgspec", "uvloop", "aioengine.cli.flags"])
 def test_ctrl_c_during_the_imports_ends_it_without_a_word(how: str, module: str) -> None:
     program = INTERRUPTED_IMPORT.format(module=module, start=STARTS[how])
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=50, check=False)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=90, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
 
 
@@ -516,7 +516,7 @@ def test_ctrl_c_ends_it_without_a_word() -> None:
     assert process.stdout is not None
     process.stdout.read(8)
     os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=20)
+    _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (130, b"")
 
 
@@ -528,7 +528,7 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     process.stdout.close()
     assert process.stderr is not None
     assert process.stderr.read() == b""
-    assert process.wait(timeout=20) == 141
+    assert process.wait(timeout=60) == 141
     process.stderr.close()
 
 
@@ -562,7 +562,7 @@ class Terminal:
             while True:
                 self.wait_for_more()
         os.close(self._master)
-        return self.process.wait(timeout=20)
+        return self.process.wait(timeout=60)
 
 
 @pytest.mark.process

@@ -53,7 +53,7 @@ print(json.dumps([name for name in before if before[name] != after[name]]))
 def run(code: str) -> list[str]:
     """What the code prints as JSON, in a fresh interpreter in the checkout."""
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=90, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

@@ -148,12 +148,12 @@ def test_tables_of_models_have_all_families() -> None:
     assert len(models_table.rows(page)) == len(plugins.names("families"))
 
 
-def test_new_family_gets_a_row_with_the_first_line_of_its_file() -> None:
+def test_new_family_gets_a_row_with_its_docstring() -> None:
     page = models_table.PAGE.read_text()
     (row,) = [line for line in page.splitlines() if line.startswith("| `qwen2` |")]
     rows = models_table.rows(models_table.updated(page.replace(row + "\n", "")))
-    assert models_table.words_of_file("qwen2")[0] == "Qwen2"
-    assert rows["qwen2"][1:] == models_table.words_of_file("qwen2")
+    assert models_table.described("qwen2")[0] == "Qwen2"
+    assert rows["qwen2"][1:] == models_table.described("qwen2")
     names = list(rows)
     assert names.index("qwen2") == names.index("qwen3_5") - 1, "the last row of the first table"
 

@@ -1,4 +1,4 @@
-"""The parts of a decoder's block, with the names of their tensors in the checkpoint. No torch."""
+"""Configs of the parts of a decoder block, with the names of their checkpoint tensors. Torch-free."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ ACTIVATIONS: Final[Mapping[str, Activation]] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
-"""The activations of config.json that are implemented."""
+"""Supported activation names in config.json -> our names."""
 
 
 class TensorNames(Struct, frozen=True, kw_only=True):
-    """Names in the checkpoint of the parts of a decoder.
+    """Names of the decoder's parts in the checkpoint.
 
     Attributes:
-        positions: of learned positions, which are added to the embeddings; "": there are none. Rows before
-            ``first_position`` are not used.
-        layers: of the list of its blocks.
+        positions: the table of learned positions, which are added to the token embeddings; "" if there is none.
+        first_position: the row of the first position in that table.
+        layers: the list of blocks.
     """
 
     embedding: str = "model.embed_tokens"
@@ -40,34 +40,37 @@ class TensorNames(Struct, frozen=True, kw_only=True):
     head: str = "lm_head"
 
     def block(self, layer: int) -> str:
-        """What all names of this block begin with."""
+        """Return the prefix of all tensor names of a block."""
         return f"{self.layers}.{layer}."
 
 
 class NormConfig(Struct, frozen=True, kw_only=True):
-    """The norms of a model.
+    """A normalization layer.
 
     Attributes:
-        kind: "rms", or "layer", which takes the mean away.
-        has_weight: whether a "layer" norm has a weight. has_bias: whether it has a bias.
-        is_wide: an "rms" norm is multiplied by its weight in fp32, and rounded once; else rounded before as well.
-        offset: added to the weight of the checkpoint; such a norm is wide.
+        kind: "rms" for RMSNorm, "layer" for LayerNorm.
+        has_weight, has_bias: of a LayerNorm.
+        scales_in_fp32: the RMSNorm multiplies by its weight in fp32 and rounds once. Otherwise it rounds before the
+            multiplication too.
+        offset: added to the checkpoint's weight. A norm with an offset is always wide.
     """
 
     kind: Literal["rms", "layer"] = "rms"
     has_weight: bool = True
     has_bias: bool = False
-    is_wide: bool = False
+    scales_in_fp32: bool = False
     offset: float = 0.0
 
 
 class BlockConfig(Struct, frozen=True, kw_only=True):
-    """How attention and MLP are connected. Each may have a norm before it and one behind it; "": there is none.
+    """How a block connects attention and MLP.
 
     Attributes:
-        attention, mlp: what the names of their tensors begin with.
-        is_parallel: both read the stream as it was before the block. Without a norm of its own the MLP then reads what
-            attention reads. There is no norm behind the MLP.
+        attention, mlp: prefixes of their tensor names.
+        attention_norm, mlp_norm: names of the norms of their inputs; "" if there is none.
+        attention_output_norm, mlp_output_norm: names of the norms of their outputs; "" if there is none.
+        is_parallel: attention and MLP read the same residual stream, and the block adds both outputs. Without
+            ``mlp_norm``, the MLP reads the output of ``attention_norm``. There is no ``mlp_output_norm``.
     """
 
     attention: str = "self_attn."
@@ -80,17 +83,18 @@ class BlockConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def norms(self) -> list[str]:
-        """The names of those that there are."""
-        found = self.attention_norm, self.attention_output_norm, self.mlp_norm, self.mlp_output_norm
-        return [name for name in found if name]
+        """The names of the norms that exist."""
+        names = self.attention_norm, self.attention_output_norm, self.mlp_norm, self.mlp_output_norm
+        return [name for name in names if name]
 
 
 class HeadNorm(Struct, frozen=True, kw_only=True):
-    """Norms of queries and keys, before they are rotated.
+    """Norms of queries and keys, applied before the rotary embedding.
 
     Attributes:
-        extent: "head": of each head, with one weight for all heads; "each_head": with a weight for each head, in one
-            tensor; "list": the same in numbered tensors; "all_heads": one norm over all heads together.
+        names: of the query norm and the key norm.
+        extent: "head" norms each head with one shared weight. "each_head" norms each head with its own weight, stored
+            in one tensor; "list" stores these weights in numbered tensors. "all_heads" norms all heads together.
     """
 
     names: tuple[str, str] = ("q_norm", "k_norm")
@@ -98,24 +102,24 @@ class HeadNorm(Struct, frozen=True, kw_only=True):
     extent: Literal["head", "each_head", "list", "all_heads"] = "head"
 
     def parts(self, name: str, num_heads: int) -> list[str]:
-        """The names of the norms in the checkpoint, of ``names``: one, or one for each head."""
+        """Return the checkpoint names of a norm: ``name``, or one name per head."""
         return [f"{name}.norms.{head}" for head in range(num_heads)] if self.extent == "list" else [name]
 
     def shape(self, num_heads: int, head_size: int) -> tuple[int, ...]:
-        """Of each tensor."""
+        """Return the shape of each tensor."""
         if self.extent == "each_head":
             return (num_heads, head_size)
         return (head_size * num_heads if self.extent == "all_heads" else head_size,)
 
 
 class LatentConfig(Struct, frozen=True, kw_only=True):
-    """Latent attention (arXiv 2405.04434): of each token one vector is kept, for the keys and values of all heads.
+    """Multi-head latent attention (arXiv 2405.04434): the KV cache holds one latent vector per token for all heads.
 
     Attributes:
-        rank: its size, without the numbers that are rotated.
-        query_rank: size of the vector that the queries of a token are made of; None: they are made of the stream.
-        plain_size, rotated_size: numbers of a query head that are not rotated, and that are.
-        value_size: of a head.
+        rank: size of the latent vector, without its rotary part.
+        query_rank: size of the low-rank query vector; None if queries are projected from the residual stream.
+        plain_size, rotated_size: sizes of the parts of a query head without and with rotary embedding.
+        value_size: size of a value head.
     """
 
     rank: int
@@ -129,18 +133,20 @@ class AttentionConfig(Struct, frozen=True, kw_only=True):
     """Self-attention.
 
     Attributes:
-        qkv: the layers of queries, keys and values, or one layer of all.
-        is_grouped: one layer of all has for each KV head its queries, its key and its value; else all queries, all keys
-            and all values.
-        scale: multiplies the dot products of queries and keys; None: 1 / sqrt(head size).
-        soft_cap: as in ``AttentionShape``.
-        clip: queries, keys and values are kept within -clip and clip; None: they stay.
-        is_interleaved: the rotation pairs neighbours; else the first half of what is rotated with the second.
-        latent: None: keys and values are kept. Otherwise ``qkv`` means nothing, and ``qkv_bias`` is of the layers that
-            read the stream.
-        has_sinks: whether each head has a learned sink, see ``AttentionShape``.
-        has_output_gate: the layer of queries has behind each head a gate of as many numbers, whose sigmoid multiplies
-            what the head has attended to.
+        qkv: names of the projections of queries, keys and values, or the name of one fused projection.
+        is_grouped: the fused projection orders its outputs by KV head: queries, key and value of the first KV head,
+            then of the next. Otherwise all queries come first, then all keys, then all values.
+        output: name of the output projection.
+        scale: factor of the attention scores; None for 1 / sqrt(head size).
+        soft_cap: see ``AttentionShape``.
+        clip: queries, keys and values are clipped to [-clip, clip]; None for no clipping.
+        is_interleaved: the rotary embedding rotates neighbouring entries as a pair. Otherwise entry i of the first
+            half pairs with entry i of the second half.
+        latent: latent attention; None for keys and values per head. With latent attention ``qkv`` is unused, and
+            ``qkv_bias`` belongs to the layers that read the residual stream.
+        has_sinks: each head has a learned attention sink, see ``AttentionShape``.
+        has_output_gate: the query projection also outputs a gate after each head. The sigmoid of the gate multiplies
+            the head's attention output.
     """
 
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
@@ -159,13 +165,13 @@ class AttentionConfig(Struct, frozen=True, kw_only=True):
 
 
 class ShortConvConfig(Struct, frozen=True, kw_only=True):
-    """Gated convolutions over a few tokens in the place of attention.
+    """Short gated convolutions, which replace attention in some layers.
 
     Attributes:
-        layers: those that have one.
-        prefix: of the names of their tensors.
-        width: tokens of the convolution.
-        has_bias: of its linear layers and of the convolution.
+        layers: indices of the layers with a convolution.
+        width: tokens that the convolution covers.
+        has_bias: the convolution and its linear layers have biases.
+        prefix: of the tensor names.
     """
 
     layers: frozenset[int]
@@ -175,16 +181,18 @@ class ShortConvConfig(Struct, frozen=True, kw_only=True):
 
 
 class MambaConfig(Struct, frozen=True, kw_only=True):
-    """Layers of Mamba 2 in the place of attention, with one group of heads for the norm.
+    """Mamba 2 layers, which replace attention in some layers. The gated norm has one group.
 
     Attributes:
-        layers: those that are one.
-        num_groups: of heads that share keys and queries (B and C in the paper), of ``key_size`` numbers each.
-        value_size: numbers of a head.
-        width: tokens of the convolution. has_conv_bias: of the convolution. has_bias: of the linear layers.
-        time_limits: of the time step.
+        layers: indices of the Mamba 2 layers.
+        num_groups: groups of heads that share keys and queries (B and C in the paper) of size ``key_size``.
+        value_size: size of a head.
+        width: tokens that the convolution covers.
+        has_conv_bias: the convolution has a bias.
+        has_bias: the linear layers have biases.
+        time_limits: minimum and maximum of the time step.
         epsilon: of the norm.
-        prefix: of the names of their tensors.
+        prefix: of the tensor names.
     """
 
     layers: frozenset[int]
@@ -201,24 +209,23 @@ class MambaConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def num_channels(self) -> int:
-        """Of the convolution."""
+        """Channels of the convolution."""
         return self.num_heads * self.value_size + 2 * self.num_groups * self.key_size
 
     @property
     def num_inputs(self) -> int:
-        """Outputs of the layer that reads the stream: gates, the channels, and a time step for each head."""
+        """Output size of the input projection: gates, channels, and one time step per head."""
         return self.num_heads * self.value_size + self.num_channels + self.num_heads
 
 
 class DeltaNetConfig(Struct, frozen=True, kw_only=True):
-    """Gated delta nets in the place of attention.
+    """Gated delta nets, which replace attention in some layers.
 
     Attributes:
-        layers: those that have one.
-        prefix: of the names of their tensors.
-        width: tokens of the convolution.
-        is_grouped: two layers read the stream, with the outputs of a key head and of its value heads together; else
-            four layers do.
+        layers: indices of the delta net layers.
+        width: tokens that the convolution covers.
+        prefix: of the tensor names.
+        is_grouped: two input projections, which order their outputs by key head. Otherwise there are four.
     """
 
     layers: frozenset[int]
@@ -232,8 +239,9 @@ class DeltaNetConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def inputs(self) -> dict[str, int]:
-        """The layers that read the stream, by name, with the size of their outputs: q, k and v, the gates of outputs,
-        and for each value head a score and a step.
+        """Names and output sizes of the input projections.
+
+        Together they output queries, keys, values, output gates, and a score and a step per value head.
         """
         num_heads, values = self.num_value_heads, self.num_value_heads * self.value_size
         if self.is_grouped:
@@ -247,15 +255,17 @@ class DeltaNetConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def num_channels(self) -> int:
-        """Of the convolution: q and k of the key heads, v of the value heads."""
+        """Channels of the convolution: queries and keys of the key heads, values of the value heads."""
         return 2 * self.num_key_heads * self.key_size + self.num_value_heads * self.value_size
 
 
 class MlpConfig(Struct, frozen=True, kw_only=True):
-    """second(activation(first(x))), or where gated: second(activation(gates) * others).
+    """An MLP: second(activation(first(x))), or, if it is gated, second(activation(gate(x)) * up(x)).
 
     Attributes:
-        first: a layer, or those of the gates and of what they gate, which may also be one layer, gates first.
+        first: names of the layers that read the input: one layer, or gate and up. A gated MLP with one name has a
+            fused layer whose first half is the gate.
+        second: name of the output layer.
     """
 
     first: tuple[str, ...] = ("gate_proj", "up_proj")

@@ -1,28 +1,25 @@
-"""DeepSeek-V2, DeepSeek-V3 and the like: latent attention, and experts in all layers but the first ones. No torch."""
+"""DeepSeek-V2, DeepSeek-V3 and GLM-4.7-Flash: latent attention, and experts in all layers except the first ones."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from msgspec import field
 from msgspec.structs import replace
 
-from aioengine.families._config import check_experts, not_implemented
-from aioengine.families._experts import ExpertsConfig, SharedConfig
+from aioengine.families._config import DecoderConfig, check_experts
+from aioengine.families._experts import ExpertsConfig, RouterConfig, SharedConfig
+from aioengine.families._fields import not_implemented
 from aioengine.families._latent import LatentFamily
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from aioengine.families._config import DecoderConfig
-    from aioengine.families._experts import RouterConfig
 
 
 class DeepseekFamily(LatentFamily, frozen=True, kw_only=True):
-    """``num_shared_experts``: experts that all tokens go through, which are one MLP that is as large as all of them.
+    """The fields that DeepSeek-V2 and DeepSeek-V3 share.
 
-    ``num_nextn_predict_layers``, or ``num_mtp_layers``: layers behind the last one that predict further tokens, which
-    checkpoints may have and which are not used.
+    Attributes:
+        num_shared_experts: number of shared experts, which form one MLP.
+        num_nextn_predict_layers, num_mtp_layers: layers for multi-token prediction in the checkpoint. They follow the
+            last layer and are not used. The first field takes precedence.
     """
 
     first_k_dense_replace: int = 0
@@ -32,6 +29,7 @@ class DeepseekFamily(LatentFamily, frozen=True, kw_only=True):
     experts_per_token: int = field(name="num_experts_per_tok")
     num_groups: int | None = field(default=None, name="n_group")
     topk_group: int | None = None
+    norm_topk_prob: bool | None = False
     routed_scaling_factor: float = 1.0
     moe_layer_freq: Literal[1] = 1
     num_nextn_predict_layers: int | None = None
@@ -42,40 +40,129 @@ class DeepseekFamily(LatentFamily, frozen=True, kw_only=True):
         check_experts(self.num_experts, self.experts_per_token, name="n_routed_experts")
         num_groups, top_groups = self.groups
         if self.num_experts % num_groups:
-            not_implemented("n_group", num_groups, f"a divisor of {self.num_experts}, the number of experts")
-        fewest = -(-self.experts_per_token * num_groups // self.num_experts)
-        if not fewest <= top_groups <= num_groups:
-            not_implemented("topk_group", top_groups, f"{fewest} to {num_groups}, of the groups of experts")
+            not_implemented("n_group", num_groups, f"a divisor of n_routed_experts ({self.num_experts})")
+        minimum = -(-self.experts_per_token * num_groups // self.num_experts)
+        if not minimum <= top_groups <= num_groups:
+            not_implemented("topk_group", top_groups, f"{minimum} to {num_groups} of the {num_groups} groups")
 
     @property
     def groups(self) -> tuple[int, int]:
-        """Groups of experts, and how many of them the experts of a token are chosen from."""
+        """The number of expert groups, and the number of groups that the experts of a token come from."""
         num_groups = self.num_groups or 1
         return num_groups, num_groups if self.topk_group is None else self.topk_group
 
     @property
     def dense_layers(self) -> frozenset[int]:
-        """The layers that have an MLP and no experts."""
+        """The layers with an MLP instead of experts."""
         return frozenset(range(min(self.first_k_dense_replace, self.num_hidden_layers)))
 
-    def expert_decoder(self, config: Mapping[str, object], router: RouterConfig) -> DecoderConfig:
-        """The decoder of ``config``, whose fields these are, with this router."""
+    @property
+    def router(self) -> RouterConfig:
+        num_groups, top_groups = self.groups
+        return RouterConfig(
+            in_fp32=True,
+            is_normalized=bool(self.norm_topk_prob),
+            scale=self.routed_scaling_factor,
+            num_groups=num_groups,
+            top_groups=top_groups,
+        )
+
+    def decoder(self) -> DecoderConfig:
         shared: SharedConfig | None = None
         if self.num_shared_experts:
-            shared = SharedConfig(
-                inner_size=self.moe_intermediate_size * self.num_shared_experts, name="shared_experts"
-            )
+            inner_size = self.moe_intermediate_size * self.num_shared_experts
+            shared = SharedConfig(inner_size=inner_size, name="shared_experts")
         experts = ExpertsConfig(
             num_experts=self.num_experts,
             top_k=self.experts_per_token,
             inner_size=self.moe_intermediate_size,
-            router=router,
+            router=self.router,
             shared=shared,
             dense_layers=self.dense_layers,
         )
-        num_more = self.num_mtp_layers if self.num_nextn_predict_layers is None else self.num_nextn_predict_layers
+        num_extra = self.num_mtp_layers if self.num_nextn_predict_layers is None else self.num_nextn_predict_layers
+        extra_layers = range(self.num_hidden_layers, self.num_hidden_layers + num_extra)
         return replace(
-            self.latent_decoder(self.rope(config)),
-            experts=experts,
-            ignored=tuple(f"model.layers.{self.num_hidden_layers + layer}." for layer in range(num_more)),
+            super().decoder(), experts=experts, ignored=tuple(f"model.layers.{layer}." for layer in extra_layers)
         )
+
+
+class DeepseekV2Family(DeepseekFamily, frozen=True, kw_only=True):
+    """DeepSeek-V2, DeepSeek-V2-Lite: a token uses the best experts overall, or of the groups with the best expert."""
+
+    rope_interleave: Literal[True] = True
+    mlp_bias: Literal[False] = False
+    scoring_func: Literal["softmax"] = "softmax"
+    topk_method: Literal["greedy", "group_limited_greedy"] = "greedy"
+    norm_topk_prob: Literal[False] | None = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.topk_method == "group_limited_greedy" and None in (self.num_groups, self.topk_group):
+            not_implemented(
+                "n_group", self.num_groups, "numbers for n_group and topk_group with topk_method 'group_limited_greedy'"
+            )
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        return super().groups if self.topk_method == "group_limited_greedy" else (1, 1)
+
+
+class DeepseekV3Family(DeepseekFamily, frozen=True, kw_only=True):
+    """DeepSeek-V3, R1, Moonlight: score and bias select experts, from the groups with the best sum of two experts."""
+
+    num_key_value_heads: int | None = 128
+    max_position_embeddings: int = 4096
+    first_k_dense_replace: int = 3
+    num_experts: int = field(default=256, name="n_routed_experts")
+    num_shared_experts: int | None = field(default=1, name="n_shared_experts")
+    moe_intermediate_size: int = 2048
+    experts_per_token: int = field(default=8, name="num_experts_per_tok")
+    num_groups: int | None = field(default=8, name="n_group")
+    topk_group: int | None = 4
+    routed_scaling_factor: float = 2.5
+    norm_topk_prob: bool = True
+    scoring_func: Literal["sigmoid"] = "sigmoid"
+    topk_method: Literal["noaux_tc"] = "noaux_tc"
+    num_mtp_layers: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        num_groups, _ = self.groups
+        if num_groups > 1 and self.num_experts < 2 * num_groups:
+            not_implemented("n_group", num_groups, f"at most {self.num_experts // 2}, with two experts per group")
+
+    @property
+    def router(self) -> RouterConfig:
+        return replace(super().router, has_choice_bias=True, scoring="sigmoid", group_top=2)
+
+
+class Glm4MoeLiteFamily(DeepseekV3Family, frozen=True, kw_only=True):
+    """GLM-4.7-Flash: DeepSeek-V3 with a list of layers with experts."""
+
+    num_key_value_heads: int | None = 20
+    max_position_embeddings: int = 202_752
+    rms_norm_eps: float = 1e-5
+    q_lora_rank: int | None = 768
+    qk_nope_head_dim: int = 192
+    v_head_dim: int = 256
+    first_k_dense_replace: Literal[1] = 1
+    mlp_layer_types: list[Literal["dense", "sparse"]] | None = None
+    num_experts: int = field(default=64, name="n_routed_experts")
+    moe_intermediate_size: int = 1536
+    experts_per_token: int = field(default=4, name="num_experts_per_tok")
+    num_groups: int | None = field(default=1, name="n_group")
+    topk_group: int | None = 1
+    routed_scaling_factor: float = 1.8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mlp_layer_types is not None and len(self.mlp_layer_types) != self.num_hidden_layers:
+            length = f"of length {len(self.mlp_layer_types)}"
+            not_implemented("mlp_layer_types", length, f"one entry per layer ({self.num_hidden_layers})")
+
+    @property
+    def dense_layers(self) -> frozenset[int]:
+        if self.mlp_layer_types is None:
+            return super().dense_layers
+        return frozenset(layer for layer, kind in enumerate(self.mlp_layer_types) if kind == "dense")

@@ -1,31 +1,25 @@
-"""Encoders: every token attends to all of its text. What their families make of config.json. No torch."""
+"""Configs of encoders, and the base class of their families. Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping  # noqa: TC003  # for the fields of Structs
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from msgspec import Struct
 
-from aioengine.families._config import (
-    Labels,
-    RopeConfig,
-    Task,
-    TransformerConfig,
-    check_sizes,
-    not_implemented,
-    task_of,
-)
+from aioengine.families._config import Labels, Task, TransformerConfig, task_of
+from aioengine.families._fields import check_sizes, decode_config, not_implemented
+from aioengine.families._rope_config import RopeConfig
 
 Gelu = Literal["none", "tanh"]
-"""How GELU is approximated."""
+"""Approximation of GELU."""
 
 GELU: dict[str, Gelu] = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
-"""The activations of config.json that are implemented."""
+"""Supported activation names in config.json -> approximation of GELU."""
 
 
 class LinearShape(Struct, frozen=True):
-    """A linear layer of a block: its name in the checkpoint and its sizes."""
+    """Name, sizes and bias of a linear layer in the checkpoint."""
 
     name: str
     outputs: int
@@ -34,9 +28,10 @@ class LinearShape(Struct, frozen=True):
 
 
 class HeadConfig(Struct, frozen=True, kw_only=True):
-    """The head of a classifier: scores(norm(activation(dense(pooled)))), by their names in the checkpoint.
+    """The head of a classifier: scores(norm(activation(dense(pooled)))).
 
-    ``norm`` "": there is none.
+    Attributes:
+        dense, scores, norm: names in the checkpoint. ``norm`` is "" if there is none.
     """
 
     dense: str
@@ -47,18 +42,22 @@ class HeadConfig(Struct, frozen=True, kw_only=True):
 
 
 class EncoderConfig(TransformerConfig, frozen=True, kw_only=True):
-    """An encoder, with the names of its tensors in the checkpoint.
+    """A bidirectional encoder, with its names in the checkpoint.
 
     Attributes:
-        is_pre_norm: the norms stand before attention and MLP, and one at the end; else after each of the two.
-        is_gated: the MLP is output(gelu(a) * b), where a and b are the halves of its first matmul.
-        gelu: how it is approximated.
-        position_offset: of the learned position of the first token; None: positions are rotary.
-        ropes: of the layers that attend to all, and of those with a window.
-        embeddings: names -> rows, of tokens first. norms: behind the embeddings, and the last one of a pre-norm model.
-        blocks: name of the list of blocks. linears: of a block, qkv (fused or three), output, first and second of the
-            MLP. block_norms: of a block, that of attention first. first_without: the norm that block 0 has not.
-        head: of a classifier. ignored: prefixes of tensors that are not loaded.
+        is_pre_norm: norms precede attention and MLP, and a norm follows the last block. Otherwise norms follow both.
+        is_gated: the MLP is second(gelu(a) * b), where a and b are the halves of the first layer's output.
+        position_offset: row of the first position in the table of learned positions; None with rotary positions.
+        ropes: rotary embeddings of layers without and with a window.
+        embeddings: table name -> number of rows. The token table is first.
+        norms: the norm of the embeddings, and in a pre-norm model the last norm.
+        blocks: name of the list of blocks.
+        linears: layers of a block: queries, keys and values (fused or three layers), attention output, first and
+            second layer of the MLP.
+        block_norms: norms of a block: attention, MLP.
+        first_without: the norm that block 0 lacks; "" if it has both.
+        head: the head of a classifier.
+        ignored: prefixes of checkpoint tensors that the model does not load.
     """
 
     is_causal: bool = False
@@ -80,9 +79,9 @@ class EncoderConfig(TransformerConfig, frozen=True, kw_only=True):
 
 
 class EncoderFamily(Labels, frozen=True, kw_only=True):
-    """The fields of config.json that all encoders have. Fields that are not here do not change the results.
+    """The fields of config.json that all families of encoders share.
 
-    Raises ValueError for a value that is not implemented.
+    Fields that do not change results are left out. Raises ValueError for a value that is not implemented.
     """
 
     tasks: ClassVar[Mapping[str, Task]] = {
@@ -106,6 +105,15 @@ class EncoderFamily(Labels, frozen=True, kw_only=True):
                 "num_attention_heads", self.num_attention_heads, f"a divisor of {self.hidden_size}, with even heads"
             )
 
+    @classmethod
+    def read(cls, config: Mapping[str, object]) -> EncoderConfig:
+        """Read config.json. Raises ValueError for a value that is not implemented."""
+        return decode_config(config, cls).encoder()
+
+    def encoder(self) -> EncoderConfig:
+        """Return the encoder of these fields."""
+        raise NotImplementedError
+
     @property
     def head_size(self) -> int:
         return self.hidden_size // self.num_attention_heads
@@ -113,60 +121,3 @@ class EncoderFamily(Labels, frozen=True, kw_only=True):
     @property
     def task(self) -> Task:
         return task_of(self.architectures, self.tasks)
-
-
-class BertFamily(EncoderFamily, frozen=True, kw_only=True):
-    """BERT, RoBERTa and XLM-R."""
-
-    hidden_act: Literal["gelu", "gelu_new", "gelu_pytorch_tanh"] = "gelu"
-    layer_norm_eps: float = 1e-12
-    type_vocab_size: int = 2
-    pad_token_id: int = 0
-    position_embedding_type: Literal["absolute"] = "absolute"
-    is_decoder: Literal[False] = False
-
-
-def bert_config(found: BertFamily, *, name: str, position_offset: int, head: HeadConfig) -> EncoderConfig:
-    """The encoder of a ``found`` config.json. ``name``: of the base model in the checkpoint.
-
-    Raises:
-        ValueError: there are no positions but the padding's.
-    """
-    outer, inner = found.hidden_size, found.intermediate_size
-    num_positions = found.max_position_embeddings - position_offset
-    if num_positions < 1:
-        not_implemented("max_position_embeddings", found.max_position_embeddings, f"more than {position_offset}")
-    is_classifier = found.task is Task.CLASSIFY
-    return EncoderConfig(
-        task=found.task,
-        vocab_size=found.vocab_size,
-        hidden_size=outer,
-        intermediate_size=inner,
-        num_layers=found.num_hidden_layers,
-        num_heads=found.num_attention_heads,
-        num_kv_heads=found.num_attention_heads,
-        head_size=found.head_size,
-        epsilon=found.layer_norm_eps,
-        max_position_embeddings=num_positions,
-        num_labels=found.num_scores if is_classifier else 0,
-        prefix=f"{name}.",
-        gelu=GELU[found.hidden_act],
-        position_offset=position_offset,
-        embeddings={
-            "embeddings.word_embeddings": found.vocab_size,
-            "embeddings.position_embeddings": found.max_position_embeddings,
-            "embeddings.token_type_embeddings": found.type_vocab_size,
-        },
-        norms=("embeddings.LayerNorm",),
-        blocks="encoder.layer",
-        linears=(
-            *(LinearShape(f"attention.self.{part}", outer, outer, True) for part in ("query", "key", "value")),
-            LinearShape("attention.output.dense", outer, outer, True),
-            LinearShape("intermediate.dense", inner, outer, True),
-            LinearShape("output.dense", outer, inner, True),
-        ),
-        block_norms=("attention.output.LayerNorm", "output.LayerNorm"),
-        head=head if is_classifier else None,
-        # of a model of masked words; and the pooler, which only BERT's classifier reads
-        ignored=("cls.", "lm_head.", *(() if is_classifier and name == "bert" else (f"{name}.pooler.",))),
-    )

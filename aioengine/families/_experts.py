@@ -1,6 +1,6 @@
-"""Mixtures of experts, as config.json describes them, and the names and shapes of their tensors. No torch.
+"""Mixtures of experts: configs, and names and shapes of their checkpoint tensors. Torch-free.
 
-D model size, I inner size of an expert, E experts.
+D hidden size, I inner size of an expert, E experts.
 """
 
 from __future__ import annotations
@@ -13,26 +13,27 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
 Shapes = dict[str, tuple[int, ...]]
-"""Names of tensors and their shapes."""
+"""Tensor name -> shape."""
 
 MXFP4_BLOCK = 32
-"""Numbers with one scale, in 16 bytes."""
+"""MXFP4 values per scale, stored in 16 bytes."""
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The router, which chooses the experts of a token.
+    """The router, which selects the experts of each token.
 
     Attributes:
-        has_bias: whether a bias is added to the logits.
-        has_choice_bias: whether there is a bias that is added to the scores to choose experts, and not to weight them.
-        is_wide: whether the logits are computed in fp32.
-        scoring, is_normalized, scale, num_groups, top_groups, group_top: as in ``kernels.expert_types.Routing``.
+        name: of the linear layer that computes the logits.
+        has_bias: the linear layer has a bias.
+        has_choice_bias: a bias is added to the scores when experts are selected, but not to their weights.
+        in_fp32: the logits are computed in fp32.
+        scoring, is_normalized, scale, num_groups, top_groups, group_top: see ``kernels.expert_types.Routing``.
     """
 
     name: str = "gate"
     has_bias: bool = False
     has_choice_bias: bool = False
-    is_wide: bool = False
+    in_fp32: bool = False
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     is_normalized: bool = True
     scale: float = 1.0
@@ -42,11 +43,11 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SharedConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """An expert that all tokens go through.
+    """A shared expert, which processes all tokens.
 
     Attributes:
         inner_size: I.
-        gate: the name of the layer that computes a factor for each token; empty: there is none.
+        gate: name of the layer that computes a factor per token; "" if there is none.
     """
 
     inner_size: int
@@ -58,15 +59,16 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The experts of a block.
 
     Attributes:
-        top_k: experts of a token.
+        top_k: number of experts per token.
         inner_size: I.
-        stored: how a checkpoint stores experts. "separate": matrices of each expert, gates and ups apart. "packed":
-            [E, 2 I, D], gates first, and [E, D, I]. "interleaved": [E, D, 2 I], gates and ups in turn, and [E, I, D],
-            with biases. "mxfp4": blocks of [E, 2 I, D], gates and ups in turn, and of [E, D, I], with biases.
-        names: of the tensors of gates, ups and downs ("separate"), or of gates with ups and of downs.
-        limit, alpha: as in ``kernels.expert_types.Gate``.
-        shared: None: there is none.
-        dense_layers: the layers that have an ordinary MLP in the place of experts.
+        stored: layout in the checkpoint. "separate": gate, up and down matrices of each expert. "packed": gate_up
+            [E, 2 I, D] with gates first, and down [E, D, I]. "interleaved": gate_up [E, D, 2 I] with gate and up rows
+            alternating, down [E, I, D], and biases. "mxfp4": MXFP4 blocks of gate_up [E, 2 I, D] with gate and up
+            rows alternating and of down [E, D, I], and biases.
+        names: of the gate, up and down tensors ("separate"), or of the gate_up and down tensors.
+        limit, alpha: see ``kernels.expert_types.Gate``.
+        shared: the shared expert; None if there is none.
+        dense_layers: indices of layers with an MLP instead of experts.
     """
 
     num_experts: int
@@ -82,23 +84,23 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 CHOICE_BIAS = "e_score_correction_bias"
-"""The name of the bias to choose experts by, behind that of the router."""
+"""Name of the bias for the selection of experts, within the router."""
 
 
 def tensors_of_experts(config: ExpertsConfig, hidden_size: int) -> Shapes:
-    """Name -> shape of the tensors of one block, without what the names of its MLP begin with."""
+    """Return tensor name -> shape of the experts of a block, without the prefix of the MLP."""
     num_experts, router = config.num_experts, config.router
-    found: Shapes = {f"{router.name}.weight": (num_experts, hidden_size)}
+    shapes: Shapes = {f"{router.name}.weight": (num_experts, hidden_size)}
     if router.has_bias:
-        found |= {f"{router.name}.bias": (num_experts,)}
+        shapes |= {f"{router.name}.bias": (num_experts,)}
     if router.has_choice_bias:
-        found |= {f"{router.name}.{CHOICE_BIAS}": (num_experts,)}
+        shapes |= {f"{router.name}.{CHOICE_BIAS}": (num_experts,)}
     if (shared := config.shared) is not None:
         inner = shared.inner_size
-        found |= {f"{shared.name}.{name}.weight": (inner, hidden_size) for name in ("gate_proj", "up_proj")}
-        found |= {f"{shared.name}.down_proj.weight": (hidden_size, inner)}
-        found |= {f"{shared.gate}.weight": (1, hidden_size)} if shared.gate else {}
-    return found | _experts(config, hidden_size)
+        shapes |= {f"{shared.name}.{name}.weight": (inner, hidden_size) for name in ("gate_proj", "up_proj")}
+        shapes |= {f"{shared.name}.down_proj.weight": (hidden_size, inner)}
+        shapes |= {f"{shared.gate}.weight": (1, hidden_size)} if shared.gate else {}
+    return shapes | _experts(config, hidden_size)
 
 
 def _experts(config: ExpertsConfig, hidden_size: int) -> Shapes:
@@ -118,21 +120,21 @@ def _experts(config: ExpertsConfig, hidden_size: int) -> Shapes:
 
 
 def quantized_tensors(config: ExpertsConfig, hidden_size: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Name -> shape, and type as safetensors names it, of the tensors of a block that are no floats."""
+    """Return name -> (shape, safetensors dtype) of the quantized tensors of a block."""
     if config.stored != "mxfp4":
         return {}
     gate_up, down = config.names
-    found: dict[str, tuple[tuple[int, ...], str]] = {}
+    tensors: dict[str, tuple[tuple[int, ...], str]] = {}
     for name, rows, columns in (
         (gate_up, 2 * config.inner_size, hidden_size),
         (down, hidden_size, config.inner_size),
     ):
         scales = config.num_experts, rows, columns // MXFP4_BLOCK
-        found[f"{name}_blocks"] = (*scales, MXFP4_BLOCK // 2), "U8"
-        found[f"{name}_scales"] = scales, "U8"
-    return found
+        tensors[f"{name}_blocks"] = (*scales, MXFP4_BLOCK // 2), "U8"
+        tensors[f"{name}_scales"] = scales, "U8"
+    return tensors
 
 
 def dense_layers(num_layers: int, sparse_step: int, mlp_only: Collection[int]) -> frozenset[int]:
-    """The layers without experts, where every ``sparse_step``-th layer has some, but for those of ``mlp_only``."""
+    """Return the layers without experts: all but every ``sparse_step``-th layer, and the layers of ``mlp_only``."""
     return frozenset(layer for layer in range(num_layers) if layer in mlp_only or (layer + 1) % sparse_step)

@@ -1,6 +1,6 @@
-"""What the files say of a model that transformers' own code computes: sizes, by the names that there are, and layers.
+"""Reads the sizes of models without a family, which run with the code of transformers. Torch-free.
 
-transformers itself reads all else, in the scheduler process. No torch.
+transformers reads the rest of config.json itself, in the scheduler process.
 """
 
 from __future__ import annotations
@@ -10,16 +10,9 @@ from typing import TYPE_CHECKING, Final, cast
 import msgspec
 
 from aioengine import plugins
-from aioengine.families._config import (
-    FamilyConfig,
-    Labels,
-    RopeConfig,
-    Task,
-    TransformerConfig,
-    check_sizes,
-    not_implemented,
-    task_of,
-)
+from aioengine.families._config import DecoderFamily, Labels, Task, TransformerConfig, task_of
+from aioengine.families._fields import check_sizes, not_implemented
+from aioengine.families._rope_config import RopeConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,11 +34,11 @@ _NAMES: Final = {
         "seq_length",
     ),
 }
-"""The name of a size in most files -> all names of it, the usual one first."""
+"""The usual name of a size -> all of its names."""
 
 
-_TASKS: Final = {"LMHeadModel": Task.GENERATE, **FamilyConfig.tasks}
-"""The end of an architecture's name -> its task; the first that fits counts."""
+_TASKS: Final = {"LMHeadModel": Task.GENERATE, **DecoderFamily.tasks}
+"""Suffix of the architecture's name -> task. The first match applies."""
 
 _NO_LINEAR: Final = frozenset(
     (
@@ -53,21 +46,21 @@ _NO_LINEAR: Final = frozenset(
         *("lm_head", "embed_out", "output", "score", "classifier"),
     )
 )
-"""Embeddings and heads, which have weights of the shape of linear layers."""
+"""Embeddings and heads. Their weights have the shape of a linear layer."""
 
 
 _FLOAT: Final = "__float__"
-"""The key of an object that stands for a number which JSON does not have, in files of transformers."""
+"""Key of the object that transformers writes for infinity and NaN."""
 
 _TEXT_PARTS: Final = "text_config", "llm_config", "language_config", "thinker_config"
-"""Where the sizes are of the text model of a model that is made of several."""
+"""Names of the text model's config in models of several parts."""
 
 _EPSILONS: Final = ("norm_eps", "norm_epsilon", "rms_eps")
-"""How names end of what keeps a norm from dividing by zero."""
+"""Suffixes of the names of a norm's epsilon."""
 
 
 class _Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """Raises ValueError for a value that cannot be."""
+    """Raises ValueError for an impossible size."""
 
     vocab_size: int
     hidden_size: int
@@ -86,32 +79,31 @@ class _Labels(Labels, frozen=True, kw_only=True):
 
 
 def read_fallback_config(raw: Mapping[str, object]) -> TransformerConfig:
-    """The facts that the engine itself needs.
+    """Read the sizes that the engine needs.
 
-    Raises:
-        ValueError: one of them is missing or cannot be, or the model is for another task.
+    Raises ValueError if a size is missing or impossible, or if the task is not supported.
     """
     _check_numbers(raw)
-    given: dict[str, object] = {}
+    values: dict[str, object] = {}
     for usual, names in _NAMES.items():
         value = next((raw[name] for name in names if isinstance(raw.get(name), int)), None)
         if value is not None:
-            given[usual] = value
+            values[usual] = value
     if raw.get("multi_query") is True and not raw.get("new_decoder_architecture"):
-        given["num_key_value_heads"] = 1
+        values["num_key_value_heads"] = 1
     parts = [raw.get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
     if isinstance(parts[0], int) and isinstance(parts[1], int):
-        given["head_dim"] = parts[0] + parts[1]
+        values["head_dim"] = parts[0] + parts[1]
     try:
-        sizes = msgspec.convert(given, _Sizes)
+        sizes = msgspec.convert(values, _Sizes)
         labels = msgspec.convert(raw, _Labels)
     except msgspec.ValidationError as error:
         where = f"config.json of model_type {raw.get('model_type')!r}"
         part = next((name for name in _TEXT_PARTS if isinstance(raw.get(name), dict)), None)
-        if part is not None and "vocab_size" not in given:
+        if part is not None and "vocab_size" not in values:
             raise ValueError(
-                f"{where} describes several models, of which {part} is one, and model_impl='transformers' computes "
-                f"models of text alone; those that read images run without it: {', '.join(plugins.names('media'))}"
+                f"{where} has a text model in {part}; model_impl='transformers' supports only models without "
+                f"further parts. Models with images that work without model_impl: {', '.join(plugins.names('media'))}"
             ) from None
         raise ValueError(f"{where}, as model_impl='transformers' reads it: {error}") from error
     task = task_of(labels.architectures, _TASKS)
@@ -134,14 +126,14 @@ def read_fallback_config(raw: Mapping[str, object]) -> TransformerConfig:
 
 
 def _check_numbers(raw: Mapping[str, object]) -> None:
-    """Raise ValueError for a number that is none, and for an epsilon of norms that is not a small number above 0."""
-    left = list(raw.items())
-    while left:
-        name, value = left.pop()
+    """Raise ValueError for NaN, and for an epsilon of a norm outside of (0, 1]."""
+    entries = list(raw.items())
+    while entries:
+        name, value = entries.pop()
         if isinstance(value, list):
-            left += [(name, each) for each in cast("list[object]", value)]
+            entries += [(name, item) for item in cast("list[object]", value)]
         elif isinstance(value, dict) and _FLOAT not in value:
-            left += cast("dict[str, object]", value).items()
+            entries += cast("dict[str, object]", value).items()
         elif value == {_FLOAT: "NaN"}:
             not_implemented(name, value, "a number")
         elif name.endswith(_EPSILONS) and value is not None and not _is_epsilon(value):
@@ -153,25 +145,25 @@ def _is_epsilon(value: object) -> bool:
 
 
 def linear_layers(shapes: Mapping[str, tuple[int, ...]], vocab_size: int) -> dict[str, tuple[int, int]]:
-    """Name -> (outputs, inputs) of the layers that adapters may change, as far as names and shapes of tensors tell.
+    """Return name -> (outputs, inputs) of the layers that look like linear layers, judged by names and shapes.
 
-    The runner knows which of them transformers really has as linear layers, and refuses adapters of others.
+    The runner knows the real linear layers, and refuses adapters for other layers.
     """
-    found: dict[str, tuple[int, int]] = {}
+    layers: dict[str, tuple[int, int]] = {}
     for tensor, shape in shapes.items():
         name, _, last = tensor.rpartition(".")
         if last == "weight" and len(shape) == 2 and name.rpartition(".")[2] not in _NO_LINEAR:
-            found[name] = (shape[0], shape[1])
-    return {name: shape for name, shape in found.items() if shape[0] != vocab_size}
+            layers[name] = (shape[0], shape[1])
+    return {name: shape for name, shape in layers.items() if shape[0] != vocab_size}
 
 
 def _rope(raw: Mapping[str, object]) -> RopeConfig:
-    """The scaling, as far as it says for how many positions the model was made."""
-    given = raw.get("rope_scaling") or raw.get("rope_parameters")
-    if not isinstance(given, dict):
+    """Return the RoPE scaling, of which only the context length is used."""
+    parameters = raw.get("rope_scaling") or raw.get("rope_parameters")
+    if not isinstance(parameters, dict):
         return RopeConfig()
-    kind, factor = given.get("rope_type", given.get("type")), given.get("factor")
-    original = given.get("original_max_position_embeddings")
+    kind, factor = parameters.get("rope_type", parameters.get("type")), parameters.get("factor")
+    original = parameters.get("original_max_position_embeddings")
     if kind not in ("linear", "yarn") or not isinstance(factor, int | float):
         return RopeConfig()
     return RopeConfig(

@@ -1,21 +1,19 @@
-"""Models with latent attention, as config.json describes them (DeepSeek-V2, arXiv 2405.04434). No torch."""
+"""The base class of families with multi-head latent attention (arXiv 2405.04434). Torch-free."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from aioengine.families._block_config import AttentionConfig, LatentConfig
-from aioengine.families._config import FamilyConfig, RopeConfig, not_implemented
+from aioengine.families._config import DecoderConfig, DecoderFamily
+from aioengine.families._fields import not_implemented
+from aioengine.families._rope_config import RopeConfig
 
-if TYPE_CHECKING:
-    from aioengine.families._config import DecoderConfig
 
-
-class LatentFamily(FamilyConfig, frozen=True, kw_only=True):
-    """``rope_interleave``: the rotation pairs neighbours."""
+class LatentFamily(DecoderFamily, frozen=True, kw_only=True):
+    """The fields of config.json for multi-head latent attention."""
 
     kv_lora_rank: int = 512
     q_lora_rank: int | None = 1536
@@ -32,28 +30,32 @@ class LatentFamily(FamilyConfig, frozen=True, kw_only=True):
         super().__post_init__()
         num_heads, rotated = self.num_attention_heads, self.qk_rope_head_dim
         if self.head_dim not in (None, rotated):
-            not_implemented("head_dim", self.head_dim, f"{rotated}, which is qk_rope_head_dim, or null")
+            not_implemented("head_dim", self.head_dim, f"qk_rope_head_dim ({rotated}) or null")
         if self.num_kv_heads != num_heads:
-            not_implemented("num_key_value_heads", self.num_kv_heads, f"{num_heads}, the number of heads, or null")
+            not_implemented("num_key_value_heads", self.num_kv_heads, f"num_attention_heads ({num_heads}) or null")
         if self.attention_bias and self.q_lora_rank is None:
-            not_implemented("attention_bias", self.attention_bias, "false where q_lora_rank is null")
+            not_implemented("attention_bias", self.attention_bias, "false if q_lora_rank is null")
 
     @property
     def head_size(self) -> int:
-        """The size of a key in the KV cache, whatever ``head_dim`` is."""
+        """The size of a key in the KV cache: latent vector and rotary part."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
     def value_size(self) -> int:
-        """Of a head; null stands for the share of a head in the stream."""
+        """The size of a value head. The default is hidden size / number of heads."""
         return self.hidden_size // self.num_attention_heads if self.v_head_dim is None else self.v_head_dim
 
-    def latent_decoder(self, rope: RopeConfig) -> DecoderConfig:
-        """As ``decoder``, with latent attention."""
+    @property
+    def rotated_size(self) -> int:
+        return self.qk_rope_head_dim
+
+    def decoder(self) -> DecoderConfig:
+        decoder = super().decoder()
         attention = AttentionConfig(
             qkv_bias=self.attention_bias,
             output_bias=self.attention_bias,
-            scale=self._scale(rope),
+            scale=self._scale(decoder.rope),
             is_interleaved=self.rope_interleave,
             latent=LatentConfig(
                 rank=self.kv_lora_rank,
@@ -63,16 +65,14 @@ class LatentFamily(FamilyConfig, frozen=True, kw_only=True):
                 value_size=self.value_size,
             ),
         )
-        rope.check_head(self.qk_rope_head_dim)
-        decoder = self.decoder(RopeConfig())
-        return replace(decoder, num_kv_heads=1, rope=rope, rope_size=self.qk_rope_head_dim, attention=attention)
+        return replace(decoder, num_kv_heads=1, rope_size=self.qk_rope_head_dim, attention=attention)
 
     def _scale(self, rope: RopeConfig) -> float:
-        """Of the dot products: 1 / sqrt(size of a query head), times what ``mscale_all_dim`` adds for long contexts."""
+        """Return the factor of the attention scores: 1 / sqrt(query head size), times the square of YaRN's factor."""
         scale = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
         if rope.rope_type == "default" or not rope.mscale_all_dim:
             return scale
         if rope.factor is None:
-            not_implemented("rope_parameters.factor", None, "a number where mscale_all_dim is given")
+            not_implemented("rope_parameters.factor", None, "a number if mscale_all_dim is set")
         magnitude = 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
         return scale * magnitude * magnitude

@@ -1,4 +1,4 @@
-"""What a model takes of memory, from its config alone: numbers, of whatever type they have."""
+"""Memory needs of a model, computed from its config. Sizes are numbers of elements unless they are in bytes."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
     from aioengine.families._config import TransformerConfig
 
 SNAPSHOTS_PER_ROW: Final = 16
-"""Snapshots of states for each request that runs at once, at most."""
+"""Maximum number of state snapshots per running request."""
 
 _STREAMS: Final = 3
-"""Tensors of the size of the model that a block has at a time: the stream, what is added to it, and the normed."""
+"""Tensors [T, D] that are alive at a time in a block: residual stream, its update, and the norm's output."""
 
 
 def num_parameters(config: TransformerConfig) -> int:
-    """Of the weights that are loaded, without those of a vision tower; experts in MXFP4 as they are computed with."""
+    """Return the number of parameters without the vision tower. MXFP4 experts count as dequantized."""
     shapes = tensor_shapes(config)
     is_packed = isinstance(config, DecoderConfig) and config.experts is not None and config.experts.stored == "mxfp4"
     if not is_packed:
         return sum(map(math.prod, shapes.values()))
-    return sum(math.prod(shape) * _numbers_of_byte(name) for name, shape in shapes.items())
+    return sum(math.prod(shape) * _parameters_per_element(name) for name, shape in shapes.items())
 
 
 def active_parameters(config: TransformerConfig) -> int:
-    """As ``num_parameters``, but of the experts those alone that a token goes through."""
+    """Return the number of parameters that one token uses: only ``top_k`` of the experts."""
     count = num_parameters(config)
     if not isinstance(config, DecoderConfig):
         return count
@@ -40,35 +40,36 @@ def active_parameters(config: TransformerConfig) -> int:
     return count
 
 
-def _numbers_of_byte(name: str) -> int:
-    """The parameters that an entry of a tensor with experts in MXFP4 stands for: two of 4 bits, none, or one."""
+def _parameters_per_element(name: str) -> int:
+    """Return the parameters per element of a tensor: 2 in MXFP4 blocks, 0 in their scales, else 1."""
     return 2 if name.endswith("_blocks") else 0 if name.endswith("_scales") else 1
 
 
 def kv_numbers(config: TransformerConfig) -> int:
-    """Numbers that the KV pool keeps of a token; 0 for a model that attends in both directions."""
+    """Return the elements of the KV cache per token; 0 for a model that is not causal."""
     if not config.is_causal:
         return 0
     is_latent = isinstance(config, DecoderConfig) and config.attention.latent is not None
-    sides = 1 if is_latent else 2  # keys and values, or what both are made of
+    sides = 1 if is_latent else 2  # one latent vector, or keys and values
     has_states = [isinstance(config, DecoderConfig) and config.keeps_state(layer) for layer in range(config.num_layers)]
     return sides * has_states.count(False) * config.num_kv_heads * config.head_size
 
 
 def page_numbers(config: TransformerConfig, context_length: int) -> tuple[int, tuple[int | None, ...]]:
-    """Numbers that a page of the KV pool has of a token, and the windows of the groups of layers with pages of their
-    own (``PageGroups``), in rows of up to ``context_length`` tokens.
+    """Return the elements per token in a page of the KV pool, and the window of each page group (``PageGroups``).
+
+    Windows that ``context_length`` does not exceed count as none.
     """
     numbers = kv_numbers(config)
-    reached = [None if window is None or window >= context_length else window for window in config.windows]
-    groups, windows = layer_groups(reached)
+    windows_in_use = [None if window is None or window >= context_length else window for window in config.windows]
+    groups, windows = layer_groups(windows_in_use)
     if not config.is_causal or not windows:
         return numbers, (None,)
-    return numbers // len(reached) * len(groups[0]), windows
+    return numbers // len(windows_in_use) * len(groups[0]), windows
 
 
 def state_bytes(config: TransformerConfig, itemsize: int) -> int:
-    """Of the states that layers keep of a request; ``itemsize``: bytes of a number of the model."""
+    """Return the bytes of the recurrent states of one request. ``itemsize``: of the model's dtype."""
     if not isinstance(config, DecoderConfig) or (net := config.stateful) is None:
         return 0
     if isinstance(net, ShortConvConfig):
@@ -79,8 +80,10 @@ def state_bytes(config: TransformerConfig, itemsize: int) -> int:
 
 
 def step_numbers(config: TransformerConfig) -> int:
-    """Numbers that a step has at a time of each of its tokens, about; the logits are not among them."""
-    heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_size  # of q, k, v and the output
+    """Estimate the elements per token that are alive at a time in a step, without logits."""
+    heads = (
+        2 * config.num_heads + 2 * config.num_kv_heads
+    ) * config.head_size  # queries, keys, values and the attention output
     is_gated = not isinstance(config, DecoderConfig) or config.mlp.is_gated
     inner = (2 + is_gated) * config.intermediate_size
     if isinstance(config, DecoderConfig) and (experts := config.experts) is not None:

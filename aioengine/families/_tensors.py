@@ -1,4 +1,4 @@
-"""The names and shapes of the tensors in the checkpoint of a model."""
+"""Names and shapes of a model's checkpoint tensors. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ if TYPE_CHECKING:
 
 
 def tensor_shapes(config: TransformerConfig) -> Shapes:
-    """Name -> shape of every tensor that is loaded; those of a vision tower are known to its model alone."""
+    """Return name -> shape of all tensors that the model loads, except those of a vision tower."""
     if isinstance(config, EncoderConfig):
         return _encoder(config)
     assert isinstance(config, DecoderConfig)
     names, size = config.names, config.hidden_size
-    found: Shapes = {f"{names.embedding}.weight": (config.vocab_size, size)}
-    found |= _norm(names.norm, size, config.norm)
+    shapes: Shapes = {f"{names.embedding}.weight": (config.vocab_size, size)}
+    shapes |= _norm(names.norm, size, config.norm)
     if names.positions:
-        found[f"{names.positions}.weight"] = (names.first_position + config.max_position_embeddings, size)
+        shapes[f"{names.positions}.weight"] = (names.first_position + config.max_position_embeddings, size)
     for name, outputs in config.head.items():
-        found |= _linear(LinearShape(name, outputs, size, config.head_bias and name == names.head))
+        shapes |= _linear(LinearShape(name, outputs, size, config.head_bias and name == names.head))
     for layer in range(config.num_layers):
-        found |= {f"{names.block(layer)}{name}": shape for name, shape in block_shapes(config, layer).items()}
-    return found
+        shapes |= {f"{names.block(layer)}{name}": shape for name, shape in block_shapes(config, layer).items()}
+    return shapes
 
 
 def block_shapes(config: DecoderConfig, layer: int) -> Shapes:
-    """Name within the block -> shape of every tensor of this layer."""
+    """Return name within the block -> shape of the tensors of a block."""
     return {**attention_shapes(config, layer), **mlp_shapes(config, layer), **_norms(config)}
 
 
 def adaptable_layers(config: DecoderConfig) -> dict[str, tuple[int, int]]:
-    """Name in the checkpoint -> (outputs, inputs) of each linear layer of the blocks that an adapter may change."""
+    """Return name -> (outputs, inputs) of the linear layers that adapters may change."""
     return {
         f"{config.names.block(layer)}{linear.name}": (linear.outputs, linear.inputs)
         for layer in range(config.num_layers)
@@ -49,20 +49,20 @@ def adaptable_layers(config: DecoderConfig) -> dict[str, tuple[int, int]]:
 
 
 def exact_types(config: TransformerConfig) -> dict[str, str]:
-    """Name -> type, as safetensors names it, of the tensors that no other type can be converted to."""
+    """Return name -> safetensors dtype of the quantized tensors, which must have exactly this dtype."""
     if not isinstance(config, DecoderConfig):
         return {}
-    found: dict[str, str] = {}
+    types: dict[str, str] = {}
     for layer in range(config.num_layers):
         if (experts := config.experts_of(layer)) is not None:
             prefix = f"{config.names.block(layer)}{config.block.mlp}"
             quantized = quantized_tensors(experts, config.hidden_size)
-            found |= {f"{prefix}{name}": kind for name, (_, kind) in quantized.items()}
-    return found
+            types |= {f"{prefix}{name}": kind for name, (_, kind) in quantized.items()}
+    return types
 
 
 def is_ignored(config: TransformerConfig, name: str) -> bool:
-    """Whether the checkpoint may hold this tensor although it is not loaded: a buffer, or a head that is not used."""
+    """Return whether a checkpoint tensor may be skipped: a buffer, an unused head, or a part that we do not load."""
     if isinstance(config, EncoderConfig):
         return name.endswith("position_ids") or name.startswith(config.ignored)
     if isinstance(config, VisionConfig) and name.startswith(config.towers):
@@ -75,54 +75,54 @@ def is_ignored(config: TransformerConfig, name: str) -> bool:
 
 
 def attention_linears(config: DecoderConfig, layer: int) -> list[LinearShape]:
-    """The linear layers of the attention of this layer that adapters may change."""
-    chosen, prefix, size = config.attention, config.block.attention, config.hidden_size
-    if chosen.latent is not None:
-        return _latent_linears(config, chosen.latent)
+    """Return the linear layers of a layer's attention that adapters may change."""
+    attention, prefix, size = config.attention, config.block.attention, config.hidden_size
+    if attention.latent is not None:
+        return _latent_linears(config, attention.latent)
     if config.stateful is not None and config.keeps_state(layer):
         return _stateful_linears(config.stateful, size)
     inner, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
-    queries = 2 * inner if chosen.has_output_gate else inner
-    sizes = (queries, kv_size, kv_size) if len(chosen.qkv) > 1 else (inner + 2 * kv_size,)
+    queries = 2 * inner if attention.has_output_gate else inner
+    sizes = (queries, kv_size, kv_size) if len(attention.qkv) > 1 else (inner + 2 * kv_size,)
     return [
         *(
-            LinearShape(f"{prefix}{name}", outputs, size, chosen.qkv_bias)
-            for name, outputs in zip(chosen.qkv, sizes, strict=True)
+            LinearShape(f"{prefix}{name}", outputs, size, attention.qkv_bias)
+            for name, outputs in zip(attention.qkv, sizes, strict=True)
         ),
-        LinearShape(f"{prefix}{chosen.output}", size, inner, chosen.output_bias),
+        LinearShape(f"{prefix}{attention.output}", size, inner, attention.output_bias),
     ]
 
 
 def _latent_linears(config: DecoderConfig, latent: LatentConfig) -> list[LinearShape]:
-    chosen, prefix, size = config.attention, config.block.attention, config.hidden_size
+    attention, prefix, size = config.attention, config.block.attention, config.hidden_size
     queries = config.num_heads * (latent.plain_size + latent.rotated_size)
     if latent.query_rank is None:
-        found = [LinearShape(f"{prefix}q_proj", queries, size, chosen.qkv_bias)]
+        layers = [LinearShape(f"{prefix}q_proj", queries, size, attention.qkv_bias)]
     else:
-        found = [
-            LinearShape(f"{prefix}q_a_proj", latent.query_rank, size, chosen.qkv_bias),
+        layers = [
+            LinearShape(f"{prefix}q_a_proj", latent.query_rank, size, attention.qkv_bias),
             LinearShape(f"{prefix}q_b_proj", queries, latent.query_rank, False),
         ]
     inner = config.num_heads * latent.value_size
     return [
-        *found,
-        LinearShape(f"{prefix}kv_a_proj_with_mqa", latent.rank + latent.rotated_size, size, chosen.qkv_bias),
-        LinearShape(f"{prefix}{chosen.output}", size, inner, chosen.output_bias),
+        *layers,
+        LinearShape(f"{prefix}kv_a_proj_with_mqa", latent.rank + latent.rotated_size, size, attention.qkv_bias),
+        LinearShape(f"{prefix}{attention.output}", size, inner, attention.output_bias),
     ]
 
 
 def _latent_shapes(config: DecoderConfig, latent: LatentConfig) -> Shapes:
-    """The tensors of latent attention that are in none of its linear layers."""
+    """Return the tensors of latent attention that do not belong to its linear layers."""
     prefix, head_size = config.block.attention, latent.plain_size + latent.value_size
-    found: Shapes = {f"{prefix}kv_b_proj.weight": (config.num_heads * head_size, latent.rank)}
-    found |= _norm(f"{prefix}kv_a_layernorm", latent.rank, config.norm)
-    return (
-        found if latent.query_rank is None else found | _norm(f"{prefix}q_a_layernorm", latent.query_rank, config.norm)
-    )
+    shapes: Shapes = {f"{prefix}kv_b_proj.weight": (config.num_heads * head_size, latent.rank)}
+    shapes |= _norm(f"{prefix}kv_a_layernorm", latent.rank, config.norm)
+    if latent.query_rank is not None:
+        shapes |= _norm(f"{prefix}q_a_layernorm", latent.query_rank, config.norm)
+    return shapes
 
 
 def _stateful_linears(net: DeltaNetConfig | ShortConvConfig | MambaConfig, size: int) -> list[LinearShape]:
-    """``size``: of the stream."""
+    """Return the linear layers of a layer with a recurrent state. ``size``: the hidden size."""
     if isinstance(net, ShortConvConfig):
         sizes = {"in_proj": 3 * size, "out_proj": size}
         return [LinearShape(f"{net.prefix}{name}", outputs, size, net.has_bias) for name, outputs in sizes.items()]
@@ -135,94 +135,94 @@ def _stateful_linears(net: DeltaNetConfig | ShortConvConfig | MambaConfig, size:
 
 
 def _stateful_shapes(net: DeltaNetConfig | ShortConvConfig | MambaConfig, size: int) -> Shapes:
-    """The other tensors; ``size``: of the stream."""
+    """Return the other tensors of a layer with a recurrent state. ``size``: the hidden size."""
     if isinstance(net, ShortConvConfig):
-        found: Shapes = {f"{net.prefix}conv.weight": (size, 1, net.width)}
-        return {**found, f"{net.prefix}conv.bias": (size,)} if net.has_bias else found
+        shapes: Shapes = {f"{net.prefix}conv.weight": (size, 1, net.width)}
+        return {**shapes, f"{net.prefix}conv.bias": (size,)} if net.has_bias else shapes
     if isinstance(net, MambaConfig):
-        found = {f"{net.prefix}{name}": (net.num_heads,) for name in ("A_log", "dt_bias", "D")}
-        found |= {f"{net.prefix}conv1d.weight": (net.num_channels, 1, net.width)}
-        found |= {f"{net.prefix}norm.weight": (net.num_heads * net.value_size,)}
-        return {**found, f"{net.prefix}conv1d.bias": (net.num_channels,)} if net.has_conv_bias else found
-    found = {f"{net.prefix}{name}": (net.num_value_heads,) for name in ("A_log", "dt_bias")}
-    found[f"{net.prefix}conv1d.weight"] = net.num_channels, 1, net.width
-    return {**found, f"{net.prefix}norm.weight": (net.value_size,)}
+        shapes = {f"{net.prefix}{name}": (net.num_heads,) for name in ("A_log", "dt_bias", "D")}
+        shapes |= {f"{net.prefix}conv1d.weight": (net.num_channels, 1, net.width)}
+        shapes |= {f"{net.prefix}norm.weight": (net.num_heads * net.value_size,)}
+        return {**shapes, f"{net.prefix}conv1d.bias": (net.num_channels,)} if net.has_conv_bias else shapes
+    shapes = {f"{net.prefix}{name}": (net.num_value_heads,) for name in ("A_log", "dt_bias")}
+    shapes[f"{net.prefix}conv1d.weight"] = net.num_channels, 1, net.width
+    return {**shapes, f"{net.prefix}norm.weight": (net.value_size,)}
 
 
 def attention_shapes(config: DecoderConfig, layer: int) -> Shapes:
-    """The tensors of the attention of this layer."""
-    found: Shapes = {}
+    """Return the tensors of a layer's attention."""
+    shapes: Shapes = {}
     for linear in attention_linears(config, layer):
-        found |= _linear(linear, is_transposed=config.is_transposed)
+        shapes |= _linear(linear, is_transposed=config.is_transposed)
     if (latent := config.attention.latent) is not None:
-        found |= _latent_shapes(config, latent)
+        shapes |= _latent_shapes(config, latent)
     if config.stateful is not None and config.keeps_state(layer):
-        return found | _stateful_shapes(config.stateful, config.hidden_size)
+        return shapes | _stateful_shapes(config.stateful, config.hidden_size)
     if config.attention.has_sinks:
-        found |= {f"{config.block.attention}sinks": (config.num_heads,)}
+        shapes |= {f"{config.block.attention}sinks": (config.num_heads,)}
     if (head_norm := config.attention.head_norm) is not None:
         for name, num_heads in zip(head_norm.names, (config.num_heads, config.num_kv_heads), strict=True):
             size = head_norm.shape(num_heads, config.head_size)
             for part in head_norm.parts(name, num_heads):
-                found |= _norm(f"{config.block.attention}{part}", size, head_norm.norm)
-    return found
+                shapes |= _norm(f"{config.block.attention}{part}", size, head_norm.norm)
+    return shapes
 
 
 def mlp_linears(config: DecoderConfig, layer: int) -> list[LinearShape]:
-    """The linear layers of the MLP of this layer that adapters may change; experts are none."""
+    """Return the linear layers of a layer's MLP, which adapters may change. Experts have none."""
     if config.experts_of(layer) is not None:
         return []
-    chosen, prefix, bias = config.mlp, config.block.mlp, config.mlp.has_bias
+    mlp, prefix, bias = config.mlp, config.block.mlp, config.mlp.has_bias
     outer, inner = config.hidden_size, config.intermediate_size
-    size = 2 * inner if chosen.is_gated and len(chosen.first) == 1 else inner
-    first = [LinearShape(f"{prefix}{name}", size, outer, bias) for name in chosen.first]
-    return [*first, LinearShape(f"{prefix}{chosen.second}", outer, inner, bias)]
+    size = 2 * inner if mlp.is_gated and len(mlp.first) == 1 else inner
+    first = [LinearShape(f"{prefix}{name}", size, outer, bias) for name in mlp.first]
+    return [*first, LinearShape(f"{prefix}{mlp.second}", outer, inner, bias)]
 
 
 def mlp_shapes(config: DecoderConfig, layer: int) -> Shapes:
-    """The tensors of the MLP of this layer, or of its experts."""
+    """Return the tensors of a layer's MLP or experts."""
     if (experts := config.experts_of(layer)) is not None:
-        shapes = tensors_of_experts(experts, config.hidden_size)
-        return {f"{config.block.mlp}{name}": shape for name, shape in shapes.items()}
-    found: Shapes = {}
+        tensors = tensors_of_experts(experts, config.hidden_size)
+        return {f"{config.block.mlp}{name}": shape for name, shape in tensors.items()}
+    shapes: Shapes = {}
     for linear in mlp_linears(config, layer):
-        found |= _linear(linear, is_transposed=config.is_transposed)
-    return found
+        shapes |= _linear(linear, is_transposed=config.is_transposed)
+    return shapes
 
 
 def _norms(config: DecoderConfig) -> Shapes:
-    found: Shapes = {}
+    shapes: Shapes = {}
     for name in config.block.norms:
-        found |= _norm(name, config.hidden_size, config.norm)
-    return found
+        shapes |= _norm(name, config.hidden_size, config.norm)
+    return shapes
 
 
 def _encoder(config: EncoderConfig) -> Shapes:
     prefix, size, norm = config.prefix, config.hidden_size, NormConfig(kind="layer", has_bias=config.norm_bias)
-    found: Shapes = {f"{prefix}{name}.weight": (rows, size) for name, rows in config.embeddings.items()}
+    shapes: Shapes = {f"{prefix}{name}.weight": (rows, size) for name, rows in config.embeddings.items()}
     for name in config.norms:
-        found |= _norm(f"{prefix}{name}", size, norm)
+        shapes |= _norm(f"{prefix}{name}", size, norm)
     for layer in range(config.num_layers):
         block = f"{prefix}{config.blocks}.{layer}."
         for linear in config.linears:
-            found |= _linear(replace(linear, name=f"{block}{linear.name}"))
+            shapes |= _linear(replace(linear, name=f"{block}{linear.name}"))
         for name in config.block_norms:
             if layer or name != config.first_without:
-                found |= _norm(f"{block}{name}", size, norm)
+                shapes |= _norm(f"{block}{name}", size, norm)
     if (head := config.head) is not None:
-        found |= _linear(LinearShape(head.dense, size, size, head.dense_bias))
-        found |= _norm(head.norm, size, norm) if head.norm else {}
-        found |= _linear(LinearShape(head.scores, config.num_labels, size, True))
-    return found
+        shapes |= _linear(LinearShape(head.dense, size, size, head.dense_bias))
+        shapes |= _norm(head.norm, size, norm) if head.norm else {}
+        shapes |= _linear(LinearShape(head.scores, config.num_labels, size, True))
+    return shapes
 
 
 def _norm(name: str, size: int | tuple[int, ...], norm: NormConfig) -> Shapes:
     shape = (size,) if isinstance(size, int) else size
-    found: Shapes = {f"{name}.weight": shape} if norm.has_weight else {}
-    return {**found, f"{name}.bias": shape} if norm.has_bias else found
+    shapes: Shapes = {f"{name}.weight": shape} if norm.has_weight else {}
+    return {**shapes, f"{name}.bias": shape} if norm.has_bias else shapes
 
 
 def _linear(linear: LinearShape, *, is_transposed: bool = False) -> Shapes:
     shape = (linear.inputs, linear.outputs) if is_transposed else (linear.outputs, linear.inputs)
-    found: Shapes = {f"{linear.name}.weight": shape}
-    return {**found, f"{linear.name}.bias": (linear.outputs,)} if linear.has_bias else found
+    shapes: Shapes = {f"{linear.name}.weight": shape}
+    return {**shapes, f"{linear.name}.bias": (linear.outputs,)} if linear.has_bias else shapes

@@ -1,7 +1,4 @@
-"""How many numbers the vision towers have, with what brings their features to the text model, from config.json alone.
-
-As transformers makes them; D size of the tower, I inner size of its MLP, T size of the text model.
-"""
+"""Numbers of parameters of the vision towers of transformers and their projectors, computed from config.json."""
 
 from __future__ import annotations
 
@@ -10,18 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from aioengine.families._config import not_implemented
+from aioengine.families._fields import not_implemented
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 Size = Annotated[int, Meta(ge=1, le=1 << 24)]
 Layers = Annotated[int, Meta(ge=1, le=1024)]
-"""They are made one by one before the weights are looked at."""
+"""Limited because transformers builds each layer before any weight is checked."""
 
 
-class _Vit(msgspec.Struct, frozen=True):
-    """CLIP and SigLIP towers, also that of Idefics3."""
+class _VitFields(msgspec.Struct, frozen=True):
+    """``vision_config`` of CLIP and SigLIP towers, including Idefics3's."""
 
     hidden_size: Size = 768
     intermediate_size: Size = 3072
@@ -44,11 +41,13 @@ class _Vit(msgspec.Struct, frozen=True):
         return self.num_channels * self.patch_size**2 * self.hidden_size
 
     @property
-    def num_places(self) -> int:
+    def num_positions(self) -> int:
         return (self.image_size // self.patch_size) ** 2
 
 
-class _Qwen(msgspec.Struct, frozen=True):
+class _QwenTowerFields(msgspec.Struct, frozen=True):
+    """``vision_config`` of Qwen's towers."""
+
     depth: Layers = 32
     num_heads: Size = 16
     embed_dim: Size = 1280
@@ -67,13 +66,13 @@ class _Qwen(msgspec.Struct, frozen=True):
         return self.in_channels * self.temporal_patch_size * self.patch_size**2 * size
 
     def merger(self, size: int, outputs: int) -> int:
-        """The MLP that merges the features of neighbours; its norm is not counted."""
+        """Count the MLP that merges the features of neighbouring patches, without its norm."""
         inner = size * self.spatial_merge_size**2
         return inner * inner + inner + inner * outputs + outputs
 
 
-class _Whole(msgspec.Struct, frozen=True):
-    """The fields beside ``vision_config``."""
+class _ModelFields(msgspec.Struct, frozen=True):
+    """The fields of config.json outside ``vision_config``."""
 
     scale_factor: Size = 2
     multimodal_projector_bias: bool = True
@@ -81,85 +80,88 @@ class _Whole(msgspec.Struct, frozen=True):
 
 
 def num_tower_parameters(config: Mapping[str, object], text_size: int) -> int:
-    """Of the tower and of what follows it, of the model that ``config`` (config.json) describes. ``text_size``: T.
+    """Return the number of parameters of the vision tower and the projector.
 
-    As all sizes are checked for it, ``model_folder`` calls it for the check alone, too.
+    ``model_folder`` also calls this function to check the sizes.
 
-    Raises:
-        ValueError: a field has a value that no tower has.
+    Args:
+        config: config.json.
+        text_size: hidden size of the text model.
+
+    Raises ValueError if a field has an invalid value.
     """
     vision = config.get("vision_config")
     fields = vision if isinstance(vision, dict) else {}
     model_type = str(config.get("model_type"))
     try:
-        whole = msgspec.convert(config, _Whole)
-        return _COUNTS[model_type](fields, whole, text_size)
+        model = msgspec.convert(config, _ModelFields)
+        return _COUNTS[model_type](fields, model, text_size)
     except msgspec.ValidationError as error:
-        not_implemented("vision_config", str(error), "numbers, as transformers has them")
+        not_implemented("vision_config", str(error), "the sizes of a model that transformers can build")
 
 
 def _check_heads(size: int, num_heads: int) -> None:
-    """Raise ValidationError if the heads do not divide the size of the tower."""
+    """Raise ValidationError if the number of heads does not divide the hidden size."""
     if size % num_heads:
-        raise msgspec.ValidationError(f"{num_heads} heads of a tower of size {size}")
+        raise msgspec.ValidationError(f"hidden size {size} is not divisible by {num_heads} heads")
 
 
 def _layer(size: int, inner: int) -> int:
-    """One with biases and two layer norms."""
+    """Count a transformer layer with biases and two layer norms."""
     return 4 * (size * size + size) + 4 * size + 2 * size * inner + inner + size
 
 
-def _llava(fields: dict[str, object], whole: _Whole, text_size: int) -> int:
+def _llava(fields: dict[str, object], model: _ModelFields, text_size: int) -> int:
     is_clip = fields.get("model_type") == "clip_vision_model"
-    tower = msgspec.convert({"patch_size": 32 if is_clip else 16, **fields}, _Vit)
-    layers = whole.vision_feature_layer
+    tower = msgspec.convert({"patch_size": 32 if is_clip else 16, **fields}, _VitFields)
+    layers = model.vision_feature_layer
     inputs = tower.hidden_size * (len(layers) if isinstance(layers, list) else 1)
-    biases = 2 * text_size * whole.multimodal_projector_bias
+    biases = 2 * text_size * model.multimodal_projector_bias
     return (_clip(tower) if is_clip else _siglip(tower)) + inputs * text_size + text_size**2 + biases
 
 
-def _gemma3(fields: dict[str, object], whole: _Whole, text_size: int) -> int:
-    tower = msgspec.convert({"patch_size": 16, **fields}, _Vit)
+def _gemma3(fields: dict[str, object], model: _ModelFields, text_size: int) -> int:
+    tower = msgspec.convert({"patch_size": 16, **fields}, _VitFields)
     return _siglip(tower) + tower.hidden_size * (text_size + 1)
 
 
-def _idefics3(fields: dict[str, object], whole: _Whole, text_size: int) -> int:
+def _idefics3(fields: dict[str, object], model: _ModelFields, text_size: int) -> int:
     defaults = {"hidden_size": 1152, "num_attention_heads": 16}
-    tower = msgspec.convert({**defaults, **fields, "vision_use_head": False}, _Vit)
-    return _siglip(tower) + tower.hidden_size * whole.scale_factor**2 * text_size
+    tower = msgspec.convert({**defaults, **fields, "vision_use_head": False}, _VitFields)
+    return _siglip(tower) + tower.hidden_size * model.scale_factor**2 * text_size
 
 
-def _clip(tower: _Vit) -> int:
-    """Its two norms, its class token and the place of that stand beside the patches."""
-    return tower.encoder + tower.patches + (tower.num_places + 6) * tower.hidden_size
+def _clip(tower: _VitFields) -> int:
+    """Count a CLIP tower. Beside the patches it has two norms, a class token and its position."""
+    return tower.encoder + tower.patches + (tower.num_positions + 6) * tower.hidden_size
 
 
-def _siglip(tower: _Vit) -> int:
+def _siglip(tower: _VitFields) -> int:
     size = tower.hidden_size
     attention = 4 * (size * size + size)
     head = size + attention + 2 * size + 2 * size * tower.intermediate_size + tower.intermediate_size + size
-    return tower.encoder + tower.patches + (tower.num_places + 3) * size + head * tower.vision_use_head
+    return tower.encoder + tower.patches + (tower.num_positions + 3) * size + head * tower.vision_use_head
 
 
-def _qwen2_vl(fields: dict[str, object], whole: _Whole, text_size: int) -> int:
-    tower = msgspec.convert(fields, _Qwen)
+def _qwen2_vl(fields: dict[str, object], model: _ModelFields, text_size: int) -> int:
+    tower = msgspec.convert(fields, _QwenTowerFields)
     size = tower.embed_dim
     _check_heads(size, tower.num_heads)
     blocks = tower.depth * _layer(size, size * tower.mlp_ratio)
     return tower.patches(size) + blocks + tower.merger(size, tower.hidden_size) + 2 * size
 
 
-def _qwen2_5_vl(fields: dict[str, object], whole: _Whole, text_size: int) -> int:
-    tower = msgspec.convert(fields, _Qwen)
+def _qwen2_5_vl(fields: dict[str, object], model: _ModelFields, text_size: int) -> int:
+    tower = msgspec.convert(fields, _QwenTowerFields)
     size, inner = tower.hidden_size, tower.intermediate_size
     _check_heads(size, tower.num_heads)
     block = 4 * (size * size + size) + 2 * size + 3 * size * inner + 2 * inner + size
     return tower.patches(size) + tower.depth * block + tower.merger(size, tower.out_hidden_size) + size
 
 
-def _qwen3_vl(fields: dict[str, object], whole: _Whole, text_size: int) -> int:
+def _qwen3_vl(fields: dict[str, object], model: _ModelFields, text_size: int) -> int:
     defaults = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "patch_size": 16}
-    tower = msgspec.convert({**defaults, **fields}, _Qwen)
+    tower = msgspec.convert({**defaults, **fields}, _QwenTowerFields)
     size = tower.hidden_size
     _check_heads(size, tower.num_heads)
     merger, merged = tower.merger(size, tower.out_hidden_size), tower.spatial_merge_size**2
@@ -168,7 +170,7 @@ def _qwen3_vl(fields: dict[str, object], whole: _Whole, text_size: int) -> int:
     return tower.patches(size) + size * (1 + tower.num_position_embeddings) + blocks + merger + 2 * size + deepstack
 
 
-_COUNTS: Final[dict[str, Callable[[dict[str, object], _Whole, int], int]]] = {
+_COUNTS: Final[dict[str, Callable[[dict[str, object], _ModelFields, int], int]]] = {
     "llava": _llava,
     "gemma3": _gemma3,
     "idefics3": _idefics3,

@@ -1,23 +1,21 @@
-"""Models that read images beside text: a text model in config.json, and a vision tower. No torch.
+"""Configs of models that read images, and the base class of their families. Torch-free.
 
-The tower and what brings its outputs to the size of the text model are modules of transformers, which reads their part
-of config.json. Here is what the text model and everything around it needs.
+Vision tower and projector are modules of transformers, which reads their fields of config.json itself. The families
+read the text model, and the facts that the rest of the engine needs.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Final
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Final
 
 import msgspec
 
 from aioengine import plugins
-from aioengine.families._config import DecoderConfig, Task, not_implemented, task_of
+from aioengine.families._config import DecoderConfig, DecoderFamily, Task, task_of
+from aioengine.families._fields import decode_config, not_implemented
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-TASKS: Final = {"ForConditionalGeneration": Task.GENERATE, "Model": Task.EMBED}
-"""As ``FamilyConfig.tasks``."""
+ImageToken = Annotated[int, msgspec.Meta(ge=0)]
 
 TEXT_DEFAULTS: Final[Mapping[str, Mapping[str, object]]] = {
     "llama": {
@@ -36,18 +34,18 @@ TEXT_DEFAULTS: Final[Mapping[str, Mapping[str, object]]] = {
         "num_attention_heads": 8,
     },
 }
-"""Fields of text models that files on the hub leave out, by model type: the values of transformers."""
+"""Model type -> defaults of fields that ``text_config`` omits in files on the hub; the defaults of transformers."""
 
 
 class VisionConfig(DecoderConfig, frozen=True, kw_only=True):
     """The text model of a model that reads images.
 
     Attributes:
-        image_token_id: the placeholder in prompts, whose embedding the features of an image replace.
-        towers: prefixes of the names of the tensors that belong to no text model.
-        num_axes: of positions, 1 or 3 (time, height, width).
-        num_deepstack: layers behind which further features of an image are added.
-        whole_image_tokens: tokens of an image where these attend to each other in both directions; 0: they do not.
+        image_token_id: the placeholder token. Image features replace its embedding.
+        towers: prefixes of the tensors of vision tower and projector.
+        num_axes: axes of a position: 1, or 3 for time, height and width.
+        num_deepstack: number of first layers after which further image features are added (DeepStack).
+        whole_image_tokens: tokens per image if they attend to each other in both directions, else 0.
     """
 
     image_token_id: int
@@ -58,62 +56,80 @@ class VisionConfig(DecoderConfig, frozen=True, kw_only=True):
 
 
 class Tower(msgspec.Struct, frozen=True):
-    """The fields of ``vision_config`` that are read here."""
+    """The fields of ``vision_config`` that families read."""
 
     model_type: str = ""
     deepstack_visual_indexes: list[int] | None = None
 
 
 class VisionFamily(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of config.json that the families have in common.
+    """The fields of config.json that all families with images share.
 
     Raises ValueError for a value that is not implemented.
 
     Attributes:
-        text_types: model types of text models that are implemented. tower_types: those of vision towers.
-        text_family: the family of the text model; "": that of its type. text_defaults: fields that files may leave out.
+        text_types, tower_types: supported model types of text model and vision tower.
+        text_family: the family of the text model; "" for the family of its model type.
+        text_defaults: defaults of fields of text_config.
+        towers, renamed: see ``VisionConfig``.
     """
 
     text_types: ClassVar[tuple[str, ...]] = ()
     tower_types: ClassVar[tuple[str, ...]] = ()
     text_family: ClassVar[str] = ""
     text_defaults: ClassVar[dict[str, object]] = {}
+    towers: ClassVar[tuple[str, ...]] = ("vision_tower.", "multi_modal_projector.")
+    renamed: ClassVar[tuple[tuple[str, str], ...]] = ()
+    tasks: ClassVar[Mapping[str, Task]] = {"ForConditionalGeneration": Task.GENERATE, "Model": Task.EMBED}
 
     architectures: list[str] | None = None
     text_config: dict[str, object] = {}
     vision_config: Tower = Tower()
+    image_token_id: ImageToken | None = None
     tie_word_embeddings: bool | None = None
 
     def __post_init__(self) -> None:
         if self.vision_config.model_type not in self.tower_types:
             not_implemented("vision_config.model_type", self.vision_config.model_type, ", ".join(self.tower_types))
 
-    def text(self, raw: Mapping[str, object]) -> DecoderConfig:
-        """The decoder that ``text_config`` describes. ``raw``: config.json, which may say whether the head is tied."""
+    @classmethod
+    def read(cls, config: Mapping[str, object]) -> DecoderConfig:
+        """Read config.json. Raises ValueError for a value that is not implemented."""
+        return decode_config(config, cls).decoder()
+
+    @property
+    def placeholder_id(self) -> int | None:
+        """The placeholder token of an image in prompts."""
+        return self.image_token_id
+
+    def text(self) -> DecoderConfig:
+        """Return the text model, without the facts about images."""
         model_type = self.text_config.get("model_type", self.text_types[0])
         if not isinstance(model_type, str) or model_type not in self.text_types:
             not_implemented("text_config.model_type", model_type, ", ".join(self.text_types))
-        is_embedder = task_of(self.architectures, TASKS) is Task.EMBED
+        is_embedder = task_of(self.architectures, self.tasks) is Task.EMBED
         defaults = {**TEXT_DEFAULTS.get(model_type, {}), **self.text_defaults}
         fields = {**defaults, **self.text_config, "model_type": model_type}
         fields["architectures"] = ["Model"] if is_embedder else None
-        if raw.get("tie_word_embeddings"):
+        if self.tie_word_embeddings:
             fields["tie_word_embeddings"] = True
-        if raw.get("quantization_config") is not None:
-            fields["quantization_config"] = raw["quantization_config"]
-        found: DecoderConfig = plugins.load("families", self.text_family or model_type)(fields)
-        return found
+        family: type[DecoderFamily] = plugins.load("families", self.text_family or model_type)
+        return family.read(fields)
 
+    def decoder(self) -> DecoderConfig:
+        """Return the text model with the facts about images."""
+        return self.with_images(self.text())
 
-def vision_config_of(text: DecoderConfig, **fields: object) -> VisionConfig:
-    """The text model with what ``VisionConfig`` adds.
+    def with_images(self, text: DecoderConfig, **fields: object) -> VisionConfig:
+        """Add the facts about images to the text model. ``fields``: further fields of ``VisionConfig``.
 
-    Raises:
-        ValueError: the placeholder is not in the vocabulary.
-    """
-    if text.short_length:
-        not_implemented("rope_parameters.rope_type", "longrope", "other types, in a model that reads images")
-    found = msgspec.convert({**msgspec.structs.asdict(text), **fields}, VisionConfig)
-    if not 0 <= found.image_token_id < found.vocab_size:
-        not_implemented("image_token_id", found.image_token_id, f"an id below the vocabulary of {found.vocab_size}")
-    return found
+        Raises ValueError if the placeholder is not in the vocabulary.
+        """
+        if text.short_length:
+            not_implemented("rope_parameters.rope_type", "longrope", "other types in a model that reads images")
+        own = {"image_token_id": self.placeholder_id, "towers": self.towers, "renamed": self.renamed, **fields}
+        config = msgspec.convert({**msgspec.structs.asdict(text), **own}, VisionConfig)
+        if not 0 <= config.image_token_id < config.vocab_size:
+            limit = f"an id below the vocabulary of {config.vocab_size}"
+            not_implemented("image_token_id", config.image_token_id, limit)
+        return config

@@ -1,22 +1,17 @@
-"""Cohere (Command R, R+, Aya 23): attention and MLP side by side, neighbours in a head are rotated."""
+"""Cohere (Command R, R+, Aya 23): parallel attention and MLP, LayerNorm, interleaved rotary embedding."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import msgspec
 from msgspec.structs import replace
 
 from aioengine.families._block_config import AttentionConfig, BlockConfig, HeadNorm, NormConfig
-from aioengine.families._config import FamilyConfig, decode_config
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from aioengine.families._config import DecoderConfig
+from aioengine.families._config import DecoderConfig, DecoderFamily
 
 
-class Config(FamilyConfig, frozen=True, kw_only=True):
+class CohereFamily(DecoderFamily, frozen=True, kw_only=True):
     default_theta: ClassVar[float] = 5e5
 
     rms_norm_eps: float = msgspec.field(default=1e-5, name="layer_norm_eps")
@@ -26,18 +21,16 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
     attention_bias: bool = False
     use_qk_norm: bool = False
 
-
-def read(config: Mapping[str, object]) -> DecoderConfig:
-    found = decode_config(config, Config)
-    bias, norm = found.attention_bias, NormConfig(kind="layer")
-    head_norm = HeadNorm(norm=norm, extent="each_head") if found.use_qk_norm else None
-    return replace(
-        found.decoder(found.rope(config)),
-        norm=norm,
-        block=BlockConfig(is_parallel=True, mlp_norm=""),
-        attention=AttentionConfig(qkv_bias=bias, output_bias=bias, is_interleaved=True, head_norm=head_norm),
-        logits_scale=found.logit_scale,
-    )
+    def decoder(self) -> DecoderConfig:
+        bias, norm = self.attention_bias, NormConfig(kind="layer")
+        head_norm = HeadNorm(norm=norm, extent="each_head") if self.use_qk_norm else None
+        return replace(
+            super().decoder(),
+            norm=norm,
+            block=BlockConfig(is_parallel=True, mlp_norm=""),
+            attention=AttentionConfig(qkv_bias=bias, output_bias=bias, is_interleaved=True, head_norm=head_norm),
+            logits_scale=self.logit_scale,
+        )
 
 
-PLUGIN = read
+PLUGIN = CohereFamily

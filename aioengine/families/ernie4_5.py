@@ -1,21 +1,16 @@
-"""ERNIE 4.5, dense: a Llama whose rotation pairs neighbours."""
+"""ERNIE 4.5, dense: Llama with interleaved rotary embedding."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from msgspec.structs import replace
 
 from aioengine.families._block_config import AttentionConfig
-from aioengine.families._config import FamilyConfig, decode_config
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from aioengine.families._config import DecoderConfig
+from aioengine.families._config import DecoderConfig, DecoderFamily
 
 
-class Config(FamilyConfig, frozen=True, kw_only=True):
+class Ernie45Family(DecoderFamily, frozen=True, kw_only=True):
     default_theta: ClassVar[float] = 5e5
 
     num_key_value_heads: int | None = 2
@@ -25,15 +20,13 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
     tie_word_embeddings: bool = True
     use_bias: bool | None = False
 
-
-def read(config: Mapping[str, object]) -> DecoderConfig:
-    found = decode_config(config, Config)
-    decoder, bias = found.decoder(found.rope(config)), bool(found.use_bias)
-    return replace(
-        decoder,
-        attention=AttentionConfig(qkv_bias=bias, output_bias=bias, is_interleaved=True),
-        mlp=replace(decoder.mlp, has_bias=bias),
-    )
+    def decoder(self) -> DecoderConfig:
+        decoder, bias = super().decoder(), bool(self.use_bias)
+        return replace(
+            decoder,
+            attention=AttentionConfig(qkv_bias=bias, output_bias=bias, is_interleaved=True),
+            mlp=replace(decoder.mlp, has_bias=bias),
+        )
 
 
-PLUGIN = read
+PLUGIN = Ernie45Family

@@ -1,22 +1,19 @@
-"""Falcon 7B, 40B, 180B and Falcon 2: attention and MLP side by side; rotary positions, not ALiBi."""
+"""Falcon 7B, 40B, 180B and Falcon 2: parallel attention and MLP, rotary positions (no ALiBi)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 from msgspec.structs import replace
 
 from aioengine.families._block_config import AttentionConfig, BlockConfig, NormConfig, TensorNames
-from aioengine.families._config import FamilyConfig, decode_config, not_implemented
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from aioengine.families._config import DecoderConfig
+from aioengine.families._config import DecoderConfig, DecoderFamily
+from aioengine.families._fields import not_implemented
 
 
-class Config(FamilyConfig, frozen=True, kw_only=True):
+class FalconFamily(DecoderFamily, frozen=True, kw_only=True):
     hidden_act: str = msgspec.field(default="gelu", name="activation")
     rms_norm_eps: float = msgspec.field(default=1e-5, name="layer_norm_epsilon")
     num_key_value_heads: int | None = msgspec.field(default=None, name="num_kv_heads")
@@ -34,6 +31,14 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
         if self.new_decoder_architecture and not self.is_parallel:
             not_implemented("parallel_attn", self.is_parallel, "true with new_decoder_architecture")
 
+    @classmethod
+    def read(cls, config: Mapping[str, object]) -> DecoderConfig:
+        """Read config.json, with defaults that depend on other fields."""
+        size, inner = config.get("n_embed", config.get("hidden_size")), config.get("ffn_hidden_size")
+        if inner is None and isinstance(size, int):
+            inner = 4 * size
+        return super().read({**config, "hidden_size": size, "ffn_hidden_size": inner})
+
     @property
     def num_kv_heads(self) -> int:
         if self.new_decoder_architecture:
@@ -41,7 +46,7 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
         return 1 if self.multi_query else self.num_attention_heads
 
     def block(self) -> BlockConfig:
-        """Its norms: one for both, one each, or one before attention and one before the MLP."""
+        """Return the norms: one or two in a parallel block, otherwise one each before attention and MLP."""
         if not self.is_parallel:
             return BlockConfig(attention="self_attention.")
         if self.new_decoder_architecture and self.num_norms != 1:
@@ -50,32 +55,19 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
             )
         return BlockConfig(attention="self_attention.", mlp_norm="", is_parallel=True)
 
-
-def read(config: Mapping[str, object]) -> DecoderConfig:
-    found = decode_config(_with_sizes(config), Config)
-    decoder, bias = found.decoder(found.rope(config)), bool(found.bias)
-    return replace(
-        decoder,
-        names=TensorNames(embedding="transformer.word_embeddings", layers="transformer.h", norm="transformer.ln_f"),
-        prefix="transformer.",
-        norm=NormConfig(kind="layer", has_bias=True),
-        block=found.block(),
-        attention=AttentionConfig(
-            qkv=("query_key_value",), is_grouped=True, output="dense", qkv_bias=bias, output_bias=bias
-        ),
-        mlp=replace(decoder.mlp, first=("dense_h_to_4h",), second="dense_4h_to_h", is_gated=False, has_bias=bias),
-    )
+    def decoder(self) -> DecoderConfig:
+        decoder, bias = super().decoder(), bool(self.bias)
+        return replace(
+            decoder,
+            names=TensorNames(embedding="transformer.word_embeddings", layers="transformer.h", norm="transformer.ln_f"),
+            prefix="transformer.",
+            norm=NormConfig(kind="layer", has_bias=True),
+            block=self.block(),
+            attention=AttentionConfig(
+                qkv=("query_key_value",), is_grouped=True, output="dense", qkv_bias=bias, output_bias=bias
+            ),
+            mlp=replace(decoder.mlp, first=("dense_h_to_4h",), second="dense_4h_to_h", is_gated=False, has_bias=bias),
+        )
 
 
-def _with_sizes(raw: Mapping[str, object]) -> dict[str, object]:
-    """config.json with what is computed of other sizes where it is not there."""
-    size = raw.get("n_embed", raw.get("hidden_size"))
-    inner = raw.get("ffn_hidden_size")
-    return {
-        **raw,
-        "hidden_size": size,
-        "ffn_hidden_size": 4 * size if inner is None and isinstance(size, int) else inner,
-    }
-
-
-PLUGIN = read
+PLUGIN = FalconFamily

@@ -1,49 +1,35 @@
-"""Gemma 3 that reads images: a SigLIP tower, whose patches are averaged to a fixed number of tokens, and a Gemma 3."""
+"""Gemma 3 with images: a SigLIP tower, average pooling to a fixed number of tokens, and the Gemma 3 text model."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, cast
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Final, cast
 
 from msgspec import Meta
 
-from aioengine.families._config import decode_config, not_implemented
-from aioengine.families._vision import VisionFamily, vision_config_of
-from aioengine.families.llava import RENAMED
+from aioengine.families._config import DecoderConfig
+from aioengine.families._fields import not_implemented
+from aioengine.families.llava import LlavaFamily
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from aioengine.families._vision import VisionConfig
-
-TOWER = "siglip_vision_model"
+TOWER: Final = "siglip_vision_model"
 
 
-class Config(VisionFamily, frozen=True, kw_only=True):
+class Gemma3Family(LlavaFamily, frozen=True, kw_only=True):
     text_types: ClassVar[tuple[str, ...]] = ("gemma3_text",)
     tower_types: ClassVar[tuple[str, ...]] = (TOWER,)
+    default_placeholder_id: ClassVar[int] = 262_144
 
-    image_token_index: Annotated[int, Meta(ge=0)] | None = None
-    image_token_id: Annotated[int, Meta(ge=0)] | None = None
     mm_tokens_per_image: Annotated[int, Meta(ge=1)] = 256
 
+    @classmethod
+    def read(cls, config: Mapping[str, object]) -> DecoderConfig:
+        """Read config.json. ``tie_word_embeddings`` is a field of the whole model."""
+        text, tied = _part(config, "text_config"), config.get("tie_word_embeddings", True)
+        tower = {"model_type": TOWER, **_part(config, "vision_config")}
+        return super().read({**config, "text_config": {**text, "tie_word_embeddings": tied}, "vision_config": tower})
 
-def read(config: Mapping[str, object]) -> VisionConfig:
-    fields = dict(config)
-    # Whether the head is tied is said for the whole model.
-    fields["text_config"] = {
-        **_part(config, "text_config"),
-        "tie_word_embeddings": config.get("tie_word_embeddings", True),
-    }
-    fields["vision_config"] = {"model_type": TOWER, **_part(config, "vision_config")}
-    found = decode_config(fields, Config)
-    image_token_id = found.image_token_index if found.image_token_id is None else found.image_token_id
-    return vision_config_of(
-        found.text(config),
-        image_token_id=262_144 if image_token_id is None else image_token_id,
-        towers=("vision_tower.", "multi_modal_projector."),
-        renamed=RENAMED,
-        whole_image_tokens=found.mm_tokens_per_image,
-    )
+    def decoder(self) -> DecoderConfig:
+        return self.with_images(self.text(), whole_image_tokens=self.mm_tokens_per_image)
 
 
 def _part(config: Mapping[str, object], name: str) -> Mapping[str, object]:
@@ -53,4 +39,4 @@ def _part(config: Mapping[str, object], name: str) -> Mapping[str, object]:
     return cast("dict[str, object]", part)
 
 
-PLUGIN = read
+PLUGIN = Gemma3Family

@@ -1,21 +1,16 @@
-"""GLM-4 of 2024 and GLM-Edge: half of each head is rotated, neighbours in pairs."""
+"""GLM-4 (2024) and GLM-Edge: interleaved rotary embedding on half of each head."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from msgspec.structs import replace
 
-from aioengine.families._block_config import AttentionConfig
-from aioengine.families._config import FamilyConfig, decode_config
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from aioengine.families._config import DecoderConfig
+from aioengine.families._block_config import AttentionConfig, BlockConfig
+from aioengine.families._config import DecoderConfig, DecoderFamily
 
 
-class Config(FamilyConfig, frozen=True, kw_only=True):
+class GlmFamily(DecoderFamily, frozen=True, kw_only=True):
     default_partial: ClassVar[float | None] = 0.5
 
     num_key_value_heads: int | None = 2
@@ -24,19 +19,21 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
     max_position_embeddings: int = 131_072
     attention_bias: bool = True
 
-
-def read(config: Mapping[str, object]) -> DecoderConfig:
-    return glm_decoder(decode_config(config, Config), config)
-
-
-def glm_decoder(found: Config, config: Mapping[str, object]) -> DecoderConfig:
-    """The decoder of ``config``, whose fields ``found`` has."""
-    decoder = found.decoder(found.rope(config))
-    return replace(
-        decoder,
-        attention=AttentionConfig(qkv_bias=found.attention_bias, is_interleaved=True),
-        mlp=replace(decoder.mlp, first=("gate_up_proj",)),
-    )
+    def decoder(self) -> DecoderConfig:
+        decoder = super().decoder()
+        return replace(
+            decoder,
+            attention=AttentionConfig(qkv_bias=self.attention_bias, is_interleaved=True),
+            mlp=replace(decoder.mlp, first=("gate_up_proj",)),
+        )
 
 
-PLUGIN = read
+class Glm4Family(GlmFamily, frozen=True, kw_only=True):
+    """GLM-4 (2025): norms before and after attention and MLP."""
+
+    def decoder(self) -> DecoderConfig:
+        norms = BlockConfig(attention_output_norm="post_self_attn_layernorm", mlp_output_norm="post_mlp_layernorm")
+        return replace(super().decoder(), block=norms)
+
+
+PLUGIN = GlmFamily

@@ -1,33 +1,30 @@
-"""GPT-2: learned positions; the checkpoint has its weights with inputs first."""
+"""GPT-2: learned positions; the checkpoint stores weights transposed."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Final, Literal
 
 import msgspec
 from msgspec.structs import replace
 
 from aioengine.families._block_config import AttentionConfig, BlockConfig, NormConfig, TensorNames
-from aioengine.families._config import FamilyConfig, RopeConfig, Task, decode_config
+from aioengine.families._config import DecoderConfig, DecoderFamily, Task
+from aioengine.families._rope_config import RopeConfig
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from aioengine.families._config import DecoderConfig
-
-
-TASKS: Final = {
-    "LMHeadModel": Task.GENERATE,
-    "ForSequenceClassification": Task.CLASSIFY,
-    "Model": Task.EMBED,
-}
-
+UNREAD: Final = "num_key_value_heads", "head_dim", "rope_theta", "rope_scaling", "rope_parameters"
+"""transformers ignores these fields: each head has its own keys and values, and positions are learned."""
 
 _SIZES: Final = "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"
 
 
-class Config(FamilyConfig, frozen=True, kw_only=True):
-    tasks = TASKS
+class Gpt2Family(DecoderFamily, frozen=True, kw_only=True):
+    unread: ClassVar[tuple[str, ...]] = UNREAD
+    tasks: ClassVar[Mapping[str, Task]] = {
+        "LMHeadModel": Task.GENERATE,
+        "ForSequenceClassification": Task.CLASSIFY,
+        "Model": Task.EMBED,
+    }
 
     vocab_size: int = 50_257
     hidden_size: int = msgspec.field(default=768, name="n_embd")
@@ -42,55 +39,91 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
     is_scaled_by_layer: Literal[False] = msgspec.field(default=False, name="scale_attn_by_inverse_layer_idx")
     add_cross_attention: Literal[False] = False
 
+    @classmethod
+    def read(cls, config: Mapping[str, object]) -> DecoderConfig:
+        """Read config.json, which may use the usual names of sizes. The default of ``n_inner`` is 4 * ``n_embd``."""
+        sizes = {field.name: field for field in msgspec.structs.fields(cls) if field.name in _SIZES}
+        usual = {field.encode_name: config[name] for name, field in sizes.items() if name in config}
+        fields = {**usual, **config}
+        size = fields.get("n_embd", sizes["hidden_size"].default)
+        if fields.get("n_inner") is None:
+            fields["n_inner"] = 4 * size if isinstance(size, int) else None
+        return super().read(fields)
+
+    def decoder(self) -> DecoderConfig:
+        decoder = super().decoder()
+        return replace(
+            decoder,
+            names=TensorNames(
+                embedding="transformer.wte",
+                positions="transformer.wpe",
+                layers="transformer.h",
+                norm="transformer.ln_f",
+            ),
+            prefix="transformer.",
+            norm=NormConfig(kind="layer", has_bias=True),
+            block=BlockConfig(attention="attn.", attention_norm="ln_1", mlp_norm="ln_2"),
+            attention=AttentionConfig(
+                qkv=("c_attn",),
+                output="c_proj",
+                qkv_bias=True,
+                output_bias=True,
+                scale=None if self.is_scaled else 1.0,
+            ),
+            mlp=replace(decoder.mlp, first=("c_fc",), second="c_proj", is_gated=False, has_bias=True),
+            is_transposed=True,
+            layer_ropes=(None,) * decoder.num_layers,
+            buffers=(".attn.bias", ".attn.masked_bias"),
+        )
+
+
+class GptBigCodeFamily(Gpt2Family, frozen=True, kw_only=True):
+    """GPT-BigCode (StarCoder, SantaCoder): GPT-2 with multi-query attention."""
+
+    tasks = DecoderFamily.tasks
+
+    hidden_act: str = msgspec.field(default="gelu_pytorch_tanh", name="activation_function")
+    multi_query: bool = True
+
     @property
     def num_kv_heads(self) -> int:
-        """All heads have keys and values of their own, whatever ``num_key_value_heads`` says."""
-        return self.num_attention_heads
+        return 1 if self.multi_query else self.num_attention_heads
+
+    def decoder(self) -> DecoderConfig:
+        decoder = super().decoder()
+        attention = replace(decoder.attention, is_grouped=decoder.num_kv_heads > 1)
+        return replace(decoder, attention=attention, is_transposed=False)
+
+
+class GptJFamily(Gpt2Family, frozen=True, kw_only=True):
+    """GPT-J: parallel attention and MLP, interleaved rotary embedding on a part of each head."""
+
+    tasks = DecoderFamily.tasks
+
+    vocab_size: int = 50_400
+    hidden_size: int = msgspec.field(default=4096, name="n_embd")
+    num_hidden_layers: int = msgspec.field(default=28, name="n_layer")
+    num_attention_heads: int = msgspec.field(default=16, name="n_head")
+    max_position_embeddings: int = msgspec.field(default=2048, name="n_positions")
+    tie_word_embeddings: bool = False
+    rotary_dim: Annotated[int, msgspec.Meta(ge=1)] | None = 64
 
     @property
-    def head_size(self) -> int:
-        """The heads divide the size of the model, whatever ``head_dim`` says."""
-        return self.hidden_size // self.num_attention_heads
+    def rope(self) -> RopeConfig:
+        return RopeConfig(partial_rotary_factor=1.0 if self.rotary_dim is None else self.rotary_dim / self.head_size)
+
+    def decoder(self) -> DecoderConfig:
+        decoder = super().decoder()
+        return replace(
+            decoder,
+            names=replace(decoder.names, positions=""),
+            block=BlockConfig(attention="attn.", attention_norm="ln_1", mlp_norm="", is_parallel=True),
+            attention=AttentionConfig(output="out_proj", is_interleaved=True),
+            mlp=replace(decoder.mlp, first=("fc_in",), second="fc_out"),
+            is_transposed=False,
+            layer_ropes=(),
+            head_bias=True,
+        )
 
 
-def read(config: Mapping[str, object]) -> DecoderConfig:
-    return gpt2_decoder(decode_config(own_names(config, Config), Config))
-
-
-def own_names(config: Mapping[str, object], config_type: type[Config]) -> dict[str, object]:
-    """config.json with the names of GPT-2 for sizes that have their usual ones, and with the inner size."""
-    sizes = {field.name: field for field in msgspec.structs.fields(config_type) if field.name in _SIZES}
-    usual = {field.encode_name: config[name] for name, field in sizes.items() if name in config}
-    found = {**usual, **config}
-    size = found.get("n_embd", sizes["hidden_size"].default)
-    if found.get("n_inner") is None:
-        found["n_inner"] = 4 * size if isinstance(size, int) else None
-    return found
-
-
-def gpt2_decoder(found: Config) -> DecoderConfig:
-    """The decoder of GPT-2, from which those of GPT-BigCode and GPT-J are made."""
-    decoder = found.decoder(RopeConfig())
-    return replace(
-        decoder,
-        names=TensorNames(
-            embedding="transformer.wte", positions="transformer.wpe", layers="transformer.h", norm="transformer.ln_f"
-        ),
-        prefix="transformer.",
-        norm=NormConfig(kind="layer", has_bias=True),
-        block=BlockConfig(attention="attn.", attention_norm="ln_1", mlp_norm="ln_2"),
-        attention=AttentionConfig(
-            qkv=("c_attn",),
-            output="c_proj",
-            qkv_bias=True,
-            output_bias=True,
-            scale=None if found.is_scaled else 1.0,
-        ),
-        mlp=replace(decoder.mlp, first=("c_fc",), second="c_proj", is_gated=False, has_bias=True),
-        is_transposed=True,
-        layer_ropes=(None,) * decoder.num_layers,
-        buffers=(".attn.bias", ".attn.masked_bias"),
-    )
-
-
-PLUGIN = read
+PLUGIN = Gpt2Family

@@ -1,27 +1,23 @@
-"""GPT-NeoX and Pythia: attention and MLP side by side with a norm each, a part of each head is rotated."""
+"""GPT-NeoX and Pythia: parallel attention and MLP with separate norms, partial rotary embedding."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import ClassVar, Final
 
 import msgspec
 from msgspec.structs import replace
 
 from aioengine.families._block_config import AttentionConfig, BlockConfig, NormConfig, TensorNames
-from aioengine.families._config import FamilyConfig, decode_config, read_rope
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from aioengine.families._config import DecoderConfig
-
+from aioengine.families._config import DecoderConfig, DecoderFamily
+from aioengine.families._rope_config import RopeConfig, read_rope
 
 PARTS: Final = "embed_in", "layers", "final_layer_norm"
-"""Files of a model without its head name them so."""
+"""Names in checkpoints of models without a head."""
 
 
-class Config(FamilyConfig, frozen=True, kw_only=True):
+class GptNeoxFamily(DecoderFamily, frozen=True, kw_only=True):
     default_partial: ClassVar[float | None] = 0.25
+    unread: ClassVar[tuple[str, ...]] = ("num_key_value_heads",)
 
     hidden_act: str = "gelu"
     rms_norm_eps: float = msgspec.field(default=1e-5, name="layer_norm_eps")
@@ -31,33 +27,31 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
     attention_bias: bool = True
 
     @property
-    def num_kv_heads(self) -> int:
-        """All heads have keys and values of their own, whatever ``num_key_value_heads`` says."""
-        return self.num_attention_heads
+    def rope(self) -> RopeConfig:
+        return read_rope(
+            self.rotation,
+            self.default_theta if self.rotary_emb_base is None else self.rotary_emb_base,  # rope_theta is ignored
+            partial=self.default_partial if self.rotary_pct is None else self.rotary_pct,
+            original=self.original_max_position_embeddings,
+        )
+
+    def decoder(self) -> DecoderConfig:
+        decoder, bias = super().decoder(), self.attention_bias
+        return replace(
+            decoder,
+            names=TensorNames(
+                embedding="gpt_neox.embed_in", layers="gpt_neox.layers", norm="gpt_neox.final_layer_norm"
+            ),
+            prefix="gpt_neox.",
+            renamed=(("embed_out.", "lm_head."), *((f"{name}.", f"gpt_neox.{name}.") for name in PARTS)),
+            norm=NormConfig(kind="layer", has_bias=True),
+            block=BlockConfig(attention="attention.", is_parallel=self.use_parallel_residual),
+            attention=AttentionConfig(
+                qkv=("query_key_value",), is_grouped=True, output="dense", qkv_bias=bias, output_bias=bias
+            ),
+            mlp=replace(decoder.mlp, first=("dense_h_to_4h",), second="dense_4h_to_h", is_gated=False, has_bias=True),
+            buffers=("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias"),
+        )
 
 
-def read(config: Mapping[str, object]) -> DecoderConfig:
-    found = decode_config(config, Config)
-    base = found.default_theta if found.rotary_emb_base is None else found.rotary_emb_base  # whatever rope_theta is
-    partial = found.default_partial if found.rotary_pct is None else found.rotary_pct
-    decoder = found.decoder(read_rope({**config, "rope_theta": base}, partial=partial))
-    return replace(
-        decoder,
-        names=TensorNames(embedding="gpt_neox.embed_in", layers="gpt_neox.layers", norm="gpt_neox.final_layer_norm"),
-        prefix="gpt_neox.",
-        renamed=(("embed_out.", "lm_head."), *((f"{name}.", f"gpt_neox.{name}.") for name in PARTS)),
-        norm=NormConfig(kind="layer", has_bias=True),
-        block=BlockConfig(attention="attention.", is_parallel=found.use_parallel_residual),
-        attention=AttentionConfig(
-            qkv=("query_key_value",),
-            is_grouped=True,
-            output="dense",
-            qkv_bias=found.attention_bias,
-            output_bias=found.attention_bias,
-        ),
-        mlp=replace(decoder.mlp, first=("dense_h_to_4h",), second="dense_4h_to_h", is_gated=False, has_bias=True),
-        buffers=("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias"),
-    )
-
-
-PLUGIN = read
+PLUGIN = GptNeoxFamily

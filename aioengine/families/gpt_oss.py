@@ -1,23 +1,19 @@
-"""GPT-OSS: sliding windows in every other layer, learned sinks of heads, and experts, in MXFP4 or not quantized."""
+"""GPT-OSS: sliding windows in every other layer, attention sinks, and experts in MXFP4 or unquantized."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping
+from typing import ClassVar, Final
 
 from msgspec import field
 from msgspec.structs import replace
 
 from aioengine.families._block_config import AttentionConfig, NormConfig
-from aioengine.families._config import FamilyConfig, check_experts, decode_config, not_implemented
+from aioengine.families._config import DecoderConfig, WindowFamily, check_experts
 from aioengine.families._experts import MXFP4_BLOCK, ExpertsConfig, RouterConfig
+from aioengine.families._fields import not_implemented
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from aioengine.families._config import DecoderConfig
-
-MXFP4 = "mxfp4"
-_ROPE = {
+_ROTATION: Final = {
     "rope_type": "yarn",
     "factor": 32.0,
     "beta_fast": 32.0,
@@ -27,7 +23,7 @@ _ROPE = {
 }
 
 
-class Config(FamilyConfig, frozen=True, kw_only=True):
+class GptOssFamily(WindowFamily, frozen=True, kw_only=True):
     default_theta: ClassVar[float] = 150_000.0
 
     num_key_value_heads: int | None = 8
@@ -47,52 +43,52 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
         if self.swiglu_limit <= 0:
             not_implemented("swiglu_limit", self.swiglu_limit, "more than 0")
 
-    @property
-    def window(self) -> int | None:
-        return self.sliding_window
+    @classmethod
+    def read(cls, config: Mapping[str, object]) -> DecoderConfig:
+        """Read config.json, which may have a ``quantization_config`` for MXFP4."""
+        is_quantized = _is_quantized(config)
+        decoder = super().read({**config, "quantization_config": None})
+        if not is_quantized:
+            return decoder
+        for name, size in (("hidden_size", decoder.hidden_size), ("intermediate_size", decoder.intermediate_size)):
+            if size % MXFP4_BLOCK:
+                not_implemented(name, size, f"a multiple of {MXFP4_BLOCK} in MXFP4")
+        assert decoder.experts is not None, "decoder() sets it"
+        return replace(decoder, experts=replace(decoder.experts, stored="mxfp4"))
+
+    def has_window(self, layer: int) -> bool:
+        return layer % 2 == 0
 
     @property
-    def windows(self) -> tuple[int | None, ...]:
-        if self.window is None or self.layer_types is not None:
-            return super().windows
-        return tuple(None if layer % 2 else self.window for layer in range(self.num_hidden_layers))
+    def rotation(self) -> Mapping[str, object]:
+        return super().rotation or _ROTATION
+
+    def decoder(self) -> DecoderConfig:
+        bias = self.attention_bias
+        return replace(
+            super().decoder(),
+            experts=ExpertsConfig(
+                num_experts=self.num_local_experts,
+                top_k=self.experts_per_token,
+                inner_size=self.intermediate_size,
+                router=RouterConfig(name="router", has_bias=True),
+                stored="interleaved",
+                names=("experts.gate_up_proj", "experts.down_proj"),
+                limit=self.swiglu_limit,
+                alpha=self.swiglu_alpha,
+            ),
+            attention=AttentionConfig(qkv_bias=bias, output_bias=bias, has_sinks=True),
+            norm=NormConfig(scales_in_fp32=True),
+        )
 
 
-def read(config: Mapping[str, object]) -> DecoderConfig:
-    method = _method(config)
-    found = decode_config({**config, "quantization_config": None}, Config)
-    for name, size in (("hidden_size", found.hidden_size), ("intermediate_size", found.intermediate_size)):
-        if method is not None and size % MXFP4_BLOCK:
-            not_implemented(name, size, f"multiples of {MXFP4_BLOCK} in MXFP4")
-    has_rope = config.get("rope_scaling") or config.get("rope_parameters")
-    experts = ExpertsConfig(
-        num_experts=found.num_local_experts,
-        top_k=found.experts_per_token,
-        inner_size=found.intermediate_size,
-        router=RouterConfig(name="router", has_bias=True),
-        stored="interleaved" if method is None else "mxfp4",
-        names=("experts.gate_up_proj", "experts.down_proj"),
-        limit=found.swiglu_limit,
-        alpha=found.swiglu_alpha,
-    )
-    bias = found.attention_bias
-    return replace(
-        found.decoder(found.rope(config if has_rope else {**config, "rope_parameters": _ROPE})),
-        experts=experts,
-        attention=AttentionConfig(qkv_bias=bias, output_bias=bias, has_sinks=True),
-        norm=NormConfig(is_wide=True),
-    )
+def _is_quantized(config: Mapping[str, object]) -> bool:
+    """Return whether the experts are in MXFP4. Raises ValueError for other quantizations."""
+    quantization = config.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    if quantization is not None and method != "mxfp4":
+        not_implemented("quantization_config", quantization, "quant_method mxfp4 or null")
+    return quantization is not None
 
 
-def _method(config: Mapping[str, object]) -> str | None:
-    """The quantization of the experts; None: they are not quantized."""
-    given = config.get("quantization_config")
-    if given is None:
-        return None
-    method = given.get("quant_method") if isinstance(given, dict) else None
-    if method != MXFP4:
-        not_implemented("quantization_config", given, "quant_method mxfp4, or null")
-    return MXFP4
-
-
-PLUGIN = read
+PLUGIN = GptOssFamily

@@ -1,8 +1,8 @@
-"""LFM2, dense: gated convolutions over a few tokens, and attention with norms of heads in some layers."""
+"""LFM2, dense: short gated convolutions, and attention with query and key norms in some layers."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import msgspec
 from msgspec.structs import replace
@@ -15,15 +15,11 @@ from aioengine.families._block_config import (
     ShortConvConfig,
     TensorNames,
 )
-from aioengine.families._config import FamilyConfig, check_factor, decode_config, not_implemented
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from aioengine.families._config import DecoderConfig
+from aioengine.families._config import DecoderConfig, DecoderFamily
+from aioengine.families._fields import check_factor, not_implemented
 
 
-class Config(FamilyConfig, frozen=True, kw_only=True):
+class Lfm2Family(DecoderFamily, frozen=True, kw_only=True):
     default_theta: ClassVar[float] = 1e6
 
     intermediate_size: int = 12_288
@@ -46,17 +42,17 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
         if not 2 <= self.conv_width <= 64:
             not_implemented("conv_L_cache", self.conv_width, "2 to 64")
         if not 0 < len(self.conv_layers) < self.num_hidden_layers:
-            not_implemented("layer_types", self.layer_types, "some layers of each kind")
+            not_implemented("layer_types", self.layer_types, "layers of both types")
         if self.block_multiple_of < 1:
             not_implemented("block_multiple_of", self.block_multiple_of, "at least 1")
         if self.block_ffn_dim_multiplier is not None:
             check_factor("block_ffn_dim_multiplier", self.block_ffn_dim_multiplier)
         if not 1 <= self.inner_size <= 2**24:
-            not_implemented("block_ff_dim", self.block_ff_dim, "an MLP of 1 to 2**24 numbers")
+            not_implemented("block_ff_dim", self.block_ff_dim, "an inner size of 1 to 2**24")
 
     @property
     def conv_layers(self) -> frozenset[int]:
-        """The layers without attention."""
+        """The layers with a convolution."""
         layers = range(self.num_hidden_layers)
         if self.layer_types is None:
             return frozenset(layers) - frozenset(layers if self.attention_layers is None else self.attention_layers)
@@ -64,7 +60,7 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
 
     @property
     def inner_size(self) -> int:
-        """Of the MLP."""
+        """The inner size of the MLP."""
         size = self.intermediate_size if self.block_ff_dim is None else self.block_ff_dim
         if not self.block_auto_adjust_ff_dim:
             return size
@@ -73,21 +69,19 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
             return size
         return -(-int(self.block_ffn_dim_multiplier * size) // self.block_multiple_of) * self.block_multiple_of
 
-
-def read(config: Mapping[str, object]) -> DecoderConfig:
-    found = decode_config(config, Config)
-    decoder = found.decoder(found.rope(config))
-    return replace(
-        decoder,
-        intermediate_size=found.inner_size,
-        tied=decoder.tied if found.tie_embedding is None else found.tie_embedding,
-        names=TensorNames(norm="model.embedding_norm"),
-        block=BlockConfig(mlp="feed_forward.", attention_norm="operator_norm", mlp_norm="ffn_norm"),
-        attention=AttentionConfig(output="out_proj", head_norm=HeadNorm(names=("q_layernorm", "k_layernorm"))),
-        mlp=MlpConfig(first=("w1", "w3"), second="w2"),
-        short_conv=ShortConvConfig(layers=found.conv_layers, width=found.conv_width, has_bias=found.conv_bias),
-        keeps_states=True,
-    )
+    def decoder(self) -> DecoderConfig:
+        decoder = super().decoder()
+        return replace(
+            decoder,
+            intermediate_size=self.inner_size,
+            tied=decoder.tied if self.tie_embedding is None else self.tie_embedding,
+            names=TensorNames(norm="model.embedding_norm"),
+            block=BlockConfig(mlp="feed_forward.", attention_norm="operator_norm", mlp_norm="ffn_norm"),
+            attention=AttentionConfig(output="out_proj", head_norm=HeadNorm(names=("q_layernorm", "k_layernorm"))),
+            mlp=MlpConfig(first=("w1", "w3"), second="w2"),
+            short_conv=ShortConvConfig(layers=self.conv_layers, width=self.conv_width, has_bias=self.conv_bias),
+            keeps_states=True,
+        )
 
 
-PLUGIN = read
+PLUGIN = Lfm2Family

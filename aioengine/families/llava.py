@@ -1,50 +1,41 @@
-"""LLaVA 1.5: a CLIP or SigLIP tower, a projector of two layers, and a Llama, Mistral or Qwen2."""
+"""LLaVA 1.5: a CLIP or SigLIP tower, a two-layer projector, and a Llama, Mistral or Qwen2."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from msgspec import Meta
-
-from aioengine.families._config import decode_config
-from aioengine.families._vision import VisionFamily, vision_config_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from aioengine.families._vision import VisionConfig
-
-RENAMED = (
-    ("language_model.model.", "model."),
-    ("language_model.lm_head.", "lm_head."),
-    ("model.language_model.", "model."),
-    ("model.vision_tower.vision_model.", "vision_tower."),
-    ("model.vision_tower.", "vision_tower."),
-    ("vision_tower.vision_model.", "vision_tower."),
-    ("model.multi_modal_projector.", "multi_modal_projector."),
-)
-"""Files of transformers before version 4.52, of later ones, and of version 5."""
+from aioengine.families._vision import ImageToken, VisionFamily
 
 
-class Config(VisionFamily, frozen=True, kw_only=True):
+class LlavaFamily(VisionFamily, frozen=True, kw_only=True):
+    """LLaVA.
+
+    Attributes:
+        renamed: names before transformers 4.52, since 4.52, and since 5.
+        default_placeholder_id: the placeholder token of files that do not name it.
+    """
+
     text_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "qwen2")
     tower_types: ClassVar[tuple[str, ...]] = ("clip_vision_model", "siglip_vision_model")
+    renamed: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("language_model.model.", "model."),
+        ("language_model.lm_head.", "lm_head."),
+        ("model.language_model.", "model."),
+        ("model.vision_tower.vision_model.", "vision_tower."),
+        ("model.vision_tower.", "vision_tower."),
+        ("vision_tower.vision_model.", "vision_tower."),
+        ("model.multi_modal_projector.", "multi_modal_projector."),
+    )
+    default_placeholder_id: ClassVar[int] = 32_000
 
-    image_token_index: Annotated[int, Meta(ge=0)] | None = None
-    image_token_id: Annotated[int, Meta(ge=0)] | None = None
+    image_token_index: ImageToken | None = None
     vision_feature_select_strategy: Literal["default", "full"] = "default"
     vision_feature_layer: int | list[int] = -2
 
-
-def read(config: Mapping[str, object]) -> VisionConfig:
-    found = decode_config(config, Config)
-    image_token_id = found.image_token_index if found.image_token_id is None else found.image_token_id
-    return vision_config_of(
-        found.text(config),
-        image_token_id=32_000 if image_token_id is None else image_token_id,
-        towers=("vision_tower.", "multi_modal_projector."),
-        renamed=RENAMED,
-    )
+    @property
+    def placeholder_id(self) -> int:
+        token_id = self.image_token_index if self.image_token_id is None else self.image_token_id
+        return self.default_placeholder_id if token_id is None else token_id
 
 
-PLUGIN = read
+PLUGIN = LlavaFamily

@@ -1,22 +1,18 @@
-"""MiniCPM3: latent attention, an MLP in all layers, and factors of embeddings, residuals and logits."""
+"""MiniCPM3: latent attention, MLPs, and factors for embeddings, residuals and logits."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from msgspec.structs import replace
 
-from aioengine.families._config import check_factor, decode_config
+from aioengine.families._config import DecoderConfig
+from aioengine.families._fields import check_factor
 from aioengine.families._latent import LatentFamily
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
-    from aioengine.families._config import DecoderConfig
-
-
-class Config(LatentFamily, frozen=True, kw_only=True):
+class MiniCpm3Family(LatentFamily, frozen=True, kw_only=True):
     max_position_embeddings: int = 32_768
     rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = True
@@ -36,22 +32,22 @@ class Config(LatentFamily, frozen=True, kw_only=True):
         if self.scale_depth is not None:
             check_factor("scale_depth", self.scale_depth)
 
+    def decoder(self) -> DecoderConfig:
+        """Return the decoder.
 
-def read(config: Mapping[str, object]) -> DecoderConfig:
-    """The residual stream of this decoder is that of MiniCPM3 divided by the factor of what is added to it, so that the
-    outputs of attention and MLP are added as they are. The norms, which read the stream, undo it.
-    """
-    found = decode_config(config, Config)
-    depth = 1.0 if found.scale_depth is None else found.scale_depth / math.sqrt(found.num_hidden_layers)
-    decoder = found.latent_decoder(found.rope(config))
-    return replace(
-        decoder,
-        epsilon=decoder.epsilon / depth**2,
-        mlp=replace(decoder.mlp, has_bias=found.mlp_bias),
-        embedding_scale=found.scale_emb,
-        stream_scale=1 / depth,
-        logits_scale=1.0 if found.dim_model_base is None else found.dim_model_base / found.hidden_size,
-    )
+        We divide the residual stream by the factor of attention and MLP outputs, so these need no factor. The norms
+        cancel the factor.
+        """
+        decoder = super().decoder()
+        depth = 1.0 if self.scale_depth is None else self.scale_depth / math.sqrt(self.num_hidden_layers)
+        return replace(
+            decoder,
+            epsilon=decoder.epsilon / depth**2,
+            mlp=replace(decoder.mlp, has_bias=self.mlp_bias),
+            embedding_scale=self.scale_emb,
+            stream_scale=1 / depth,
+            logits_scale=1.0 if self.dim_model_base is None else self.dim_model_base / self.hidden_size,
+        )
 
 
-PLUGIN = read
+PLUGIN = MiniCpm3Family

@@ -1,32 +1,52 @@
-"""Mistral: no biases, and a sliding window in all layers or in none."""
+"""Mistral: Llama without biases, and a sliding window in all layers or in none."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from aioengine.families._config import FamilyConfig, decode_config
+from msgspec import field
+from msgspec.structs import replace
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from aioengine.families._block_config import BlockConfig
+from aioengine.families._config import DecoderConfig, WindowFamily, check_experts
+from aioengine.families._experts import ExpertsConfig
 
-    from aioengine.families._config import DecoderConfig
 
-
-class Config(FamilyConfig, frozen=True, kw_only=True):
+class MistralFamily(WindowFamily, frozen=True, kw_only=True):
     has_one_window: ClassVar[bool] = True
 
     num_key_value_heads: int | None = 8
     max_position_embeddings: int = 131_072
-    sliding_window: int | None = 4096
-
-    @property
-    def window(self) -> int | None:
-        return self.sliding_window
 
 
-def read(config: Mapping[str, object]) -> DecoderConfig:
-    found = decode_config(config, Config)
-    return found.decoder(found.rope(config))
+class MinistralFamily(MistralFamily, frozen=True, kw_only=True):
+    """Ministral: Mistral with a sliding window in some layers."""
+
+    has_one_window: ClassVar[bool] = False
 
 
-PLUGIN = read
+class MixtralFamily(MistralFamily, frozen=True, kw_only=True):
+    """Mixtral: Mistral with experts in all layers. ``router_jitter_noise`` affects training only."""
+
+    default_theta: ClassVar[float] = 1e6
+
+    rms_norm_eps: float = 1e-5
+    sliding_window: int | None = None
+    num_local_experts: int = 8
+    experts_per_token: int = field(default=2, name="num_experts_per_tok")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_experts(self.num_local_experts, self.experts_per_token, name="num_local_experts")
+
+    def decoder(self) -> DecoderConfig:
+        experts = ExpertsConfig(
+            num_experts=self.num_local_experts,
+            top_k=self.experts_per_token,
+            inner_size=self.intermediate_size,
+            names=("w1", "w3", "w2"),
+        )
+        return replace(super().decoder(), experts=experts, block=BlockConfig(mlp="block_sparse_moe."))
+
+
+PLUGIN = MistralFamily

@@ -1,23 +1,20 @@
-"""ModernBERT: norms before attention and MLP, a gated MLP, rotary positions, and windows in two of three layers."""
+"""ModernBERT: pre-norm, gated MLP, rotary positions, and sliding windows in two of three layers."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
 
-from aioengine.families._config import Task, decode_config, not_implemented, read_layer_rope
+from aioengine.families._config import Task
 from aioengine.families._encoders import GELU, EncoderConfig, EncoderFamily, HeadConfig, LinearShape
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from aioengine.families._config import RopeConfig
+from aioengine.families._fields import not_implemented
+from aioengine.families._rope_config import RopeConfig, read_layer_rope
 
 LayerType = Literal["full_attention", "sliding_attention"]
 
 
-class Config(EncoderFamily, frozen=True, kw_only=True):
+class ModernBertFamily(EncoderFamily, frozen=True, kw_only=True):
     hidden_activation: Literal["gelu", "gelu_new", "gelu_pytorch_tanh"] = "gelu"
     norm_eps: float = 1e-5
     norm_bias: bool = False
@@ -38,67 +35,70 @@ class Config(EncoderFamily, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.sliding_window not in (None, self.local_attention // 2):
-            not_implemented("sliding_window", self.sliding_window, "null, or half of local_attention")
+            not_implemented("sliding_window", self.sliding_window, "null or half of local_attention")
 
     def types(self) -> list[LayerType]:
-        """Of each layer."""
-        found = self.layer_types or [
+        """Return the type of each layer."""
+        types = self.layer_types or [
             "sliding_attention" if layer % self.global_every else "full_attention"
             for layer in range(self.num_hidden_layers)
         ]
-        if len(found) != self.num_hidden_layers:
-            not_implemented("layer_types", f"of {len(found)} layers", f"one for each of {self.num_hidden_layers}")
-        return found
+        if len(types) != self.num_hidden_layers:
+            length = f"of length {len(types)}"
+            not_implemented("layer_types", length, f"one entry per layer ({self.num_hidden_layers})")
+        return types
 
     def rope(self, kind: LayerType, theta: float) -> RopeConfig:
-        """Of the layers of this type; ``theta`` where older files name it."""
+        """Return the rotary embedding of a layer type. ``theta``: default of ``rope_theta``."""
         return read_layer_rope((self.rope_parameters or {}).get(kind), self.rope_scaling, theta)
 
+    def encoder(self) -> EncoderConfig:
+        outer, inner = self.hidden_size, self.intermediate_size
+        head = HeadConfig(
+            dense="head.dense",
+            scores="classifier",
+            activation="gelu",
+            dense_bias=self.classifier_bias,
+            norm="head.norm",
+        )
+        is_classifier = self.task is Task.CLASSIFY
+        local_theta = self.global_rope_theta if self.local_rope_theta is None else self.local_rope_theta
+        return EncoderConfig(
+            task=self.task,
+            vocab_size=self.vocab_size,
+            hidden_size=outer,
+            intermediate_size=inner,
+            num_layers=self.num_hidden_layers,
+            num_heads=self.num_attention_heads,
+            num_kv_heads=self.num_attention_heads,
+            head_size=self.head_size,
+            epsilon=self.norm_eps,
+            max_position_embeddings=self.max_position_embeddings,
+            num_labels=self.num_scores if is_classifier else 0,
+            is_pre_norm=True,
+            is_gated=True,
+            gelu=GELU[self.hidden_activation],
+            norm_bias=self.norm_bias,
+            ropes=(
+                self.rope("full_attention", self.global_rope_theta),
+                self.rope("sliding_attention", local_theta),
+            ),
+            windows=tuple(None if kind == "full_attention" else self.local_attention // 2 for kind in self.types()),
+            embeddings={"embeddings.tok_embeddings": self.vocab_size},
+            norms=("embeddings.norm", "final_norm"),
+            blocks="layers",
+            linears=(
+                LinearShape("attn.Wqkv", 3 * outer, outer, self.attention_bias),
+                LinearShape("attn.Wo", outer, outer, self.attention_bias),
+                LinearShape("mlp.Wi", 2 * inner, outer, self.mlp_bias),
+                LinearShape("mlp.Wo", outer, inner, self.mlp_bias),
+            ),
+            block_norms=("attn_norm", "mlp_norm"),
+            first_without="attn_norm",
+            head=head if is_classifier else None,
+            classifier_pooling=self.classifier_pooling,
+            ignored=("decoder.",) if is_classifier else ("decoder.", "head.", "classifier."),
+        )
 
-def read(config: Mapping[str, object]) -> EncoderConfig:
-    found = decode_config(config, Config)
-    outer, inner = found.hidden_size, found.intermediate_size
-    head = HeadConfig(
-        dense="head.dense", scores="classifier", activation="gelu", dense_bias=found.classifier_bias, norm="head.norm"
-    )
-    is_classifier = found.task is Task.CLASSIFY
-    local_theta = found.global_rope_theta if found.local_rope_theta is None else found.local_rope_theta
-    return EncoderConfig(
-        task=found.task,
-        vocab_size=found.vocab_size,
-        hidden_size=outer,
-        intermediate_size=inner,
-        num_layers=found.num_hidden_layers,
-        num_heads=found.num_attention_heads,
-        num_kv_heads=found.num_attention_heads,
-        head_size=found.head_size,
-        epsilon=found.norm_eps,
-        max_position_embeddings=found.max_position_embeddings,
-        num_labels=found.num_scores if is_classifier else 0,
-        is_pre_norm=True,
-        is_gated=True,
-        gelu=GELU[found.hidden_activation],
-        norm_bias=found.norm_bias,
-        ropes=(
-            found.rope("full_attention", found.global_rope_theta),
-            found.rope("sliding_attention", local_theta),
-        ),
-        windows=tuple(None if kind == "full_attention" else found.local_attention // 2 for kind in found.types()),
-        embeddings={"embeddings.tok_embeddings": found.vocab_size},
-        norms=("embeddings.norm", "final_norm"),
-        blocks="layers",
-        linears=(
-            LinearShape("attn.Wqkv", 3 * outer, outer, found.attention_bias),
-            LinearShape("attn.Wo", outer, outer, found.attention_bias),
-            LinearShape("mlp.Wi", 2 * inner, outer, found.mlp_bias),
-            LinearShape("mlp.Wo", outer, inner, found.mlp_bias),
-        ),
-        block_norms=("attn_norm", "mlp_norm"),
-        first_without="attn_norm",
-        head=head if is_classifier else None,
-        classifier_pooling=found.classifier_pooling,
-        ignored=("decoder.",) if is_classifier else ("decoder.", "head.", "classifier."),
-    )
 
-
-PLUGIN = read
+PLUGIN = ModernBertFamily

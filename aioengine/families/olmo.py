@@ -1,35 +1,112 @@
-"""OLMo, the first: a Llama whose norms take the mean away and have no weights."""
+"""OLMo 1: Llama with LayerNorm without weights."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping
+from typing import Annotated, Final
 
-from msgspec import Meta
+from msgspec import Meta, field
 from msgspec.structs import replace
 
-from aioengine.families._block_config import AttentionConfig, NormConfig
-from aioengine.families._config import FamilyConfig, decode_config
+from aioengine.families._block_config import AttentionConfig, BlockConfig, HeadNorm, NormConfig
+from aioengine.families._config import DecoderConfig, DecoderFamily, check_experts
+from aioengine.families._experts import ExpertsConfig, RouterConfig
+from aioengine.families._fields import not_implemented
+from aioengine.families._rope_config import RopeConfig, read_layer_rope
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+POST_NORMS: Final = BlockConfig(
+    attention_norm="",
+    attention_output_norm="post_attention_layernorm",
+    mlp_norm="",
+    mlp_output_norm="post_feedforward_layernorm",
+)
+"""Norms after attention and MLP, none before them."""
 
-    from aioengine.families._config import DecoderConfig
 
-
-class Config(FamilyConfig, frozen=True, kw_only=True):
+class OlmoFamily(DecoderFamily, frozen=True, kw_only=True):
     attention_bias: bool = False
     clip_qkv: Annotated[float, Meta(gt=0)] | None = None
 
-
-def read(config: Mapping[str, object]) -> DecoderConfig:
-    found = decode_config(config, Config)
-    bias = found.attention_bias
-    return replace(
-        found.decoder(found.rope(config)),
-        epsilon=1e-5,
-        norm=NormConfig(kind="layer", has_weight=False),
-        attention=AttentionConfig(qkv_bias=bias, output_bias=bias, clip=found.clip_qkv),
-    )
+    def decoder(self) -> DecoderConfig:
+        bias = self.attention_bias
+        return replace(
+            super().decoder(),
+            epsilon=1e-5,
+            norm=NormConfig(kind="layer", has_weight=False),
+            attention=AttentionConfig(qkv_bias=bias, output_bias=bias, clip=self.clip_qkv),
+        )
 
 
-PLUGIN = read
+class Olmo2Family(DecoderFamily, frozen=True, kw_only=True):
+    """OLMo 2: norms after attention and MLP, and norms over all query heads and all key heads."""
+
+    rms_norm_eps: float = 1e-5
+    attention_bias: bool = False
+
+    def decoder(self) -> DecoderConfig:
+        bias, norm = self.attention_bias, NormConfig(scales_in_fp32=True)
+        head_norm = HeadNorm(norm=norm, extent="all_heads")
+        return replace(
+            super().decoder(),
+            norm=norm,
+            block=POST_NORMS,
+            attention=AttentionConfig(qkv_bias=bias, output_bias=bias, head_norm=head_norm),
+        )
+
+
+class Olmo3Family(Olmo2Family, frozen=True, kw_only=True):
+    """OLMo 3: OLMo 2 with sliding windows in three of four layers, and a separate RoPE in these."""
+
+    sliding_window: int | None = 4096
+    rope_parameters: Mapping[str, Mapping[str, object] | None] | None = None
+
+    @property
+    def window(self) -> int | None:
+        return self.sliding_window
+
+    def has_window(self, layer: int) -> bool:
+        return (layer + 1) % 4 != 0
+
+    @property
+    def rope(self) -> RopeConfig:
+        """The rotary embedding of full-attention layers. Only these have a scaling."""
+        parameters = self.rope_parameters or {}
+        return read_layer_rope(parameters.get("full_attention"), self.rope_scaling, self.rope_theta or 5e5)
+
+    def decoder(self) -> DecoderConfig:
+        decoder = super().decoder()
+        window_rope = read_layer_rope((self.rope_parameters or {}).get("sliding_attention"), None, 5e5)
+        is_full = [kind == "full_attention" for kind in self.layer_kinds]
+        return replace(decoder, layer_ropes=tuple(decoder.rope if full else window_rope for full in is_full))
+
+
+class OlmoeFamily(DecoderFamily, frozen=True, kw_only=True):
+    """OLMoE: norms over all query heads and all key heads, and experts in all layers."""
+
+    rms_norm_eps: float = 1e-5
+    max_position_embeddings: int = 4096
+    attention_bias: bool = False
+    clip_qkv: float | None = None
+    num_experts: int = 64
+    experts_per_token: int = field(default=8, name="num_experts_per_tok")
+    norm_topk_prob: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_experts(self.num_experts, self.experts_per_token)
+        if self.clip_qkv is not None:
+            not_implemented("clip_qkv", self.clip_qkv, "null")
+
+    def decoder(self) -> DecoderConfig:
+        bias = self.attention_bias
+        experts = ExpertsConfig(
+            num_experts=self.num_experts,
+            top_k=self.experts_per_token,
+            inner_size=self.intermediate_size,
+            router=RouterConfig(is_normalized=self.norm_topk_prob),
+        )
+        attention = AttentionConfig(qkv_bias=bias, output_bias=bias, head_norm=HeadNorm(extent="all_heads"))
+        return replace(super().decoder(), experts=experts, attention=attention)
+
+
+PLUGIN = OlmoFamily

@@ -1,47 +1,35 @@
-"""Phi-1, Phi-1.5 and Phi-2: attention and MLP side by side, biases everywhere, a part of each head is rotated."""
+"""Phi-1, Phi-1.5 and Phi-2: parallel attention and MLP, biases, partial rotary embedding."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import msgspec
 from msgspec.structs import replace
 
 from aioengine.families._block_config import AttentionConfig, BlockConfig, HeadNorm, NormConfig, TensorNames
-from aioengine.families._config import FamilyConfig, decode_config
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from aioengine.families._config import DecoderConfig
+from aioengine.families._config import DecoderConfig, DecoderFamily
 
 
-class Config(FamilyConfig, frozen=True, kw_only=True):
+class PhiFamily(DecoderFamily, frozen=True, kw_only=True):
     default_partial: ClassVar[float | None] = 0.5
 
     hidden_act: str = "gelu_new"
     rms_norm_eps: float = msgspec.field(default=1e-5, name="layer_norm_eps")
     qk_layernorm: bool = False
 
-
-def read(config: Mapping[str, object]) -> DecoderConfig:
-    found = decode_config(config, Config)
-    decoder, norm = found.decoder(found.rope(config)), NormConfig(kind="layer", has_bias=True)
-    head_norm = HeadNorm(names=("q_layernorm", "k_layernorm"), norm=norm)
-    return replace(
-        decoder,
-        names=TensorNames(norm="model.final_layernorm"),
-        norm=norm,
-        block=BlockConfig(is_parallel=True, mlp_norm=""),
-        attention=AttentionConfig(
-            output="dense",
-            qkv_bias=True,
-            output_bias=True,
-            head_norm=head_norm if found.qk_layernorm else None,
-        ),
-        mlp=replace(decoder.mlp, first=("fc1",), second="fc2", is_gated=False, has_bias=True),
-        head_bias=True,
-    )
+    def decoder(self) -> DecoderConfig:
+        decoder, norm = super().decoder(), NormConfig(kind="layer", has_bias=True)
+        head_norm = HeadNorm(names=("q_layernorm", "k_layernorm"), norm=norm) if self.qk_layernorm else None
+        return replace(
+            decoder,
+            names=TensorNames(norm="model.final_layernorm"),
+            norm=norm,
+            block=BlockConfig(is_parallel=True, mlp_norm=""),
+            attention=AttentionConfig(output="dense", qkv_bias=True, output_bias=True, head_norm=head_norm),
+            mlp=replace(decoder.mlp, first=("fc1",), second="fc2", is_gated=False, has_bias=True),
+            head_bias=True,
+        )
 
 
-PLUGIN = read
+PLUGIN = PhiFamily

@@ -1,23 +1,97 @@
-"""Qwen3-Next: gated delta nets, and gated attention in every fourth layer; experts, and one that all tokens share."""
+"""Qwen3-Next: gated delta nets, gated attention in every fourth layer, experts, and a shared expert."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import ClassVar, Final, Literal
 
 from msgspec import field
 from msgspec.structs import replace
 
-from aioengine.families._config import check_experts, decode_config
-from aioengine.families._delta_nets import DeltaNetFamily
+from aioengine.families._block_config import AttentionConfig, DeltaNetConfig, HeadNorm, NormConfig
+from aioengine.families._config import DecoderConfig, DecoderFamily, check_experts
 from aioengine.families._experts import ExpertsConfig, RouterConfig, SharedConfig, dense_layers
+from aioengine.families._fields import not_implemented
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from aioengine.families._config import DecoderConfig
+_MAX_HEAD: Final = 128
+"""Maximum size of a key or value head. The kernels keep a block of tokens in the shared memory of a GPU."""
 
 
-class Config(DeltaNetFamily, frozen=True, kw_only=True):
+class DeltaNetFamily(DecoderFamily, frozen=True, kw_only=True):
+    """The base class of families with gated delta nets, and gated attention with partial rotary embedding.
+
+    By default, every ``full_attention_interval``-th layer has attention, and the others have a delta net.
+
+    Attributes:
+        is_grouped: see ``DeltaNetConfig``.
+    """
+
+    default_partial: ClassVar[float | None] = 0.25
+    is_grouped: ClassVar[bool] = True
+
+    head_dim: int | None = 256
+    max_position_embeddings: int = 32_768
+    attention_bias: bool = False
+    layer_types: list[Literal["full_attention", "linear_attention"]] | None = None
+    full_attention_interval: int = 4
+    linear_conv_kernel_dim: int = 4
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, size in (
+            ("linear_key_head_dim", self.linear_key_head_dim),
+            ("linear_value_head_dim", self.linear_value_head_dim),
+        ):
+            if not 1 <= size <= _MAX_HEAD:
+                not_implemented(name, size, f"1 to {_MAX_HEAD}")
+        if not 2 <= self.linear_conv_kernel_dim <= _MAX_HEAD:
+            not_implemented("linear_conv_kernel_dim", self.linear_conv_kernel_dim, f"2 to {_MAX_HEAD}")
+        if self.full_attention_interval < 1:
+            not_implemented("full_attention_interval", self.full_attention_interval, "at least 1")
+        if not 1 <= self.linear_num_value_heads <= 2**14:
+            not_implemented("linear_num_value_heads", self.linear_num_value_heads, f"1 to {2**14}")
+        if self.linear_num_key_heads < 1 or self.linear_num_value_heads % self.linear_num_key_heads:
+            divisor = f"a divisor of {self.linear_num_value_heads} value heads"
+            not_implemented("linear_num_key_heads", self.linear_num_key_heads, divisor)
+        if not 0 < len(self.linear_layers) < self.num_hidden_layers:
+            not_implemented("layer_types", self.layer_types, "layers of both types")
+
+    @property
+    def linear_layers(self) -> frozenset[int]:
+        """The layers with a delta net."""
+        if self.layer_types is None:
+            interval = self.full_attention_interval
+            return frozenset(layer for layer in range(self.num_hidden_layers) if (layer + 1) % interval)
+        return frozenset(layer for layer, kind in enumerate(self.layer_types) if kind == "linear_attention")
+
+    def decoder(self) -> DecoderConfig:
+        bias, norm = self.attention_bias, NormConfig(offset=1.0)
+        return replace(
+            super().decoder(),
+            attention=AttentionConfig(
+                qkv_bias=bias, output_bias=bias, head_norm=HeadNorm(norm=norm), has_output_gate=True
+            ),
+            delta_net=DeltaNetConfig(
+                layers=self.linear_layers,
+                num_value_heads=self.linear_num_value_heads,
+                num_key_heads=self.linear_num_key_heads,
+                value_size=self.linear_value_head_dim,
+                key_size=self.linear_key_head_dim,
+                width=self.linear_conv_kernel_dim,
+                is_grouped=self.is_grouped,
+            ),
+            norm=norm,
+            keeps_states=True,
+            ignored=("mtp.",),
+        )
+
+
+class Qwen3NextFamily(DeltaNetFamily, frozen=True, kw_only=True):
+    """Qwen3-Next. If ``num_experts`` is 0, all layers have an MLP."""
+
     num_key_value_heads: int | None = 2
     decoder_sparse_step: int = 1
     mlp_only_layers: list[int] | None = None
@@ -32,12 +106,11 @@ class Config(DeltaNetFamily, frozen=True, kw_only=True):
         if self.num_experts:
             check_experts(self.num_experts, self.experts_per_token, self.decoder_sparse_step)
 
-    @property
-    def experts(self) -> ExpertsConfig | None:
-        """None: there are none."""
+    def decoder(self) -> DecoderConfig:
+        decoder = super().decoder()
         if not self.num_experts:
-            return None
-        return ExpertsConfig(
+            return decoder
+        experts = ExpertsConfig(
             num_experts=self.num_experts,
             top_k=self.experts_per_token,
             inner_size=self.moe_intermediate_size,
@@ -45,11 +118,7 @@ class Config(DeltaNetFamily, frozen=True, kw_only=True):
             shared=SharedConfig(inner_size=self.shared_expert_intermediate_size, gate="shared_expert_gate"),
             dense_layers=dense_layers(self.num_hidden_layers, self.decoder_sparse_step, self.mlp_only_layers or ()),
         )
+        return replace(decoder, experts=experts)
 
 
-def read(config: Mapping[str, object]) -> DecoderConfig:
-    found = decode_config(config, Config)
-    return replace(found.hybrid(config, is_grouped=True), experts=found.experts)
-
-
-PLUGIN = read
+PLUGIN = Qwen3NextFamily

@@ -1,22 +1,17 @@
-"""StableLM: norms with means; a part of each head is rotated."""
+"""StableLM: LayerNorm and partial rotary embedding."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import msgspec
 from msgspec.structs import replace
 
 from aioengine.families._block_config import AttentionConfig, BlockConfig, HeadNorm, NormConfig
-from aioengine.families._config import FamilyConfig, decode_config
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from aioengine.families._config import DecoderConfig
+from aioengine.families._config import DecoderConfig, DecoderFamily
 
 
-class Config(FamilyConfig, frozen=True, kw_only=True):
+class StableLmFamily(DecoderFamily, frozen=True, kw_only=True):
     default_partial: ClassVar[float | None] = 0.25
 
     num_key_value_heads: int | None = 32
@@ -26,16 +21,14 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
     qk_layernorm: bool = False
     use_parallel_residual: bool = False
 
-
-def read(config: Mapping[str, object]) -> DecoderConfig:
-    found = decode_config(config, Config)
-    head_norm = HeadNorm(names=("q_layernorm", "k_layernorm"), norm=NormConfig(kind="layer"), extent="list")
-    return replace(
-        found.decoder(found.rope(config)),
-        norm=NormConfig(kind="layer", has_bias=True),
-        block=BlockConfig(is_parallel=True, mlp_norm="") if found.use_parallel_residual else BlockConfig(),
-        attention=AttentionConfig(qkv_bias=found.use_qkv_bias, head_norm=head_norm if found.qk_layernorm else None),
-    )
+    def decoder(self) -> DecoderConfig:
+        head_norm = HeadNorm(names=("q_layernorm", "k_layernorm"), norm=NormConfig(kind="layer"), extent="list")
+        return replace(
+            super().decoder(),
+            norm=NormConfig(kind="layer", has_bias=True),
+            block=BlockConfig(is_parallel=True, mlp_norm="") if self.use_parallel_residual else BlockConfig(),
+            attention=AttentionConfig(qkv_bias=self.use_qkv_bias, head_norm=head_norm if self.qk_layernorm else None),
+        )
 
 
-PLUGIN = read
+PLUGIN = StableLmFamily

@@ -1,22 +1,17 @@
-"""StarCoder2: norms with means, biases everywhere, an MLP without gates."""
+"""StarCoder2: LayerNorm, biases, and an ungated MLP."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import msgspec
 from msgspec.structs import replace
 
 from aioengine.families._block_config import AttentionConfig, NormConfig
-from aioengine.families._config import FamilyConfig, decode_config
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from aioengine.families._config import DecoderConfig
+from aioengine.families._config import DecoderConfig, WindowFamily
 
 
-class Config(FamilyConfig, frozen=True, kw_only=True):
+class Starcoder2Family(WindowFamily, frozen=True, kw_only=True):
     has_one_window: ClassVar[bool] = True
 
     num_key_value_heads: int | None = 2
@@ -27,20 +22,14 @@ class Config(FamilyConfig, frozen=True, kw_only=True):
     use_bias: bool = True
     sliding_window: int | None = None
 
-    @property
-    def window(self) -> int | None:
-        return self.sliding_window
+    def decoder(self) -> DecoderConfig:
+        decoder, bias = super().decoder(), self.use_bias
+        return replace(
+            decoder,
+            norm=NormConfig(kind="layer", has_bias=True),
+            attention=AttentionConfig(qkv_bias=bias, output_bias=bias),
+            mlp=replace(decoder.mlp, first=("c_fc",), second="c_proj", is_gated=False, has_bias=bias),
+        )
 
 
-def read(config: Mapping[str, object]) -> DecoderConfig:
-    found = decode_config(config, Config)
-    decoder, bias = found.decoder(found.rope(config)), found.use_bias
-    return replace(
-        decoder,
-        norm=NormConfig(kind="layer", has_bias=True),
-        attention=AttentionConfig(qkv_bias=bias, output_bias=bias),
-        mlp=replace(decoder.mlp, first=("c_fc",), second="c_proj", is_gated=False, has_bias=bias),
-    )
-
-
-PLUGIN = read
+PLUGIN = Starcoder2Family

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from aioengine import checks
 from aioengine.frontend.callers import refuse_interrupting
-from aioengine.frontend.outputs import Reader
+from aioengine.frontend.reader import Reader
 from aioengine.frontend.replay import AttachableOutput
 
 if TYPE_CHECKING:

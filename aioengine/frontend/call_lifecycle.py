@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from aioengine.frontend.calls import Call, Calls
     from aioengine.frontend.outputs import CallOutput, Cursor, Place, RowStream
     from aioengine.frontend.overload import QueueLimits
+    from aioengine.frontend.request_checks import RequestChecks
     from aioengine.frontend.sessions import Sessions
-    from aioengine.frontend.submitter import RequestChecks
     from aioengine.protocol.messages import Submit
 
 BACKSTOP_S: Final = 0.5
@@ -124,6 +124,9 @@ class CallLifecycle:
 
     def _end_row(self, call: Call, row: RowStream, now: float) -> None:
         prompt = row.position // call.request.num_samples
+        if (rules := call.request.logprobs_of(prompt)) is not None:
+            num_positions = rules.num_prompt_positions(len(row.facts.prompt_token_ids)) + max(1, row.num_known())
+            row.free_logprobs(0 if row.error else rules.position_bytes * num_positions)
         if self._images is not None:
             self._images.row_ended(call, prompt)
         self._limits.end_row(call.reservation, prompt, len(row.facts.prompt_token_ids), now)
@@ -145,6 +148,8 @@ class CallLifecycle:
             if not self._calls.close(call):
                 post(self._loop, self._free_names, call)
             self._limits.release(call.reservation, time.monotonic())
+            if isinstance(output, AttachableOutput) or not output.has_unread:
+                output.free_logprobs()
             is_idle = not self._calls.by_output
         if self._images is not None:
             self._images.release(call)
@@ -174,6 +179,8 @@ class CallLifecycle:
         with self._lock:
             output.mark_left(cursor)
             unread = cursor.close()
+            if output.is_left:
+                output.free_logprobs()
         self._free(unread)
         if isinstance(output, AttachableOutput):
             self.attachments.left(cursor)

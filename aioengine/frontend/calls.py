@@ -82,26 +82,25 @@ class Call:
         request, rid = self.request, self.rid
         prompt, sample = divmod(position, request.num_samples)
         if request.is_batch:
-            rid = f"{rid}_{prompt}" if request.rids is None else str(request.rids[prompt])
+            own = "" if request.rids is None else request.rids[prompt]
+            rid = str(own) or f"{rid}_{prompt}"
         return f"{rid}_{sample}" if request.num_samples > 1 else rid
 
-    def meanings(self, first: int) -> dict[str, Name]:
-        """The ids that the caller gave of the checked prompts from ``first`` on, or the one that was drawn.
+    def own_name(self) -> Name:
+        """The rows that the id of the call means."""
+        request, widths = self.request, self._sample_widths
+        if request.is_batch and request.rids is None:
+            widths = (request.num_samples, *widths)
+        return Name(self, range(request.num_rows), widths)
 
-        Those of the rows are found through these.
-        """
-        request, samples = self.request, self.request.num_samples
-        of_samples = (1,) if samples > 1 else ()
-        found: dict[str, Name] = {}
-        if first == 0:
-            of_rows = (samples, *of_samples) if request.is_batch and request.rids is None else of_samples
-            found[self.rid] = Name(self, range(request.num_rows), of_rows)
-        if request.rids is not None:
-            for prompt in range(first, len(request.prompts)):
-                if (rid := request.rids[prompt]) in found:
-                    raise _given_twice(rid)
-                found[rid] = Name(self, range(prompt * samples, (prompt + 1) * samples), of_samples)
-        return found
+    def prompt_name(self, prompt: int) -> Name:
+        """The rows that the id of a prompt means, where the caller gave a list of ids."""
+        samples = self.request.num_samples
+        return Name(self, range(prompt * samples, (prompt + 1) * samples), self._sample_widths)
+
+    @property
+    def _sample_widths(self) -> tuple[int, ...]:
+        return (1,) if self.request.num_samples > 1 else ()
 
 
 class Name(NamedTuple):
@@ -157,10 +156,26 @@ class Calls:
         self._names |= self._add_names(call, first)
 
     def _add_names(self, call: Call, first: int) -> dict[str, Name]:
-        """Their ids, of which all is registered but the meanings."""
-        request, names = call.request, call.meanings(first)
-        if request.rid is not None or request.rids is not None:  # an id that was drawn is no other's
+        """Register the ids, but not yet their meanings, which are returned.
+
+        A row whose id is in use gets its error in its place where rows fail alone.
+        """
+        request = call.request
+        names = {call.rid: call.own_name()} if first == 0 else {}
+        if request.rid is not None:  # a drawn id is always free
             self._check_free(names, call)
+        rids = request.rids or []
+        for prompt in range(first, min(len(request.prompts), len(rids))):
+            rid, name = rids[prompt], call.prompt_name(prompt)
+            try:
+                if rid in names:
+                    raise _given_twice(rid)
+                if rid:
+                    self._check_free({rid: name}, call)
+                    names[rid] = name
+            except ValueError as error:
+                rids[prompt] = ""
+                request.fail_row(prompt, error)
         call.names += names
         for name in names:
             for base in _bases(name):

@@ -39,12 +39,12 @@ from aioengine.frontend.encoder import Encoder, TextSizes
 from aioengine.frontend.image_intake import ImageIntake
 from aioengine.frontend.image_prompts import PromptImages
 from aioengine.frontend.loaded_adapters import AdapterRules, LoadedAdapters
-from aioengine.frontend.outputs import Reader
 from aioengine.frontend.overload import Overload, QueueLimits, Reservation
 from aioengine.frontend.pool_encoder import PoolEncoder
+from aioengine.frontend.reader import Reader
+from aioengine.frontend.request_checks import PromptRules, RequestChecks
 from aioengine.frontend.requests import MAX_TIMEOUT_S
 from aioengine.frontend.sessions import Sessions
-from aioengine.frontend.submitter import PromptRules, RequestChecks
 from aioengine.frontend.throughput import Throughput
 from aioengine.protocol.messages import FinishCode, Reply, Stats, TextChunks
 from aioengine.supervision.processes import Processes
@@ -161,7 +161,7 @@ class Frontend:
                 self.limits.check_refusal()  # it may have failed meanwhile
                 self.limits.add_bytes(reservation, request.num_bytes)
                 if request.given.adapters is not None:
-                    self.adapters.open(request.given.adapters)
+                    self.adapters.open(request.given.adapters, rows_fail_alone=request.rows_fail_alone)
                 self.calls.open(call)
                 if request.resume_ttl_s is not None:
                     self.attachments.add(call)

@@ -42,7 +42,8 @@ def check_images(request: CallRequest, place: int, images: PromptImages | None) 
     """
     prompt = request.prompts[place]
     own = prompt.images if isinstance(prompt, ChatPrompt) else ()
-    if request.given.images is None and not own:
+    given = request.given.images
+    if not own and (given is None or (images is None and not given.gives(place))):
         return
     if images is None:
         what = "image_data is given" if not own else "the messages have images"

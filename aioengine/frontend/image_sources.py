@@ -153,6 +153,10 @@ class GivenImages:
             return len(self._values) > 1 or self._values[0] is not None
         return not all(map(_is_none, self._values))
 
+    def gives(self, prompt: int) -> bool:
+        """Whether a prompt of a batch has an entry other than None or an empty list."""
+        return not _is_none(self._values[prompt if self._is_batch and self._is_list else 0])
+
     @property
     def num_bytes(self) -> int:
         """Of memory that the caller holds for those that were checked."""

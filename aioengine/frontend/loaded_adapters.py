@@ -107,26 +107,32 @@ class AdapterChoice:
     """The adapters of a call: ``lora_path``, one for all prompts or one for each. None is the base model.
 
     Attributes:
-        names: all that it names.
+        of_prompts: the names. names: the different ones.
     """
 
-    __slots__ = ("_loads", "_of_prompts", "names")
+    __slots__ = ("_loads", "_missing", "names", "of_prompts")
 
     def __init__(self, of_prompts: PerPrompt[str | None], names: set[str]) -> None:
-        self._of_prompts = of_prompts
-        self._loads: dict[str | None, Load] = {}
+        self.of_prompts = of_prompts
         self.names = names
+        self._loads: dict[str, Load] = {}
+        self._missing: Callable[[str], ValueError] = ValueError
 
-    def use(self, loads: dict[str | None, Load]) -> None:
-        """They are used until ``leave``; by their names."""
-        self._loads = loads
+    def use(self, loads: dict[str, Load], missing: Callable[[str], ValueError]) -> None:
+        """Use adapters, by name, until ``leave``. ``missing`` makes the error for any other name."""
+        self._loads, self._missing = loads, missing
         for load in loads.values():
             load.users.add(self)
 
     def of(self, prompt: int) -> Adapter | None:
         """The adapter of a prompt."""
-        load = self._loads.get(self._of_prompts.of(prompt))
+        load = self._loads.get(self.of_prompts.of(prompt) or "")
         return None if load is None else load.adapter
+
+    def error_of(self, prompt: int) -> ValueError | None:
+        """Why a prompt cannot have its adapter; None: it can, or uses the base model."""
+        name = self.of_prompts.of(prompt)
+        return None if name is None or name in self._loads else self._missing(name)
 
     def load_of(self, name: str) -> Load | None:
         """The load that is used by this name."""
@@ -142,20 +148,15 @@ class AdapterChoice:
 
 
 def adapter_choice(options: Mapping[str, object], rows: Rows) -> AdapterChoice | None:
-    """The option ``lora_path``; None: it is not given, or names no adapter.
+    """The option ``lora_path``; None: it is not given.
 
     Raises:
-        TypeError, ValueError: it is wrong.
+        TypeError, ValueError: it is wrong. The entries of a list are checked with their rows.
     """
     given = per_prompt("lora_path", options, _name, rows)
     if given is None:
         return None
-    try:
-        distinct: set[object] = {*given.values}  # of a long batch few: they are all checked at the call
-    except TypeError:
-        raise checks.wrong_type("lora_path", "a string, None, or a list of them", options["lora_path"]) from None
-    names = {name for name in map(_name, distinct) if name is not None}
-    return AdapterChoice(given, names) if names else None
+    return AdapterChoice(given, {name for name in given.values if isinstance(name, str) and name})
 
 
 def _name(value: object) -> str | None:
@@ -204,39 +205,47 @@ class LoadedAdapters:
             post(self._loop, choice.leave)
             _HELD.set(before)
 
-    def open(self, choice: AdapterChoice) -> None:
+    def open(self, choice: AdapterChoice, *, rows_fail_alone: bool = False) -> None:
         """A call uses adapters, until it leaves them.
+
+        ``rows_fail_alone``: rows of a list of adapters get their errors from ``AdapterChoice.error_of``.
 
         Raises:
             ValueError: one is not loaded, or the engine serves none.
         """
-        if self._rules is None:
-            raise ValueError(f"lora_path is given, and {_NOT_ENABLED}")
         with self._lock:
-            choice.use({name: self._find(name) for name in choice.names})
+            loads = {name: load for name in choice.names if (load := self._find(name)) is not None}
+            if len(loads) < len(choice.names) and not (rows_fail_alone and choice.of_prompts.is_list):
+                raise self._missing(next(name for name in choice.names if name not in loads))
+            choice.use(loads, self._missing)
 
-    def _find(self, name: str) -> Load:
+    def _find(self, name: str) -> Load | None:
+        """The load that new calls get by a name or alias."""
         held = _HELD.get()
         load = None if held is None else held.load_of(name)
         if load is not None and self._loads.get(load.adapter.name) is load:
             return load
         load = self._loads.get(name)
         if load is None:
-            meant = self._aliases.get(name, set())
-            if len(meant) > 1:
-                paths = ", ".join(sorted(meant))
-                raise ValueError(f"lora_path {checks.shown(name)} is the last part of several paths: {paths}")
-            load = self._loads.get(next(iter(meant), ""))
-        if load is None or load.is_leaving:
-            if load is not None:
-                why = "is being unloaded"
-            elif name in self._loading:
-                why = "is loading; await the call that loads it"
-            else:
-                known = sorted({*self._loads, *self._aliases})
-                why = f"is not loaded{checks.did_you_mean(name, known)}; load_lora_adapter loads one"
-            raise ValueError(f"the adapter {checks.shown(name)} {why}")
-        return load
+            names = self._aliases.get(name, set())
+            load = self._loads.get(next(iter(names))) if len(names) == 1 else None
+        return None if load is None or load.is_leaving else load
+
+    def _missing(self, name: str) -> ValueError:
+        """The error for a name that ``_find`` did not find."""
+        paths = sorted(self._aliases.get(name, ()))
+        if self._rules is None:
+            return ValueError(f"lora_path is given, and {_NOT_ENABLED}")
+        if len(paths) > 1:
+            return ValueError(f"lora_path {checks.shown(name)} is the last part of several paths: {', '.join(paths)}")
+        if name in self._loads or paths:
+            why = "is being unloaded"
+        elif name in self._loading:
+            why = "is loading; await the call that loads it"
+        else:
+            known = sorted({*self._loads, *self._aliases})
+            why = f"is not loaded{checks.did_you_mean(name, known)}; load_lora_adapter loads one"
+        return ValueError(f"the adapter {checks.shown(name)} {why}")
 
     def list(self) -> AdapterResult:
         """Those that requests may name now."""
@@ -297,10 +306,9 @@ class LoadedAdapters:
         if self._rules is None:
             return self._result(_NOT_ENABLED)
         with self._lock:
-            try:
-                load = self._find(name)
-            except ValueError as error:
-                return self._result(str(error))
+            load = self._find(name)
+            if load is None:
+                return self._result(str(self._missing(name)))
             load.is_leaving = True  # from now on no other call finds it
         try:
             if load.users:

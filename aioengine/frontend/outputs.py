@@ -32,22 +32,18 @@ from __future__ import annotations
 
 from collections import deque
 from enum import IntEnum
-from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Protocol, cast
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from aioengine import answers
-from aioengine.answers import Answer, BatchOutput, Chunk
-from aioengine.errors import RequestError
 from aioengine.protocol.columns import HIDDEN_STATES
 from aioengine.protocol.messages import LAST_STATES
 from aioengine.supervision.tasks import post
 
 if TYPE_CHECKING:
     import asyncio
-    import threading
     from collections.abc import Callable
 
-    from aioengine.answers import RowError, RowFacts
+    from aioengine.answers import Answer, Chunk, RowError, RowFacts
     from aioengine.protocol.columns import Extra
     from aioengine.protocol.messages import End
 
@@ -97,6 +93,12 @@ class ReaderActions(Protocol):
         ...
 
 
+class LogprobCounter(Protocol):
+    """Counts the bytes reserved for logprobs (``QueueLimits``)."""
+
+    num_logprob_bytes: int
+
+
 class RowStream:
     """One row of a call, with its unread output. Under the engine's lock.
 
@@ -115,11 +117,12 @@ class RowStream:
         finished: its end, None while it runs.
         error: why it has no answer, if it failed.
         is_queued: whether it is in ``ready`` of its reader; always true where the call is no stream and has no queue.
+        num_logprob_bytes: reserved for its logprobs (``QueueLimits.reserve_logprobs``).
     """
 
     __slots__ = (
-        "delivered_at", "error", "extras", "facts", "finished", "has_first_token", "is_queued", "more_texts", "output",
-        "position", "text", "text_offset", "token_ids", "token_offset", "uid", "unread",
+        "delivered_at", "error", "extras", "facts", "finished", "has_first_token", "is_queued", "more_texts",
+        "num_logprob_bytes", "output", "position", "text", "text_offset", "token_ids", "token_offset", "uid", "unread",
     )  # fmt: skip
 
     keeps: ClassVar[bool] = False
@@ -141,6 +144,7 @@ class RowStream:
         self.unread: int | list[int] = []
         self.extras: dict[tuple[int, str], Extra] = {}
         self.token_ids: list[int] = []
+        self.num_logprob_bytes = 0
 
     def put(self, text: str, new: int | list[int]) -> bool:
         """Add output; returns whether the reader is to be woken (``Cursor.wake``). Before the end of the row.
@@ -164,9 +168,9 @@ class RowStream:
         if extra.index >= self.token_offset or not self.token_offset:
             self.extras[extra.index, extra.kind] = extra
         if self.facts.states == LAST_STATES:
-            drop_old_states(self.extras, self._num_known())
+            drop_old_states(self.extras, self.num_known())
 
-    def _num_known(self) -> int:
+    def num_known(self) -> int:
         """How many output tokens it has."""
         num_unread = 1 if isinstance(self.unread, int) else len(self.unread)
         return self.token_offset + (num_unread if self.is_queued else 0)
@@ -208,7 +212,14 @@ class RowStream:
         self.is_queued = False
         if self.finished is not None:
             self.output.num_held -= 1
+            self.free_logprobs()
         return made
+
+    def free_logprobs(self, num_kept: int = 0) -> None:
+        """Give back the memory reserved for its logprobs, but for ``num_kept`` bytes."""
+        num_bytes = max(0, self.num_logprob_bytes - num_kept)
+        self.num_logprob_bytes -= num_bytes
+        self.output.free_logprobs(num_bytes)
 
     def answer(self) -> Answer:
         """The whole row. Under the lock, behind its end."""
@@ -313,11 +324,12 @@ class CallOutput:
         compiling: positions of the rows of a stream whose grammars are not compiled yet; it is not accepted before.
         cursor: of the reader.
         results: answers (or exceptions) by position, where the call is no stream.
+        num_logprob_bytes: reserved for the logprobs of all its rows. counter: where they are counted; None: nowhere.
     """
 
     __slots__ = (
-        "compiling", "cursor", "error", "is_accepted", "is_batch", "is_left", "is_stream", "live", "num_held",
-        "num_open", "results", "returns_exceptions", "rid", "wants",
+        "compiling", "counter", "cursor", "error", "is_accepted", "is_batch", "is_left", "is_stream", "live",
+        "num_held", "num_logprob_bytes", "num_open", "results", "returns_exceptions", "rid", "wants",
     )  # fmt: skip
 
     def __init__(self, rid: str, num_rows: int, *, is_stream: bool, is_batch: bool, returns_exceptions: bool) -> None:
@@ -334,6 +346,8 @@ class CallOutput:
         self.wants = Wants.NOTHING
         self.error: BaseException | None = None
         self.cursor = Cursor(self)
+        self.counter: LogprobCounter | None = None
+        self.num_logprob_bytes = 0
         self.results: list[Answer | BaseException | None] = [] if is_stream else [None] * num_rows
 
     @property
@@ -362,6 +376,18 @@ class CallOutput:
     def mark_left(self, cursor: Cursor) -> None:
         """Its reader has left. From any thread, without the lock: the engine acts on it a moment later."""
         cursor.is_closed = self.is_left = True
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether its reader has something to take."""
+        return bool(self.cursor.ready) or (bool(self.results) and self.error is None and not self.is_left)
+
+    def free_logprobs(self, num_bytes: int | None = None) -> None:
+        """Give back memory reserved for logprobs; None: all of it."""
+        if self.counter is not None:
+            freed = self.num_logprob_bytes if num_bytes is None else min(num_bytes, self.num_logprob_bytes)
+            self.num_logprob_bytes -= freed
+            self.counter.num_logprob_bytes -= freed
 
     def add_row(self, position: int, facts: RowFacts) -> RowStream:
         row = self.live[position] = RowStream(self, position, facts)
@@ -418,164 +444,3 @@ class CallOutput:
         if self.error is None:
             self.error = error
             self.cursor.wake()
-
-
-class Reader:
-    """Reads a call, from its cursor on. From any thread. It never waits: ``wait`` calls back when there is something.
-
-    Dropping the last reference to it leaves the call.
-    """
-
-    __slots__ = ("_actions", "_cursor", "_lock", "_output", "_result", "ready")
-
-    def __init__(self, cursor: Cursor, *, lock: threading.RLock, actions: ReaderActions) -> None:
-        self._actions = actions
-        self._cursor = cursor
-        self._output = cursor.output
-        self._lock = lock
-        self.ready = cursor.ready
-        """Rows that have something to read. Not empty: ``take`` returns a chunk, if no other thread takes it first."""
-        self._result: Answer | BatchOutput | None = None
-
-    def __del__(self) -> None:
-        try:
-            self.leave_later()
-        except AttributeError:  # the constructor was interrupted
-            return
-
-    @property
-    def rid(self) -> str:
-        return self._output.rid
-
-    @property
-    def is_stream(self) -> bool:
-        return self._output.is_stream
-
-    @property
-    def state(self) -> str:
-        """One word for people: "running", "finished", "failed" or "left"."""
-        return "left" if self._cursor.is_closed else self._output.state
-
-    def take(self) -> Chunk | None:
-        """The next chunk of a stream, or None where none is there yet.
-
-        Raises:
-            EndOfOutput: all was read, or the stream was left.
-            TypeError: this is no stream.
-        """
-        output = self._output
-        with self._lock:
-            if self._cursor.is_closed:
-                raise EndOfOutput
-            if self.ready:
-                chunk = self.ready.popleft().take()
-                if output.wants and (output.wants is Wants.READS or chunk["meta_info"]["finish_reason"] is not None):
-                    self._actions.on_read(output)
-                return chunk
-            if not output.is_stream:
-                raise TypeError("this generation gives one whole answer: await it, or pass stream=True to iterate it")
-            if output.error is not None:
-                raise output.error.with_traceback(None)
-            if output.num_open == 0:
-                raise EndOfOutput
-            return None
-
-    def is_accepted(self) -> bool:
-        """Whether a stream is on its way; raises what went wrong before it was."""
-        output = self._output
-        with self._lock:
-            if output.error is not None and not output.is_accepted:
-                raise output.error.with_traceback(None)
-            return self._is_accepted
-
-    @property
-    def _is_accepted(self) -> bool:
-        """Whether ``await`` of a stream need not wait any longer. Under the lock."""
-        output = self._output
-        return output.is_accepted or self._cursor.is_over or bool(self.ready and not output.compiling)
-
-    def result(self) -> Answer | BatchOutput | None:
-        """The whole answer, the same one each time, or None where it is not there yet.
-
-        Raises:
-            RequestError: the call was left before its end.
-        """
-        output = self._output
-        with self._lock:
-            if self._result is not None:
-                return self._result
-            if output.error is not None:
-                raise output.error.with_traceback(None)
-            if output.is_left:
-                raise RequestError("deliver", f"the generation {output.rid!r} was closed or cancelled before its end")
-            if output.num_open:
-                return None
-            batch = BatchOutput(cast("list[Answer]", output.arranged()))
-            output.results = []  # which live until the next garbage collection: the caller alone keeps the answers
-            self._result = batch if output.is_batch else batch[0]
-            return self._result
-
-    def wait(self, wake: Callable[[], None], *, until_accepted: bool = False, blocks: bool = False) -> bool:
-        """Have ``wake`` called, once and from the engine's thread, when something changes.
-
-        False, and no call, where there is something to take already (or, ``until_accepted``, the call was accepted).
-        """
-        cursor = self._cursor
-        self._actions.check_waiting(blocks=blocks)
-        with self._lock:
-            if self._is_accepted if until_accepted else cursor.ready or cursor.is_over:
-                return False
-            cursor.wakers.append(wake)
-            return True
-
-    def wait_here(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[Chunk | None] | None:
-        """A future on the engine's own loop: of a chunk where the stream has one, of None for other news.
-
-        None where there is something to take already. Takes no lock: the writer runs on this loop too.
-        """
-        cursor = self._cursor
-        if cursor.ready or cursor.is_closed or self._output.is_over:
-            return None
-        waiter: asyncio.Future[Chunk | None] = loop.create_future()
-        if cursor.waiter is None:
-            cursor.waiter = waiter
-        else:
-            cursor.wakers.append(partial(resolve, waiter))
-        return waiter
-
-    def leave(self) -> None:
-        """Stop reading: the engine ends the rest. Harmless after the end, and twice."""
-        if self._can_be_left:
-            self._actions.leave(self._cursor)
-
-    def leave_later(self) -> None:
-        """Like ``leave``, from a signal handler or finalizer."""
-        if self._can_be_left:
-            self._actions.leave_later(self._cursor)
-
-    def leave_for(self, error: BaseException) -> None:
-        """Leave because this was raised where the reader waited. GeneratorExit may come from garbage collection, which
-        runs anywhere, also under a lock: ``leave_later`` takes none.
-        """
-        if isinstance(error, GeneratorExit):
-            self.leave_later()
-        else:
-            self.leave()
-
-    def leave_if_interrupted(self, error: BaseException) -> None:
-        """Leave a stream whose ``take`` was interrupted by ``error``, which may have lost a chunk.
-
-        The call's own error interrupts nothing.
-        """
-        output = self._output
-        if output.is_stream and error is not output.error:
-            self._actions.leave(self._cursor)
-
-    @property
-    def _can_be_left(self) -> bool:
-        return not self._cursor.is_closed and (not self._output.is_over or bool(self.ready))
-
-    def abort(self) -> None:
-        """End the call; what there is can still be read, with the reason."""
-        if not self._cursor.is_over:
-            self._actions.abort(self._output)

@@ -12,9 +12,9 @@ from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from aioengine.errors import EngineOverloadedError
+from aioengine.errors import EngineOverloadedError, RequestTooLargeError
 from aioengine.frontend.callers import refuse_interrupting, refuse_own_thread, running_loop, this_caller
-from aioengine.frontend.outputs import resolve
+from aioengine.frontend.outputs import RowStream, resolve
 from aioengine.supervision.tasks import post
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ class QueueLimits:
     Requests that run do not wait: the limits on calls and tokens come on top of what can run at once.
 
     Attributes:
+        num_logprob_bytes: reserved for the logprobs of rows, at their most, until they are read.
         refusal: raised by every new call, once the engine drains, is dead or closed.
     """
 
@@ -78,6 +79,7 @@ class QueueLimits:
         self.num_calls = 0
         self.num_tokens = 0
         self.num_bytes = 0
+        self.num_logprob_bytes = 0
         self.refusal: EngineError | None = None
         self._config = config
         self._max_running = max_running
@@ -146,6 +148,35 @@ class QueueLimits:
             reservation.num_tokens += num_tokens
             self.num_tokens += num_tokens
         reservation.num_rows[prompt] = num_rows + 1
+
+    @property
+    def free_logprob_bytes(self) -> int:
+        return self._config.max_logprob_bytes - self.num_logprob_bytes
+
+    def reserve_logprobs(self, row: RowStream, num_bytes: int) -> None:
+        """Reserve memory for the logprobs of a row, until ``RowStream.free_logprobs``.
+
+        Raises:
+            RequestTooLargeError: it does not fit beside the other rows of its call.
+            EngineOverloadedError: it does not fit beside other calls.
+        """
+        output, most = row.output, self._config.max_logprob_bytes
+        if output.num_logprob_bytes + num_bytes > most:
+            others = f", beside {output.num_logprob_bytes} of other rows," if output.num_logprob_bytes else ""
+            raise RequestTooLargeError(
+                f"its logprobs may take {num_bytes} bytes{others} and max_logprob_bytes={most} are allowed; lower "
+                "top_logprobs_num or max_new_tokens, give a stream or smaller batches, or raise max_logprob_bytes"
+            )
+        if num_bytes > self.free_logprob_bytes:
+            raise EngineOverloadedError(
+                f"the engine is overloaded: the logprobs of this request may take {num_bytes} bytes, beside "
+                f"{self.num_logprob_bytes} of other requests (max_logprob_bytes={most}); try again later",
+                retry_after=self._retry_after(),
+            )
+        output.counter = self
+        row.num_logprob_bytes = num_bytes
+        output.num_logprob_bytes += num_bytes
+        self.num_logprob_bytes += num_bytes
 
     def end_row(self, reservation: Reservation, prompt: int, num_tokens: int, now: float) -> None:
         """A row has ended, and its call goes on."""

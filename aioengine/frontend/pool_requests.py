@@ -22,12 +22,8 @@ PAIRS: Final = "a list of pairs [query, document]"
 DOCUMENTS: Final = "a list of strings ([document] for a single one)"
 
 
-class PoolOptions(TypedDict, total=False):
-    """Keyword arguments of ``rerank``: those of ``RequestOptions`` that apply, and
-
-    truncate: the end of a text that is longer than the model takes is cut; special tokens stay. Without it such a text
-        is an error. Of a pair the longer text is cut first.
-    """
+class PlainPoolOptions(TypedDict, total=False):
+    """``PoolOptions`` without ``return_exceptions``, on which the type of the result depends."""
 
     rid: str | Sequence[str] | None
     priority: int | None
@@ -35,13 +31,31 @@ class PoolOptions(TypedDict, total=False):
     timeout: float | None
     queue_timeout: float | None
     refuse_late: bool
-    return_exceptions: bool
     cache_salt: str | Sequence[str | None] | None
     lora_path: str | Sequence[str | None] | None
     truncate: bool
 
 
-class EncodeOptions(PoolOptions, total=False):
+class PoolOptions(PlainPoolOptions, total=False):
+    """Keyword arguments of ``rerank``: those of ``RequestOptions`` that apply, and
+
+    truncate: the end of a text that is longer than the model takes is cut; special tokens stay. Without it such a text
+        is an error. Of a pair the longer text is cut first.
+    """
+
+    return_exceptions: bool
+
+
+class PlainEncodeOptions(PlainPoolOptions, total=False):
+    """``EncodeOptions`` without ``return_exceptions``."""
+
+    dimensions: int | None
+    normalize: bool | None
+    prompt_name: str | None
+    image_data: ImageData | Sequence[ImageData | Sequence[ImageData] | None] | None
+
+
+class EncodeOptions(PlainEncodeOptions, total=False):
     """Keyword arguments of ``encode``: those of ``PoolOptions``, and
 
     dimensions: the vector is cut to this length, then normalised.
@@ -50,10 +64,7 @@ class EncodeOptions(PoolOptions, total=False):
     image_data: as in ``RequestOptions``: the images of the texts, of a model that reads images.
     """
 
-    dimensions: int | None
-    normalize: bool | None
-    prompt_name: str | None
-    image_data: ImageData | Sequence[ImageData | Sequence[ImageData] | None] | None
+    return_exceptions: bool
 
 
 def encode_request(prompt: object, input_ids: object, options: Mapping[str, object]) -> CallRequest:

@@ -135,7 +135,7 @@ class LogView(RowStream):
         for extra in logged.log.extras.values():
             self.put_extra(extra)
 
-    def _num_known(self) -> int:
+    def num_known(self) -> int:
         return len(self._logged.log.token_ids)
 
     def take(self) -> Chunk:

@@ -28,7 +28,34 @@ ImageData = str | bytes | bytearray | memoryview | os.PathLike[str] | Picture
 """One image as callers write it; ``Picture`` is ``PIL.Image.Image``."""
 
 
-class RequestOptions(TypedDict, total=False):
+class PlainRequestOptions(TypedDict, total=False):
+    """``RequestOptions`` without ``return_exceptions``, on which the type of the result depends."""
+
+    rid: str | Sequence[str] | None
+    priority: int | None
+    tenant: str | None
+    timeout: float | None
+    queue_timeout: float | None
+    first_token_timeout: float | None
+    refuse_late: bool
+    resume_ttl: float | None
+    return_prompt_token_ids: bool
+    add_special_tokens: bool | None
+    truncate_prompt_tokens: int | None
+    image_data: ImageData | Sequence[ImageData | Sequence[ImageData] | None] | None
+    cache_salt: str | Sequence[str | None] | None
+    return_hidden_states: bool | Literal["last"] | Sequence[bool | Literal["last"] | None] | None
+    lora_path: str | Sequence[str | None] | None
+    custom_logit_processor: str | Sequence[str | None] | None
+    session_params: Mapping[str, object] | Sequence[Mapping[str, object] | None] | None
+    return_logprob: bool | Sequence[bool | None] | None
+    logprob_start_len: int | Sequence[int | None] | None
+    top_logprobs_num: int | Sequence[int | None] | None
+    token_ids_logprob: Sequence[int] | Sequence[Sequence[int] | None] | checks.Array | None
+    return_text_in_logprobs: bool | Sequence[bool | None] | None
+
+
+class RequestOptions(PlainRequestOptions, total=False):
     """Keyword arguments of every call that generates.
 
     rid: an id for ``abort_request`` and the logs, unique among live requests; a batch takes a list, or one from which
@@ -43,8 +70,8 @@ class RequestOptions(TypedDict, total=False):
         the pace of its queue; awaiting a stream then waits for its first chunk.
     resume_ttl: seconds for which a stream of one row outlives its reader: leaving it detaches it instead of aborting
         it, and ``attach`` goes on with it; so long it can also be read again after its end.
-    return_exceptions: rows of a batch that are wrong, or fail, give their exception instead of ending the call. (A
-        single prompt raises all the same, and so does what is wrong with the whole call.)
+    return_exceptions: rows of a batch that are wrong, or fail, give their exception instead of ending the call. A
+        mistake in the whole call still raises, and so does a single prompt.
     return_prompt_token_ids: answers and chunks carry ``prompt_token_ids``.
     add_special_tokens: whether the tokenizer adds its special tokens to a text, such as that of its beginning. None: to
         a ``prompt``, and not to a chat, whose template writes them.
@@ -73,29 +100,7 @@ class RequestOptions(TypedDict, total=False):
     return_text_in_logprobs: logprobs come with the text of each token.
     """
 
-    rid: str | Sequence[str] | None
-    priority: int | None
-    tenant: str | None
-    timeout: float | None
-    queue_timeout: float | None
-    first_token_timeout: float | None
-    refuse_late: bool
-    resume_ttl: float | None
     return_exceptions: bool
-    return_prompt_token_ids: bool
-    add_special_tokens: bool | None
-    truncate_prompt_tokens: int | None
-    image_data: ImageData | Sequence[ImageData | Sequence[ImageData] | None] | None
-    cache_salt: str | Sequence[str | None] | None
-    return_hidden_states: bool | Literal["last"] | Sequence[bool | Literal["last"] | None] | None
-    lora_path: str | Sequence[str | None] | None
-    custom_logit_processor: str | Sequence[str | None] | None
-    session_params: Mapping[str, object] | Sequence[Mapping[str, object] | None] | None
-    return_logprob: bool | Sequence[bool | None] | None
-    logprob_start_len: int | Sequence[int | None] | None
-    top_logprobs_num: int | Sequence[int | None] | None
-    token_ids_logprob: Sequence[int] | Sequence[Sequence[int] | None] | checks.Array | None
-    return_text_in_logprobs: bool | Sequence[bool | None] | None
 
 
 class GenerateOptions(RequestOptions, total=False):
@@ -108,7 +113,16 @@ class GenerateOptions(RequestOptions, total=False):
     input_embeds: Embeds | BatchEmbeds | None
 
 
-class ChatOptions(RequestOptions, total=False):
+class PlainChatOptions(PlainRequestOptions, total=False):
+    """``ChatOptions`` without ``return_exceptions``."""
+
+    chat_template: str | os.PathLike[str] | None
+    enable_thinking: bool | None
+    tools: Sequence[Mapping[str, object]] | None
+    chat_template_kwargs: Mapping[str, object] | None
+
+
+class ChatOptions(PlainChatOptions, total=False):
     """Keyword arguments of ``chat``: those of every call, and how its messages are written.
 
     chat_template: the name of one of the model's chat templates, in place of the default. If the engine has
@@ -120,7 +134,4 @@ class ChatOptions(RequestOptions, total=False):
         ``continue_final_message``.
     """
 
-    chat_template: str | os.PathLike[str] | None
-    enable_thinking: bool | None
-    tools: Sequence[Mapping[str, object]] | None
-    chat_template_kwargs: Mapping[str, object] | None
+    return_exceptions: bool

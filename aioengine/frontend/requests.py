@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -38,7 +38,14 @@ from aioengine.frontend.prompts import (
     text_prompt,
 )
 from aioengine.frontend.request_options import ChatOptions, GenerateOptions, RequestOptions
-from aioengine.frontend.row_options import LogprobOptions, PerPrompt, list_for, logprob_options, per_prompt
+from aioengine.frontend.row_options import (
+    ROWS_IN_PIECE,
+    LogprobOptions,
+    PerPrompt,
+    list_for,
+    logprob_options,
+    per_prompt,
+)
 from aioengine.frontend.sessions import SessionParams, session_params
 from aioengine.params import SamplingParams, is_sampling_parameter, num_token_ids
 from aioengine.protocol.messages import ALL_STATES, LAST_STATES
@@ -54,9 +61,6 @@ MAX_RID_BYTES: Final = 512
 MAX_SALT_BYTES: Final = 512
 MAX_PRIORITY: Final = 2**63 - 1
 IDS_OR_ROWS: Final = "a list of token ids, or a list of such lists"
-
-ROWS_IN_PIECE: Final = 512
-"""Rows of a batch that are checked at once, in the call or in one turn of the loop."""
 
 MAX_WEIGHT_AT_CALL: Final = 32_768
 """Of the sampling parameters that the call itself parses (``_weight``), in about as many microseconds."""
@@ -98,7 +102,8 @@ class CallRequest(Struct, kw_only=True):
     Attributes:
         prompts: of the rows checked so far; an exception stands for one that fails alone.
         params: one for all prompts, or one for each of those checked so far. num_samples: of each prompt.
-        rid: of the whole call where the caller gave one. rids: of the prompts where it gave a list.
+        rid: of the whole call where the caller gave one. rids: of the prompts where it gave a list; "" for a prompt
+            with a wrong one.
         timeouts: in seconds from the call, by the words that name them in a finish reason.
     """
 
@@ -184,13 +189,14 @@ class CallRequest(Struct, kw_only=True):
         given, first = self.given, len(self.prompts)
         budget = CheckBudget(0 if first else MAX_IDS_AT_CALL)
         last = self._end_of_piece(first)
-        for option in (self.salts, self.processors, self.states, self.sessions, self.logprobs):
-            if option is not None:
-                option.check_rows(first, last)
+        lists = self._option_lists()
         for place in range(first, last):
-            if self.rids is not None:
-                self.rids[place] = _rid(self.rids[place])
             try:
+                if self.rids is not None:
+                    rid, self.rids[place] = self.rids[place], ""
+                    self.rids[place] = _rid(rid)
+                for option in lists:
+                    option.check_row(place)
                 if given.params is not None:
                     self.params.append(self._parsed(given.params[place]))
                 if self.processors is None and (unread := self.params_of(place).custom_params):
@@ -201,13 +207,28 @@ class CallRequest(Struct, kw_only=True):
             except (TypeError, ValueError) as error:
                 if not self.rows_fail_alone:
                     raise
-                prompt = error
+                prompt = _without_frames(error)
+                for option in lists:
+                    option.reset_row(place)
                 if given.params is not None and len(self.params) == place:
                     self.params.append(SamplingParams(n=self.num_samples))
             if self.params_of(place).n != self.num_samples:  # it gives the answers their places: no row can fail alone
                 counts = f"{self.num_samples} and {self.params_of(place).n}"
                 raise ValueError(f"n must be the same in all sampling_params of a batch, got {counts}")
             self.prompts.append(prompt)
+
+    def fail_row(self, prompt: int, error: TypeError | ValueError) -> None:
+        """Let a prompt give this error in its place; raise the error where it ends the whole call."""
+        if not self.rows_fail_alone:
+            raise error
+        self.prompts[prompt] = _without_frames(error)
+
+    def _option_lists(self) -> list[PerPrompt[Any]]:
+        """The options with one value for each prompt."""
+        options = [self.salts, self.processors, self.states, self.sessions, *(self.logprobs or ())]
+        if self.given.adapters is not None:
+            options.append(self.given.adapters.of_prompts)
+        return [option for option in options if option is not None and option.is_list]
 
     def _end_of_piece(self, first: int) -> int:
         """Behind the rows from ``first`` on that are checked together: at least one."""
@@ -273,6 +294,15 @@ def _weight(value: object) -> int:
         + WORD_WEIGHT * checks.num_items(given.get("bad_words"))
         + PATTERN_WEIGHT * ("stop_regex" in given)
     )
+
+
+def _without_frames(error: PromptError) -> PromptError:
+    """The error without its tracebacks, whose frames would keep the reader of the call alive after it was dropped."""
+    each: BaseException | None = error
+    while each is not None:
+        each.__traceback__ = None
+        each = each.__cause__ or each.__context__
+    return error
 
 
 def generate_request(

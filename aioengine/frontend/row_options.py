@@ -18,6 +18,9 @@ from aioengine.protocol.packed_logprobs import LogprobRules
 Value = TypeVar("Value")
 Checked = TypeVar("Checked", covariant=True)
 
+ROWS_IN_PIECE: Final = 512
+"""Rows of a batch that are checked at once, in the call or in one turn of the loop."""
+
 MAX_TOKEN_IDS: Final = 65_536
 """Of ``token_ids_logprob`` for one prompt, and for those that are checked in one turn of the loop."""
 
@@ -40,10 +43,13 @@ class PerPrompt(Struct, Generic[Value]):
     values: list[Value]
     is_list: bool
 
-    def check_rows(self, first: int, last: int) -> None:
-        """Check the values of these prompts. Raises TypeError or ValueError."""
-        if self.is_list:
-            self.values[first:last] = map(self.check, self.values[first:last])
+    def check_row(self, prompt: int) -> None:
+        """Check the value of a prompt in a list. Raises TypeError or ValueError."""
+        self.values[prompt] = self.check(self.values[prompt])
+
+    def reset_row(self, prompt: int) -> None:
+        """Give a prompt in a list the default value, as None does."""
+        self.values[prompt] = self.check(None)
 
     def of(self, prompt: int) -> Value:
         return self.values[prompt if self.is_list else 0]
@@ -80,7 +86,7 @@ def list_for(name: str, value: object, rows: Rows) -> list[object]:
 def per_prompt(
     name: str, options: Mapping[str, object], check: Callable[[object], Value], rows: Rows
 ) -> PerPrompt[Value] | None:
-    """The option ``name``: one value, checked here, or a list, which ``check_rows`` checks. None: it is not given."""
+    """The option ``name``: one value, checked here, or a list for ``check_row``. None: the option is not given."""
     value = options.get(name)
     if value is None:
         return None
@@ -106,11 +112,6 @@ class LogprobOptions(NamedTuple):
     def differ(self) -> bool:
         """Whether they may differ between the prompts."""
         return any(option.is_list for option in self)
-
-    def check_rows(self, first: int, last: int) -> None:
-        """Check the values of these prompts. Raises TypeError or ValueError."""
-        for option in self:
-            option.check_rows(first, last)
 
     def end_of_piece(self, first: int, last: int) -> int:
         """Behind the prompts from ``first`` on, before ``last``, that are checked together: at least one."""
@@ -198,7 +199,8 @@ def _token_ids_option(options: Mapping[str, object], rows: Rows) -> PerPrompt[tu
     name = "token_ids_logprob"
     value = options.get(name)
     entries = () if value is None else checks.sequence(name, value, allowed="a list of token ids, or of such lists")
-    if any(entry is None or isinstance(entry, list | tuple | checks.Array) for entry in entries[:1]):
+    first = entries[: ROWS_IN_PIECE if rows.is_batch else 1]  # the entry of a wrong row may come before a list
+    if any(entry is None or isinstance(entry, list | tuple | checks.Array) for entry in first):
         _refuse_with_samples(name, rows)
         values = cast("list[tuple[int, ...]]", list_for(name, entries, rows))
         return PerPrompt(name, _token_ids, values, is_list=True)

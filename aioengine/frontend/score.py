@@ -16,12 +16,20 @@ from msgspec import Meta, Struct, ValidationError, convert
 from aioengine import checks
 from aioengine.errors import RequestError
 from aioengine.frontend.requests import check_names
+from aioengine.frontend.row_options import ROWS_IN_PIECE
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
-    from aioengine.answers import BatchOutput, Embedding
+    from typing_extensions import TypeVar
+
     from aioengine.frontend.frontend import Running
+
+    Scores = TypeVar("Scores", default=list[float])
+else:
+    from typing import TypeVar
+
+    Scores = TypeVar("Scores")
 
 MAX_LABELS: Final = 1 << 17
 MAX_TEMPERATURE: Final = 1e6
@@ -33,14 +41,8 @@ LABELS: Final = "a list of token ids, or one for each item"
 _Ids = list[Annotated[int, Meta(ge=0, le=checks.MAX_COUNT)]]
 
 
-class ScoreOptions(TypedDict, total=False):
-    """Keyword arguments of ``score``.
-
-    apply_softmax: probabilities among the labels alone, at ``temperature`` (1 by default).
-    item_first: the prompt is the item, then the query.
-    return_token_logprobs: the result has ``token_logprobs``, the log-probabilities of the labels.
-    lora_path: as for ``generate``; a list has one for each item.
-    """
+class PlainScoreOptions(TypedDict, total=False):
+    """``ScoreOptions`` without ``return_exceptions``, on which the type of the result depends."""
 
     apply_softmax: bool
     item_first: bool
@@ -49,23 +51,37 @@ class ScoreOptions(TypedDict, total=False):
     lora_path: str | Sequence[str | None] | None
 
 
-class ScoreResult(list[list[float]]):
-    """The scores of each item, in the order of its labels.
+class ScoreOptions(PlainScoreOptions, total=False):
+    """Keyword arguments of ``score``.
+
+    apply_softmax: probabilities among the labels alone, at ``temperature`` (1 by default).
+    item_first: the prompt is the item, then the query.
+    return_token_logprobs: the result has ``token_logprobs``, the log-probabilities of the labels.
+    lora_path: as for ``generate``; a list has one for each item.
+    return_exceptions: an item that is wrong, or fails, gives its exception in place of its scores.
+    """
+
+    return_exceptions: bool
+
+
+class ScoreResult(list[Scores]):
+    """The scores of each item, in the order of its labels. With ``return_exceptions=True`` an item that failed has its
+    exception in its place, also in ``token_logprobs``.
 
     Attributes:
-        prompt_tokens: of all items, with the query each time.
+        prompt_tokens: of all items that have scores, with the query each time.
         token_logprobs: log-probabilities of the labels, where they were asked for.
     """
 
     def __init__(
-        self, scores: Sequence[list[float]], prompt_tokens: int = 0, token_logprobs: list[list[float]] | None = None
+        self, scores: Sequence[Scores], prompt_tokens: int = 0, token_logprobs: list[Scores] | None = None
     ) -> None:
         super().__init__(scores)
         self.prompt_tokens = prompt_tokens
         self.token_logprobs = token_logprobs
 
     @property
-    def scores(self) -> list[list[float]]:
+    def scores(self) -> list[Scores]:
         """The scores as a plain list."""
         return list(self)
 
@@ -73,26 +89,30 @@ class ScoreResult(list[list[float]]):
         return f"ScoreResult({self.scores}, prompt_tokens={self.prompt_tokens}, token_logprobs={self.token_logprobs})"
 
 
-class ScoreRequest(Struct, frozen=True, kw_only=True):
+class ScoreRequest(Struct, kw_only=True):
     """The arguments of ``score``, checked.
 
     Attributes:
-        texts: query and item together. ids: the same where both are token ids.
+        prompts: query and item together, as texts or as token ids.
         labels: of each item, or one list for all; None: those of a classifier.
         lora_path: as it was given; the calls check it.
+        errors: of wrong items, by index, where they fail alone. Their prompts and labels are empty.
     """
 
-    texts: list[str] = []
-    ids: list[list[int]] = []
+    prompts: list[str] | list[list[int]] = []
     labels: list[list[int]] | None = None
     has_softmax: bool = False
     temperature: float = 1.0
     gives_logprobs: bool = False
     lora_path: object = None
+    returns_exceptions: bool = False
+    errors: dict[int, Exception] = {}
 
-    @property
-    def num_items(self) -> int:
-        return len(self.texts) or len(self.ids)
+    def fail_item(self, place: int, error: TypeError | ValueError) -> None:
+        """Let an item give this error in its place; raise the error where it ends the whole call."""
+        if not self.returns_exceptions:
+            raise error
+        self.errors.setdefault(place, error)
 
     def scores_of(self, logits: list[float]) -> list[float]:
         """From log-probabilities, or the scores of a classifier, to probabilities among them."""
@@ -111,31 +131,27 @@ async def score_request(
         TypeError, ValueError: what is wrong, with the field and the value.
     """
     check_names(options, ("query", "items", "label_token_ids"), ScoreOptions.__annotations__)
-    texts, ids = await _prompts(
-        query, items, is_item_first=checks.switch("item_first", options.get("item_first", False))
-    )
     model = parts.settings.model
     if model.task == "embed":
         raise ValueError("score needs a model that generates or classifies; this one gives embeddings")
     is_classifier = model.task == "classify"
     if labels is None and not is_classifier:
         raise ValueError("label_token_ids is missing: the token ids of which the probabilities are the scores")
-    for place, joined in enumerate(texts or ids):
-        if not joined and not is_classifier:
-            raise ValueError(f"query and items[{place}] are both empty; give at least one character or token id")
     request = ScoreRequest(
-        texts=texts,
-        ids=ids,
-        labels=None if labels is None or is_classifier else await _labels(labels, len(texts) or len(ids), parts),
         has_softmax=checks.switch("apply_softmax", options.get("apply_softmax", False)),
         temperature=checks.number("temperature", options.get("temperature", 1.0), 0, MAX_TEMPERATURE, above=True),
         gives_logprobs=checks.switch("return_token_logprobs", options.get("return_token_logprobs", False)),
         lora_path=options.get("lora_path"),
+        returns_exceptions=checks.switch("return_exceptions", options.get("return_exceptions", False)),
     )
     if request.temperature != 1.0 and not request.has_softmax:
         raise ValueError(f"temperature {request.temperature:g} needs apply_softmax=True")
     if request.gives_logprobs and is_classifier:
         raise ValueError("return_token_logprobs is for models that generate, and this one is a classifier")
+    is_item_first = checks.switch("item_first", options.get("item_first", False))
+    await _add_prompts(request, query, items, is_item_first=is_item_first, may_be_empty=is_classifier)
+    if not is_classifier:
+        await _add_labels(request, labels, parts)
     return request
 
 
@@ -153,8 +169,10 @@ class _Turns:
             await asyncio.sleep(0)
 
 
-async def _prompts(query: object, items: object, *, is_item_first: bool) -> tuple[list[str], list[list[int]]]:
-    """Query and item of each prompt together: as texts, or as ids."""
+async def _add_prompts(
+    request: ScoreRequest, query: object, items: object, *, is_item_first: bool, may_be_empty: bool = False
+) -> None:
+    """Add the prompts: query and item together, as texts or as ids."""
     if items is None:
         raise ValueError("items is missing: the texts (or lists of token ids) to be scored")
     given: list[Any] = (
@@ -162,26 +180,31 @@ async def _prompts(query: object, items: object, *, is_item_first: bool) -> tupl
     )
     if given and all(_is_id(entry) for entry in given):
         given = [given]
-    before = None if query is None else _text_or_ids("query", query)
+    shared: Any = None if query is None else _text_or_ids("query", query)
+    first = None if shared is None else ("query", shared)
     turns = _Turns()
-    found: list[str | list[int]] = []
+    found: list[Any] = []
     for place, entry in enumerate(given):
-        found.append(_text_or_ids(f"items[{place}]", entry))
-        await turns.read(1 if isinstance(entry, str) else len(found[-1]))
-    first = ("query", before) if before is not None or not found else ("items[0]", found[0])
-    kind: type[Any] = type(first[1])
-    for place, entry in enumerate(found):
-        if not isinstance(entry, kind):
-            raise ValueError(
-                f"items[{place}] is {checks.shown(entry)} and {first[0]} is {checks.shown(first[1])}; give all of them "
-                "as texts, or all as lists of token ids"
-            )
-    shared: Any = kind() if before is None else before
+        try:
+            item = _text_or_ids(f"items[{place}]", entry)
+            first = first or (f"items[{place}]", item)
+            if not isinstance(item, type(first[1])):
+                raise ValueError(
+                    f"items[{place}] is {checks.shown(item)} and {first[0]} is {checks.shown(first[1])}; give all of "
+                    "them as texts, or all as lists of token ids"
+                )
+            if not item and not shared and not may_be_empty:
+                raise ValueError(f"query and items[{place}] are both empty; give at least one character or token id")
+        except (TypeError, ValueError) as error:
+            request.fail_item(place, error)
+            item = type(first[1])() if first else ""
+        found.append(item)
+        await turns.read(1 if isinstance(item, str) else len(item))
     joined: list[Any] = []
-    for each in cast("list[Any]", found):
-        joined.append(each + shared if is_item_first else shared + each)
+    for item in found:
+        joined.append(item if shared is None else item + shared if is_item_first else shared + item)
         await turns.read(1 + len(joined[-1]) // 1000)
-    return ([], joined) if kind is list else (joined, [])
+    request.prompts = joined
 
 
 def _is_id(value: object) -> bool:
@@ -198,24 +221,28 @@ def _text_or_ids(name: str, value: object) -> str | list[int]:
         return [checks.whole(f"{name} entries", entry, 0) for entry in entries]
 
 
-async def _labels(value: object, num_items: int, parts: Running) -> list[list[int]]:
-    """One list for all items, or one for each."""
+async def _add_labels(request: ScoreRequest, value: object, parts: Running) -> None:
+    """Add the labels: one list for all items, or one for each."""
     given = checks.items("label_token_ids", value, checks.MAX_COUNT, allowed=LABELS)
     if not given:
         raise ValueError("label_token_ids is empty; give at least one token id")
     size = parts.settings.model.vocab_size if parts.tokenizer is None else parts.tokenizer.vocab_size
     turns = _Turns()
-    if not isinstance(checks.plain(given[0]), list | tuple):
+    if not any(isinstance(checks.plain(entry), list | tuple) for entry in given[:ROWS_IN_PIECE]):
         given = checks.items("label_token_ids", given, MAX_LABELS)
-        return [await _checked_labels("label_token_ids", given, size, turns)]
-    if len(given) != num_items:
-        lists, items = checks.counted(len(given), "list"), checks.counted(num_items, "item")
+        request.labels = [await _checked_labels("label_token_ids", given, size, turns)]
+        return
+    if len(given) != len(request.prompts):
+        lists, items = checks.counted(len(given), "list"), checks.counted(len(request.prompts), "item")
         raise ValueError(f"label_token_ids has {lists} for {items}; give one for each")
-    found: list[list[int]] = []
+    request.labels = []
     for place, row in enumerate(given):
         name = f"label_token_ids[{place}]"
-        found.append(await _checked_labels(name, checks.items(name, row, MAX_LABELS), size, turns))
-    return found
+        try:
+            request.labels.append(await _checked_labels(name, checks.items(name, row, MAX_LABELS), size, turns))
+        except (TypeError, ValueError) as error:
+            request.fail_item(place, error)
+            request.labels.append([])
 
 
 async def _checked_labels(name: str, given: list[object], vocab_size: int, turns: _Turns) -> list[int]:
@@ -236,49 +263,59 @@ async def _checked_labels(name: str, given: list[object], vocab_size: int, turns
 
 async def score(
     request: ScoreRequest, *, generate: Callable[..., Awaitable[Any]], encode: Callable[..., Awaitable[Any]]
-) -> ScoreResult:
+) -> ScoreResult[Any]:
     """Compute the items of a call, which share the beginning of their prompts.
 
     Raises:
         RequestError: an item ended before its scores were there: it was aborted.
         Exception: what ``generate`` and ``encode`` raise.
     """
-    if not request.num_items:
-        return ScoreResult([])
-    prompts: dict[str, Any] = {"prompt": request.texts} if request.texts else {"input_ids": request.ids}
+    num_items, labels = len(request.prompts), request.labels
+    scores: list[Any] = [request.errors.get(place) for place in range(num_items)]
+    logprobs = scores.copy()
+    places = [place for place in range(num_items) if place not in request.errors]
+    if not places:
+        return ScoreResult(scores, 0, logprobs if request.gives_logprobs else None)
+
+    def chosen(values: Any) -> Any:
+        """The values of the items that are computed."""
+        is_list = isinstance(values, list | tuple) and len(cast("list[object]", values)) == num_items
+        return [values[place] for place in places] if is_list else values
+
+    call: dict[str, Any] = {"return_exceptions": request.returns_exceptions}
+    call["prompt" if isinstance(request.prompts[places[0]], str) else "input_ids"] = chosen(request.prompts)
     if request.lora_path is not None:
-        prompts["lora_path"] = request.lora_path
-    turns = _Turns()
-    scores: list[list[float]] = []
-    if request.labels is None:
-        vectors = cast("BatchOutput[Embedding]", await encode(**prompts))
-        for vector in vectors:
-            row = vector["embedding"].tolist()
-            scores.append(request.scores_of(row) if request.has_softmax else row)
-            await turns.read(len(row))
-        return ScoreResult(scores, sum(vectors["meta_info"]["prompt_tokens"]))
-    labels = request.labels[0] if len(request.labels) == 1 else request.labels
-    outs = cast(
-        "BatchOutput",
-        await generate(
-            **prompts,
+        call["lora_path"] = chosen(request.lora_path)
+    if labels is None:
+        outs = await encode(**call)
+    else:
+        outs = await generate(
+            **call,
             sampling_params={"max_new_tokens": 0, "temperature": 1.0},
             return_logprob=True,
-            token_ids_logprob=labels,
-        ),
-    )
-    logprobs: list[list[float]] = []
-    num_tokens = 0
-    for out in outs:
+            token_ids_logprob=labels[0] if len(labels) == 1 else chosen(labels),
+        )
+    turns, num_tokens = _Turns(), 0
+    for place, out in zip(places, outs, strict=True):
+        if isinstance(out, Exception):
+            scores[place] = logprobs[place] = out
+            continue
         info = out["meta_info"]
         num_tokens += info["prompt_tokens"]
-        given = info.get("output_token_ids_logprobs")
-        if not given:
-            raise RequestError(
-                "schedule", f"it ended before its scores were there: {dict(info['finish_reason'] or {})}"
-            )
-        row = [-math.inf if logprob is None else logprob for logprob, _, _ in given[0]]
-        logprobs.append(row)
-        scores.append(request.scores_of(row) if request.has_softmax else [math.exp(logprob) for logprob in row])
+        if labels is None:
+            row = out["embedding"].tolist()
+        elif given := info.get("output_token_ids_logprobs"):
+            row = [-math.inf if logprob is None else logprob for logprob, _, _ in given[0]]
+        else:
+            error = RequestError("schedule", f"it ended before its scores were there: {dict(info['finish_reason'])}")
+            if not request.returns_exceptions:
+                raise error
+            scores[place] = logprobs[place] = error
+            continue
+        logprobs[place] = row
+        if request.has_softmax:
+            scores[place] = request.scores_of(row)
+        else:
+            scores[place] = row if labels is None else [math.exp(logprob) for logprob in row]
         await turns.read(len(row))
     return ScoreResult(scores, num_tokens, logprobs if request.gives_logprobs else None)

@@ -15,18 +15,19 @@ keeps the files of its images, too.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
 from array import array
 from collections import Counter
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final, cast
+from collections.abc import Coroutine, Mapping
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from msgspec import Struct, structs
 
 from aioengine import checks
-from aioengine.errors import EngineOverloadedError
+from aioengine.errors import EngineClosedError, EngineOverloadedError
 from aioengine.frontend.callers import refuse_interrupting
 from aioengine.frontend.prompts import MediaIds
 from aioengine.logs import log
@@ -35,7 +36,7 @@ from aioengine.supervision.tasks import post
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     from aioengine.frontend.image_intake import ImageIntake
     from aioengine.frontend.outputs import CallOutput, RowStream
@@ -254,6 +255,35 @@ class Session:
                 "or replace it"
             )
         return parent
+
+
+class SessionOpening(Coroutine[Any, Any, str]):
+    """Opens a session when it is awaited, and gives its id. ``async with`` also closes the session at its end."""
+
+    def __init__(self, opening: Coroutine[Any, Any, str], close: Callable[[str], Coroutine[Any, Any, None]]) -> None:
+        self._opening = opening
+        self._close = close
+        self._id = ""
+
+    async def __aenter__(self) -> str:
+        self._id = await self._opening
+        return self._id
+
+    async def __aexit__(self, *_: object) -> None:
+        with contextlib.suppress(EngineClosedError):  # the shutdown closed it
+            await self._close(self._id)
+
+    def __await__(self) -> Generator[Any, Any, str]:
+        return self._opening.__await__()
+
+    def send(self, value: object) -> Any:
+        return self._opening.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._opening.throw(*error)
+
+    def close(self) -> None:
+        self._opening.close()
 
 
 class Sessions:

@@ -1,1 +1,1 @@
-"""The layers that models are built from."""
+"""The layers that models consist of."""

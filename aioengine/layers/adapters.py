@@ -1,7 +1,8 @@
-"""LoRA adapters of linear layers: what a layer adds to its result for the rows of a step that use one.
+"""LoRA adapters of linear layers.
 
-On a CPU an adapter's rows are multiplied together, adapter by adapter; on a GPU all rows at once. T rows of a step, X
-rows of one adapter, D input size, O output size.
+On a CPU, the rows of each adapter are multiplied separately. On a GPU, all rows are multiplied at once.
+
+Shape letters: T rows of a step, X rows of one adapter, D input size, O output size.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The rows of a step by adapter, for a CPU. ``groups``: each slot that is used, from 1, and [X] int64 rows."""
+    """The rows of a step by adapter, for a CPU. ``groups``: (adapter slot from 1, row indices [X] int64) pairs."""
 
     groups: tuple[tuple[int, Tensor], ...]
 
@@ -36,12 +37,12 @@ class AdapterRows(Protocol):
 
     @property
     def tokens(self) -> Grouping:
-        """Of all T tokens."""
+        """The grouping of all T tokens."""
         ...
 
     @property
     def outputs(self) -> Grouping:
-        """Of the tokens of ``ModelInputs.outputs``, where there are any."""
+        """The grouping of the tokens in ``ModelInputs.outputs``."""
         ...
 
 
@@ -49,15 +50,15 @@ class LayerAdapters(Protocol):
     """The adapters of one linear layer."""
 
     def add(self, matmul: Matmul, x: Tensor, rows: Grouping) -> Tensor:
-        """The result [T, O] of the layer's ``matmul`` for x [T, D] with what the adapters of the rows add to it.
+        """Return ``matmul(x)`` plus the adapter outputs: x [T, D] -> [T, O].
 
-        Of a gated layer, silu(gate) * up [T, O / 2].
+        For a gated layer, return silu(gate) * up: [T, O / 2].
         """
         ...
 
 
 class PooledAdapters:
-    """The adapters of a layer on a GPU, in the slots of a pool."""
+    """The adapters of a layer on a GPU, in slots of a pool."""
 
     def __init__(self, weights: AdapterWeights, *, is_gated: bool) -> None:
         self._weights = weights
@@ -65,13 +66,17 @@ class PooledAdapters:
 
     def add(self, matmul: Matmul, x: Tensor, rows: Grouping) -> Tensor:
         """x [T, D] -> [T, O], or [T, O / 2]; see ``LayerAdapters``."""
-        assert isinstance(rows, Tiles), "the rows are grouped for a CPU"
+        assert isinstance(rows, Tiles), "rows are grouped for a CPU"
         return adapter_linear.add(matmul, x.contiguous(), self._weights, rows, is_gated=self._is_gated)
 
 
 @dataclass(frozen=True, slots=True)
 class _Expansion:
-    """B of one part: [X, rank] -> [X, num_outputs], from ``first_rank`` and ``first_output`` on."""
+    """Matrix B of one fused part: [X, rank] -> [X, num_outputs].
+
+    Attributes:
+        first_rank, first_output: offsets of its inputs and outputs.
+    """
 
     first_rank: int
     rank: int
@@ -81,10 +86,15 @@ class _Expansion:
 
 
 class LayerMatrices:
-    """One adapter's matrices for one layer, prepared for a CPU: each product gives a row the same bits for any X."""
+    """The matrices of one adapter for one layer on a CPU. The bits of a row do not depend on X."""
 
     def __init__(self, a: Tensor, parts: Sequence[tuple[int, Tensor]]) -> None:
-        """a: [ranks of all parts, D]. parts: the first output and B [outputs, rank] of each part that is changed."""
+        """Prepare the matrices.
+
+        Args:
+            a: A of all parts, [sum of ranks, D].
+            parts: (first output, B [outputs, rank]) of each part that the adapter changes.
+        """
         self._shrink = linear.prepare(linear.pack(a), None)
         self._expansions: list[_Expansion] = []
         first_rank = 0
@@ -95,15 +105,19 @@ class LayerMatrices:
             first_rank += rank
 
     def add(self, y: Tensor, x: Tensor, rows: Tensor) -> None:
-        """Add to the ``rows`` [X] of y [T, O], in place, what the adapter makes of those of x [T, D]."""
+        """Add the adapter's output for the ``rows`` [X] of x [T, D] to y [T, O], in place."""
         inner = self._shrink(x.index_select(0, rows))
         for part in self._expansions:
-            more = part.matmul(inner.narrow(1, part.first_rank, part.rank).contiguous())
-            y.narrow(1, part.first_output, part.num_outputs).index_add_(0, rows, more)
+            delta = part.matmul(inner.narrow(1, part.first_rank, part.rank).contiguous())
+            y.narrow(1, part.first_output, part.num_outputs).index_add_(0, rows, delta)
 
 
 class HostAdapters:
-    """The adapters of a layer on a CPU. ``slots``: by slot, from 1; None: that adapter does not change the layer."""
+    """The adapters of a layer on a CPU.
+
+    Attributes:
+        slots: the matrices by adapter slot, from 1; None for an adapter that does not change the layer.
+    """
 
     def __init__(self, num_slots: int, *, is_gated: bool) -> None:
         self.slots: list[LayerMatrices | None] = [None] * (num_slots + 1)
@@ -111,7 +125,7 @@ class HostAdapters:
 
     def add(self, matmul: Matmul, x: Tensor, rows: Grouping) -> Tensor:
         """x [T, D] -> [T, O], or [T, O / 2]; see ``LayerAdapters``."""
-        assert isinstance(rows, Groups), "the rows are grouped for a GPU"
+        assert isinstance(rows, Groups), "rows are grouped for a GPU"
         y = matmul(x)
         for slot, chosen in rows.groups:
             if (matrices := self.slots[slot]) is not None:

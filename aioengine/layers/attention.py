@@ -1,13 +1,17 @@
-"""Self-attention with rotary embeddings. T tokens, D model size, H query heads, K kv heads, E head size."""
+"""Self-attention with rotary embeddings.
+
+Shape letters: T tokens, S selected tokens, D hidden size, H query heads, K KV heads, E head size.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from aioengine.kernels.rotate_and_write import KVTarget, rotate_and_write
 from aioengine.kernels.rotate_heads import rotate_heads
 from aioengine.kernels.sigmoid_and_mul import sigmoid_and_mul
 from aioengine.layers.heads import HeadNorms, pair_order, qkv_order
+from aioengine.layers.layer import Layer
 from aioengine.layers.linear import Linear, Stored
 
 if TYPE_CHECKING:
@@ -16,45 +20,16 @@ if TYPE_CHECKING:
     from aioengine.attention._base import AttentionShape, StepAttention
     from aioengine.families._block_config import AttentionConfig
     from aioengine.layers.adapters import AdapterRows
-    from aioengine.layers.placement import Placement, Target
+    from aioengine.layers.placement import Placement
 
 
-class AttentionLayer(Protocol):
-    """Attention of a block, with all that belongs to it: [T, D] -> [T, D], or [S, D] for selected tokens."""
-
-    def weights(self, prefix: str) -> dict[str, Target]:
-        """Name in the checkpoint -> where it goes, as ``Model.weights``."""
-        ...
-
-    def linears(self) -> list[Linear]:
-        """The linear layers that adapters may change."""
-        ...
-
-    def finish_loading(self) -> None: ...
-
-    def open_for_loading(self) -> None: ...
-
-    def __call__(
-        self,
-        x: Tensor,
-        tables: tuple[Tensor, Tensor],
-        attention: StepAttention,
-        layer: int,
-        *,
-        outputs: Tensor | None = None,
-        adapters: AdapterRows | None = None,
-    ) -> Tensor:
-        """As ``SelfAttention``: x [T, D] -> [T, D], or [S, D]."""
-        ...
-
-
-class SelfAttention:
+class SelfAttention(Layer):
     """[T, D] -> [T, D], or [S, D] for selected tokens. Writes keys and values to the KV cache.
 
     Args:
-        epsilon: of the norms of queries and keys, where there are such norms.
-        rotary_size: numbers of a head that are rotated, E or fewer.
-        is_transposed: the weights in the checkpoint are [inputs, outputs].
+        epsilon: of the norms of queries and keys.
+        rotary_size: number of leading entries of a head that are rotated.
+        is_transposed: the checkpoint stores weights as [inputs, outputs].
     """
 
     def __init__(
@@ -85,23 +60,7 @@ class SelfAttention:
         if config.head_norm is not None:
             self._head_norms = HeadNorms(config.head_norm, epsilon, shape, placement, pairs=pairs)
         self._norms = None if self._head_norms is None else self._head_norms.fused
-
-    def weights(self, prefix: str) -> dict[str, Target]:
-        found = self._qkv.weights(prefix) | self._output.weights(prefix)
-        return found if self._head_norms is None else found | self._head_norms.weights(prefix)
-
-    def finish_loading(self) -> None:
-        self._qkv.finish_loading()
-        self._output.finish_loading()
-        if self._head_norms is not None:
-            self._head_norms.finish_loading()
-
-    def open_for_loading(self) -> None:
-        self._qkv.open_for_loading()
-        self._output.open_for_loading()
-
-    def linears(self) -> list[Linear]:
-        return [self._qkv, self._output]
+        self.parts = ("", self._qkv), ("", self._output), ("", self._head_norms)
 
     def __call__(
         self,
@@ -113,11 +72,13 @@ class SelfAttention:
         outputs: Tensor | None = None,
         adapters: AdapterRows | None = None,
     ) -> Tensor:
-        """x [T, D] -> [T, D], or [S, D] with ``outputs``.
+        """x [T, D] -> [T, D], or [S, D] with ``outputs``. Keys and values of all tokens are written to the KV cache.
 
-        ``tables``: as ``RotaryEmbedding.tables`` returns them. ``layer``: the index of this layer in the KV cache.
-        ``outputs``: [S] int64 indices of the tokens whose results are needed, None for all. Keys and values are
-        written for all tokens. ``adapters``: None where no row has one.
+        Args:
+            tables: see ``RotaryEmbedding.tables``.
+            layer: index of this layer in the KV cache.
+            outputs: [S] int64 indices of the selected tokens; None for all.
+            adapters: None if no row has an adapter.
         """
         rows = None if adapters is None else adapters.tokens
         projected = self._qkv(x, rows)

@@ -1,4 +1,7 @@
-"""The gated delta net, a linear attention. T tokens, D model size; heads and sizes as in ``kernels.gated_delta``."""
+"""The gated delta net, a linear attention.
+
+Shape letters: T tokens, S selected tokens, D hidden size, O outputs. Heads and sizes: see ``kernels.gated_delta``.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def delta_net_state(config: DeltaNetConfig, dtype: torch.dtype) -> tuple[StateTensor, ...]:
-    """The last inputs of the convolution, and the matrix of each head. ``dtype``: of the activations."""
+    """Return the state tensors: last inputs of the convolution, and a matrix per head. ``dtype``: of activations."""
     return (
         StateTensor((config.width - 1, config.num_channels), dtype),
         StateTensor((config.num_value_heads, config.key_size, config.value_size), torch.float32),
@@ -36,8 +39,8 @@ def delta_net_state(config: DeltaNetConfig, dtype: torch.dtype) -> tuple[StateTe
 class GatedDeltaNet(StateLayer):
     """[T, D] -> [T, D], or [S, D] for selected tokens.
 
-    One matmul gives q, k, v of all heads, the gates of their outputs, and the scores and steps of ``DeltaGates``.
-    Some checkpoints have these by key head, with those of its value heads.
+    One matmul computes queries, keys, values, output gates, and the scores and steps of ``DeltaGates``. Some
+    checkpoints order these outputs by key head.
     """
 
     def __init__(self, hidden_size: int, config: DeltaNetConfig, epsilon: float, placement: Placement) -> None:
@@ -49,17 +52,14 @@ class GatedDeltaNet(StateLayer):
         self._norm = RMSNorm(config.value_size, epsilon, placement)
         self._log_rate, self._bias = torch.empty(2, num_heads, dtype=torch.float32, device=placement.device)
         self._in_blocks = not placement.batch_invariant and placement.dtype != torch.float32
-        self._parts = config.num_channels, values, num_heads, num_heads
+        self._sizes = config.num_channels, values, num_heads, num_heads
+        self.parts = ("", self._input), ("norm.", self._norm), ("", self._output)
 
-    def weights(self, prefix: str) -> dict[str, Target]:
-        """Only while the layer is open for loading."""
+    def tensors(self) -> dict[str, Target]:
         return {
-            **self._input.weights(prefix),
-            f"{prefix}conv1d.weight": Target(self._filter.unsqueeze(1)),
-            f"{prefix}A_log": Target(self._log_rate),
-            f"{prefix}dt_bias": Target(self._bias),
-            **self._norm.weights(f"{prefix}norm"),
-            **self._output.weights(prefix),
+            "conv1d.weight": Target(self._filter.unsqueeze(1)),
+            "A_log": Target(self._log_rate),
+            "dt_bias": Target(self._bias),
         }
 
     def __call__(
@@ -71,12 +71,12 @@ class GatedDeltaNet(StateLayer):
         outputs: Tensor | None = None,
         adapters: AdapterRows | None = None,
     ) -> Tensor:
-        """x [T, D] -> [T, D], or [S, D] with ``outputs``; as ``StateLayer``."""
+        """x [T, D] -> [T, D], or [S, D] with ``outputs``. See ``StateLayer``."""
         rows = None if adapters is None else adapters.tokens
         projected = self._input(x, rows)
         inputs, matrices = states.layer(layer)
-        given, output_gates, scores, steps = projected.split(self._parts, dim=1)
-        channels = causal_conv(given, self._filter, inputs, states.rows)
+        mixed, output_gates, scores, steps = projected.split(self._sizes, dim=1)
+        channels = causal_conv(mixed, self._filter, inputs, states.rows)
         gates = DeltaGates(steps=steps, scores=scores, log_rate=self._log_rate, bias=self._bias)
         heads = gated_delta(channels, gates, matrices, states.rows, in_blocks=self._in_blocks)
         if outputs is not None:
@@ -87,10 +87,10 @@ class GatedDeltaNet(StateLayer):
 
 
 def _stored_order(config: DeltaNetConfig, device: torch.device) -> Tensor:
-    """Where the checkpoint has each output of the first matmul, within its part; [O] int64."""
+    """Return the checkpoint index of each output of the first matmul, within its part: [O] int64."""
     num_groups = config.num_key_heads
     values = config.num_value_heads // num_groups * config.value_size
     sizes = [config.key_size, config.key_size, values, values]
-    places = torch.arange(num_groups * sum(sizes), device=device).view(num_groups, -1)
-    heads = torch.arange(2 * config.num_value_heads, device=device).view(num_groups, 2, -1) + places.numel()
-    return torch.cat([part.flatten() for part in (*places.split(sizes, dim=1), *heads.unbind(1))])
+    indices = torch.arange(num_groups * sum(sizes), device=device).view(num_groups, -1)
+    heads = torch.arange(2 * config.num_value_heads, device=device).view(num_groups, 2, -1) + indices.numel()
+    return torch.cat([part.flatten() for part in (*indices.split(sizes, dim=1), *heads.unbind(1))])

@@ -1,10 +1,14 @@
-"""Token embedding, which may also be the output head. T tokens, D model size, V vocabulary."""
+"""Embedding table, which may also be the output head.
+
+Shape letters: T tokens, D hidden size, V vocabulary size.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from aioengine.kernels import linear
+from aioengine.layers.layer import Layer
 from aioengine.layers.placement import Target
 
 if TYPE_CHECKING:
@@ -14,7 +18,7 @@ if TYPE_CHECKING:
     from aioengine.layers.placement import Placement
 
 
-class Embedding:
+class EmbeddingTable(Layer):
     """[T] ids -> [T, D]."""
 
     def __init__(self, vocab_size: int, hidden_size: int, placement: Placement) -> None:
@@ -22,18 +26,17 @@ class Embedding:
         self._batch_invariant = placement.batch_invariant
         self._head: Matmul | None = None
 
-    def weights(self, name: str) -> dict[str, Target]:
-        return {f"{name}.weight": Target(self.weight)}
+    def tensors(self) -> dict[str, Target]:
+        return {"weight": Target(self.weight)}
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """[T] int64 ids -> [T, D]."""
         return self.weight.index_select(0, input_ids)
 
     def as_head(self) -> Matmul:
-        """The matmul [T, D] -> [T, V] with the embedding's weight, for models with tied embeddings.
+        """Return the matmul [T, D] -> [T, V] with this weight, for models with tied embeddings.
 
-        To be called again after new weights were loaded. It returns the same matmul if that reads the weight tensor
-        directly; on a CPU, where the matmul reads a packed copy, a new one.
+        Call it again after new weights are loaded. On a CPU the matmul reads a packed copy, so a new one is made.
         """
         if self._head is None or linear.packs(self.weight.dtype, self.weight.device):
             self._head = linear.prepare(self.weight, None, batch_invariant=self._batch_invariant)

@@ -1,6 +1,6 @@
-"""The tensors of experts while they are loaded, in the forms in which checkpoints store them.
+"""Tensors to load experts into, in the layouts of checkpoints.
 
-D model size, I inner size, E experts.
+Shape letters: D hidden size, I inner size, E experts.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 
 class ExpertTensors(Protocol):
-    """Tensors to load into."""
+    """Tensors to load into, in the layout of the checkpoint."""
 
-    def weights(self, prefix: str) -> dict[str, Target]:
-        """Name in the checkpoint -> where it goes."""
+    def targets(self) -> dict[str, Target]:
+        """Map tensor names within the MLP to targets."""
         ...
 
     def assemble(self) -> ExpertWeights:
-        """The loaded weights in the form that is computed with. The tensors that were loaded into are dropped."""
+        """Return the weights in the layout of the kernels, and free the loaded tensors."""
         ...
 
 
 def empty(config: ExpertsConfig, hidden_size: int, placement: Placement) -> ExpertTensors:
-    """Tensors in the form of the checkpoint, uninitialized."""
+    """Return uninitialized tensors in the layout of the checkpoint."""
     if config.stored == "mxfp4":
         return _Mxfp4Tensors(config, hidden_size, placement)
     num_experts, inner = config.num_experts, config.inner_size
@@ -54,7 +54,7 @@ def empty(config: ExpertsConfig, hidden_size: int, placement: Placement) -> Expe
 
 
 def reopened(config: ExpertsConfig, weights: ExpertWeights) -> ExpertTensors:
-    """Tensors with the values of ``weights``, of which they may be views; those of "mxfp4" are not quantized."""
+    """Return tensors with the values of ``weights``, possibly as views. Those of "mxfp4" are not quantized."""
     match config.stored:
         case "separate":
             return _SeparateTensors(config, weights)
@@ -63,58 +63,58 @@ def reopened(config: ExpertsConfig, weights: ExpertWeights) -> ExpertTensors:
         case "interleaved" | "mxfp4":
             assert weights.gate_up_bias is not None
             assert weights.down_bias is not None
-            gate_up, gate_up_bias = _in_turn(weights.gate_up), _in_turn(weights.gate_up_bias)
+            gate_up, gate_up_bias = _interleave(weights.gate_up), _interleave(weights.gate_up_bias)
             matrices = gate_up.transpose(1, 2).contiguous(), weights.down.transpose(1, 2).contiguous()
             return _InterleavedTensors(config, matrices, (gate_up_bias, weights.down_bias))
 
 
-def _in_turn(gates_first: Tensor) -> Tensor:
-    """[E, 2 I, ...], gates first -> [E, 2 I, ...], gates and ups in turn."""
-    return gates_first.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+def _interleave(tensor: Tensor) -> Tensor:
+    """[E, 2 I, ...] with gates first -> [E, 2 I, ...] with gate and up rows alternating."""
+    return tensor.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
 
 
-def _gates_first(in_turn: Tensor) -> Tensor:
-    """[E, 2 I, ...], gates and ups in turn -> [E, 2 I, ...], gates first."""
-    return in_turn.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+def _gates_first(tensor: Tensor) -> Tensor:
+    """[E, 2 I, ...] with gate and up rows alternating -> [E, 2 I, ...] with gates first."""
+    return tensor.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
 
 
 class _SeparateTensors:
-    """Views of the weights, for a matrix of each expert."""
+    """Views of the weights: gate, up and down matrices of each expert."""
 
     def __init__(self, config: ExpertsConfig, weights: ExpertWeights) -> None:
         self._config = config
         self._weights = weights
 
-    def weights(self, prefix: str) -> dict[str, Target]:
+    def targets(self) -> dict[str, Target]:
         gate_name, up_name, down_name = self._config.names
-        found: dict[str, Target] = {}
+        targets: dict[str, Target] = {}
         for expert, (gate_up, down) in enumerate(zip(self._weights.gate_up, self._weights.down, strict=True)):
             gate, up = gate_up.chunk(2)
             for name, tensor in ((gate_name, gate), (up_name, up), (down_name, down)):
-                found[f"{prefix}experts.{expert}.{name}.weight"] = Target(tensor)
-        return found
+                targets[f"experts.{expert}.{name}.weight"] = Target(tensor)
+        return targets
 
     def assemble(self) -> ExpertWeights:
         return self._weights
 
 
 class _PackedTensors:
-    """The weights themselves."""
+    """The weights themselves: gate_up [E, 2 I, D] and down [E, D, I]."""
 
     def __init__(self, config: ExpertsConfig, weights: ExpertWeights) -> None:
         self._config = config
         self._weights = weights
 
-    def weights(self, prefix: str) -> dict[str, Target]:
+    def targets(self) -> dict[str, Target]:
         gate_up, down = self._config.names
-        return {f"{prefix}{gate_up}": Target(self._weights.gate_up), f"{prefix}{down}": Target(self._weights.down)}
+        return {gate_up: Target(self._weights.gate_up), down: Target(self._weights.down)}
 
     def assemble(self) -> ExpertWeights:
         return self._weights
 
 
 class _InterleavedTensors:
-    """gate_up [E, D, 2 I] and its bias [E, 2 I], gates and ups in turn, down [E, I, D] and its bias [E, D]."""
+    """gate_up [E, D, 2 I] and bias [E, 2 I] with gate and up rows alternating; down [E, I, D] and bias [E, D]."""
 
     def __init__(self, config: ExpertsConfig, matrices: tuple[Tensor, Tensor], biases: tuple[Tensor, Tensor]) -> None:
         """matrices: [E, D, 2 I] and [E, I, D]; biases: [E, 2 I] and [E, D]."""
@@ -123,20 +123,20 @@ class _InterleavedTensors:
         for name, matrix, bias in zip(config.names, matrices, biases, strict=True):
             self._tensors |= {name: matrix, f"{name}_bias": bias}
 
-    def weights(self, prefix: str) -> dict[str, Target]:
-        return {f"{prefix}{name}": Target(tensor) for name, tensor in self._tensors.items()}
+    def targets(self) -> dict[str, Target]:
+        return {name: Target(tensor) for name, tensor in self._tensors.items()}
 
     def assemble(self) -> ExpertWeights:
         gate_up, down = self._config.names
-        found = self._tensors
-        gate_up_bias, down_bias = _gates_first(found[f"{gate_up}_bias"]), found[f"{down}_bias"]
-        gates = _gates_first(found.pop(gate_up).transpose(1, 2)).contiguous()
-        downs = found.pop(down).transpose(1, 2).contiguous()
+        tensors = self._tensors
+        gate_up_bias, down_bias = _gates_first(tensors[f"{gate_up}_bias"]), tensors[f"{down}_bias"]
+        gates = _gates_first(tensors.pop(gate_up).transpose(1, 2)).contiguous()
+        downs = tensors.pop(down).transpose(1, 2).contiguous()
         return ExpertWeights(gates, downs, gate_up_bias.contiguous(), down_bias, gate_of(self._config))
 
 
 class _Mxfp4Tensors:
-    """Of each matrix its blocks and scales, in uint8; the outputs of gates and ups are in turn."""
+    """MXFP4 blocks and scales in uint8 of gate_up, with gate and up rows alternating, and of down; and biases."""
 
     def __init__(self, config: ExpertsConfig, hidden_size: int, placement: Placement) -> None:
         self._config = config
@@ -150,8 +150,8 @@ class _Mxfp4Tensors:
                 self._tensors[f"{name}_{part}"] = torch.empty(shape, dtype=torch.uint8, device=placement.device)
             self._tensors[f"{name}_bias"] = placement.empty(num_experts, rows)
 
-    def weights(self, prefix: str) -> dict[str, Target]:
-        return {f"{prefix}{name}": Target(tensor) for name, tensor in self._tensors.items()}
+    def targets(self) -> dict[str, Target]:
+        return {name: Target(tensor) for name, tensor in self._tensors.items()}
 
     def assemble(self) -> ExpertWeights:
         gate_up_name, down_name = self._config.names
@@ -161,14 +161,14 @@ class _Mxfp4Tensors:
         return ExpertWeights(gate_up, down, gate_up_bias, down_bias, gate_of(self._config))
 
     def _dequantized(self, name: str, *, is_gated: bool) -> Tensor:
-        """[E, outputs, inputs], gates first; expert by expert, which bounds the temporary memory."""
+        """Return [E, outputs, inputs] with gates first. Converts expert by expert to bound the temporary memory."""
         blocks, scales = self._tensors.pop(f"{name}_blocks"), self._tensors.pop(f"{name}_scales")
         shape = *scales.shape[:2], scales.shape[2] * MXFP4_BLOCK
-        whole = torch.empty(shape, dtype=self._dtype, device=blocks.device)
-        for own, own_blocks, own_scales in zip(whole, blocks, scales, strict=True):
-            numbers = mxfp4.dequantize(own_blocks, own_scales, self._dtype)
-            own.copy_(_gates_first(numbers.unsqueeze(0))[0] if is_gated else numbers)
-        return whole
+        weights = torch.empty(shape, dtype=self._dtype, device=blocks.device)
+        for weight, expert_blocks, expert_scales in zip(weights, blocks, scales, strict=True):
+            values = mxfp4.dequantize(expert_blocks, expert_scales, self._dtype)
+            weight.copy_(_gates_first(values.unsqueeze(0))[0] if is_gated else values)
+        return weights
 
 
 def gate_of(config: ExpertsConfig) -> Gate:

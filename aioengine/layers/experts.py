@@ -1,4 +1,7 @@
-"""Mixtures of experts: a router chooses the MLPs that a token goes through. T tokens, D model size, E experts."""
+"""Mixtures of experts: a router selects the MLPs of each token.
+
+Shape letters: T tokens, K experts per token, D hidden size, E experts.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from aioengine.kernels import experts
 from aioengine.kernels.expert_types import Routing, Shared
 from aioengine.kernels.routing import route
 from aioengine.layers import expert_tensors
+from aioengine.layers.layer import Layer
 from aioengine.layers.linear import Linear
 from aioengine.layers.mlp import MLP
 from aioengine.layers.placement import Target
@@ -28,12 +32,12 @@ if TYPE_CHECKING:
     from aioengine.layers.placement import Placement
 
 
-class Router:
-    """[T, D] -> the K experts of each token and their weights."""
+class ExpertRouter(Layer):
+    """[T, D] -> the K experts of each token, and their weights."""
 
     def __init__(self, hidden_size: int, config: ExpertsConfig, placement: Placement) -> None:
         router = config.router
-        self._name, self._is_wide = router.name, router.is_wide
+        self._name, self._in_fp32 = router.name, router.in_fp32
         self._routing = Routing(
             top_k=config.top_k,
             scoring=router.scoring,
@@ -43,79 +47,55 @@ class Router:
             top_groups=router.top_groups,
             group_top=router.group_top,
         )
-        own = replace(placement, dtype=torch.float32) if router.is_wide else placement
+        own = replace(placement, dtype=torch.float32) if router.in_fp32 else placement
         self._logits = Linear(hidden_size, {router.name: config.num_experts}, own, bias=router.has_bias)
+        self.parts = (("", self._logits),)
         self._bias: Tensor | None = None
         if router.has_choice_bias:
             self._bias = torch.empty(config.num_experts, dtype=torch.float32, device=placement.device)
 
-    def weights(self, prefix: str) -> dict[str, Target]:
-        found = self._logits.weights(prefix)
-        return found if self._bias is None else {**found, f"{prefix}{self._name}.{CHOICE_BIAS}": Target(self._bias)}
-
-    def finish_loading(self) -> None:
-        self._logits.finish_loading()
-
-    def open_for_loading(self) -> None:
-        self._logits.open_for_loading()
+    def tensors(self) -> dict[str, Target]:
+        return {} if self._bias is None else {f"{self._name}.{CHOICE_BIAS}": Target(self._bias)}
 
     def __call__(self, x: Tensor) -> Chosen:
-        """x [T, D] -> the experts of each token."""
-        return route(self._logits(x.float() if self._is_wide else x), self._bias, self._routing)
+        """x [T, D] -> experts and weights of each token."""
+        return route(self._logits(x.float() if self._in_fp32 else x), self._bias, self._routing)
 
 
-class SharedExpert:
-    """The MLP that all tokens go through, with a factor of each token where it has a gate."""
+class SharedExpert(Layer):
+    """The shared expert: an MLP for all tokens, with a factor per token if it has a gate."""
 
     def __init__(self, hidden_size: int, config: SharedConfig, placement: Placement) -> None:
-        self._name = config.name
         self._mlp = MLP(hidden_size, config.inner_size, placement, config=MlpConfig())
         self._gate = Linear(hidden_size, {config.gate: 1}, placement) if config.gate else None
-
-    def weights(self, prefix: str) -> dict[str, Target]:
-        found = self._mlp.weights(f"{prefix}{self._name}.")
-        return found if self._gate is None else found | self._gate.weights(prefix)
-
-    def finish_loading(self) -> None:
-        self._mlp.finish_loading()
-        if self._gate is not None:
-            self._gate.finish_loading()
-
-    def open_for_loading(self) -> None:
-        self._mlp.open_for_loading()
-        if self._gate is not None:
-            self._gate.open_for_loading()
+        self.parts = (f"{config.name}.", self._mlp), ("", self._gate)
 
     def __call__(self, x: Tensor) -> Shared:
-        """x [T, D] -> [T, D] and the logits of its factors."""
+        """x [T, D] -> [T, D], and the logits of the factors."""
         return Shared(self._mlp(x), None if self._gate is None else self._gate(x))
 
 
-class SparseMLP:
-    """The weighted sum of the MLPs that the router chooses, and of a shared one where there is one: [T, D] -> [T, D].
+class SparseMLP(Layer):
+    """The weighted sum of the selected experts, plus the shared expert: [T, D] -> [T, D]."""
 
-    Adapters do not change it.
-    """
+    is_adaptable = False
 
     def __init__(self, hidden_size: int, config: ExpertsConfig, placement: Placement) -> None:
         self._config = config
         self._batch_invariant = placement.batch_invariant
-        self._router = Router(hidden_size, config, placement)
+        self._router = ExpertRouter(hidden_size, config, placement)
         self._shared = None if config.shared is None else SharedExpert(hidden_size, config.shared, placement)
         self._tensors: ExpertTensors | None = expert_tensors.empty(config, hidden_size, placement)
         self._experts: Experts | None = None
+        self.parts = ("", self._router), ("", self._shared)
 
-    def weights(self, prefix: str) -> dict[str, Target]:
-        """``prefix``: of the MLP."""
+    def tensors(self) -> dict[str, Target]:
         assert self._tensors is not None, "the layer is not open for loading"
-        found = self._router.weights(prefix) | self._tensors.weights(prefix)
-        return found if self._shared is None else found | self._shared.weights(prefix)
+        return self._tensors.targets()
 
     def finish_loading(self) -> None:
         assert self._tensors is not None, "the layer is not open for loading"
-        self._router.finish_loading()
-        if self._shared is not None:
-            self._shared.finish_loading()
+        super().finish_loading()
         weights, self._tensors = self._tensors.assemble(), None
         if self._experts is None:
             self._experts = experts.prepare(weights, batch_invariant=self._batch_invariant)
@@ -124,16 +104,10 @@ class SparseMLP:
 
     def open_for_loading(self) -> None:
         assert self._experts is not None, "the layer is open for loading already"
-        self._router.open_for_loading()
-        if self._shared is not None:
-            self._shared.open_for_loading()
+        super().open_for_loading()
         self._tensors = expert_tensors.reopened(self._config, self._experts.weights())
 
-    def linears(self) -> list[Linear]:
-        """Those that adapters may change: none."""
-        return []
-
     def __call__(self, x: Tensor, rows: Grouping | None = None) -> Tensor:
-        """[T, D] -> [T, D]. ``rows``: as in ``Linear``; not used."""
+        """[T, D] -> [T, D]. ``rows`` is unused, since adapters do not change experts."""
         assert self._experts is not None, "finish_loading was not called"
         return self._experts(x, self._router(x), None if self._shared is None else self._shared(x))

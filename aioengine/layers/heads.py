@@ -1,8 +1,10 @@
-"""The order of heads and of the numbers in them, and norms of queries and keys.
+"""The order of heads and head entries, and norms of queries and keys.
 
-The kernels take heads one after the other (queries, keys, values), and rotate the first half of a head with its second
-half. Checkpoints have other orders; their weights are brought into this one when they are loaded, queries and keys
-alike, which changes no dot product. T tokens, H query heads, K kv heads, E head size, O outputs.
+The kernels expect all query heads, then all key heads, then all value heads, and rotate entry i of the first half of a
+head with entry i of the second half. Some checkpoints use other orders. The weights of queries and keys are reordered
+in the same way when they are loaded, so dot products do not change.
+
+Shape letters: T tokens, H query heads, K KV heads, E head size, O outputs.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
+from aioengine.layers.layer import Layer
 from aioengine.layers.norm import RMSNorm
 from aioengine.layers.placement import Target
 
@@ -24,27 +27,27 @@ if TYPE_CHECKING:
 
 
 def pair_order(head_size: int, rotary_size: int, *, is_interleaved: bool) -> list[int] | None:
-    """Where the checkpoint has each number of a head, for the kernels' pairs; None: in the same order.
+    """Return the checkpoint index of each entry of a head in the order of the kernels; None if the orders are equal.
 
-    Of the first ``rotary_size`` numbers the checkpoint pairs neighbours (``is_interleaved``), or the first half with
-    the second half. The other numbers are not rotated.
+    The checkpoint rotates the first ``rotary_size`` entries: neighbours (``is_interleaved``), or the first half with
+    the second half. The remaining entries are not rotated.
     """
-    half, num_others = rotary_size // 2, (head_size - rotary_size) // 2
+    half, num_unrotated = rotary_size // 2, (head_size - rotary_size) // 2
     if is_interleaved:
         first, second = [*range(0, rotary_size, 2)], [*range(1, rotary_size, 2)]
     else:
         first, second = [*range(half)], [*range(half, rotary_size)]
-    others = [*range(rotary_size, head_size)]
-    order = [*first, *others[:num_others], *second, *others[num_others:]]
+    unrotated = [*range(rotary_size, head_size)]
+    order = [*first, *unrotated[:num_unrotated], *second, *unrotated[num_unrotated:]]
     return None if order == [*range(head_size)] else order
 
 
 def qkv_order(
     shape: AttentionShape, pairs: list[int] | None, config: AttentionConfig, device: torch.device
 ) -> Tensor | None:
-    """Where the checkpoint has each output of the layer of queries, keys and values, [O]; None: in the same order.
+    """Return the checkpoint index of each output of the QKV projection, [O]; None if the orders are equal.
 
-    ``pairs``: as ``pair_order`` returns it. Gates of the outputs come before the queries.
+    The kernels expect output gates before the queries. ``pairs``: see ``pair_order``.
     """
     if pairs is None and not (config.is_grouped or config.has_output_gate):
         return None
@@ -62,7 +65,7 @@ def qkv_order(
 
 
 class HeadLayerNorm:
-    """LayerNorm of each head, [T, H, E] -> [T, H, E]; computed in fp32 and rounded once."""
+    """LayerNorm of each head: [T, H, E] -> [T, H, E]. Computes in fp32 and rounds once."""
 
     def __init__(
         self,
@@ -75,12 +78,12 @@ class HeadLayerNorm:
         stored: tuple[int, ...],
         order: Tensor | None,
     ) -> None:
-        """Make the norm.
+        """Allocate the weights.
 
         Args:
-            num_weights: 1, or the number of heads where each has a weight of its own.
-            stored: the shape of a tensor in the checkpoint.
-            order: [E] int64 indices of the loaded weights; None: in the same order.
+            num_weights: 1, or the number of heads if each head has its own weight.
+            stored: shape of a tensor in the checkpoint.
+            order: [E] int64, the checkpoint index of each entry; None if the orders are equal.
         """
         self._epsilon, self._order = epsilon, order
         self._stored = stored
@@ -92,13 +95,13 @@ class HeadLayerNorm:
         }
         self._used = {name: torch.empty_like(tensor) for name, tensor in self._loaded.items()}
 
-    def weights(self, names: list[str]) -> dict[str, Target]:
-        """``names``: of the norm, or of the norm of each head."""
-        found: dict[str, Target] = {}
+    def targets(self, names: list[str]) -> dict[str, Target]:
+        """Map tensor names to targets. ``names``: one name, or one per head."""
+        targets: dict[str, Target] = {}
         for name, tensor in self._loaded.items():
             parts = tensor.view(len(names), *self._stored).unbind()
-            found |= {f"{part}.{name}": Target(row) for part, row in zip(names, parts, strict=True)}
-        return found
+            targets |= {f"{part}.{name}": Target(row) for part, row in zip(names, parts, strict=True)}
+        return targets
 
     def finish_loading(self) -> None:
         for name, tensor in self._loaded.items():
@@ -115,7 +118,7 @@ class HeadLayerNorm:
 def _norm(
     config: HeadNorm, num_heads: int, epsilon: float, placement: Placement, *, size: int, order: Tensor | None
 ) -> RMSNorm | HeadLayerNorm:
-    """``size``: E. ``order``: [E], as in ``HeadLayerNorm``."""
+    """Return the norm of queries or keys. ``size``: E. ``order``: [E], see ``HeadLayerNorm``."""
     norm = config.norm
     if norm.kind == "layer":
         num_weights = 1 if config.extent == "head" else num_heads
@@ -125,15 +128,15 @@ def _norm(
         if order is not None:
             order = (torch.arange(num_heads, device=order.device).unsqueeze(1) * size + order).flatten()
         size *= num_heads
-    return RMSNorm(size, epsilon, placement, is_wide=norm.is_wide, offset=norm.offset, order=order)
+    return RMSNorm(size, epsilon, placement, scales_in_fp32=norm.scales_in_fp32, offset=norm.offset, order=order)
 
 
-class HeadNorms:
+class HeadNorms(Layer):
     """The norms of queries and keys.
 
     Attributes:
-        fused: weights [E] of query and key heads, and epsilon [], for the kernel that rotates; None: ``apply`` is to be
-            called before.
+        fused: weights [E] of query and key norm, and epsilon [], for the kernel that rotates and norms. None if there
+            is no such kernel; then call ``apply`` before the rotation.
     """
 
     def __init__(
@@ -145,7 +148,7 @@ class HeadNorms:
         *,
         pairs: list[int] | None,
     ) -> None:
-        """``pairs``: as ``pair_order`` returns it, of [E] numbers."""
+        """Create the norms. ``pairs``: order of the E entries, see ``pair_order``; [E]."""
         self._config = config
         self._num_heads = shape.num_heads, shape.num_kv_heads
         order = None if pairs is None else torch.tensor(pairs, device=placement.device)
@@ -158,22 +161,22 @@ class HeadNorms:
         if config.extent == "head" and isinstance(query_norm, RMSNorm) and isinstance(key_norm, RMSNorm):
             self.fused = query_norm.weight, key_norm.weight, query_norm.epsilon
 
-    def weights(self, prefix: str) -> dict[str, Target]:
-        found: dict[str, Target] = {}
+    def tensors(self) -> dict[str, Target]:
+        targets: dict[str, Target] = {}
         for name, norm, num_heads in zip(self._config.names, self._norms, self._num_heads, strict=True):
-            names = [f"{prefix}{part}" for part in self._config.parts(name, num_heads)]
-            found |= norm.weights(names) if isinstance(norm, HeadLayerNorm) else norm.weights(names[0])
-        return found
+            names = self._config.parts(name, num_heads)
+            targets |= norm.targets(names) if isinstance(norm, HeadLayerNorm) else norm.weights(f"{names[0]}.")
+        return targets
 
     def finish_loading(self) -> None:
         for norm in self._norms:
             norm.finish_loading()
 
     def apply(self, heads: Tensor) -> None:
-        """Norm the queries and keys in heads [T, H + 2 K, E], in place."""
+        """Normalize queries and keys in heads [T, H + 2 K, E], in place."""
         first = 0
         for norm, num_heads in zip(self._norms, self._num_heads, strict=True):
             part = heads.narrow(1, first, num_heads)
-            given = part.flatten(1) if self._config.extent == "all_heads" else part
-            part.copy_(norm(given).view(part.shape))
+            normed = norm(part.flatten(1) if self._config.extent == "all_heads" else part)
+            part.copy_(normed.view(part.shape))
             first += num_heads

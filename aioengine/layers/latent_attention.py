@@ -1,12 +1,12 @@
-"""Latent attention (DeepSeek-V2, arXiv 2405.04434), in the absorbed form, with rotary embeddings.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) with rotary embeddings.
 
-The cache holds one latent vector of each token, from which the keys and values of all heads would be made by one matrix
-(``kv_b_proj``). In the absorbed form they never are: its part for the keys is multiplied with the queries, and that for
-the values with the result of attention. So all tokens, of a prompt and generated ones, are computed in one way. Where
-``AttentionShape.expansions`` has these matrices, attention chooses the form and multiplies with them.
+The KV cache holds one latent vector per token. The matrix ``kv_b_proj`` expands it to keys and values of all heads.
+This layer computes the absorbed form: it multiplies the queries with the key part of the matrix, and the attention
+output with the value part, so keys and values are never materialized. If ``AttentionShape.expansions`` holds the
+matrices, the attention backend chooses the form and multiplies with them itself.
 
-T tokens, D model size, H heads, N and P sizes of a query head that are not and that are rotated, V latent size, E = V +
-P key size, O value size of a head.
+Shape letters: T tokens, S selected tokens, D hidden size, H heads, N and P sizes of the parts of a query head without
+and with rotary embedding, V latent size, E = V + P key size, O value size of a head.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from aioengine.kernels import head_linear
 from aioengine.kernels.latent_heads import latent_heads, rotated_queries
 from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.layers.heads import pair_order
+from aioengine.layers.layer import Layer
 from aioengine.layers.linear import Linear, Stored
 from aioengine.layers.norm import RMSNorm
 from aioengine.layers.placement import Target
@@ -33,10 +34,10 @@ if TYPE_CHECKING:
     from aioengine.layers.placement import Placement
 
 EPSILON = 1e-6
-"""Of the norms of the latent vectors; config.json has it for other norms alone."""
+"""Epsilon of the norms of latent vectors. The one in config.json applies to other norms only."""
 
 
-class LatentAttention:
+class LatentAttention(Layer):
     """[T, D] -> [T, D], or [S, D] for selected tokens. Writes latent vectors to the KV cache."""
 
     def __init__(
@@ -49,7 +50,7 @@ class LatentAttention:
         latent: LatentConfig,
         expansion: Tensor | None = None,
     ) -> None:
-        """expansion: of ``shape.expansions``, [H, N + O, V]; None: there are none."""
+        """Allocate the weights. ``expansion``: entry of ``shape.expansions``, [H, N + O, V]; None if it is empty."""
         self._sizes = latent
         self._num_heads = num_heads = shape.num_heads
         query_size = num_heads * (latent.plain_size + latent.rotated_size)
@@ -71,7 +72,7 @@ class LatentAttention:
             stored = Stored(queries if config.is_interleaved else None)
             self._query = Linear(latent.query_rank, {"q_b_proj": query_size}, placement, stored=stored)
         self._latent_norm = RMSNorm(latent.rank, EPSILON, placement)
-        self._is_chosen = expansion is not None
+        self._has_forms = expansion is not None
         sizes = num_heads, latent.plain_size + latent.value_size, latent.rank
         self._expansion = placement.empty(*sizes) if expansion is None else expansion
         self._batch_invariant = placement.batch_invariant
@@ -79,31 +80,23 @@ class LatentAttention:
         self._from_latent: HeadMatmul | None = None
         output = {config.output: hidden_size}
         self._output = Linear(num_heads * latent.value_size, output, placement, bias=config.output_bias)
+        self.parts = (
+            ("", self._inputs),
+            ("q_a_layernorm.", self._query_norm),
+            ("", self._query),
+            ("kv_a_layernorm.", self._latent_norm),
+            ("", self._output),
+        )
 
-    def weights(self, prefix: str) -> dict[str, Target]:
-        found = self._inputs.weights(prefix) | self._output.weights(prefix)
-        found |= self._latent_norm.weights(f"{prefix}kv_a_layernorm")
-        found[f"{prefix}kv_b_proj.weight"] = Target(self._expansion.flatten(0, 1))
-        if self._query is not None and self._query_norm is not None:
-            found |= self._query.weights(prefix) | self._query_norm.weights(f"{prefix}q_a_layernorm")
-        return found
+    def tensors(self) -> dict[str, Target]:
+        return {"kv_b_proj.weight": Target(self._expansion.flatten(0, 1))}
 
     def finish_loading(self) -> None:
-        for linear in self.linears():
-            linear.finish_loading()
+        super().finish_loading()
         for_keys, for_values = self._expansion.split((self._sizes.plain_size, self._sizes.value_size), dim=1)
         invariant = self._batch_invariant
         self._to_latent = head_linear.prepare(for_keys, batch_invariant=invariant)
         self._from_latent = head_linear.prepare(for_values.transpose(1, 2), batch_invariant=invariant)
-
-    def open_for_loading(self) -> None:
-        for linear in self.linears():
-            linear.open_for_loading()
-
-    def linears(self) -> list[Linear]:
-        """The linear layers; ``kv_b_proj`` is none of them, since it is never applied to its input."""
-        more = [] if self._query is None else [self._query]
-        return [self._inputs, *more, self._output]
 
     def __call__(
         self,
@@ -115,7 +108,7 @@ class LatentAttention:
         outputs: Tensor | None = None,
         adapters: AdapterRows | None = None,
     ) -> Tensor:
-        """x [T, D] -> [T, D], or [S, D] with ``outputs``. The arguments are those of ``SelfAttention``."""
+        """x [T, D] -> [T, D], or [S, D] with ``outputs``. Arguments: see ``SelfAttention``."""
         assert self._to_latent is not None, "finish_loading was not called"
         assert self._from_latent is not None, "finish_loading was not called"
         rows = None if adapters is None else adapters.tokens
@@ -123,7 +116,7 @@ class LatentAttention:
         if self._query is not None and self._query_norm is not None:
             q = self._query(self._query_norm(q), rows)
         q = q.unflatten(1, (self._num_heads, -1))
-        if self._is_chosen:
+        if self._has_forms:
             attended = self._attended(q, latents, tables, attention, layer=layer)
             if outputs is not None:
                 attended = attended.index_select(0, outputs)
@@ -152,14 +145,14 @@ class LatentAttention:
     def _attended(
         self, q: Tensor, latents: Tensor, tables: tuple[Tensor, Tensor], attention: StepAttention, *, layer: int
     ) -> Tensor:
-        """q [T, H, N + P] and latents [T, E] -> [T, H * O], in the form that attention chooses."""
+        """q [T, H, N + P] and latents [T, E] -> [T, H * O]. The attention backend chooses the form."""
         target = attention.target(layer)
         norm = self._latent_norm.weight, self._latent_norm.epsilon
         if isinstance(target, KVTarget):
             q = rotated_queries(q, latents, norm=norm, tables=tables, target=target)
             return attention.attend(q, q[:, :0], q[:, :0], layer)
         keys = latents.new_empty(latents.shape[0], 1, 1, latents.shape[1])
-        slots = torch.arange(latents.shape[0], device=latents.device)  # pages of one position
+        slots = torch.arange(latents.shape[0], device=latents.device)  # pages of one token
         pages = KVTarget(slots, keys, keys[..., : self._sizes.rank])
         q, k = rotated_queries(q, latents, norm=norm, tables=tables, target=pages), keys[:, 0]
         target(k, k[..., : self._sizes.rank])
@@ -169,8 +162,9 @@ class LatentAttention:
 def _orders(
     latent: LatentConfig, num_heads: int, config: AttentionConfig, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Where the checkpoint has each number of the queries [H * (N + P)] and of the latent vectors [V + P], with the
-    pairs that are rotated as the kernels take them.
+    """Return the checkpoint index of each entry of queries [H * (N + P)] and latent vectors [V + P].
+
+    The order is that of the kernels, which rotate the first half of the P entries with the second half.
     """
     size, plain_size = latent.rotated_size, latent.plain_size
     pairs = pair_order(size, size, is_interleaved=config.is_interleaved) or [*range(size)]

@@ -1,9 +1,13 @@
-"""Linear layers, which may fuse several layers of the checkpoint. D input size, O output size, T tokens."""
+"""Linear layers, which may fuse several layers of the checkpoint.
+
+Shape letters: T tokens, D input size, O output size.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from aioengine.layers.layer import Layer
 from aioengine.layers.placement import Slice, Target
 
 if TYPE_CHECKING:
@@ -21,8 +25,8 @@ class Stored(NamedTuple):
     """How a checkpoint stores a layer.
 
     Attributes:
-        order: [O] int64, where the checkpoint has each output of the layer, within its part; None: in the same order.
-        is_transposed: the weights of parts are [D, size].
+        order: [O] int64, the checkpoint index of each output within its part; None if the orders are equal.
+        is_transposed: the checkpoint stores weights as [D, outputs].
     """
 
     order: Tensor | None = None
@@ -32,19 +36,21 @@ class Stored(NamedTuple):
 AS_COMPUTED = Stored()
 
 
-class Linear:
+class Linear(Layer):
     """[T, D] -> [T, O].
 
     Args:
-        parts: the layers of the checkpoint that are fused, in order: name -> output size. O is the sum of the sizes.
-        is_gated: the first half of the outputs are gates; the result is silu(gates) * (second half), [T, O / 2].
-        divided: tensor parallelism: the axis along which each part is divided among the ranks of the placement; None:
-            every rank has the whole layer. With "outputs", each rank computes its share of the outputs; with "inputs",
-            each rank computes a partial result for all outputs, to be summed over the ranks.
+        parts: the fused layers of the checkpoint, in order: name -> output size. O is the sum of the sizes.
+        is_gated: the first half of the outputs are gates. The result is silu(first half) * second half: [T, O / 2].
+        divided: tensor parallelism: the axis along which each part is sharded; None if each rank has the whole layer.
+            With "outputs", each rank computes its shard of the outputs. With "inputs", each rank computes a partial
+            result of all outputs, and the caller sums over the ranks.
         stored: how the checkpoint stores the layer.
 
     Attributes:
-        in_features: D. sizes: the output size of each part. is_gated, stored: as above.
+        in_features: D.
+        sizes: the output size of each part.
+        is_gated, stored: see above.
     """
 
     def __init__(
@@ -77,22 +83,22 @@ class Linear:
         self._adapters: LayerAdapters | None = None
         self._ungated: Matmul | None = None
 
-    def weights(self, prefix: str) -> dict[str, Target]:
-        """Checkpoint name -> the view of the fused tensor to load it into. Only while the layer is open for loading."""
+    def tensors(self) -> dict[str, Target]:
+        """Map names to views of the fused tensors. Valid only while the layer is open for loading."""
         assert self._is_open, "the layer is not open for loading"
         sizes = list(self.sizes.values())
         return {
-            f"{prefix}{part}.{name}": Target(self._as_stored(piece), self._source(name, piece))
+            f"{part}.{name}": Target(self._as_stored(piece), self._source(name, piece))
             for name, tensor in self._tensors.items()
             for part, piece in zip(self.sizes, self._format.split(name, tensor, sizes), strict=True)
         }
 
     def _as_stored(self, piece: Tensor) -> Tensor:
-        """The view of ``piece`` [...] in the shape that the checkpoint has."""
+        """Return the view of ``piece`` [...] with the shape in the checkpoint."""
         return piece.t() if self.stored.is_transposed and piece.dim() == 2 else piece
 
     def _source(self, name: str, piece: Tensor) -> Slice | None:
-        """The slice of the checkpoint tensor that this rank loads into ``piece`` [...]; None: the whole tensor."""
+        """Return the slice of the checkpoint tensor that this rank loads into ``piece`` [...]; None for all of it."""
         dim = None if self._divided is None else self._format.dim_of(name, self._divided)
         if dim is None or self._shard.size == 1:
             return None
@@ -100,13 +106,13 @@ class Linear:
         return Slice(dim, self._shard.rank * num_entries, self._shard.size * num_entries)
 
     def finish_loading(self) -> None:
-        """Prepare the matmul. Tensors that it does not read are freed."""
+        """Prepare the matmul, and free the tensors that it does not read."""
         assert self._is_open, "the layer is not open for loading"
         self._is_open = False
         if self.stored.order is not None:
             self._reorder(self.stored.order)
         if self._divided == "inputs" and self._shard.rank and "bias" in self._tensors:
-            self._tensors["bias"].zero_()  # the sum over the ranks must contain it once
+            self._tensors["bias"].zero_()  # only rank 0 adds the bias to the sum over the ranks
         if self._matmul is None:
             self._matmul, self._tensors = self._format.prepare(
                 self._tensors, is_gated=self.is_gated, batch_invariant=self._batch_invariant
@@ -114,18 +120,18 @@ class Linear:
             self._prepare_ungated()
 
     def _reorder(self, order: Tensor) -> None:
-        """Put the outputs of all tensors into this order [O], in place."""
+        """Reorder the outputs of all tensors in place. ``order``: [O]."""
         for name, tensor in self._tensors.items():
             if (dim := self._format.dim_of(name, "outputs")) is not None:
                 tensor.copy_(tensor.index_select(dim, order))
 
     def use_adapters(self, adapters: LayerAdapters) -> None:
-        """Set what is added for rows with an adapter. The weights are loaded."""
+        """Set the adapters. Call it after the weights are loaded."""
         self._adapters = adapters
         self._prepare_ungated()
 
     def _prepare_ungated(self) -> None:
-        """Prepare the matmul to whose result adapters add: without the gates of a gated layer."""
+        """Prepare the matmul for rows with adapters. It does not apply the gates of a gated layer."""
         if self._adapters is None:
             return
         self._ungated = self._matmul
@@ -134,9 +140,9 @@ class Linear:
             self._ungated = prepared.matmul
 
     def open_for_loading(self) -> None:
-        """Allow ``weights`` again; its tensors have the current values.
+        """Make ``weights`` valid again. Its tensors have the current values.
 
-        If the matmul reads these tensors directly, it is kept; else ``finish_loading`` prepares a new one.
+        A matmul that reads these tensors directly is kept. Otherwise ``finish_loading`` prepares a new one.
         """
         assert not self._is_open, "the layer is open for loading already"
         self._is_open = True
@@ -147,9 +153,17 @@ class Linear:
             self._matmul = None
 
     def __call__(self, x: Tensor, rows: Grouping | None = None) -> Tensor:
-        """[T, D] -> [T, O]; [T, O / 2] if the layer is gated. ``rows``: grouped by adapter; None: no row has one."""
+        """[T, D] -> [T, O], or [T, O / 2] if the layer is gated. ``rows``: by adapter; None without adapters."""
         if rows is not None and self._adapters is not None:
             assert self._ungated is not None, "finish_loading was not called"
             return self._adapters.add(self._ungated, x, rows)
         assert self._matmul is not None, "finish_loading was not called"
         return self._matmul(x)
+
+
+def adaptable_linears(layer: Layer, prefix: str = "") -> list[tuple[str, Linear]]:
+    """Return the linear layers that adapters may change, in order, each with the prefix of its tensor names."""
+    if isinstance(layer, Linear):
+        return [(prefix, layer)]
+    parts = [(f"{prefix}{name}", part) for name, part in layer.parts if part is not None and part.is_adaptable]
+    return [entry for name, part in parts for entry in adaptable_linears(part, name)]

@@ -1,4 +1,7 @@
-"""Mamba 2, in the place of attention. T tokens, D model size; heads, groups and sizes as in ``kernels.state_space``."""
+"""Mamba 2, which replaces attention.
+
+Shape letters: T tokens, S selected tokens, D hidden size. Heads, groups and sizes: see ``kernels.state_space``.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def mamba_state(config: MambaConfig, dtype: torch.dtype) -> tuple[StateTensor, ...]:
-    """The last inputs of the convolution, and the matrix of each head. ``dtype``: of the activations."""
+    """Return the state tensors: last inputs of the convolution, and a matrix per head. ``dtype``: of activations."""
     return (
         StateTensor((config.width - 1, config.num_channels), dtype),
         StateTensor((config.num_heads, config.key_size, config.value_size), torch.float32),
@@ -45,21 +48,18 @@ class Mamba(StateLayer):
         rates, biases, skips = torch.empty(3, config.num_heads, dtype=torch.float32, device=placement.device)
         self._weights = SpaceWeights(log_rate=rates, bias=biases, skip=skips, limits=config.time_limits)
         self._norm = RMSNorm(values, config.epsilon, placement)
-        self._parts = values, config.num_channels, config.num_heads
+        self._sizes = values, config.num_channels, config.num_heads
+        self.parts = ("", self._input), ("norm.", self._norm), ("", self._output)
         self._in_blocks = not placement.batch_invariant and placement.dtype != torch.float32
 
-    def weights(self, prefix: str) -> dict[str, Target]:
-        """Only while the layer is open for loading."""
-        found = {
-            **self._input.weights(prefix),
-            f"{prefix}conv1d.weight": Target(self._filter.unsqueeze(1)),
-            f"{prefix}A_log": Target(self._weights.log_rate),
-            f"{prefix}dt_bias": Target(self._weights.bias),
-            f"{prefix}D": Target(self._weights.skip),
-            **self._norm.weights(f"{prefix}norm"),
-            **self._output.weights(prefix),
+    def tensors(self) -> dict[str, Target]:
+        targets = {
+            "conv1d.weight": Target(self._filter.unsqueeze(1)),
+            "A_log": Target(self._weights.log_rate),
+            "dt_bias": Target(self._weights.bias),
+            "D": Target(self._weights.skip),
         }
-        return found if self._bias is None else {**found, f"{prefix}conv1d.bias": Target(self._bias)}
+        return targets if self._bias is None else {**targets, "conv1d.bias": Target(self._bias)}
 
     def __call__(
         self,
@@ -70,11 +70,11 @@ class Mamba(StateLayer):
         outputs: Tensor | None = None,
         adapters: AdapterRows | None = None,
     ) -> Tensor:
-        """x [T, D] -> [T, D], or [S, D] with ``outputs``; as ``StateLayer``."""
+        """x [T, D] -> [T, D], or [S, D] with ``outputs``. See ``StateLayer``."""
         rows = None if adapters is None else adapters.tokens
-        gates, given, steps = self._input(x, rows).split(self._parts, dim=1)
+        gates, mixed, steps = self._input(x, rows).split(self._sizes, dim=1)
         inputs, matrices = states.layer(layer)
-        channels = causal_conv(given, self._filter, inputs, states.rows, bias=self._bias)
+        channels = causal_conv(mixed, self._filter, inputs, states.rows, bias=self._bias)
         heads = state_space(
             channels, steps, self._weights, matrices, rows=states.rows, in_blocks=self._in_blocks
         ).flatten(1)

@@ -1,10 +1,14 @@
-"""Feed-forward layers. T tokens, D model size, I inner size."""
+"""The MLP of a block.
+
+Shape letters: T tokens, D hidden size, I inner size.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from aioengine.kernels.activation import activate, activate_and_mul
+from aioengine.layers.layer import Layer
 from aioengine.layers.linear import Linear, Stored
 
 if TYPE_CHECKING:
@@ -12,33 +16,13 @@ if TYPE_CHECKING:
 
     from aioengine.families._block_config import Activation, MlpConfig
     from aioengine.layers.adapters import Grouping
-    from aioengine.layers.placement import Placement, Target
+    from aioengine.layers.placement import Placement
 
 
-class FeedForward(Protocol):
-    """The part of a block behind attention: an MLP, or a mixture of experts."""
+class MLP(Layer):
+    """second(activation(first(x))), or, if it is gated, second(activation(gate(x)) * up(x)): [T, D] -> [T, D].
 
-    def weights(self, prefix: str) -> dict[str, Target]:
-        """Name in the checkpoint -> where it goes, as ``Model.weights``."""
-        ...
-
-    def linears(self) -> list[Linear]:
-        """The linear layers that adapters may change."""
-        ...
-
-    def finish_loading(self) -> None: ...
-
-    def open_for_loading(self) -> None: ...
-
-    def __call__(self, x: Tensor, rows: Grouping | None = None) -> Tensor:
-        """[T, D] -> [T, D]. ``rows``: grouped by adapter, as in ``Linear``."""
-        ...
-
-
-class MLP:
-    """second(activation(first(x))), or where gated second(activation(gates) * others): [T, D] -> [T, D].
-
-    Gates and others are one matmul.
+    Gate and up are one matmul.
     """
 
     def __init__(
@@ -61,23 +45,10 @@ class MLP:
         )
         second = {config.second: hidden_size}
         self._second = Linear(intermediate_size, second, placement, bias=config.has_bias, stored=stored)
-
-    def weights(self, prefix: str) -> dict[str, Target]:
-        return self._first.weights(prefix) | self._second.weights(prefix)
-
-    def finish_loading(self) -> None:
-        self._first.finish_loading()
-        self._second.finish_loading()
-
-    def open_for_loading(self) -> None:
-        self._first.open_for_loading()
-        self._second.open_for_loading()
-
-    def linears(self) -> list[Linear]:
-        return [self._first, self._second]
+        self.parts = ("", self._first), ("", self._second)
 
     def __call__(self, x: Tensor, rows: Grouping | None = None) -> Tensor:
-        """[T, D] -> [T, D]. ``rows``: as in ``Linear``."""
+        """[T, D] -> [T, D]. ``rows``: see ``Linear``."""
         inner = self._first(x, rows)
         if self._has_fused_gate:
             return self._second(inner, rows)

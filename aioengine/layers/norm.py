@@ -1,8 +1,11 @@
-"""Norms. T tokens, D model size."""
+"""Norms.
+
+Shape letters: T tokens, D hidden size.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
@@ -11,6 +14,7 @@ from aioengine.kernels.add_layer_norm import add_layer_norm
 from aioengine.kernels.add_rms_norm import add_rms_norm
 from aioengine.kernels.norm_and_add import norm_and_add
 from aioengine.kernels.rms_norm import rms_norm
+from aioengine.layers.layer import Layer
 from aioengine.layers.placement import Target
 
 if TYPE_CHECKING:
@@ -20,38 +24,13 @@ if TYPE_CHECKING:
     from aioengine.layers.placement import Placement
 
 
-class Norm(Protocol):
-    """[..., D] -> [..., D]."""
-
-    def weights(self, name: str) -> dict[str, Target]: ...
-
-    def finish_loading(self) -> None:
-        """Bring loaded weights into the form that is computed with; may be called again after they changed."""
-        ...
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., D]."""
-        ...
-
-    def after(self, delta: Tensor, residual: Tensor) -> Tensor:
-        """Add ``delta`` [T, D] to ``residual`` [T, D] in place; return the norm of the sum, [T, D]."""
-        ...
-
-
-def make_norm(config: NormConfig, size: int, epsilon: float, placement: Placement) -> Norm:
-    """The norm of ``size`` numbers that ``config`` describes."""
-    if config.kind == "layer":
-        return LayerNorm(size, epsilon, placement, bias=config.has_bias, has_weight=config.has_weight)
-    return RMSNorm(size, epsilon, placement, is_wide=config.is_wide, offset=config.offset)
-
-
-class RMSNorm:
+class RMSNorm(Layer):
     """[..., D] -> [..., D].
 
     Args:
-        is_wide: it is multiplied by its weight in fp32, and rounded once.
-        offset: added to the loaded weight; such a norm is wide.
-        order: [D] int64 indices of the loaded weight, for numbers that are in another order than in the checkpoint.
+        scales_in_fp32: multiply by the weight in fp32, and round once.
+        offset: added to the loaded weight. A norm with an offset always scales in fp32.
+        order: [D] int64, the checkpoint index of each entry; None if the orders are equal.
     """
 
     def __init__(
@@ -60,19 +39,19 @@ class RMSNorm:
         epsilon: float,
         placement: Placement,
         *,
-        is_wide: bool = False,
+        scales_in_fp32: bool = False,
         offset: float = 0.0,
         order: Tensor | None = None,
     ) -> None:
-        """``order``: [D]."""
-        dtype = torch.float32 if is_wide or offset else placement.dtype
+        """Allocate the weight. ``order``: [D]."""
+        dtype = torch.float32 if scales_in_fp32 or offset else placement.dtype
         self.weight = torch.empty(size, dtype=dtype, device=placement.device)
         self.epsilon = torch.tensor(epsilon, dtype=torch.float32, device=placement.device)
         self._offset, self._order = offset, order
         self._loaded = torch.empty_like(self.weight) if offset or order is not None else self.weight
 
-    def weights(self, name: str) -> dict[str, Target]:
-        return {f"{name}.weight": Target(self._loaded)}
+    def tensors(self) -> dict[str, Target]:
+        return {"weight": Target(self._loaded)}
 
     def finish_loading(self) -> None:
         if self._loaded is not self.weight:
@@ -84,28 +63,12 @@ class RMSNorm:
         return rms_norm(x, self.weight, self.epsilon)
 
     def after(self, delta: Tensor, residual: Tensor) -> Tensor:
-        """Add ``delta`` [T, D] to ``residual`` [T, D] in place; return the norm of the sum, [T, D]."""
+        """Add ``delta`` [T, D] to ``residual`` [T, D] in place, and return the norm of the sum: [T, D]."""
         return add_rms_norm(delta, residual, self.weight, self.epsilon)
 
 
-def add_to_stream(delta: Tensor, residual: Tensor, behind: Norm | None, before: Norm | None) -> Tensor:
-    """Add ``delta`` [T, D] to ``residual`` [T, D] in place, and return what the next layer reads, [T, D].
-
-    Args:
-        behind: the norm of ``delta``; None: it is added as it is.
-        before: the norm of the sum that the next layer reads; None: it reads the sum itself.
-    """
-    if behind is None:
-        return residual.add_(delta) if before is None else before.after(delta, residual)
-    if isinstance(behind, RMSNorm) and before is None:
-        return norm_and_add(delta, residual, behind.weight, None, epsilon=behind.epsilon)
-    if isinstance(behind, RMSNorm) and isinstance(before, RMSNorm):
-        return norm_and_add(delta, residual, behind.weight, before.weight, epsilon=behind.epsilon)
-    return add_to_stream(behind(delta), residual, None, before)
-
-
-class LayerNorm:
-    """[..., D] -> [..., D], with the mean taken away."""
+class LayerNorm(Layer):
+    """[..., D] -> [..., D]."""
 
     def __init__(self, size: int, epsilon: float, placement: Placement, *, bias: bool, has_weight: bool = True) -> None:
         self._has_weight = has_weight
@@ -113,19 +76,42 @@ class LayerNorm:
         self._bias = placement.empty(size) if bias else None
         self._epsilon = epsilon
 
-    def weights(self, name: str) -> dict[str, Target]:
-        found = {f"{name}.weight": Target(self._weight)} if self._has_weight else {}
-        return found if self._bias is None else {**found, f"{name}.bias": Target(self._bias)}
-
-    def finish_loading(self) -> None:
-        pass  # the weights are computed with as they are loaded
+    def tensors(self) -> dict[str, Target]:
+        targets = {"weight": Target(self._weight)} if self._has_weight else {}
+        return targets if self._bias is None else {**targets, "bias": Target(self._bias)}
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
         return functional.layer_norm(x, self._weight.shape, self._weight, self._bias, self._epsilon)
 
     def after(self, delta: Tensor, residual: Tensor, *, keeps_sum: bool = True) -> Tensor:
-        """The norm of ``delta`` + ``residual``, [T, D] each -> [T, D]; ``keeps_sum``: ``residual`` becomes the sum."""
+        """Return the norm of ``delta`` + ``residual``: [T, D]. ``keeps_sum``: store the sum in ``residual``."""
         return add_layer_norm(
             delta, residual, weight=self._weight, bias=self._bias, epsilon=self._epsilon, keeps_sum=keeps_sum
         )
+
+
+Norm = RMSNorm | LayerNorm
+
+
+def make_norm(config: NormConfig, size: int, epsilon: float, placement: Placement) -> Norm:
+    """Return the norm that ``config`` describes. ``size``: D."""
+    if config.kind == "layer":
+        return LayerNorm(size, epsilon, placement, bias=config.has_bias, has_weight=config.has_weight)
+    return RMSNorm(size, epsilon, placement, scales_in_fp32=config.scales_in_fp32, offset=config.offset)
+
+
+def add_to_stream(delta: Tensor, residual: Tensor, output_norm: Norm | None, input_norm: Norm | None) -> Tensor:
+    """Add ``delta`` [T, D] to ``residual`` [T, D] in place, and return the input of the next layer: [T, D].
+
+    Args:
+        output_norm: the norm of ``delta``; None to add it unchanged.
+        input_norm: the norm of the sum, for the next layer; None if that reads the sum itself.
+    """
+    if output_norm is None:
+        return residual.add_(delta) if input_norm is None else input_norm.after(delta, residual)
+    if isinstance(output_norm, RMSNorm) and input_norm is None:
+        return norm_and_add(delta, residual, output_norm.weight, None, epsilon=output_norm.epsilon)
+    if isinstance(output_norm, RMSNorm) and isinstance(input_norm, RMSNorm):
+        return norm_and_add(delta, residual, output_norm.weight, input_norm.weight, epsilon=output_norm.epsilon)
+    return add_to_stream(output_norm(delta), residual, None, input_norm)

@@ -1,4 +1,4 @@
-"""Device, dtype and shard of a model's weights, and the checkpoint tensors that fill them."""
+"""Device, dtype and shard of weights, and the targets that checkpoint tensors are loaded into."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class Shard(NamedTuple):
-    """Tensor parallelism: this rank, of the ``size`` ranks among which linear layers are divided."""
+    """Tensor parallelism: this rank, and the number of ranks that share the linear layers."""
 
     rank: int = 0
     size: int = 1
 
 
 WHOLE = Shard()
-"""A model on one rank."""
+"""The shard of a model on a single rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +29,10 @@ class Placement:
     """How and where a model stores its weights.
 
     Attributes:
-        dtype: of the weights and activations; a ``linear_format`` may store other types.
+        dtype: of weights and activations. A ``linear_format`` may store weights in another dtype.
         linear_format: how linear layers store and multiply their weights.
-        batch_invariant: on a GPU, the result for a row must not depend on the number of rows.
-        shard: the share of divided layers that this process has.
+        batch_invariant: on a GPU, the result of a row must not depend on the number of rows.
+        shard: the shard of this process.
     """
 
     dtype: torch.dtype
@@ -42,12 +42,12 @@ class Placement:
     shard: Shard = WHOLE
 
     def empty(self, *shape: int) -> Tensor:
-        """An uninitialized tensor [*shape]."""
+        """Return an uninitialized tensor [*shape]."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
 
 class Slice(NamedTuple):
-    """Part of a checkpoint tensor: entries from ``start`` on of dimension ``dim``, which has ``total`` entries."""
+    """A slice of a checkpoint tensor along ``dim``, from ``start``. ``total``: the full size of the dimension."""
 
     dim: int
     start: int
@@ -55,9 +55,10 @@ class Slice(NamedTuple):
 
 
 class Target(NamedTuple):
-    """A tensor to load into, often a view of a fused one, and the part of the checkpoint tensor to load.
+    """A tensor to load into, often a view of a fused tensor.
 
-    ``source``: None for the whole checkpoint tensor; the length of a slice is that of ``tensor``.
+    Attributes:
+        source: the slice of the checkpoint tensor to load; None for all of it. Its length is that of ``tensor``.
     """
 
     tensor: Tensor
@@ -65,7 +66,7 @@ class Target(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole checkpoint tensor."""
+        """The shape of the checkpoint tensor."""
         shape = list(self.tensor.shape)
         if self.source is not None:
             shape[self.source.dim] = self.source.total
@@ -73,7 +74,7 @@ class Target(NamedTuple):
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """The index of ``source`` in the checkpoint tensor; () for the whole of it."""
+        """The index of ``source`` in the checkpoint tensor; () for all of it."""
         if self.source is None:
             return ()
         dim, start, _ = self.source

@@ -1,14 +1,20 @@
-"""Rotary embeddings: frequencies for all scaling types that checkpoints use, and tables of cos and sin. E head size.
+"""Rotary embeddings: frequencies for all scaling types, and tables of cos and sin.
 
-Formulas: default, RoFormer; linear, position interpolation; dynamic, NTK-aware interpolation; yarn, arXiv 2309.00071;
-llama3, the Llama 3.1 model card; longrope, arXiv 2402.13753. The values are those of transformers, with a difference:
-there, two scalings depend on the longest sequence of a call, and so the keys of a token on how the prompt was split.
-Dynamic: the token at position p always has the base for a sequence of p + 1 tokens. The results are equal up to
-``max_position_embeddings``, and beyond it for tokens that are generated one by one.
-Longrope: the tokens of a request all have the short factors while there are up to ``original_max_position_embeddings``,
-and all the long factors when there are more; a request that grows beyond that length is computed again (as transformers
-does for Phi-3). Tables have the rows of short requests first; those of long ones follow, and the positions of tokens of
-long requests are counted from there (``models._base.InputSpec.short_length``).
+Sources of the formulas: default, RoFormer; linear, position interpolation; dynamic, NTK-aware interpolation; yarn,
+arXiv 2309.00071; llama3, the Llama 3.1 model card; longrope, arXiv 2402.13753.
+
+The values are those of transformers, except where these depend on the longest sequence of a call. There the keys of a
+token would depend on the chunks of the prompt.
+
+Dynamic: the token at position p uses the base of a sequence of p + 1 tokens. This equals transformers up to
+``max_position_embeddings`` tokens, and beyond it when tokens are generated one by one.
+
+LongRoPE: all tokens of a request use the short factors if the request has up to ``original_max_position_embeddings``
+tokens, else the long factors. A request that grows beyond this length is recomputed, as in transformers' Phi-3. Tables
+hold the rows of short requests first, then those of long requests. Positions of long requests start at
+``models._base.InputSpec.short_length``.
+
+Shape letters: T tokens, E head size.
 """
 
 from __future__ import annotations
@@ -20,30 +26,31 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from aioengine.families._config import RopeConfig, not_implemented
+from aioengine.families._fields import not_implemented
+from aioengine.families._rope_config import RopeConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 TABLE_ROWS = 4096
-"""Rows of the table that are computed at a time, which bounds the temporary memory."""
+"""Rows of the table that are computed at a time, to bound the temporary memory."""
 MAX_TABLE = 2**18
-"""The largest number of positions for which a table is made; it takes 128 MiB for heads of size 128."""
+"""Maximum number of rows of a table, which takes 128 MiB for a head size of 128."""
 
 
 def _required(value: float | None) -> float:
-    assert value is not None, "RopeConfig checks that a scaling has its parameters"
+    assert value is not None, "RopeConfig checks required parameters"
     return value
 
 
 def _unscaled(base: float | Tensor, head_size: int) -> Tensor:
-    """Inverse frequencies [E / 2], or [positions, E / 2] for a base [positions, 1]."""
+    """Return inverse frequencies [E / 2], or [positions, E / 2] for a base [positions, 1]."""
     device = base.device if isinstance(base, torch.Tensor) else None
     return 1.0 / (base ** (torch.arange(0, head_size, 2, dtype=torch.int64, device=device).float() / head_size))
 
 
 def _llama3(config: RopeConfig, head_size: int, original: int) -> Tensor:
-    """Inverse frequencies [E / 2], scaled by wavelength."""
+    """Return inverse frequencies [E / 2], scaled by wavelength."""
     factor = _required(config.factor)
     low = _required(config.low_freq_factor)
     high = _required(config.high_freq_factor)
@@ -54,7 +61,7 @@ def _llama3(config: RopeConfig, head_size: int, original: int) -> Tensor:
 
 
 def _yarn(config: RopeConfig, head_size: int, original: int, max_positions: int) -> tuple[Tensor, float]:
-    """Inverse frequencies [E / 2], and the factor for cos and sin."""
+    """Return inverse frequencies [E / 2], and the factor of cos and sin."""
     factor = config.factor if config.factor is not None else max_positions / original
 
     def magnitude(scale: float | None) -> float:
@@ -81,23 +88,24 @@ def _yarn(config: RopeConfig, head_size: int, original: int, max_positions: int)
 def _longrope(
     config: RopeConfig, head_size: int, original: int, *, max_positions: int, num_positions: int
 ) -> tuple[Tensor, float]:
-    """Inverse frequencies [E / 2], and the factor for cos and sin."""
+    """Return inverse frequencies [E / 2], and the factor of cos and sin."""
     factors = config.long_factor if num_positions > original else config.short_factor
-    assert factors is not None, "RopeConfig checks that a scaling has its parameters"
-    found = 1.0 / (torch.tensor(factors, dtype=torch.float32) * (1.0 / _unscaled(config.rope_theta, head_size)))
+    assert factors is not None, "RopeConfig checks required parameters"
+    scaled = 1.0 / (torch.tensor(factors, dtype=torch.float32) * (1.0 / _unscaled(config.rope_theta, head_size)))
     factor = max_positions / original if config.factor is None else config.factor
     attention_factor = config.attention_factor
     if attention_factor is None:
         attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    return found, attention_factor
+    return scaled, attention_factor
 
 
 def frequencies(
     config: RopeConfig, head_size: int, max_position_embeddings: int, num_positions: int
 ) -> tuple[Tensor, float]:
-    """Inverse frequencies [E / 2], and the factor for cos and sin; for dynamic scaling, the unscaled frequencies.
+    """Return inverse frequencies [E / 2], unscaled for "dynamic", and the factor of cos and sin.
 
-    ``num_positions``: of the longest sequence that will be computed.
+    Args:
+        num_positions: of the longest sequence.
     """
     original = config.original_max_position_embeddings or max_position_embeddings
     if original < 2 and config.rope_type in {"longrope", "yarn"}:
@@ -118,7 +126,7 @@ def frequencies(
 
 
 def _dynamic(config: RopeConfig, head_size: int, positions: Tensor, max_position_embeddings: int) -> Tensor:
-    """Inverse frequencies [positions, E / 2]; the base of each is for the sequence that ends at this position."""
+    """Return inverse frequencies [positions, E / 2], each with the base of the sequence that ends at the position."""
     factor = _required(config.factor)
     lengths = (positions + 1).clamp(min=max_position_embeddings).double()
     growth = factor * lengths / max_position_embeddings - (factor - 1)
@@ -127,7 +135,7 @@ def _dynamic(config: RopeConfig, head_size: int, positions: Tensor, max_position
 
 
 def _axes(config: RopeConfig, num_pairs: int) -> Tensor:
-    """The axis of a position (0 time, 1 height, 2 width) that rotates each pair of numbers of a head, [E / 2]."""
+    """Return the position axis (0 time, 1 height, 2 width) of each rotated pair: [E / 2]."""
     if not config.mrope_interleaved:
         return torch.arange(3).repeat_interleave(torch.tensor(config.mrope_section))
     axes = torch.zeros(num_pairs, dtype=torch.int64)
@@ -137,16 +145,15 @@ def _axes(config: RopeConfig, num_pairs: int) -> Tensor:
 
 
 class RotaryEmbedding:
-    """cos and sin of positions; bitwise the same for a position in every step.
+    """cos and sin of positions, with the same bits for a position in every step.
 
-    Up to ``MAX_TABLE`` positions they are read from a table; for a longer context, each step computes them.
+    Reads them from a table of up to ``MAX_TABLE`` rows. For longer contexts, computes them in each step.
 
     Args:
-        config: None: heads are not rotated. Where it rotates a part of a head, the numbers of the head are in the order
-            of ``layers.heads.pair_order``.
+        config: None if heads are not rotated. If a part of a head is rotated, entries are in the order of
+            ``layers.heads.pair_order``.
         num_positions: of the longest request.
-        short_length: positions from this one on are those of requests that are longer, and count from 0 there; 0: all
-            requests have the same rotations.
+        short_length: with LongRoPE, positions of long requests start at this number; else 0.
     """
 
     def __init__(
@@ -179,9 +186,9 @@ class RotaryEmbedding:
             self._table = table.to(device)
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [T] -> cos and sin [T, 1, E], in the form that ``kernels.rope`` takes; called once a step.
+        """positions [T] -> cos and sin [T, 1, E] in the form of ``kernels.rope``. Called once per step.
 
-        Positions may be [3, T] where the config has an ``mrope_section``.
+        Positions may be [3, T] if the config has an ``mrope_section``.
         """
         if positions.dim() == 2:
             return self._signed(self._rows_of_axes(positions))
@@ -194,16 +201,16 @@ class RotaryEmbedding:
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
     def _rows_of_axes(self, positions: Tensor) -> Tensor:
-        """positions [3, T] -> cos and sin [T, 2, E / 2], each pair by the position on its own axis."""
-        assert self._axes is not None, "positions of one axis alone"
-        own = positions.index_select(0, self._axes).t()
+        """positions [3, T] -> cos and sin [T, 2, E / 2]. Each pair uses the position on its axis."""
+        assert self._axes is not None, "the model has positions of one axis"
+        by_pair = positions.index_select(0, self._axes).t()
         if self._table is not None:
-            return self._table.gather(0, own.unsqueeze(1).expand(-1, 2, -1))
-        angles = own.float() * self._frequencies
+            return self._table.gather(0, by_pair.unsqueeze(1).expand(-1, 2, -1))
+        angles = by_pair.float() * self._frequencies
         return torch.stack((angles.cos() * self._factor, angles.sin() * self._factor), 1)
 
     def _rows(self, positions: Tensor) -> Tensor:
-        """positions [T] -> cos and sin, [T, 2, E / 2]."""
+        """positions [T] -> cos and sin [T, 2, E / 2]."""
         frequencies = self._frequencies
         if self._short_length:
             is_long = positions >= self._short_length

@@ -1,4 +1,7 @@
-"""Gated convolution over a few tokens, in the place of attention. T tokens, D model size, W tokens of the filter."""
+"""Short gated convolution, which replaces attention.
+
+Shape letters: T tokens, S selected tokens, D hidden size.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +22,18 @@ if TYPE_CHECKING:
 
 
 class ShortConv(StateLayer):
-    """[T, D] -> [T, D], or [S, D] for selected tokens: out(b * conv(a * x)), where one matmul gives a, b and x."""
+    """out(b * conv(a * x)), where one matmul computes a, b and x: [T, D] -> [T, D], or [S, D] for selected tokens."""
 
     def __init__(self, hidden_size: int, config: ShortConvConfig, placement: Placement) -> None:
         self._input = Linear(hidden_size, {"in_proj": 3 * hidden_size}, placement, bias=config.has_bias)
         self._output = Linear(hidden_size, {"out_proj": hidden_size}, placement, bias=config.has_bias)
         self._filter = placement.empty(hidden_size, config.width)
         self._bias = placement.empty(hidden_size) if config.has_bias else None
+        self.parts = ("", self._input), ("", self._output)
 
-    def weights(self, prefix: str) -> dict[str, Target]:
-        """Only while the layer is open for loading."""
-        found = {
-            **self._input.weights(prefix),
-            f"{prefix}conv.weight": Target(self._filter.unsqueeze(1)),
-            **self._output.weights(prefix),
-        }
-        return found if self._bias is None else {**found, f"{prefix}conv.bias": Target(self._bias)}
+    def tensors(self) -> dict[str, Target]:
+        targets = {"conv.weight": Target(self._filter.unsqueeze(1))}
+        return targets if self._bias is None else {**targets, "conv.bias": Target(self._bias)}
 
     def __call__(
         self,
@@ -45,14 +44,14 @@ class ShortConv(StateLayer):
         outputs: Tensor | None = None,
         adapters: AdapterRows | None = None,
     ) -> Tensor:
-        """x [T, D] -> [T, D], or [S, D] with ``outputs``; as ``StateLayer``."""
+        """x [T, D] -> [T, D], or [S, D] with ``outputs``. See ``StateLayer``."""
         rows = None if adapters is None else adapters.tokens
         before, after, channels = self._input(x, rows).chunk(3, dim=1)
         (inputs,) = states.layer(layer)
-        found = causal_conv(
+        mixed = causal_conv(
             before * channels, self._filter, inputs, states.rows, bias=self._bias, activates=False
         ).mul_(after)
         if outputs is not None:
-            found = found.index_select(0, outputs)
+            mixed = mixed.index_select(0, outputs)
             rows = None if adapters is None else adapters.outputs
-        return self._output(found, rows)
+        return self._output(mixed, rows)

@@ -1,42 +1,24 @@
-"""What layers that keep a state for each request, in the place of attention, have in common. T tokens, D model size."""
+"""The base class of layers that keep a recurrent state per request instead of keys and values.
+
+Shape letters: T tokens, S selected tokens, D hidden size.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
+
+from aioengine.layers.layer import Layer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.layers.adapters import AdapterRows
-    from aioengine.layers.linear import Linear
-    from aioengine.layers.placement import Target
     from aioengine.layers.states import StepStates
 
 
-class StateLayer(ABC):
-    """[T, D] -> [T, D], or [S, D] for selected tokens, between a linear layer that reads the stream and one behind."""
+class StateLayer(Layer):
+    """[T, D] -> [T, D], or [S, D] for selected tokens."""
 
-    _input: Linear
-    _output: Linear
-
-    @abstractmethod
-    def weights(self, prefix: str) -> dict[str, Target]:
-        """Name in the checkpoint -> where it goes, as ``Model.weights``."""
-
-    def linears(self) -> list[Linear]:
-        """The linear layers that adapters may change."""
-        return [self._input, self._output]
-
-    def finish_loading(self) -> None:
-        self._input.finish_loading()
-        self._output.finish_loading()
-
-    def open_for_loading(self) -> None:
-        self._input.open_for_loading()
-        self._output.open_for_loading()
-
-    @abstractmethod
     def __call__(
         self,
         x: Tensor,
@@ -49,8 +31,8 @@ class StateLayer(ABC):
         """x [T, D] -> [T, D], or [S, D] with ``outputs``.
 
         Args:
-            layer: the index of this layer among those with states.
-            outputs: [S] int64 indices of the tokens whose results are needed, None for all; the states are those behind
-                all tokens.
-            adapters: None where no row has one.
+            layer: index of this layer among the layers with a state.
+            outputs: [S] int64 indices of the selected tokens; None for all. The states are updated for all tokens.
+            adapters: None if no row has an adapter.
         """
+        raise NotImplementedError

@@ -1,6 +1,6 @@
-"""States of fixed size that layers keep for each request, beside the pages of keys and values.
+"""Recurrent states per request, which some layers keep instead of keys and values.
 
-L layers that keep states, N slots, R rows, T tokens.
+Shape letters: L layers with a state, N slots, R rows, B blocks of tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class StateTensor(NamedTuple):
-    """One tensor of the state of a layer."""
+    """Shape and dtype of one tensor of a layer's state."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -30,11 +30,11 @@ class StateTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """The states of a request.
+    """The shapes of the states of a request.
 
     Attributes:
         num_layers: L.
-        tensors: those of each layer.
+        tensors: the tensors of each layer.
     """
 
     num_layers: int
@@ -42,12 +42,13 @@ class StateShape:
 
     @property
     def num_bytes(self) -> int:
-        """Of the states of one request."""
+        """The bytes of the states of one request."""
         return self.num_layers * sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in self.tensors)
 
     def one_row(self, num_tokens: int, device: torch.device) -> StepStates:
-        """The states of a row of ``num_tokens`` tokens from its start, in memory of one layer that all layers share:
-        for steps whose results are not read.
+        """Return states for one row of ``num_tokens`` tokens from position 0.
+
+        All layers share the memory of one layer, so use it only for steps whose results are dropped.
         """
         pool = tuple(
             torch.zeros(1, 1, *tensor.shape, dtype=tensor.dtype, device=device).expand(
@@ -63,10 +64,10 @@ class StateShape:
 
 @dataclass(frozen=True, slots=True)
 class StepStates:
-    """What the layers of a step read and write.
+    """The states that the layers of a step read and write.
 
     Attributes:
-        pool: for each tensor of a layer, [L, N, ...].
+        pool: one tensor [L, N, ...] per tensor of a layer's state.
         rows: the rows of the step.
     """
 
@@ -74,14 +75,14 @@ class StepStates:
     rows: StateRows
 
     def layer(self, index: int) -> list[Tensor]:
-        """The tensors [N, ...] of a layer."""
+        """Return the tensors [N, ...] of a layer."""
         return [tensor[index] for tensor in self.pool]
 
 
 def token_blocks(counts: Ints) -> npt.NDArray[np.int32]:
-    """``StateRows.blocks`` [B, 2] of rows with these numbers of tokens [R]."""
+    """Return ``StateRows.blocks`` [B, 2] for rows with ``counts`` [R] tokens."""
     num_blocks = -(-counts // BLOCK_TOKENS)
     rows = np.repeat(np.arange(len(counts)), num_blocks)
     ends = num_blocks.cumsum()
-    places = np.arange(int(ends[-1])) - (ends - num_blocks)[rows]
-    return np.stack((rows, places * BLOCK_TOKENS), axis=1).astype(np.int32)
+    indices = np.arange(int(ends[-1])) - (ends - num_blocks)[rows]
+    return np.stack((rows, indices * BLOCK_TOKENS), axis=1).astype(np.int32)

@@ -1,8 +1,7 @@
-"""The interface of the plug-ins, and the files of a model folder that say how its images are prepared. No torch.
+"""The interface of the plug-ins, and the settings of image processors in model folders. Torch-free.
 
-In a prompt, one placeholder token stands for each image. Once the image is prepared, its size is known, and the
-placeholder is replaced by the tokens that the model was trained with: the placeholder again and again, once for each
-position that gets features, and with some models other tokens between them.
+A prompt has one placeholder token per image. When the image is prepared and its size is known, the placeholder expands
+to the tokens that the model was trained with: one placeholder per feature, and in some models other tokens in between.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ PROCESSORS: Final = {
     "SiglipImageProcessor": "siglip",
     "SmolVLMImageProcessor": "smolvlm",
 }
-"""The image processors of transformers that are used, in their forms that need Pillow alone, and their modules."""
+"""Supported image processors of transformers -> their module. The variants that need only Pillow are used."""
 
 _CUTS: Final = "Qwen2VLImageProcessor"
-"""The one that cuts pictures into patches itself."""
+"""The processor that cuts images into patches."""
 
 _PATCHES: Final = {
     "patch_size": ("patch_size", 14),
     "merge_size": ("spatial_merge_size", 2),
     "temporal_patch_size": ("temporal_patch_size", 2),
 }
-"""Its fields -> what the vision tower calls them, and their values where they are left out."""
+"""Field of this processor -> (name in vision_config, default)."""
 
 _SIDES: Final = {
     "CLIPImageProcessor": ("do_center_crop", "crop_size"),
@@ -50,7 +49,7 @@ _SIDES: Final = {
     "LlavaImageProcessor": ("do_center_crop", "crop_size"),
     "SiglipImageProcessor": ("do_resize", "size"),
 }
-"""Those that bring all pictures to one size, the switch for it, and the field with the size."""
+"""Processor that resizes or crops all images to one size -> (switch, field with the size)."""
 
 _USUAL_SIDE: Final = 224
 
@@ -59,11 +58,12 @@ _MAX_SIZE: Final = 1 << 16
 
 
 class ImageShape(Struct, frozen=True, array_like=True, gc=False):
-    """The size of an image once it is prepared.
+    """The size of a prepared image.
 
-    height, width: in pixels, of what the vision tower sees at once: the image, or each of its tiles.
-    grid: (frames, height, width) in patches, where the processor gives it. tiles: (rows, columns) of them beside the
-    whole image; (0, 0): it is not cut.
+    Attributes:
+        height, width: in pixels, of the input of the vision tower: the image, or one tile.
+        grid: (frames, height, width) in patches, if the processor returns it.
+        tiles: (rows, columns) of tiles, in addition to the whole image; (0, 0) if it is not split.
     """
 
     height: int
@@ -73,9 +73,9 @@ class ImageShape(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Expansion(NamedTuple):
-    """The tokens of one image: ``texts[0]``, ``num_repeats`` placeholders, ``texts[1]``, as many again, and so on.
+    """The tokens of one image: the texts, with ``num_repeats`` placeholders between each two.
 
-    The texts are special tokens and line breaks. Two empty ones: placeholders alone.
+    Texts are special tokens and line breaks. Two empty texts mean placeholders only.
     """
 
     texts: tuple[str, ...]
@@ -87,13 +87,13 @@ class Expansion(NamedTuple):
 
 
 class ImageFamily(Protocol):
-    """How a model's prompts hold images.
+    """How prompts of a model contain images.
 
     Attributes:
-        placeholder_id: the token that stands for an image in a prompt, and for each of its features.
-        placeholder: how prompts write it, as errors name it.
-        processor: the image processor of transformers for folders that name none.
-        options: arguments of its calls, beside the images.
+        placeholder_id: the placeholder token.
+        placeholder: its text in prompts, for error messages.
+        processor: the default image processor of transformers.
+        options: further arguments of its calls.
     """
 
     placeholder_id: int
@@ -103,22 +103,23 @@ class ImageFamily(Protocol):
 
     @classmethod
     def read(cls, config: Mapping[str, object]) -> Self:
-        """From config.json. Raises ValueError for a value that is missing or not implemented; it is named."""
+        """Read config.json. Raises ValueError, which names the field, for missing or unsupported values."""
         ...
 
     def in_text(self, text: str) -> str:
-        """The text of a prompt as it is tokenized."""
+        """Return the text of a prompt for the tokenizer."""
         ...
 
     def expansion(self, image: ImageShape) -> Expansion: ...
 
 
 class ImageModel(NamedTuple):
-    """The images of a model: its family, and how they are prepared.
+    """The family of a model with images, and its image processor.
 
     Attributes:
-        processor: the image processor of transformers, "module:class". settings: its fields, from the model folder.
-        limits: of the images that are taken.
+        processor: the image processor of transformers, "module:class".
+        settings: its fields, from the model folder.
+        limits: limits of accepted images.
     """
 
     family: ImageFamily
@@ -128,17 +129,16 @@ class ImageModel(NamedTuple):
 
 
 def find_image_model(folder: Path) -> ImageModel | None:
-    """The images of the model in a folder; None: it takes text alone. Raises ValueError as ``read_image_model``."""
+    """Return the ``ImageModel`` of a folder; None for text-only models. Raises ValueError as ``read_image_model``."""
     config = folder_files.read_object(folder / "config.json")
     name = plugins.file_name(str(config.get("model_type")))
     return read_image_model(folder, plugins.load("media", name), config) if name in plugins.names("media") else None
 
 
 def read_image_model(folder: Path, family: type[ImageFamily], config: Mapping[str, object]) -> ImageModel:
-    """From a model folder. ``config``: its config.json.
+    """Read the ``ImageModel`` from a model folder. ``config``: its config.json.
 
-    Raises:
-        ValueError: a file cannot be read, or names an image processor that is not used here.
+    Raises ValueError if a file cannot be read, or names an unsupported image processor.
     """
     settings = dict(_settings(folder))
     name = settings.get("image_processor_type") or family.processor
@@ -161,29 +161,33 @@ def read_image_model(folder: Path, family: type[ImageFamily], config: Mapping[st
 
 
 def _check_patches(settings: Mapping[str, object], config: Mapping[str, object], folder: Path) -> None:
-    """Raise ValueError where the image processor would cut other patches than the vision tower reads."""
+    """Raise ValueError if the image processor cuts other patches than the vision tower reads."""
     tower = _tower(config)
-    for name, (tower_name, usual) in _PATCHES.items():
-        given = usual if settings.get(name) is None else settings[name]
-        wanted = tower.get(tower_name)
-        if wanted is not None and given != wanted:
+    for name, (tower_name, default) in _PATCHES.items():
+        value = default if settings.get(name) is None else settings[name]
+        expected = tower.get(tower_name)
+        if expected is not None and value != expected:
             raise ValueError(
-                f"the image processor of {str(folder)!r} has {name}={checks.shown(given)}, and the vision tower in its "
-                f"config.json {tower_name}={checks.shown(wanted)}; copy {_FILES[0]} of the original model"
+                f"the image processor of {str(folder)!r} has {name}={checks.shown(value)}, and the vision tower in its "
+                f"config.json {tower_name}={checks.shown(expected)}; copy {_FILES[0]} of the original model"
             )
 
 
 def _check_side(settings: Mapping[str, object], config: Mapping[str, object], folder: Path, processor: str) -> None:
-    """Raise ValueError where a processor of ``_SIDES`` would make pictures of another size than the tower reads."""
+    """Raise ValueError if a processor of ``_SIDES`` returns images of another size than the tower reads."""
     switch, name = _SIDES[processor]
-    wanted = _tower(config).get("image_size")
-    given = _USUAL_SIDE if settings.get(name) is None else settings[name]
-    sides = [given.get("height"), given.get("width")] if isinstance(given, dict) else given
+    expected = _tower(config).get("image_size")
+    value = _USUAL_SIDE if settings.get(name) is None else settings[name]
+    sides = [value.get("height"), value.get("width")] if isinstance(value, dict) else value
     sides = cast("list[object]", sides) if isinstance(sides, list) else [sides]
-    if wanted is not None and settings.get(switch) is not False and any(side not in (None, wanted) for side in sides):
+    if (
+        expected is not None
+        and settings.get(switch) is not False
+        and any(side not in (None, expected) for side in sides)
+    ):
         raise ValueError(
-            f"the image processor of {str(folder)!r} has {name}={checks.shown(given)}, and the vision tower in its "
-            f"config.json image_size={checks.shown(wanted)}; copy {_FILES[0]} of the original model"
+            f"the image processor of {str(folder)!r} has {name}={checks.shown(value)}, and the vision tower in its "
+            f"config.json image_size={checks.shown(expected)}; copy {_FILES[0]} of the original model"
         )
 
 
@@ -193,10 +197,10 @@ def _tower(config: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _settings(folder: Path) -> Mapping[str, object]:
-    """The fields of the image processor: a file of its own, or a part of that of the whole processor."""
+    """Return the fields of the image processor, from its own file or from that of the whole processor."""
     for name in _FILES:
-        found = folder_files.read_object(folder / name)
-        part = found.get("image_processor", found if name == _FILES[0] else None)
+        fields = folder_files.read_object(folder / name)
+        part = fields.get("image_processor", fields if name == _FILES[0] else None)
         if isinstance(part, dict) and part:
             return cast("dict[str, object]", part)
     raise ValueError(
@@ -206,7 +210,7 @@ def _settings(folder: Path) -> Mapping[str, object]:
 
 
 def decoded(config: Mapping[str, object], kind: type[ConfigType]) -> ConfigType:
-    """The fields of config.json that a family reads. Raises ValueError, which names the wrong one."""
+    """Read config.json into a Struct. Raises ValueError, which names the wrong field."""
     try:
         return msgspec.convert(config, kind)
     except msgspec.ValidationError as error:
@@ -214,7 +218,7 @@ def decoded(config: Mapping[str, object], kind: type[ConfigType]) -> ConfigType:
 
 
 def size_of(name: str, value: int) -> int:
-    """A size in config.json. Raises ValueError where it cannot be one."""
+    """Return ``value``. Raises ValueError if it is out of range for a size."""
     if not 1 <= value <= _MAX_SIZE:
         raise ValueError(f"config.json: {name} must be from 1 to {_MAX_SIZE}, got {value}")
     return value

@@ -1,4 +1,4 @@
-"""From a prompt with a placeholder for each image to the tokens that the model reads. Pure."""
+"""Expands the placeholders of images in prompts. Pure."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ if TYPE_CHECKING:
 
 
 class ImageIds(NamedTuple):
-    """The tokens of one image in a prompt. ``num_features``: of them, those with the placeholder's id."""
+    """The tokens of one image in a prompt. ``num_features``: the number of placeholders among them."""
 
     token_ids: list[int]
     num_features: int
 
 
 def image_ids(expansion: Expansion, placeholder_id: int, tokenize: Callable[[str], list[int]] | None) -> ImageIds:
-    """The tokens of an image. Its texts begin and end with special tokens, so each is tokenized by itself.
+    """Return the tokens of an image.
 
-    Raises:
-        ValueError: it has texts, and there is no tokenizer.
+    Each text is tokenized separately, since texts start and end with special tokens. Raises ValueError if there are
+    texts and no tokenizer.
     """
     token_ids: list[int] = []
-    for place, text in enumerate(expansion.texts):
-        if place:
+    for index, text in enumerate(expansion.texts):
+        if index:
             token_ids += [placeholder_id] * expansion.num_repeats
         if text and tokenize is None:
             raise ValueError(
-                "images of this model need its tokenizer, which writes tokens between their tiles, and this engine has "
-                "none (skip_tokenizer_init)"
+                "images of this model need its tokenizer, for the text between tiles; this engine has none "
+                "(skip_tokenizer_init)"
             )
         if text and tokenize is not None:
             token_ids += tokenize(text)
@@ -40,19 +40,17 @@ def image_ids(expansion: Expansion, placeholder_id: int, tokenize: Callable[[str
 
 
 def check_count(token_ids: Sequence[int], placeholder_id: int, num_images: int) -> None:
-    """Raise ValueError for a prompt with fewer placeholders than images; more may be expanded ones."""
+    """Raise ValueError for a prompt with fewer placeholders than images. More may be expanded placeholders."""
     count = token_ids.count(placeholder_id)
     if count < num_images or (count and not num_images):
         raise _mismatch(count, num_images, placeholder_id)
 
 
 def placed(token_ids: Sequence[int], placeholder_id: int, images: Sequence[ImageIds]) -> tuple[list[int], list[int]]:
-    """The prompt with the tokens of its images, and where each image begins.
+    """Return the prompt with expanded placeholders, and the start index of each image.
 
-    The prompt has one placeholder for each image, or all tokens of each already.
-
-    Raises:
-        ValueError: it has neither; the message has both numbers.
+    The prompt has one placeholder per image, or is expanded already. Raises ValueError for other numbers of
+    placeholders.
     """
     count = token_ids.count(placeholder_id)
     if count == len(images):
@@ -60,7 +58,7 @@ def placed(token_ids: Sequence[int], placeholder_id: int, images: Sequence[Image
     num_features = sum(image.num_features for image in images)
     if count != num_features:
         raise _mismatch(count, len(images), placeholder_id, num_features)
-    return list(token_ids), _found(token_ids, placeholder_id, images)
+    return list(token_ids), _image_starts(token_ids, placeholder_id, images)
 
 
 def _replaced(token_ids: Sequence[int], placeholder_id: int, images: Sequence[ImageIds]) -> tuple[list[int], list[int]]:
@@ -68,17 +66,17 @@ def _replaced(token_ids: Sequence[int], placeholder_id: int, images: Sequence[Im
     starts: list[int] = []
     done = 0
     for image in images:
-        place = token_ids.index(placeholder_id, done)
-        ids += token_ids[done:place]
+        index = token_ids.index(placeholder_id, done)
+        ids += token_ids[done:index]
         starts.append(len(ids))
         ids += image.token_ids
-        done = place + 1
+        done = index + 1
     ids += token_ids[done:]
     return ids, starts
 
 
-def _found(token_ids: Sequence[int], placeholder_id: int, images: Sequence[ImageIds]) -> list[int]:
-    """Where images begin in a prompt that has all of their tokens."""
+def _image_starts(token_ids: Sequence[int], placeholder_id: int, images: Sequence[ImageIds]) -> list[int]:
+    """Return the start indices of images in an expanded prompt."""
     starts: list[int] = []
     done = 0
     for number, image in enumerate(images):
@@ -87,7 +85,7 @@ def _found(token_ids: Sequence[int], placeholder_id: int, images: Sequence[Image
         if list(token_ids[max(0, start) : done]) != image.token_ids:
             raise ValueError(
                 f"the prompt has the {image.num_features} placeholders (token id {placeholder_id}) of image {number}, "
-                "and not the other tokens that belong to them; give one placeholder for each image"
+                "but not the other tokens of the image; give one placeholder per image"
             )
         starts.append(start)
     return starts

@@ -1,6 +1,6 @@
-"""Qwen's vision models: an image keeps its proportions, and ``merge_size`` x ``merge_size`` patches are one token.
+"""Qwen's models: images keep their aspect ratio, and ``merge_size`` x ``merge_size`` patches become one token.
 
-The prompt holds ``<|vision_start|><|image_pad|><|vision_end|>``, of which the middle one stands for the image.
+Prompts contain ``<|vision_start|><|image_pad|><|vision_end|>``. The middle token is the placeholder.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from msgspec import Struct
 from aioengine.media._base import Expansion, ImageShape, decoded, size_of
 
 
-class _Vision(Struct, frozen=True):
+class _QwenVisionFields(Struct, frozen=True):
     spatial_merge_size: int = 2
 
 
-class _Config(Struct, frozen=True):
+class _QwenFields(Struct, frozen=True):
     image_token_id: int = 151_655
-    vision_config: _Vision = _Vision()
+    vision_config: _QwenVisionFields = _QwenVisionFields()
 
 
 class QwenImages(Struct, frozen=True):
-    """``merge_size``: patches, in each direction, whose features become one token."""
+    """``merge_size``: side of the square of patches that become one token."""
 
     placeholder_id: int
     merge_size: int
@@ -34,7 +34,7 @@ class QwenImages(Struct, frozen=True):
 
     @classmethod
     def read(cls, config: Mapping[str, object]) -> Self:
-        found = decoded(config, _Config)
+        found = decoded(config, _QwenFields)
         merge_size = size_of("vision_config.spatial_merge_size", found.vision_config.spatial_merge_size)
         return cls(placeholder_id=found.image_token_id, merge_size=merge_size)
 

@@ -1,4 +1,4 @@
-"""Idefics3 and SmolVLM: an image is cut into tiles of one size, and is seen once more as a whole."""
+"""Idefics3 and SmolVLM: an image is split into tiles of one size, and added once more as a whole."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _AROUND = "<fake_token_around_image>"
 _WHOLE = "<global-img>"
 
 
-class _Vision(Struct, frozen=True):
+class _TiledVisionFields(Struct, frozen=True):
     patch_size: int = 32
 
 
-class _Config(Struct, frozen=True):
+class _TiledFields(Struct, frozen=True):
     image_token_id: int = 128_257
     scale_factor: int = 2
-    vision_config: _Vision = _Vision()
+    vision_config: _TiledVisionFields = _TiledVisionFields()
 
 
 class TiledImages(Struct, frozen=True):
-    """``scale_factor``: patches, in each direction, whose features become one token."""
+    """``scale_factor``: side of the square of patches that become one token."""
 
     placeholder_id: int
     patch_size: int
@@ -36,7 +36,7 @@ class TiledImages(Struct, frozen=True):
 
     @classmethod
     def read(cls, config: Mapping[str, object]) -> Self:
-        found = decoded(config, _Config)
+        found = decoded(config, _TiledFields)
         return cls(
             placeholder_id=found.image_token_id,
             patch_size=size_of("vision_config.patch_size", found.vision_config.patch_size),
@@ -56,3 +56,11 @@ class TiledImages(Struct, frozen=True):
         texts.append(("\n\n" if texts else "") + _AROUND + _WHOLE)
         num_patches = (image.height // self.patch_size) * (image.width // self.patch_size)
         return Expansion((*texts, _AROUND), num_patches // self.scale_factor**2)
+
+
+class Idefics3Images(TiledImages, frozen=True):
+    processor = "Idefics3ImageProcessor"
+
+
+class SmolVlmImages(TiledImages, frozen=True):
+    processor = "SmolVLMImageProcessor"

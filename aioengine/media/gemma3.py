@@ -1,7 +1,7 @@
-"""Gemma 3: every image has one size, and 256 tokens. It is not cut (no "pan and scan"), as in transformers by default.
+"""Gemma 3: all images have one size and 256 tokens, without "pan and scan", which is the default of transformers.
 
-A prompt holds ``<start_of_image>``. In its text, line breaks and the tokens around an image are added before it is
-tokenized, since line breaks beside them belong to the same token; ``<image_soft_token>`` then stands for the image.
+Prompts contain ``<start_of_image>``. Line breaks and the tokens around an image are added before tokenization, because
+adjacent line breaks merge into one token. ``<image_soft_token>`` is the placeholder.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _START = "<start_of_image>"
 _TOKEN = "<image_soft_token>"
 
 
-class _Config(Struct, frozen=True):
+class _Gemma3Fields(Struct, frozen=True):
     image_token_index: int | None = None
     image_token_id: int | None = None
     mm_tokens_per_image: int = 256
 
 
 class Gemma3Images(Struct, frozen=True):
-    """``num_tokens``: of each image."""
+    """``num_tokens``: tokens per image."""
 
     placeholder_id: int
     num_tokens: int
@@ -35,7 +35,7 @@ class Gemma3Images(Struct, frozen=True):
 
     @classmethod
     def read(cls, config: Mapping[str, object]) -> Self:
-        found = decoded(config, _Config)
+        found = decoded(config, _Gemma3Fields)
         image_token_id = found.image_token_index if found.image_token_id is None else found.image_token_id
         return cls(
             placeholder_id=262_144 if image_token_id is None else image_token_id,
@@ -43,7 +43,7 @@ class Gemma3Images(Struct, frozen=True):
         )
 
     def in_text(self, text: str) -> str:
-        has_all = _TOKEN in text  # written by the caller
+        has_all = _TOKEN in text  # the caller wrote the expanded form
         return text if has_all else text.replace(_START, f"\n\n{_START}{_TOKEN}<end_of_image>\n\n")
 
     def expansion(self, image: ImageShape) -> Expansion:

@@ -1,4 +1,4 @@
-"""LLaVA-1.5: one image of a fixed size, and a token for each patch (576 of 14 x 14 pixels at 336 x 336)."""
+"""LLaVA 1.5: images of one size, with one token per patch (576 patches of 14 x 14 pixels at 336 x 336)."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ _TOWERS_WITH_CLASS_TOKEN = ("clip_vision_model",)
 _TOWERS = (*_TOWERS_WITH_CLASS_TOKEN, "siglip_vision_model")
 
 
-class _Vision(Struct, frozen=True):
+class _LlavaVisionFields(Struct, frozen=True):
     model_type: str = "clip_vision_model"
     patch_size: int = 14
 
 
-class _Config(Struct, frozen=True):
+class _LlavaFields(Struct, frozen=True):
     image_token_index: int | None = None
     image_token_id: int | None = None
-    vision_config: _Vision = _Vision()
+    vision_config: _LlavaVisionFields = _LlavaVisionFields()
     vision_feature_select_strategy: Literal["default", "full"] = "default"
 
 
 class LlavaImages(Struct, frozen=True):
-    """``num_more``: features beside those of the patches: that of the class token where it is kept."""
+    """``num_extra``: features in addition to those of the patches: 1 if the class token is kept."""
 
     placeholder_id: int
     patch_size: int
-    num_more: int
+    num_extra: int
 
     placeholder: ClassVar[str] = "<image>"
     processor: ClassVar[str] = "LlavaImageProcessor"
@@ -38,7 +38,7 @@ class LlavaImages(Struct, frozen=True):
 
     @classmethod
     def read(cls, config: Mapping[str, object]) -> Self:
-        found = decoded(config, _Config)
+        found = decoded(config, _LlavaFields)
         tower = found.vision_config.model_type
         if tower not in _TOWERS:
             raise ValueError(f"config.json: vision_config.model_type {tower!r} is none of {', '.join(_TOWERS)}")
@@ -49,7 +49,7 @@ class LlavaImages(Struct, frozen=True):
         return cls(
             placeholder_id=placeholder_id,
             patch_size=size_of("vision_config.patch_size", found.vision_config.patch_size),
-            num_more=has_class_token - (found.vision_feature_select_strategy == "default"),
+            num_extra=has_class_token - (found.vision_feature_select_strategy == "default"),
         )
 
     def in_text(self, text: str) -> str:
@@ -57,7 +57,7 @@ class LlavaImages(Struct, frozen=True):
 
     def expansion(self, image: ImageShape) -> Expansion:
         num_patches = (image.height // self.patch_size) * (image.width // self.patch_size)
-        return Expansion(("", ""), num_patches + self.num_more)
+        return Expansion(("", ""), num_patches + self.num_extra)
 
 
 PLUGIN = LlavaImages

@@ -8,8 +8,9 @@ from msgspec import Struct, convert, field
 
 from aioengine import checks
 from aioengine.config import PoolingSettings
-from aioengine.families._config import Task, not_implemented
+from aioengine.families._config import Task
 from aioengine.families._encoders import EncoderConfig
+from aioengine.families._fields import not_implemented
 from aioengine.model_files import folder_files
 
 if TYPE_CHECKING:

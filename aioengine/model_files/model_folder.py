@@ -18,10 +18,11 @@ from msgspec.structs import replace
 
 from aioengine import checks, logs, plugins
 from aioengine.config import OWN, TRANSFORMERS, PoolingSettings
-from aioengine.families._config import MAX_SIZES, DecoderConfig, Task, as_embedder, not_implemented
+from aioengine.families._config import DecoderConfig, Task, as_embedder
 from aioengine.families._encoders import EncoderConfig
 from aioengine.families._fallback_config import linear_layers as fallback_layers
 from aioengine.families._fallback_config import read_fallback_config
+from aioengine.families._fields import MAX_SIZES, not_implemented
 from aioengine.families._tensors import adaptable_layers, exact_types, is_ignored, tensor_shapes
 from aioengine.families._towers import num_tower_parameters
 from aioengine.families._vision import VisionConfig
@@ -417,7 +418,7 @@ def _read_config(folder: Path, wanted: ModelConfig) -> tuple[_Config, Transforme
         implementation = _implementation(config, wanted.implementation)
         read: ReadConfig = read_fallback_config
         if implementation == OWN:
-            read = plugins.load("families", plugins.file_name(config.model_type or ""))
+            read = plugins.load("families", plugins.file_name(config.model_type or "")).read
         found = read(raw)
         if found.task is Task.GENERATE and (is_embedder(folder) if is_embedding is None else is_embedding):
             found = read(as_embedder(raw))

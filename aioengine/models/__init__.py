@@ -1,18 +1,18 @@
 """Models by the ``model_type`` of config.json.
 
-The family of a model type in ``families`` reads config.json. From what it returns follows the class: ``Decoder``,
-``HybridDecoder`` or ``Encoder``. A model with more of its own has a file here, which is named after its model type.
+The family of a model type reads config.json. The class follows from the result: ``DecoderModel``, ``HybridDecoder`` or
+``EncoderModel``. A model that needs more has a file here, named after its model type.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from aioengine import plugins
 from aioengine.families._encoders import EncoderConfig
-from aioengine.models._decoder import Decoder
-from aioengine.models._encoder import Encoder
+from aioengine.models._decoder import DecoderModel
+from aioengine.models._encoder import EncoderModel
 from aioengine.models._hybrid import HybridDecoder
 
 if TYPE_CHECKING:
@@ -22,17 +22,25 @@ if TYPE_CHECKING:
     from aioengine.families._config import DecoderConfig, Task
     from aioengine.models._base import Model, ModelClass, ModelOptions
 
+ALIASES: Final = {
+    "llava": "_image_decoder:ImageDecoder",
+    "qwen2_5_vl": "_qwen_decoder:QwenVision",
+    "qwen2_vl": "_qwen_decoder:QwenVision",
+    "qwen3_vl": "_qwen_decoder:QwenVision",
+    "smolvlm": "idefics3:Idefics3",
+}
+"""Model type -> "file:class", for model types that share a file."""
+
 
 def names() -> list[str]:
-    """The implemented model types, as names of files."""
+    """Return the implemented model types, with underscores for dashes."""
     return sorted({*plugins.names("families"), *plugins.names("models")})
 
 
 def build(config: Mapping[str, object], options: ModelOptions) -> Model:
-    """The model with room for its weights, which the caller fills in through ``weights()``.
+    """Build the model of config.json. The caller loads its weights through ``weights()``.
 
-    Raises:
-        ValueError: the model type or a value of its config is not implemented; the message names it.
+    Raises ValueError if the model type, or a value of a field, is not implemented.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or (name := plugins.file_name(model_type)) not in names():
@@ -41,33 +49,33 @@ def build(config: Mapping[str, object], options: ModelOptions) -> Model:
     if name in plugins.names("models"):
         model_class: ModelClass = plugins.load("models", name)
         return model_class(config, options)
-    found: DecoderConfig | EncoderConfig = plugins.load("families", name)(config)
-    if isinstance(found, EncoderConfig):
-        return Encoder(found, options)
-    return Decoder(found, options) if found.stateful is None else HybridDecoder(found, options)
+    model_config: DecoderConfig | EncoderConfig = plugins.load("families", name).read(config)
+    if isinstance(model_config, EncoderConfig):
+        return EncoderModel(model_config, options)
+    decoder_class = DecoderModel if model_config.stateful is None else HybridDecoder
+    return decoder_class(model_config, options)
 
 
 class FallbackModel(Protocol):
-    """A model folder that transformers' own code computes."""
+    """A model folder that runs with the code of transformers."""
 
     def num_bytes(self, options: ModelOptions) -> int:
-        """Bytes of its parameters."""
+        """Return the bytes of the parameters."""
         ...
 
     def load(self, options: ModelOptions) -> Model:
-        """As ``build``."""
+        """Build the model, see ``build``."""
         ...
 
 
 def fallback(folder: Path, task: Task, *, trust_remote_code: bool, has_weights: bool) -> FallbackModel:
-    """Read config.json with transformers, whose import takes a second.
+    """Read config.json with transformers. Importing transformers takes a second.
 
     Args:
-        trust_remote_code: code in the folder may be run.
-        has_weights: the weights are read from the folder.
+        trust_remote_code: allow code from the folder to run.
+        has_weights: the folder contains the weights.
 
-    Raises:
-        ValueError: transformers has no code for it, or code of the folder would have to be run.
+    Raises ValueError if transformers has no code for the model, or the code is in the folder and not trusted.
     """
     module = importlib.import_module("aioengine.models._fallback")
     make = cast("Callable[..., FallbackModel]", module.TransformersFolder)

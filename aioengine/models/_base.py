@@ -1,4 +1,8 @@
-"""The interface of a model plug-in. T packed tokens, S tokens that give an output, D model size."""
+"""The interface of models.
+
+Shape letters: T packed tokens of a step, S output tokens, D hidden size, V vocabulary size, N image tokens, K DeepStack
+layers.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +29,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """How to build a model. ``max_positions``: the longest request that will run (rotary tables are made for it).
-    ``batch_invariant``: on a GPU, the numbers of a token must not depend on how many others there are.
-    ``linear_format``: how linear layers store and multiply their weights.
+    """How to build a model.
+
+    Attributes:
+        max_positions: tokens of the longest request. Rotary tables have this size.
+        batch_invariant: on a GPU, the results of a token must not depend on the number of other tokens.
+        linear_format: how linear layers store and multiply their weights.
     """
 
     dtype: torch.dtype
@@ -38,7 +45,7 @@ class ModelOptions:
 
     @property
     def placement(self) -> Placement:
-        """Of the layers, on one rank."""
+        """The placement of the layers on a single rank."""
         return Placement(
             dtype=self.dtype,
             device=self.device,
@@ -49,16 +56,15 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSpec:
-    """Which of ``ModelInputs`` a model reads.
+    """The fields of ``ModelInputs`` that a model reads.
 
     Attributes:
-        embeddings: embeddings, which ``Model.embed`` makes of token ids; otherwise token ids.
+        embeddings: it reads embeddings from ``Model.embed`` instead of token ids.
         position_axes: 1 for positions [T], 3 for [3, T].
-        rows: the row of each token.
-        token_types: whether a token belongs to the first or to the second text of a pair.
-        states: the states of the rows; the model is a ``StatefulModel``.
-        short_length: positions of requests with more tokens (``NewRow.is_long``) are counted from this number on, for
-            they have other rotations; 0: positions are counted from 0.
+        rows: it reads the row of each token.
+        token_types: it reads token types, which tell the two texts of a pair apart.
+        states: it reads the recurrent states; it is a ``StatefulModel``.
+        short_length: with LongRoPE, positions of long requests (``NewRow.is_long``) start at this number; else 0.
     """
 
     embeddings: bool = False
@@ -71,20 +77,20 @@ class InputSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInputs:
-    """What a model reads of one step: T packed tokens, those of a row together.
+    """The inputs of one step: T packed tokens. The tokens of a row are contiguous.
 
     Attributes:
-        positions: [T] int64, the place of each token in its request, from 0 (or ``InputSpec.short_length``); [3, T] for
-            models with three axes.
+        positions: [T] int64, position of each token in its request, from 0 or ``InputSpec.short_length``. [3, T] for
+            models with three-axis positions.
         token_ids: [T] int64; None for a model that reads embeddings.
-        embeddings: [T, D] in the model's dtype, in place of the token ids.
-        rows: [T] int64, the row of the step that each token belongs to; None for a model that does not read it.
-        token_types: [T] int64, 1 in the second text of a pair, else 0; None: 0 for all.
-        outputs: [S] int64, indices into T of the tokens whose hidden states are returned, in this order; None: all T.
-        deepstack: of tokens with features of images, their indices into T [N] int64, and what is added to them behind
-            each of the first K blocks, [N, K, D]; None: there are none.
-        adapters: the rows of the step by adapter; None: no row has one.
-        states: of the rows; None for a model that keeps none, and in steps whose results are dropped.
+        embeddings: [T, D] in the model's dtype, instead of token ids.
+        rows: [T] int64, row of each token; None for a model that does not read it.
+        token_types: [T] int64, 1 in the second text of a pair, else 0; None if all are 0.
+        outputs: [S] int64, indices of the output tokens, in this order; None for all T tokens.
+        deepstack: indices [N] int64 of image tokens, and features [N, K, D] that are added to them after each of the
+            first K blocks; None if there are none.
+        adapters: the rows by adapter; None if no row has an adapter.
+        states: the recurrent states; None for a model without, and in steps whose results are dropped.
     """
 
     positions: Tensor
@@ -99,41 +105,44 @@ class ModelInputs:
 
 
 class Model(Protocol):
-    """A decoder or encoder, made by ``models.build``; its weights are filled in, then ``finish_loading`` is called."""
+    """A decoder or encoder. After ``models.build``, load its weights and call ``finish_loading``.
+
+    Attributes:
+        num_active: parameters that one token uses, including embeddings: only the selected experts.
+        prefix: of the tensor names that a checkpoint without a head may omit.
+        renamed: see ``TransformerConfig``.
+    """
 
     task: Task
     input_spec: InputSpec
     attention_shape: AttentionShape
     dtype: torch.dtype
     num_active: int
-    """Parameters that a token goes through, embeddings included: of experts, those that are chosen for it."""
     vocab_size: int
     hidden_size: int
     prefix: str
-    """Of the names of the tensors that a checkpoint without a head has too."""
     renamed: tuple[tuple[str, str], ...]
-    """As in ``TransformerConfig``."""
 
     def weights(self) -> dict[str, Target]:
-        """Name in the checkpoint -> where it goes: a tensor, often a part of a fused one.
+        """Map tensor names in the checkpoint to targets, often views of fused tensors.
 
-        Every name must be filled before the first ``finish_loading``.
+        All targets must be loaded before the first ``finish_loading``.
         """
         ...
 
     def is_ignored(self, name: str) -> bool:
-        """Whether a checkpoint tensor that is not in ``weights()`` may be skipped (buffers, a tied head)."""
+        """Return whether a checkpoint tensor that is not in ``weights()`` may be skipped: a buffer, or a tied head."""
         ...
 
     def finish_loading(self) -> None:
-        """Prepare the weights for the kernels; ``weights()`` is not valid after it."""
+        """Prepare the weights for the kernels. Afterwards ``weights()`` is invalid."""
         ...
 
     def open_for_loading(self) -> None:
-        """After ``finish_loading``: make ``weights()`` valid again, with the present values, to replace some or all.
+        """Make ``weights()`` valid again, with the current values, to replace some or all weights.
 
-        Nothing is computed until ``finish_loading`` is called again. The KV of positions computed before is that of the
-        old weights.
+        The model cannot run until ``finish_loading`` is called again. Existing entries of the KV cache stay those of
+        the old weights.
         """
         ...
 
@@ -142,31 +151,30 @@ class Model(Protocol):
         ...
 
     def forward(self, inputs: ModelInputs, attention: StepAttention) -> Tensor:
-        """Hidden states after the last norm: [T, D], or [S, D] of ``inputs.outputs``; ``attention`` is prepared."""
-        ...
+        """Return hidden states after the last norm: [T, D], or [S, D] with ``inputs.outputs``.
 
-    def forward_block(self, num_tokens: int, attention: StepAttention) -> None:
-        """Compute one block for ``num_tokens`` tokens and drop the result: loads the kernels for that number of tokens.
-
-        All blocks of a model are alike.
+        ``attention`` is prepared for the step.
         """
         ...
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[S, D] hidden states -> [S, V] logits in the model's dtype.
+    def forward_block(self, num_tokens: int, attention: StepAttention) -> None:
+        """Run one block of each kind on ``num_tokens`` tokens, to load the kernels for this size."""
+        ...
 
-        A classifier takes pooled hidden states and returns a score for each class; a model without a head returns what
-        it is given.
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [S, D] -> logits [S, V] in the model's dtype.
+
+        A classifier maps pooled hidden states to one score per class. A model without a head returns its input.
         """
         ...
 
 
 @runtime_checkable
 class StatefulModel(Protocol):
-    """A model that keeps states of fixed size for each request, beside the pages of keys and values, or instead.
+    """A model with recurrent states per request, in addition to keys and values or instead of them.
 
-    Its ``input_spec`` has states. A state is that behind all tokens computed so far, so every step of a request begins
-    where the last one ended.
+    ``input_spec.states`` is set. A state includes all tokens computed so far, so each step of a request must start
+    where the previous one ended.
     """
 
     state_shape: StateShape
@@ -174,46 +182,44 @@ class StatefulModel(Protocol):
 
 @runtime_checkable
 class VisionModel(Protocol):
-    """A model whose prompts may hold images, in the place of tokens with the id ``image_token_id``.
+    """A model that reads images. Their features replace the embeddings of tokens with ``image_token_id``.
 
-    Its ``input_spec`` has embeddings. N: the tokens of an image that get features. K: layers behind which some are
-    added.
+    ``input_spec.embeddings`` is set. ``num_deepstack`` is K.
     """
 
     image_token_id: int
     num_deepstack: int
 
     def encode_image(self, arrays: Mapping[str, Tensor]) -> Tensor:
-        """What the image processor of transformers gives for one image -> its features [N, (1 + K) * D].
+        """Arrays of one image from the image processor of transformers -> features [N, (1 + K) * D].
 
-        In place of ``pixel_values`` there may be ``pixels`` [..., C, height, width], which are bytes, not cut into
-        patches, with the ``table`` [C, 256] of their values; and in place of these a ``picture`` that is not resized
-        yet, as ``models._image_pixels.resized`` takes it.
+        The first D entries replace the token embedding. The others are added after the first K layers.
 
-        The first D numbers stand for the embedding of the token, the others are for the first K layers.
+        Instead of ``pixel_values``, there may be ``pixels`` [..., C, height, width] in bytes, not cut into patches,
+        with a ``table`` [C, 256] of their values. Instead of ``pixels``, there may be a ``picture`` that is not
+        resized yet, see ``models._image_pixels.resized``.
 
-        Raises:
-            ValueError: an array is missing, or its shape is not that of an image.
+        Raises ValueError if an array is missing or has a wrong shape.
         """
         ...
 
     def largest_image(self, max_tokens: int) -> dict[str, Tensor]:
-        """Arrays [...] of zeros, as for the largest image of up to ``max_tokens`` tokens."""
+        """Return arrays [...] with the shapes of the largest image of up to ``max_tokens`` tokens."""
         ...
 
 
 @runtime_checkable
 class AdaptableModel(Protocol):
-    """A model whose rows may use LoRA adapters: it passes ``ModelInputs.adapters`` on to its linear layers."""
+    """A model that supports LoRA adapters: it passes ``ModelInputs.adapters`` to its linear layers."""
 
     def linears(self) -> list[tuple[str, Linear]]:
-        """The linear layers, in order, each with the prefix of the names of its parts in the checkpoint."""
+        """Return the linear layers that adapters may change, in order, each with the prefix of its tensor names."""
         ...
 
 
 class ModelClass(Protocol):
-    """``PLUGIN`` of a model with a file of its own in ``aioengine.models``."""
+    """``PLUGIN`` of a file in ``aioengine.models``."""
 
     def __call__(self, config: Mapping[str, object], options: ModelOptions) -> Model:
-        """Raises ValueError, naming the field, for a config value that the code does not implement."""
+        """Build the model of config.json. Raises ValueError for a value that is not implemented."""
         ...

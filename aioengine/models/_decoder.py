@@ -1,7 +1,7 @@
-"""The decoder that most families share: an embedding, blocks, a norm and a head.
+"""Decoder models: embedding, blocks, norm and head, as described by a ``DecoderConfig``.
 
-A family's file in ``families`` reads its config.json. ``_decoder_block.py`` makes the blocks.
-T tokens, D model size, V vocabulary, S sampled rows.
+Shape letters: T tokens, S output tokens, D hidden size, V vocabulary size, H heads. Latent attention: N + O sizes of a
+key without RoPE and a value, V latent size.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from aioengine.attention._base import AttentionShape
 from aioengine.families._config import Task
 from aioengine.families._memory import active_parameters
 from aioengine.families._tensors import block_shapes, is_ignored
-from aioengine.layers.embedding import Embedding
-from aioengine.layers.linear import Linear
+from aioengine.layers.embedding import EmbeddingTable
+from aioengine.layers.layer import Layer
+from aioengine.layers.linear import Linear, adaptable_linears
 from aioengine.layers.norm import add_to_stream, make_norm
 from aioengine.layers.placement import Placement, Target
 from aioengine.layers.rope import RotaryEmbedding
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import StepAttention
-    from aioengine.families._config import DecoderConfig, RopeConfig
+    from aioengine.families._config import DecoderConfig
+    from aioengine.families._rope_config import RopeConfig
     from aioengine.kernels.linear import Matmul
     from aioengine.layers.adapters import AdapterRows
     from aioengine.layers.norm import Norm
@@ -34,14 +36,14 @@ if TYPE_CHECKING:
     from aioengine.models._base import ModelInputs, ModelOptions
 
 
-def reached_windows(windows: tuple[int | None, ...], longest: int) -> tuple[int | None, ...]:
-    """The windows of layers without those that rows of ``longest`` positions do not exceed; empty if none is left."""
-    kept = tuple(None if window is None or window >= longest else window for window in windows)
-    return kept if any(kept) else ()
+def effective_windows(windows: tuple[int | None, ...], max_positions: int) -> tuple[int | None, ...]:
+    """Drop windows that no request of ``max_positions`` tokens exceeds. Returns () if no window is left."""
+    effective = tuple(None if window is None or window >= max_positions else window for window in windows)
+    return effective if any(effective) else ()
 
 
-class Decoder:
-    """See ``models._base.Model``."""
+class DecoderModel(Layer):
+    """Implements ``models._base.Model``."""
 
     def __init__(self, config: DecoderConfig, options: ModelOptions) -> None:
         self._config = config
@@ -53,7 +55,7 @@ class Decoder:
             head_size=config.head_size,
             scale=config.head_size**-0.5 if config.attention.scale is None else config.attention.scale,
             is_causal=config.is_causal,
-            windows=reached_windows(config.windows, options.max_positions),
+            windows=effective_windows(config.windows, options.max_positions),
             soft_cap=config.attention.soft_cap,
             sinks=tuple(
                 placement.empty(config.num_heads) for _ in range(config.num_layers * config.attention.has_sinks)
@@ -72,12 +74,12 @@ class Decoder:
         self.hidden_size = config.hidden_size
         self.prefix = config.prefix
         self.renamed = config.renamed
-        self._embedding = Embedding(config.vocab_size, config.hidden_size, placement)
+        self._embedding = EmbeddingTable(config.vocab_size, config.hidden_size, placement)
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=options.dtype).item()
-        self._positions: Embedding | None = None
+        self._positions: EmbeddingTable | None = None
         if config.names.positions:
             num_positions = config.names.first_position + config.max_position_embeddings
-            self._positions = Embedding(num_positions, config.hidden_size, placement)
+            self._positions = EmbeddingTable(num_positions, config.hidden_size, placement)
         ropes = list(dict.fromkeys(config.rope_of(layer) for layer in range(config.num_layers)))
         self._ropes = [_rotary_embedding(rope, config, options, self.input_spec.short_length) for rope in ropes]
         self._blocks: list[Block] = []
@@ -94,52 +96,46 @@ class Decoder:
         has_bias = config.head_bias and config.names.head in head
         self._head = Linear(config.hidden_size, head, placement, bias=has_bias) if head else None
         self._logits: Matmul | None = self._head
+        names = config.names
+        self.parts = (
+            (f"{names.embedding}.", self._embedding),
+            (f"{names.norm}.", self._norm),
+            (f"{names.positions}.", self._positions),
+            *((names.block(layer), block) for layer, block in enumerate(self._blocks)),
+            ("", self._head),
+        )
 
-    def weights(self) -> dict[str, Target]:
-        names = self._config.names
-        found = self._embedding.weights(names.embedding) | self._norm.weights(names.norm)
-        if self._positions is not None:
-            found |= self._positions.weights(names.positions)
-        for layer, block in enumerate(self._blocks):
-            found |= block.weights(names.block(layer))
-        for layer, sinks in enumerate(self.attention_shape.sinks):
-            found[f"{names.block(layer)}{self._config.block.attention}sinks"] = Target(sinks)
-        return found if self._head is None else found | self._head.weights("")
+    def tensors(self) -> dict[str, Target]:
+        names, attention = self._config.names, self._config.block.attention
+        return {
+            f"{names.block(layer)}{attention}sinks": Target(sinks)
+            for layer, sinks in enumerate(self.attention_shape.sinks)
+        }
 
     def linears(self) -> list[tuple[str, Linear]]:
-        """See ``models._base.AdaptableModel``."""
-        names = self._config.names
-        return [found for layer, block in enumerate(self._blocks) for found in block.linears(names.block(layer))]
+        """Implement ``models._base.AdaptableModel``."""
+        blocks = [(self._config.names.block(layer), block) for layer, block in enumerate(self._blocks)]
+        return [entry for prefix, block in blocks for entry in adaptable_linears(block, prefix)]
 
     def is_ignored(self, name: str) -> bool:
         return is_ignored(self._config, name)
 
     def finish_loading(self) -> None:
-        for block in self._blocks:
-            block.finish_loading()
-        self._norm.finish_loading()
-        if self._head is not None:
-            self._head.finish_loading()
-        elif self.task is Task.GENERATE:
+        super().finish_loading()
+        if self._head is None and self.task is Task.GENERATE:
             self._logits = self._embedding.as_head()
-
-    def open_for_loading(self) -> None:
-        for block in self._blocks:
-            block.open_for_loading()
-        if self._head is not None:
-            self._head.open_for_loading()
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T] ids -> [T, D]."""
         return _scaled(self._embedding(token_ids), self._embedding_scale)
 
     def forward(self, inputs: ModelInputs, attention: StepAttention) -> Tensor:
-        """[T, D], or [S, D] of ``inputs.outputs``; see ``Model.forward``."""
+        """Return [T, D], or [S, D] with ``inputs.outputs``. See ``Model.forward``."""
         step = self._step(inputs.positions, attention, inputs.adapters, inputs.states)
         if inputs.embeddings is not None:
-            x = inputs.embeddings.clone()  # the blocks change it in place
+            x = inputs.embeddings.clone()  # blocks change it in place
         else:
-            assert inputs.token_ids is not None, "neither token ids nor embeddings"
+            assert inputs.token_ids is not None, "inputs have neither token ids nor embeddings"
             x = self.embed(inputs.token_ids)
         x = _scaled(x, self._config.stream_scale)
         if self._positions is not None:
@@ -167,11 +163,11 @@ class Decoder:
         adapters: AdapterRows | None = None,
         states: StepStates | None = None,
     ) -> BlockStep:
-        """``positions`` [T], or [3, T]."""
+        """Return the arguments of the blocks. ``positions``: [T] or [3, T]."""
         return BlockStep([rope.tables(positions) for rope in self._ropes], attention, adapters, states)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[S, D] -> [S, V]; of a classifier, its scores; without a head, what is given."""
+        """[S, D] -> logits [S, V], or scores of a classifier. Without a head, return ``hidden``."""
         if self.task is Task.EMBED:
             return hidden
         assert self._logits is not None, "finish_loading was not called"
@@ -183,13 +179,13 @@ class Decoder:
 
 
 def _first_of_each_kind(config: DecoderConfig) -> list[int]:
-    """Layers whose blocks have tensors of other shapes than those of the layers before."""
+    """Return the first layer of each kind of block, where kinds differ in tensor shapes."""
     shapes = [tuple(block_shapes(config, layer).items()) for layer in range(config.num_layers)]
-    return [layer for layer, found in enumerate(shapes) if found not in shapes[:layer]]
+    return [layer for layer, kind in enumerate(shapes) if kind not in shapes[:layer]]
 
 
 def _expansions(config: DecoderConfig, placement: Placement) -> tuple[Tensor, ...]:
-    """Where latent attention may choose its form: of each layer [H, N + O, V]."""
+    """Return ``AttentionShape.expansions``: [H, N + O, V] per layer, or () if there is only the absorbed form."""
     latent = config.attention.latent
     if latent is None or not _has_forms(placement):
         return ()
@@ -198,19 +194,19 @@ def _expansions(config: DecoderConfig, placement: Placement) -> tuple[Tensor, ..
 
 
 def _has_forms(placement: Placement) -> bool:
-    """Whether latent attention has more than one form, as it has in 16 bits on a GPU."""
+    """Return whether latent attention has several forms, which is so in 16 bits on a GPU."""
     return placement.device.type == "cuda" and placement.dtype.itemsize == 2 and not placement.batch_invariant
 
 
 def _scaled(x: Tensor, scale: float) -> Tensor:
-    """x [T, D], multiplied in place."""
+    """Multiply x [T, D] in place."""
     return x if scale == 1.0 else x.mul_(scale)
 
 
 def _rotary_embedding(
     rope: RopeConfig | None, config: DecoderConfig, options: ModelOptions, short_length: int
 ) -> RotaryEmbedding:
-    """``rope`` None: heads stay as they are. ``short_length``: as in ``InputSpec``."""
+    """Return the rotary embedding. ``rope``: None for no rotation. ``short_length``: see ``InputSpec``."""
     return RotaryEmbedding(
         rope,
         config.rope_size or config.head_size,

@@ -1,6 +1,6 @@
-"""The blocks of a decoder, made of what its config says: norms, attention, and an MLP or what takes its place.
+"""The blocks of decoder models: norms, attention or its replacement, and MLP or experts.
 
-T tokens, D model size, S chosen tokens.
+Shape letters: T tokens, S output tokens, D hidden size.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from aioengine.layers.attention import SelfAttention
 from aioengine.layers.delta_net import GatedDeltaNet
 from aioengine.layers.experts import SparseMLP
 from aioengine.layers.latent_attention import LatentAttention
+from aioengine.layers.layer import Layer
 from aioengine.layers.mamba import Mamba
 from aioengine.layers.mlp import MLP
 from aioengine.layers.norm import add_to_stream, make_norm
@@ -24,11 +25,8 @@ if TYPE_CHECKING:
     from aioengine.attention._base import AttentionShape, StepAttention
     from aioengine.families._config import DecoderConfig
     from aioengine.layers.adapters import AdapterRows, Grouping
-    from aioengine.layers.attention import AttentionLayer
-    from aioengine.layers.linear import Linear
-    from aioengine.layers.mlp import FeedForward
     from aioengine.layers.norm import Norm
-    from aioengine.layers.placement import Placement, Target
+    from aioengine.layers.placement import Placement
     from aioengine.layers.states import StepStates
 
     Tables = tuple[Tensor, Tensor]
@@ -36,8 +34,8 @@ if TYPE_CHECKING:
 
 def make_attention(
     config: DecoderConfig, layer: int, shape: AttentionShape, placement: Placement
-) -> AttentionLayer | StateLayer:
-    """The attention of this layer. Another kind is made here, as its config says."""
+) -> SelfAttention | LatentAttention | StateLayer:
+    """Build the attention of a layer, or the layer that replaces it. Add new kinds of attention here."""
     if config.attention.latent is not None:
         return LatentAttention(
             config.hidden_size,
@@ -66,8 +64,8 @@ def make_attention(
     )
 
 
-def make_mlp(config: DecoderConfig, layer: int, placement: Placement) -> FeedForward:
-    """The MLP of this layer, or its experts. Another kind is made here, as its config says."""
+def make_mlp(config: DecoderConfig, layer: int, placement: Placement) -> MLP | SparseMLP:
+    """Build the MLP or the experts of a layer. Add replacements of the MLP here."""
     if (experts := config.experts_of(layer)) is not None:
         return SparseMLP(config.hidden_size, experts, placement)
     return MLP(
@@ -81,11 +79,11 @@ def make_mlp(config: DecoderConfig, layer: int, placement: Placement) -> FeedFor
 
 @dataclass(frozen=True, slots=True)
 class BlockStep:
-    """The arguments that all blocks of a step share.
+    """The arguments of all blocks in a step.
 
     Attributes:
-        tables: of each rotary embedding of the model.
-        states: None for a model that keeps none.
+        tables: the tables of each rotary embedding of the model.
+        states: None for a model without recurrent states.
     """
 
     tables: list[Tables]
@@ -94,15 +92,15 @@ class BlockStep:
     states: StepStates | None = None
 
 
-class Block:
-    """Attention and an MLP, each with a norm before or behind it, or both; see ``BlockConfig``.
+class Block(Layer):
+    """Attention and MLP, with norms of their inputs, their outputs, or both. See ``BlockConfig``.
 
     Args:
-        rope: the index of its rotary embedding in ``BlockStep.tables``.
-        previous_norm: ``output_norm`` of the block before.
+        rope: index of the rotary embedding in ``BlockStep.tables``.
+        previous_norm: ``output_norm`` of the previous block.
 
     Attributes:
-        output_norm: the norm of what a call returns to be added to the stream; None: there is none.
+        output_norm: the norm of the returned update; None if there is none. The next block applies it.
     """
 
     def __init__(
@@ -117,55 +115,36 @@ class Block:
     ) -> None:
         self._config = block = config.block
         self._layer, self._rope = config.layers_like(layer).index(layer), rope
-        self._prefix = block.attention
-        if config.stateful is not None and config.keeps_state(layer):
-            self._prefix = config.stateful.prefix
-        self._norms: dict[str, Norm] = {
-            name: make_norm(config.norm, config.hidden_size, config.epsilon, placement) for name in block.norms
-        }
-        self._attention_norm = self._norms.get(block.attention_norm)
+        norms = {name: make_norm(config.norm, config.hidden_size, config.epsilon, placement) for name in block.norms}
+        self._attention_norm = norms.get(block.attention_norm)
         self._attention = make_attention(config, layer, shape, placement)
-        self._attention_output_norm = self._norms.get(block.attention_output_norm)
-        self._mlp_norm = self._norms.get(block.mlp_norm)
+        self._attention_output_norm = norms.get(block.attention_output_norm)
+        self._mlp_norm = norms.get(block.mlp_norm)
         self._mlp = make_mlp(config, layer, placement)
-        self.output_norm = self._norms.get(block.mlp_output_norm)
+        self.output_norm = norms.get(block.mlp_output_norm)
         self._previous_norm = previous_norm
-
-    def weights(self, prefix: str) -> dict[str, Target]:
-        found = self._attention.weights(f"{prefix}{self._prefix}")
-        found |= self._mlp.weights(f"{prefix}{self._config.mlp}")
-        for name, norm in self._norms.items():
-            found |= norm.weights(f"{prefix}{name}")
-        return found
-
-    def linears(self, prefix: str) -> list[tuple[str, Linear]]:
-        """Each linear layer, with the prefix of its parts in the checkpoint."""
-        attention, mlp = f"{prefix}{self._prefix}", f"{prefix}{self._config.mlp}"
-        in_attention = [(attention, linear) for linear in self._attention.linears()]
-        return in_attention + [(mlp, linear) for linear in self._mlp.linears()]
-
-    def finish_loading(self) -> None:
-        self._attention.finish_loading()
-        self._mlp.finish_loading()
-        for norm in self._norms.values():
-            norm.finish_loading()
-
-    def open_for_loading(self) -> None:
-        self._attention.open_for_loading()
-        self._mlp.open_for_loading()
+        prefix = block.attention
+        if config.stateful is not None and config.keeps_state(layer):
+            prefix = config.stateful.prefix
+        self.parts = (
+            (prefix, self._attention),
+            (block.mlp, self._mlp),
+            *((f"{name}.", norm) for name, norm in norms.items()),
+        )
 
     def __call__(
         self, x: Tensor, delta: Tensor | None, step: BlockStep, *, outputs: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """One block over x [T, D].
+        """Run the block on x [T, D].
 
         Args:
             x: the residual stream, changed in place.
-            delta: [T, D], the output of the block before, not yet normed and added to x; None for the first block.
-            outputs: [S] int64, the tokens that are computed after attention; None: all.
+            delta: [T, D], the pending update of the previous block, before its ``output_norm``; None in the first
+                block.
+            outputs: [S] int64, the tokens to compute after attention; None for all.
 
         Returns:
-            The stream and what is to be added to it next, behind ``output_norm``: [T, D] or [S, D] each.
+            The residual stream and the pending update: [T, D] or [S, D] each.
         """
         if delta is not None:
             normed = add_to_stream(delta, x, self._previous_norm, self._attention_norm)
@@ -178,21 +157,24 @@ class Block:
             x = x.index_select(0, outputs)
             rows = None if adapters is None else adapters.outputs
         if self._config.is_parallel:
-            return x, self._beside(x, normed, attended, rows, outputs=outputs)
+            return x, self._parallel(x, normed, attended, rows, outputs=outputs)
         return x, self._mlp(add_to_stream(attended, x, self._attention_output_norm, self._mlp_norm), rows)
 
     def _attended(self, normed: Tensor, step: BlockStep, *, outputs: Tensor | None) -> Tensor:
-        """normed [T, D] -> [T, D], or of ``outputs`` [S, D]."""
+        """normed [T, D] -> attention output [T, D], or [S, D] with ``outputs``."""
         if isinstance(self._attention, StateLayer):
-            assert step.states is not None, "the model keeps states"
+            assert step.states is not None, "a model with recurrent states needs them in each step"
             return self._attention(normed, step.states, self._layer, outputs=outputs, adapters=step.adapters)
         tables = step.tables[self._rope]
         return self._attention(normed, tables, step.attention, self._layer, outputs=outputs, adapters=step.adapters)
 
-    def _beside(
+    def _parallel(
         self, x: Tensor, normed: Tensor, attended: Tensor, rows: Grouping | None, *, outputs: Tensor | None
     ) -> Tensor:
-        """The sum of ``attended`` [S, D] and of the MLP of the same stream: x [S, D], or what attention read [T, D]."""
+        """Return ``attended`` [S, D] plus the MLP's output [S, D] in a parallel block.
+
+        The MLP reads the norm of x [S, D], or without an ``mlp_norm`` the input of attention, normed [T, D].
+        """
         if self._mlp_norm is not None:
             normed = self._mlp_norm(x)
         elif outputs is not None:

@@ -1,8 +1,6 @@
-"""The encoder of BERT, RoBERTa, XLM-R and ModernBERT: blocks of bidirectional attention and an MLP.
+"""Encoder models with bidirectional attention: BERT, RoBERTa, XLM-R and ModernBERT.
 
-``families`` has a file for each family, which reads its config.json into ``EncoderConfig``.
-
-Shape letters: T tokens, D model size, S chosen tokens, C scores.
+Shape letters: T tokens, S output tokens, D hidden size, C classes.
 """
 
 from __future__ import annotations
@@ -17,7 +15,8 @@ from aioengine.families._memory import active_parameters
 from aioengine.families._tensors import is_ignored
 from aioengine.kernels.gelu import gelu
 from aioengine.kernels.rotate_heads import as_parts, rotate_heads
-from aioengine.layers.embedding import Embedding
+from aioengine.layers.embedding import EmbeddingTable
+from aioengine.layers.layer import Layer
 from aioengine.layers.linear import Linear
 from aioengine.layers.norm import LayerNorm
 from aioengine.layers.rope import RotaryEmbedding
@@ -28,22 +27,22 @@ if TYPE_CHECKING:
 
     from aioengine.attention._base import StepAttention
     from aioengine.families._encoders import EncoderConfig, Gelu, HeadConfig
-    from aioengine.layers.placement import Placement, Target
+    from aioengine.layers.placement import Placement
     from aioengine.models._base import ModelOptions
 
     Tables = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
-    """What all blocks of a step share. ``tables``: the rotary tables of full and of local attention."""
+class EncoderStep:
+    """The arguments of all blocks in a step. ``tables``: rotary tables of layers without and with a window."""
 
     tables: tuple[Tables, Tables] | None
     attention: StepAttention
 
 
-class _Block:
-    """A layer: attention and MLP, with norms before (ModernBERT) or behind them (BERT)."""
+class EncoderBlock(Layer):
+    """Attention and MLP, pre-norm (ModernBERT) or post-norm (BERT)."""
 
     def __init__(self, config: EncoderConfig, placement: Placement, layer: int) -> None:
         *qkv, output, first, second = config.linears
@@ -59,48 +58,32 @@ class _Block:
             for part in (output, first, second)
         )
         self._output, self._first, self._second = others
-        self._norms = {
-            name: LayerNorm(config.hidden_size, config.epsilon, placement, bias=config.norm_bias)
-            for name in config.block_norms
+        self._attention_norm, self._mlp_norm = norms = [
+            LayerNorm(config.hidden_size, config.epsilon, placement, bias=config.norm_bias)
             if layer or name != config.first_without
-        }
-        norms = [self._norms.get(name) for name in config.block_norms]
-        self._attention_norm, self._mlp_norm = norms
+            else None
+            for name in config.block_norms
+        ]
+        self.parts = (
+            *(("", linear) for linear in (self._qkv, self._output, self._first, self._second)),
+            *((f"{name}.", norm) for name, norm in zip(config.block_norms, norms, strict=True)),
+        )
 
-    def weights(self, prefix: str) -> dict[str, Target]:
-        found: dict[str, Target] = {}
-        for linear in self._linears():
-            found |= linear.weights(prefix)
-        for name, norm in self._norms.items():
-            found |= norm.weights(f"{prefix}{name}")
-        return found
-
-    def finish_loading(self) -> None:
-        for linear in self._linears():
-            linear.finish_loading()
-
-    def open_for_loading(self) -> None:
-        for linear in self._linears():
-            linear.open_for_loading()
-
-    def _linears(self) -> tuple[Linear, ...]:
-        return self._qkv, self._output, self._first, self._second
-
-    def __call__(self, x: Tensor, step: _Step, *, outputs: Tensor | None) -> Tensor:
-        """x [T, D] -> [T, D], or [S, D] of the tokens ``outputs`` [S] int64."""
+    def __call__(self, x: Tensor, step: EncoderStep, *, outputs: Tensor | None) -> Tensor:
+        """x [T, D] -> [T, D], or [S, D] with ``outputs`` [S] int64."""
         normed = x if self._attention_norm is None or not self._is_pre_norm else self._attention_norm(x)
         attended = self._attend(normed, step)
         if outputs is not None:
             x, attended = x.index_select(0, outputs), attended.index_select(0, outputs)
         delta = self._output(attended)
-        assert self._mlp_norm is not None, "only the norm of attention may be missing"
+        assert self._mlp_norm is not None, "only the attention norm may be missing"
         if self._is_pre_norm:
             return self._mlp(self._mlp_norm.after(delta, x, keeps_sum=True)).add_(x)
-        assert self._attention_norm is not None, "a norm behind attention is never missing"
+        assert self._attention_norm is not None, "a post-norm model has both norms"
         x = self._attention_norm.after(delta, x, keeps_sum=False)
         return self._mlp_norm.after(self._mlp(x), x, keeps_sum=False)
 
-    def _attend(self, x: Tensor, step: _Step) -> Tensor:
+    def _attend(self, x: Tensor, step: EncoderStep) -> Tensor:
         """[T, D] -> [T, D]."""
         heads = self._qkv(x).view(x.shape[0], -1, self._head_size)
         if step.tables is None:
@@ -114,31 +97,20 @@ class _Block:
         inner = self._first(x)
         if not self._is_gated:
             return self._second(gelu(inner, approximate=self._gelu))
-        activated, others = inner.chunk(2, dim=-1)
-        return self._second(gelu(activated, approximate=self._gelu).mul_(others))
+        activated, factor = inner.chunk(2, dim=-1)
+        return self._second(gelu(activated, approximate=self._gelu).mul_(factor))
 
 
-class _Head:
-    """The scores of a classifier, [S, D] -> [S, C]."""
+class ClassifierHead(Layer):
+    """The head of a classifier: [S, D] -> scores [S, C]."""
 
     def __init__(self, head: HeadConfig, config: EncoderConfig, placement: Placement) -> None:
         size = config.hidden_size
         self._dense = Linear(size, {head.dense: size}, placement, bias=head.dense_bias)
         self._scores = Linear(size, {head.scores: config.num_labels}, placement, bias=True)
-        self._is_tanh, self._name = head.activation == "tanh", head.norm
+        self._is_tanh = head.activation == "tanh"
         self._norm = LayerNorm(size, config.epsilon, placement, bias=config.norm_bias) if head.norm else None
-
-    def weights(self) -> dict[str, Target]:
-        found = self._dense.weights("") | self._scores.weights("")
-        return found if self._norm is None else found | self._norm.weights(self._name)
-
-    def finish_loading(self) -> None:
-        self._dense.finish_loading()
-        self._scores.finish_loading()
-
-    def open_for_loading(self) -> None:
-        self._dense.open_for_loading()
-        self._scores.open_for_loading()
+        self.parts = ("", self._dense), ("", self._scores), (f"{head.norm}.", self._norm)
 
     def __call__(self, pooled: Tensor) -> Tensor:
         """[S, D] -> [S, C]."""
@@ -147,8 +119,8 @@ class _Head:
         return self._scores(x if self._norm is None else self._norm(x))
 
 
-class Encoder:
-    """See ``models._base.Model``."""
+class EncoderModel(Layer):
+    """Implements ``models._base.Model``."""
 
     def __init__(self, config: EncoderConfig, options: ModelOptions) -> None:
         self._config = config
@@ -169,15 +141,11 @@ class Encoder:
         self.hidden_size = config.hidden_size
         self.prefix = config.prefix
         self.renamed = config.renamed
-        tables = [Embedding(rows, config.hidden_size, placement) for rows in config.embeddings.values()]
-        self._embeddings = dict(zip(config.embeddings, tables, strict=True))
+        tables = [EmbeddingTable(rows, config.hidden_size, placement) for rows in config.embeddings.values()]
         self._tokens, self._learned = tables[0], tables[1:]
         self.input_spec = InputSpec(token_types=len(tables) > 2 and tables[2].weight.shape[0] > 1)
-        self._norms = {
-            name: LayerNorm(config.hidden_size, config.epsilon, placement, bias=config.norm_bias)
-            for name in config.norms
-        }
-        self._first_norm, *self._last_norm = self._norms.values()
+        norms = [LayerNorm(config.hidden_size, config.epsilon, placement, bias=config.norm_bias) for _ in config.norms]
+        self._first_norm, *self._last_norm = norms
         self._ropes: list[RotaryEmbedding] = []
         if config.position_offset is None:
             self._ropes = [
@@ -190,48 +158,33 @@ class Encoder:
                 )
                 for rope in config.ropes
             ]
-        self._blocks = [_Block(config, placement, layer) for layer in range(config.num_layers)]
-        self._head = None if config.head is None else _Head(config.head, config, placement)
-
-    def weights(self) -> dict[str, Target]:
-        prefix = self._config.prefix
-        found: dict[str, Target] = {}
-        for name, part in (self._embeddings | self._norms).items():
-            found |= part.weights(f"{prefix}{name}")
-        for layer, block in enumerate(self._blocks):
-            found |= block.weights(f"{prefix}{self._config.blocks}.{layer}.")
-        return found if self._head is None else found | self._head.weights()
+        self._blocks = [EncoderBlock(config, placement, layer) for layer in range(config.num_layers)]
+        self._head = None if config.head is None else ClassifierHead(config.head, config, placement)
+        named = [*zip(config.embeddings, tables, strict=True), *zip(config.norms, norms, strict=True)]
+        self.parts = (
+            *((f"{config.prefix}{name}.", part) for name, part in named),
+            *((f"{config.prefix}{config.blocks}.{layer}.", block) for layer, block in enumerate(self._blocks)),
+            ("", self._head),
+        )
 
     def is_ignored(self, name: str) -> bool:
         return is_ignored(self._config, name)
 
-    def finish_loading(self) -> None:
-        for block in self._blocks:
-            block.finish_loading()
-        if self._head is not None:
-            self._head.finish_loading()
-
-    def open_for_loading(self) -> None:
-        for block in self._blocks:
-            block.open_for_loading()
-        if self._head is not None:
-            self._head.open_for_loading()
-
     def embed(self, token_ids: Tensor) -> Tensor:
-        """[T] ids -> [T, D], without positions and token types."""
+        """[T] ids -> token embeddings [T, D], without those of positions and token types."""
         return self._tokens(token_ids)
 
     def forward(self, inputs: ModelInputs, attention: StepAttention) -> Tensor:
-        """[T, D], or [S, D] of ``inputs.outputs``; see ``Model.forward``."""
+        """Return [T, D], or [S, D] with ``inputs.outputs``. See ``Model.forward``."""
         if inputs.embeddings is not None:
             x = inputs.embeddings
         else:
-            assert inputs.token_ids is not None, "neither token ids nor embeddings"
+            assert inputs.token_ids is not None, "inputs have neither token ids nor embeddings"
             x = self._tokens(inputs.token_ids)
         if self._learned:
             x = x + self._position_embeddings(inputs)
         x = self._first_norm(x)
-        step = _Step(self._tables(inputs.positions), attention)
+        step = EncoderStep(self._tables(inputs.positions), attention)
         for layer, block in enumerate(self._blocks):
             x = block(x, step, outputs=inputs.outputs if layer == len(self._blocks) - 1 else None)
         return self._last_norm[0](x) if self._last_norm else x
@@ -239,21 +192,21 @@ class Encoder:
     def forward_block(self, num_tokens: int, attention: StepAttention) -> None:
         x = self._tokens.weight.new_zeros(num_tokens, self.hidden_size)
         positions = torch.zeros(num_tokens, dtype=torch.int64, device=x.device)
-        self._blocks[-1](x, _Step(self._tables(positions), attention), outputs=None)
+        self._blocks[-1](x, EncoderStep(self._tables(positions), attention), outputs=None)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Of a classifier: pooled [S, D] -> scores [S, C]. Else what is given."""
+        """Pooled [S, D] -> scores [S, C] of a classifier. Without a head, return ``hidden``."""
         return hidden if self._head is None else self._head(hidden)
 
     def _position_embeddings(self, inputs: ModelInputs) -> Tensor:
-        """Those of positions and token types: [T, D]."""
+        """Return the embeddings of positions and token types: [T, D]."""
         positions, types = self._learned
         offset = self._config.position_offset or 0
-        found = positions(inputs.positions + offset if offset else inputs.positions)
-        return found + (types.weight[0] if inputs.token_types is None else types(inputs.token_types))
+        embeddings = positions(inputs.positions + offset if offset else inputs.positions)
+        return embeddings + (types.weight[0] if inputs.token_types is None else types(inputs.token_types))
 
     def _tables(self, positions: Tensor) -> tuple[Tables, Tables] | None:
-        """[T] -> the rotary tables of full and of local attention; None: positions are learned."""
+        """positions [T] -> rotary tables of layers without and with a window; None with learned positions."""
         if not self._ropes:
             return None
         full, local = self._ropes

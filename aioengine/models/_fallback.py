@@ -1,7 +1,9 @@
-"""Models that transformers' own code computes, for architectures that have no file here.
+"""Models that run with the code of transformers, for model types without a family.
 
-Its modules run on the packed tokens of a step, as one text of T tokens whose positions are given, and attend to our
-paged cache. T packed tokens, S tokens that give an output, D model size, V vocabulary.
+The modules run on the packed tokens of a step as one sequence with explicit positions. Attention uses our paged KV
+cache.
+
+Shape letters: T packed tokens, S output tokens, D hidden size, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from aioengine.model_files import checkpoint, folder_files
 from aioengine.models import _fallback_attention as layers
 from aioengine.models._base import InputSpec, ModelInputs
 from aioengine.models._fallback_attention import NUM_TRIED, PAGED, TRYING, PackedStep, StopError, refuse
-from aioengine.models._fallback_swaps import NotedCalls, Swaps
+from aioengine.models._fallback_swaps import RecordedCalls, Swaps
 from aioengine.models._fallback_weights import by_stored_name
 
 if TYPE_CHECKING:
@@ -51,14 +53,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FIRST_TRIED: Final = 10
-"""The smallest id of the tokens that are tried: smaller ones may stand for padding."""
+"""Smallest token id of a trial run. Smaller ids may be padding."""
 _NUM_COMPARED: Final = 3
-"""Tokens that are compared beside other tokens."""
+"""Number of tokens that are compared next to different neighbours."""
 _MIXED: Final = 0.05
-"""The part of a token's state that may change with the tokens beside it, as sums of experts do by rounding."""
+"""Maximum relative change of a hidden state with different neighbours, caused by rounding in sums of experts."""
 
 _IMPLEMENTATION: Final = "_attn_implementation"
-"""The attribute of a config of transformers with the name of the function for attention."""
+"""Attribute of a transformers config with the name of the attention function."""
 
 _NO_INTERFACE: Final = "its attention does not go through transformers' attention interface"
 _ROPE_TYPE: Final = "rope_type"
@@ -71,10 +73,14 @@ _CLASSES = {
 
 
 class TransformersModel:
-    """See ``models._base.Model``."""
+    """Implements ``models._base.Model``."""
 
     def __init__(self, model: PreTrainedModel, task: Task, options: ModelOptions, folder: Path | None = None) -> None:
-        """model: of ``build_module``. folder: of its checkpoint; None: its tensors have the names of transformers."""
+        """Wrap a model of ``build_module``.
+
+        Args:
+            folder: of the checkpoint; None if tensors have the names of transformers.
+        """
         self._model = model
         self._folder = folder
         self.task = task
@@ -94,7 +100,7 @@ class TransformersModel:
         _fix_rope(self._body, self._step)
         layers.share_step(model, self._step)
         self._scores = getattr(model, "score", None)
-        self._given = _GivenStates()
+        self._body_output = _BodyOutput()
         self._head: nn.Module = model
         self._tables: list[tuple[int, int]] = []
         self._swaps = self._swap(options)
@@ -104,44 +110,44 @@ class TransformersModel:
             refuse(config.model_type, "its classifier is more than one linear layer, score")
 
     def _swap(self, options: ModelOptions) -> Swaps:
-        """Try the model, put our layers into it, and try it again: some code reads more of its layers than results."""
+        """Try the model, replace its layers with ours, and try it again. Some code reads attributes of its layers."""
         self._try(gives_positions=False)
         own_positions = self._tables
-        noted = NotedCalls(self._model)
+        calls = RecordedCalls(self._model)
         self._try()
-        noted.end()
+        calls.end()
         if self._tables != own_positions:
             refuse(self._step.model_type, "it looks up position 0 at another place of its table than at the first")
-        swaps = Swaps(self._model, noted, self._step, options.placement)
+        swaps = Swaps(self._model, calls, self._step, options.placement)
         try:
             self._try()
         except ValueError as error:
-            logger.info("its layers are those of transformers, which take longer: with ours, %s", error)
+            logger.info("using the layers of transformers, which are slower: with ours, %s", error)
             swaps.undo()
             self._try()
-        swaps.take()
+        swaps.take_weights()
         return swaps
 
     @torch.inference_mode()
     def _try(self, *, gives_positions: bool = True) -> None:
-        """Find out how the layers attend, which tables of positions they read, and the sizes of the results."""
+        """Run a few tokens to find out how the layers attend, which position tables they read, and the output sizes."""
         positions = torch.arange(NUM_TRIED, device=self._device)[None]
         ids = positions.flip(1) + _FIRST_TRIED
-        given = {"position_ids": positions} if gives_positions else {}
+        optional = {"position_ids": positions} if gives_positions else {}
         tables = _PositionTables()
-        self._step.found = []
+        self._step.layers = []
         try:
             with tables:
-                output = self._body(input_ids=ids, use_cache=False, **given)
+                output = self._body(input_ids=ids, use_cache=False, **optional)
             if output.last_hidden_state.shape[:-1] != (1, NUM_TRIED):
                 refuse(
                     self._step.model_type,
                     f"of {NUM_TRIED} tokens it gives states {list(output.last_hidden_state.shape)}",
                 )
             tables.check(self._step)
-            self._tables = tables.found
-            self._given.output_type = type(output)
-            self._head = _with_body(self._model, self._body, self._given)
+            self._tables = tables.tables
+            self._body_output.output_type = type(output)
+            self._head = _with_body(self._model, self._body, self._body_output)
             if self.task is Task.GENERATE:
                 self.vocab_size = self.compute_logits(output.last_hidden_state[0]).shape[1]
         except ValueError:
@@ -158,17 +164,17 @@ class TransformersModel:
         stored = None
         if self._folder is not None:
             stored = [entry.name for entry in checkpoint.read_headers(self._folder, "")]
-        found = by_stored_name(self._model, self._tensors(), stored)
-        return {name: Target(tensor) for name, tensor in found.items()}
+        tensors = by_stored_name(self._model, self._tensors(), stored)
+        return {name: Target(tensor) for name, tensor in tensors.items()}
 
     def _tensors(self) -> dict[str, Tensor]:
-        """The model's own name -> each tensor [...] to load."""
-        found = {name: parameter.data for name, parameter in self._model.named_parameters()}
-        kept = self._model.state_dict().keys()
+        """Return name in the model -> tensor [...] to load."""
+        parameters = {name: parameter.data for name, parameter in self._model.named_parameters()}
+        saved = self._model.state_dict().keys()
         return (
-            found
-            | dict(self._swaps.tensors())
-            | {name: buffer for name, buffer in self._model.named_buffers() if name in kept}
+            parameters
+            | {name: target.tensor for name, target in self._swaps.weights().items()}
+            | {name: buffer for name, buffer in self._model.named_buffers() if name in saved}
         )
 
     def is_ignored(self, name: str) -> bool:
@@ -176,29 +182,36 @@ class TransformersModel:
         tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
         patterns = model._keys_to_ignore_on_load_unexpected or ()
         is_head = self.task is not Task.GENERATE and name.startswith("lm_head.")
-        return is_head or name in tied or name.endswith(".inv_freq") or any(re.search(each, name) for each in patterns)
+        return (
+            is_head
+            or name in tied
+            or name.endswith(".inv_freq")
+            or any(re.search(pattern, name) for pattern in patterns)
+        )
 
     def linears(self) -> list[tuple[str, Linear]]:
-        """See ``models._base.AdaptableModel``."""
+        """Implement ``models._base.AdaptableModel``."""
         stem = f"{self._model.base_model_prefix}." if self._body is self._model else ""
         return [(f"{stem}{prefix}", linear) for prefix, linear in self._swaps.linears()]
 
     def finish_loading(self) -> None:
         self._swaps.finish_loading()
-        self._check_apart()
+        self._check_independence()
 
     @torch.inference_mode()
-    def _check_apart(self) -> None:
-        """Raise ValueError if tokens depend on one another beside attention: the requests of a step would be mixed."""
-        positions, alone = torch.arange(NUM_TRIED, device=self._device), layers.SelfAttention()
-        for first in range(_FIRST_TRIED, _FIRST_TRIED + _NUM_COMPARED):  # with experts, one may be near a tie
-            others = ((first + 1, first + 2), (first + 3, first + 4))
-            given = [torch.tensor([before, first, behind], device=self._device) for before, behind in others]
-            inputs = [ModelInputs(positions=positions, token_ids=ids % self.vocab_size) for ids in given]
-            found, again = (self.forward(each, alone)[1].float() for each in inputs)
-            if not (found - again).norm() > _MIXED * found.norm():
+    def _check_independence(self) -> None:
+        """Raise ValueError if tokens depend on each other outside attention, which would mix the requests of a step."""
+        positions, attention = torch.arange(NUM_TRIED, device=self._device), layers.DiagonalAttention()
+        for first in range(
+            _FIRST_TRIED, _FIRST_TRIED + _NUM_COMPARED
+        ):  # several, since with experts one may be near a tie
+            neighbours = ((first + 1, first + 2), (first + 3, first + 4))
+            sequences = [torch.tensor([left, first, right], device=self._device) for left, right in neighbours]
+            inputs = [ModelInputs(positions=positions, token_ids=ids % self.vocab_size) for ids in sequences]
+            state, other = (self.forward(step_inputs, attention)[1].float() for step_inputs in inputs)
+            if not (state - other).norm() > _MIXED * state.norm():
                 return
-        refuse(self._step.model_type, "its tokens depend on one another beside attention, as by convolutions")
+        refuse(self._step.model_type, "its tokens depend on each other outside attention, as with convolutions")
 
     def open_for_loading(self) -> None:
         self._swaps.open_for_loading()
@@ -208,23 +221,23 @@ class TransformersModel:
         return self._embedding(token_ids)
 
     def forward(self, inputs: ModelInputs, attention: StepAttention) -> Tensor:
-        """[T, D], or [S, D] of ``inputs.outputs``; see ``Model.forward``."""
+        """Return [T, D], or [S, D] with ``inputs.outputs``. See ``Model.forward``."""
         step = self._step
         step.attention, step.adapters, step.outputs = attention, inputs.adapters, inputs.outputs
         try:
             hidden = self._run(inputs.token_ids, inputs.embeddings, inputs.positions)
         finally:
             step.attention = step.adapters = step.outputs = None
-            step.is_rewound = False
+            step.is_past_attention = False
         return hidden if inputs.outputs is None else hidden.index_select(0, inputs.outputs)
 
     def _run(self, token_ids: Tensor | None, embeddings: Tensor | None, positions: Tensor) -> Tensor:
-        """token_ids [T], or embeddings [T, D], and positions [T] -> [T, D]."""
-        given = {
+        """token_ids [T] or embeddings [T, D], and positions [T] -> hidden states [T, D]."""
+        inputs = {
             "input_ids": None if token_ids is None else token_ids[None],
             "inputs_embeds": None if embeddings is None else embeddings[None],
         }
-        return self._body(**given, position_ids=positions[None], use_cache=False).last_hidden_state[0]
+        return self._body(**inputs, position_ids=positions[None], use_cache=False).last_hidden_state[0]
 
     def forward_block(self, num_tokens: int, attention: StepAttention) -> None:
         ids = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
@@ -236,23 +249,23 @@ class TransformersModel:
             pass
         finally:
             step.attention = step.last_layer = None
-            step.is_rewound = False
+            step.is_past_attention = False
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[S, D] -> [S, V]; of a classifier, its scores; without a head, what is given."""
+        """[S, D] -> logits [S, V], or scores of a classifier. Without a head, return ``hidden``."""
         if self.task is Task.EMBED:
             return hidden
         if self.task is Task.CLASSIFY:
-            assert self._scores is not None, "checked when the model was made"
+            assert self._scores is not None, "checked in __init__"
             return self._scores(hidden)
-        self._given.hidden = hidden[None]
+        self._body_output.hidden = hidden[None]
         logits = self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
-        self._given.hidden = None
+        self._body_output.hidden = None
         return logits.to(self.dtype)
 
 
 def _body_of(model: PreTrainedModel) -> nn.Module:
-    """The part below the head, which may be a part of the base model."""
+    """Return the model without its head, which may be a part of the base model."""
     body = model.base_model
     if body is model:
         refuse(model.config.model_type, "transformers has no model of it without a head")
@@ -260,22 +273,22 @@ def _body_of(model: PreTrainedModel) -> nn.Module:
     return decoder if isinstance(decoder, PreTrainedModel) else body
 
 
-def _with_body(model: nn.Module, body: nn.Module, other: nn.Module) -> nn.Module:
-    """The model with another body; all else is shared."""
+def _with_body(model: nn.Module, body: nn.Module, replacement: nn.Module) -> nn.Module:
+    """Return a shallow copy of the model with another body."""
     if model is body:
-        return other
+        return replacement
     changed = copy.copy(model)
     changed._modules = {
-        name: _with_body(part, body, other)
-        if part is not None and any(each is body for each in part.modules())
+        name: _with_body(part, body, replacement)
+        if part is not None and any(module is body for module in part.modules())
         else part
         for name, part in model._modules.items()
     }
     return changed
 
 
-class _GivenStates(nn.Module):
-    """Stands for the body of a model whose head alone is computed."""
+class _BodyOutput(nn.Module):
+    """Replaces the body of a model to compute only the head: returns the hidden states that it was given."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,13 +296,13 @@ class _GivenStates(nn.Module):
         self.hidden: Tensor | None = None
 
     def forward(self, *_: object, **__: object) -> ModelOutput:
-        """Hidden states [1, S, D]."""
-        assert self.output_type is not None, "the body was not tried"
+        """Return the hidden states [1, S, D]."""
+        assert self.output_type is not None, "the model was not tried"
         return self.output_type(last_hidden_state=self.hidden)
 
 
 def check_config(config: PreTrainedConfig) -> None:
-    """Raises ValueError for a model of several parts."""
+    """Raise ValueError for models of several parts."""
     if config.is_encoder_decoder:
         refuse(config.model_type, "it has an encoder and a decoder")
     if config.get_text_config() is not config:
@@ -300,7 +313,7 @@ def check_config(config: PreTrainedConfig) -> None:
 
 
 def _check_model(model: PreTrainedModel, body: nn.Module) -> None:
-    """Raises ValueError for a model that has more than attention through the interface."""
+    """Raise ValueError for models that need more than transformers' attention interface."""
     kind = model.config.model_type
     if model._is_stateful:
         refuse(kind, "its layers keep states beside keys and values")
@@ -316,9 +329,9 @@ def _check_model(model: PreTrainedModel, body: nn.Module) -> None:
 
 
 def _fix_rope(body: nn.Module, step: PackedStep) -> None:
-    """Rotary embeddings whose frequencies depend on the longest text of a step keep those of a short one.
+    """Fix the frequencies of rotary embeddings that depend on the longest sequence of a call to those of a short one.
 
-    Raises ValueError where a request may be longer.
+    Raises ValueError if a request may be longer.
     """
     for module in body.modules():
         rope = getattr(module, _ROPE_TYPE, None)
@@ -336,37 +349,40 @@ def _fix_rope(body: nn.Module, step: PackedStep) -> None:
             if step.max_positions > longest:
                 refuse(
                     step.model_type,
-                    f"with rope_type {kind!r} all tokens of a step would be rotated as the longest text of it is; "
+                    f"with rope_type {kind!r} all tokens of a step would be rotated like those of the longest request; "
                     f"context_length={longest} works",
                 )
         setattr(module, _ROPE_TYPE, dict.fromkeys(rope, "default") if isinstance(rope, dict) else "default")
 
 
 class _PositionTables(TorchFunctionMode):
-    """Finds the tables of learned positions, while a few tokens at the first positions are computed."""
+    """Finds the tables of learned positions during a trial run.
+
+    Attributes:
+        tables: (first index, number of rows) of each table.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[tuple[int, int]] = []
-        """Of each table, the first index and the size."""
+        self.tables: list[tuple[int, int]] = []
 
     def __torch_function__(self, func: object, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.embedding:
             indices = args[0].flatten().tolist()
-            if len(indices) == NUM_TRIED and indices == [indices[0] + place for place in range(NUM_TRIED)]:
-                self.found.append((indices[0], args[1].shape[0]))
+            if len(indices) == NUM_TRIED and indices == [indices[0] + offset for offset in range(NUM_TRIED)]:
+                self.tables.append((indices[0], args[1].shape[0]))
         return cast("Callable[..., Any]", func)(*args, **(kwargs or {}))
 
     def check(self, step: PackedStep) -> None:
-        """Raises ValueError if a request may have more positions than a table."""
-        for first, size in self.found:
+        """Raise ValueError if a request may have more positions than a table."""
+        for first, size in self.tables:
             if first + step.max_positions > size:
                 longest = size - first
                 refuse(step.model_type, f"it has a table of {longest} positions; context_length={longest} works")
 
 
 class TransformersFolder:
-    """See ``models.fallback``."""
+    """Implements ``models.FallbackModel``."""
 
     def __init__(self, folder: Path, task: Task, *, trust_remote_code: bool, has_weights: bool) -> None:
         self._task = task
@@ -384,7 +400,7 @@ class TransformersFolder:
         return sum(parameter.nbytes for parameter in self._build(options).parameters())
 
     def load(self, options: ModelOptions) -> TransformersModel:
-        logger.info("transformers' own code computes this model, of model_type %r", self._config.model_type)
+        logger.info("running model_type %r with the code of transformers", self._config.model_type)
         folder = self._folder if self._has_weights else None
         return TransformersModel(self._build(options), self._task, options, folder)
 
@@ -393,11 +409,11 @@ class TransformersFolder:
 
 
 def _check_code(folder: Path, *, trusts: bool) -> None:
-    """Raises ValueError where only code of the folder could compute the model, and it may not be run."""
+    """Raise ValueError if the code of the model is in the folder, and not trusted."""
     raw = folder_files.read_json(folder / "config.json", dict[str, object]) or {}
     if raw.get("auto_map") and not trusts and raw.get("model_type") not in CONFIG_MAPPING:
         message = (
-            f"the model in {folder} (model_type {raw.get('model_type')!r}) is computed by code of its own, which "
+            f"the model in {folder} (model_type {raw.get('model_type')!r}) needs code from its folder, which "
             "transformers does not have; trust_remote_code=True runs it, with all rights of this program"
         )
         raise ValueError(message)
@@ -406,10 +422,9 @@ def _check_code(folder: Path, *, trusts: bool) -> None:
 def build_module(
     config: PreTrainedConfig, task: Task, options: ModelOptions, *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """The modules of transformers, with memory for their weights and nothing in it.
+    """Build the transformers model. The weights are uninitialized.
 
-    Raises:
-        ValueError: transformers has no such model, or refuses its config.
+    Raises ValueError if transformers has no such model, or refuses its config.
     """
     check_config(config)
     layers.register()
@@ -426,7 +441,7 @@ def build_module(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        if isinstance(error, KeyError) and error.args == (TRYING,):  # it has a list of its own
+        if isinstance(error, KeyError) and error.args == (TRYING,):  # it looks up attention in its own table
             refuse(config.model_type, _NO_INTERFACE)
         message = f"transformers does not build a model_type {config.model_type!r}: {_described(error)}"
         raise ValueError(message) from error
@@ -435,7 +450,7 @@ def build_module(
 
 
 def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Give the tensors [...] that transformers does not convert to ``dtype`` their fp32."""
+    """Convert the tensors [...] to fp32 that transformers does not convert to ``dtype``."""
     patterns = [name.replace("*", ".*") for name in model._get_dtype_plan(dtype)]
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if any(re.search(pattern, name) for pattern in patterns):

@@ -1,9 +1,10 @@
-"""Attention of transformers' modules on the paged cache.
+"""Connects attention of transformers' modules to the paged KV cache.
 
-One run with a few tokens finds out how each layer attends (``PackedStep.found``); from then on the layers reach the
+A trial run with a few tokens finds out how each layer attends (``PackedStep.layers``). Afterwards the layers call the
 attention of the step through transformers' attention interface.
 
-T tokens, H query heads, K kv heads, E head size, F size of a value head.
+Shape letters: T tokens, S output tokens, N tokens of a call, D input size, O output size, H query heads, K KV heads, E
+head size, F value head size.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ if TYPE_CHECKING:
 
 TRYING: Final = "aioengine_trying"
 PAGED: Final = "aioengine"
-"""Names of our functions in transformers' interface: for the run that finds out how layers attend, and after it."""
+"""Names of our functions in transformers' interface: for the trial run, and after it."""
 
 NUM_TRIED: Final = 3
-"""Tokens of the run that finds out how layers attend."""
+"""Tokens of the trial run."""
 
 _STEP: Final = "aioengine_step"
 _LAYER: Final = "aioengine_layer"
-"""Attributes of transformers' modules, through which the functions find the step and the layer."""
+"""Attributes of transformers' modules with the step and the layer."""
 
 _IRRELEVANT: Final = frozenset(
     (
@@ -44,27 +45,27 @@ _IRRELEVANT: Final = frozenset(
         *("return_dict", "past_key_values", "logits_to_keep", "output_router_logits", "is_causal", "deterministic"),
     )
 )
-"""Arguments of an attention function that do not change what it computes here."""
+"""Arguments of attention functions that do not change results here."""
 
 
 def refuse(model_type: str, why: str) -> NoReturn:
-    """Raise ValueError."""
+    """Raise ValueError. ``why``: the reason."""
     message = f"model_type {model_type!r} cannot run with transformers' code here: {why}"
     raise ValueError(message)
 
 
 @dataclass(slots=True)
 class PackedStep:
-    """The step that is computed, which the modules of a model share.
+    """The current step. All modules of a model share it.
 
     Attributes:
-        attention: prepared; None between steps.
-        adapters: the rows of the step by adapter; None: no row has one.
-        outputs: [S] int64, the tokens whose hidden states are wanted; None: all.
-        is_rewound: whether the last layer has attended: from there on no token needs another one.
-        found: how the layers attend, in the order of their calls, while that is found out.
-        max_positions: positions that a request can have.
-        last_layer: the run ends behind it, with ``StopError``; None: it goes to its end.
+        max_positions: tokens of the longest request.
+        attention: prepared for the step; None between steps.
+        adapters: the rows by adapter; None if no row has an adapter.
+        outputs: [S] int64, the output tokens; None for all.
+        is_past_attention: the last layer has attended, so tokens no longer depend on each other.
+        layers: how the layers attend, in the order of their calls. Filled by a trial run.
+        last_layer: the run ends with ``StopError`` after this layer; None to run all layers.
     """
 
     model_type: str
@@ -72,29 +73,32 @@ class PackedStep:
     attention: StepAttention | None = None
     adapters: AdapterRows | None = None
     outputs: Tensor | None = None
-    is_rewound: bool = False
-    found: list[FoundLayer] = field(default_factory=list["FoundLayer"])
+    is_past_attention: bool = False
+    layers: list[FoundLayer] = field(default_factory=list["FoundLayer"])
     last_layer: int | None = None
 
-    def of_wanted(self, compute: Callable[[Tensor, Grouping | None], Tensor], x: Tensor) -> Tensor:
-        """What ``compute`` makes of tokens [N, D] and their adapters, for x [1, T, D] -> [1, T, O].
+    def compute_outputs(self, compute: Callable[[Tensor, Grouping | None], Tensor], x: Tensor) -> Tensor:
+        """Apply ``compute``, which takes tokens [N, D] and their adapters, to x: [1, T, D] -> [1, T, O].
 
-        Behind the last attention only of the tokens that are wanted; the others get zeros.
+        After the last attention, only the output tokens are computed. The other tokens get zeros.
         """
-        rows, adapters, wanted = x.reshape(-1, x.shape[-1]), self.adapters, self.outputs if self.is_rewound else None
-        if wanted is None or len(wanted) >= len(rows):
+        rows, adapters = x.reshape(-1, x.shape[-1]), self.adapters
+        outputs = self.outputs if self.is_past_attention else None
+        if outputs is None or len(outputs) >= len(rows):
             y = compute(rows, None if adapters is None else adapters.tokens)
         else:
-            found = compute(rows.index_select(0, wanted), None if adapters is None else adapters.outputs)
-            y = found.new_zeros(len(rows), found.shape[1]).index_copy_(0, wanted, found)
+            results = compute(rows.index_select(0, outputs), None if adapters is None else adapters.outputs)
+            y = results.new_zeros(len(rows), results.shape[1]).index_copy_(0, outputs, results)
         return y.view(*x.shape[:-1], -1)
 
 
 class FoundLayer(NamedTuple):
-    """How a layer attends. ``value_size``: of a head of the values, which may be smaller than that of the keys.
+    """How a layer attends.
 
-    ``window``: positions that a token attends to, itself included; None: all. ``soft_cap`` and ``sinks`` [H]: as in
-    ``AttentionShape``; None: there is none.
+    Attributes:
+        value_size: size of a value head, which may be smaller than ``head_size``.
+        window: sliding window in tokens, including the token itself; None for no window.
+        soft_cap, sinks: see ``AttentionShape``; sinks [H]. None if there is none.
     """
 
     module: nn.Module
@@ -109,22 +113,22 @@ class FoundLayer(NamedTuple):
 
 
 class StopError(Exception):
-    """Ends a run behind the layers that are wanted."""
+    """Ends a run after ``PackedStep.last_layer``."""
 
 
 class _Mask(NamedTuple):
-    """Stands for a mask while it is found out. ``allows``: (row, head, query's position, key's position) -> [...]."""
+    """Replaces a mask in the trial run. ``allows``: (row, head, query position, key position) -> bool [...]."""
 
     allows: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def _mask(*_: object, mask_function: Callable[..., Tensor], **__: object) -> _Mask:
-    """Stands in for transformers' masks, which the mask function says for any two positions [...]."""
+    """Return the mask function instead of a mask [...]."""
     return _Mask(mask_function)
 
 
 def _window(mask: _Mask, step: PackedStep) -> int | None:
-    """Positions that a token attends to by this mask, itself included; None: all of its row up to itself."""
+    """Return the sliding window of a causal mask in tokens, including the token itself; None without a window."""
     num = step.max_positions
     zero, distances = torch.zeros((), dtype=torch.int64), torch.arange(-1, num)
     windows: set[int] = set()
@@ -146,7 +150,7 @@ def _window(mask: _Mask, step: PackedStep) -> int | None:
 def _try(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *masks: object, **arguments: Any
 ) -> tuple[Tensor, None]:
-    """Note how the layer attends. query [1, H, T, E], key [1, K, T, E], value [1, K, T, F] -> [1, T, H, F] zeros."""
+    """Record how the layer attends. query [1, H, T, E], key [1, K, T, E], value [1, K, T, F] -> zeros [1, T, H, F]."""
     step: PackedStep = getattr(module, _STEP)
     sinks, soft_cap = arguments.pop("s_aux", None), arguments.pop("softcap", None)
     window: int | None = arguments.pop("sliding_window", None)
@@ -159,15 +163,15 @@ def _try(
         refuse(step.model_type, "it gives its attention a bias or mask of its own")
     elif not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         refuse(step.model_type, "its tokens attend to later ones")
-    others = [name for name, given in arguments.items() if given is not None and name not in _IRRELEVANT]
-    if others:
-        refuse(step.model_type, f"its attention takes {', '.join(sorted(others))}")
+    unknown = [name for name, value in arguments.items() if value is not None and name not in _IRRELEVANT]
+    if unknown:
+        refuse(step.model_type, f"its attention takes {', '.join(sorted(unknown))}")
     (rows, num_heads, num_tokens, head_size), num_kv_heads = query.shape, key.shape[1]
     if rows != 1 or key.shape[2] != num_tokens or num_heads % num_kv_heads or key.shape[3] != head_size:
         refuse(step.model_type, f"its attention gets queries {list(query.shape)} for keys {list(key.shape)}")
-    if any(found.module is module for found in step.found):
+    if any(layer.module is module for layer in step.layers):
         refuse(step.model_type, "several of its layers are one module, which would need a cache for each")
-    step.found.append(
+    step.layers.append(
         FoundLayer(
             module,
             *(num_heads, num_kv_heads, head_size, value.shape[3]),
@@ -181,31 +185,31 @@ def _try(
 
 
 class _Layer:
-    """A layer's way from transformers' interface to the attention of the step."""
+    """Calls the attention of the step for one layer."""
 
-    def __init__(self, step: PackedStep, index: int, found: FoundLayer, shape: AttentionShape) -> None:
+    def __init__(self, step: PackedStep, index: int, layer: FoundLayer, shape: AttentionShape) -> None:
         self._step = step
         self._index = index
         self._is_last = index == shape.num_layers - 1
-        self._missing = shape.head_size - found.value_size
-        self._value_size = found.value_size
-        self._factor = None if found.scale == shape.scale else found.scale / shape.scale
+        self._padding = shape.head_size - layer.value_size
+        self._value_size = layer.value_size
+        self._factor = None if layer.scale == shape.scale else layer.scale / shape.scale
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [1, H, T, E], key [1, K, T, E], value [1, K, T, F] -> [1, T, H, F]."""
         step = self._step
         if step.last_layer is not None and self._index > step.last_layer:
             raise StopError
-        assert step.attention is not None, "no step is computed"
-        q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
+        assert step.attention is not None, "no step is running"
+        q, k, v = (heads[0].transpose(0, 1) for heads in (query, key, value))
         if self._factor is not None:
             q = q * self._factor
-        if self._missing:
-            v = functional.pad(v, (0, self._missing))
+        if self._padding:
+            v = functional.pad(v, (0, self._padding))
         q, k, v = write_heads(q, k, v, target=step.attention.target(self._index))
         attended = step.attention.attend(q, k, v, self._index).view(1, *q.shape)
-        step.is_rewound = self._is_last
-        return attended[..., : self._value_size] if self._missing else attended
+        step.is_past_attention = self._is_last
+        return attended[..., : self._value_size] if self._padding else attended
 
 
 def _attend(
@@ -216,8 +220,8 @@ def _attend(
     return layer(query, key, value), None
 
 
-class SelfAttention:
-    """Implements ``StepAttention`` for tokens that each attend to itself alone."""
+class DiagonalAttention:
+    """Implements ``StepAttention`` for tokens that attend only to themselves."""
 
     def target(self, layer: int) -> WriteKV:
         return lambda k, v: None
@@ -228,42 +232,41 @@ class SelfAttention:
 
 
 def register() -> None:
-    """Make our functions known to transformers. May be called again."""
+    """Register our functions with transformers. May be called again."""
     AttentionInterface.register(TRYING, _try)
     AttentionMaskInterface.register(TRYING, _mask)
     AttentionInterface.register(PAGED, _attend)
 
 
 def share_step(model: nn.Module, step: PackedStep) -> None:
-    """Let all modules of the model find the step."""
+    """Store the step in all modules of the model."""
     for module in model.modules():
         setattr(module, _STEP, step)
 
 
 def use_layers(step: PackedStep, num_layers: int) -> AttentionShape:
-    """The shape of attention as the layers were found, which use it from now on.
+    """Connect the layers of the trial run to the attention of steps, and return its shape.
 
-    Raises:
-        ValueError: attention like this is not implemented; it is named.
+    Raises ValueError if such attention is not implemented.
     """
-    found, refused = step.found, step.model_type
-    if len(found) != num_layers:
-        refuse(refused, f"{len(found)} of its {num_layers} layers attend by transformers' attention interface, not all")
-    first = found[0]
+    layers, model_type = step.layers, step.model_type
+    if len(layers) != num_layers:
+        refuse(model_type, f"only {len(layers)} of its {num_layers} layers use transformers' attention interface")
+    first = layers[0]
     for what, sizes in (
-        ("numbers of heads", {layer.num_heads for layer in found}),
-        ("numbers of key and value heads", {layer.num_kv_heads for layer in found}),
-        ("head sizes", {layer.head_size for layer in found}),
-        ("soft caps", {layer.soft_cap for layer in found}),
+        ("numbers of heads", {layer.num_heads for layer in layers}),
+        ("numbers of key and value heads", {layer.num_kv_heads for layer in layers}),
+        ("head sizes", {layer.head_size for layer in layers}),
+        ("soft caps", {layer.soft_cap for layer in layers}),
     ):
         if len(sizes) > 1:
-            refuse(refused, f"its layers have different {what}: {', '.join(map(str, sizes))}")
+            refuse(model_type, f"its layers have different {what}: {', '.join(map(str, sizes))}")
     if first.value_size > first.head_size:
-        refuse(refused, f"its values have heads of {first.value_size}, larger than those of its keys")
-    sinks = tuple(layer.sinks for layer in found if layer.sinks is not None)
-    if sinks and (len(sinks) != num_layers or not all(isinstance(each, nn.Parameter) for each in sinks)):
-        refuse(refused, "its attention has sinks in some layers only, or computes them")
-    windows = tuple(layer.window for layer in found)
+        refuse(model_type, f"its values have heads of {first.value_size}, larger than those of its keys")
+    sinks = tuple(layer.sinks for layer in layers if layer.sinks is not None)
+    if sinks and (len(sinks) != num_layers or not all(isinstance(layer_sinks, nn.Parameter) for layer_sinks in sinks)):
+        refuse(model_type, "its attention has sinks in some layers only, or computes them")
+    windows = tuple(layer.window for layer in layers)
     shape = AttentionShape(
         num_layers=num_layers,
         num_heads=first.num_heads,
@@ -272,8 +275,8 @@ def use_layers(step: PackedStep, num_layers: int) -> AttentionShape:
         scale=first.scale,
         windows=windows if any(windows) else (),
         soft_cap=first.soft_cap,
-        sinks=tuple(each.data for each in sinks),
+        sinks=tuple(layer_sinks.data for layer_sinks in sinks),
     )
-    for index, layer in enumerate(found):
+    for index, layer in enumerate(layers):
         setattr(layer.module, _LAYER, _Layer(step, index, layer, shape))
     return shape

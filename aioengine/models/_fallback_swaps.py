@@ -1,11 +1,11 @@
-"""Our layers in the place of those of transformers' modules, where they compute the same.
+"""Replaces modules of transformers with our layers where these compute the same.
 
-What a module computes is found out, not read from its name: a run with a few tokens notes which modules get one tensor
-alone, and which of them get the same one (``NotedCalls``); a copy of a module with small random weights is then
-compared with our layer. Linear layers that read one tensor become one matmul. Weights are loaded into our layers, which
-replace the modules: nothing is kept twice.
+Names of modules are not trusted. A trial run records the modules that are called with a single tensor, and which of
+them get the same tensor (``RecordedCalls``). Then a copy of each module with small random weights is compared with our
+layer. Linear layers that read the same tensor become one matmul. Weights are loaded into our layers only.
 
-T tokens, D input size, O output size, I inner size, H query heads, K kv heads, E head size.
+Shape letters: T tokens of a step, N tokens of a call, D input size, O output size, V vocabulary size, X experts, H
+query heads, K KV heads, E head size.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from aioengine.kernels import linear as matmuls
 from aioengine.kernels.activation import activate_and_mul, reference_and_mul
 from aioengine.kernels.rotate_apart import reference as rotated
 from aioengine.kernels.rotate_apart import rotate_apart, takes
+from aioengine.layers.layer import Layer
 from aioengine.layers.linear import Linear
 from aioengine.layers.norm import RMSNorm
 from aioengine.models._fallback_attention import NUM_TRIED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -41,49 +42,51 @@ if TYPE_CHECKING:
     from aioengine.models._fallback_attention import PackedStep
 
 _ROTATION: Final = "apply_rotary_pos_emb"
-"""The function that modules of transformers rotate queries and keys with."""
+"""Name of the function that rotates queries and keys in transformers' modules."""
 _SCALES: Final = torch.tensor([1e-3, 0.1, 1.0, 10.0, 1000.0])[None, :, None]
-"""Of the rows that are tried: small ones show an epsilon, large ones show limits."""
+"""Scales of the input rows of a comparison. Small rows reveal an epsilon, large rows reveal clamping."""
 _CLOSE: Final = 1e-5
+"""Relative tolerance in fp32."""
 _FEW: Final = 0.01
-"""The share of 16-bit numbers that may differ in their last bit."""
+"""Fraction of 16-bit values that may differ in the last bit."""
 _GATED_SIZE, _INNER_SIZE = 8, 16
 
 
-class NotedCalls:
-    """The modules that a run calls once, and with one tensor alone.
+class RecordedCalls:
+    """The modules that a trial run calls exactly once, with a single tensor.
 
     Attributes:
-        experts: modules with matrices [X, O, D], and whether they make of tokens [T, D] and their routing [T, D].
+        inputs: module -> its input.
+        experts: module with weights [X, O, D] -> whether it maps tokens [T, D] and their routing to [T, D].
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.inputs: dict[nn.Module, Tensor] = {}
         self.experts: dict[nn.Module, bool] = {}
-        self._others: set[nn.Module] = set()
-        hooks = [module.register_forward_pre_hook(self._note, with_kwargs=True) for module in model.modules()]
+        self._excluded: set[nn.Module] = set()
+        hooks = [module.register_forward_pre_hook(self._record, with_kwargs=True) for module in model.modules()]
         with_experts = [
-            module for module in model.modules() if any(each.ndim == 3 for each in module.parameters(recurse=False))
+            module for module in model.modules() if any(weight.ndim == 3 for weight in module.parameters(recurse=False))
         ]
-        hooks += [module.register_forward_hook(self._note_experts, with_kwargs=True) for module in with_experts]
+        hooks += [module.register_forward_hook(self._record_experts, with_kwargs=True) for module in with_experts]
         self._hooks = hooks
 
-    def _note(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """The first call puts the module among ``inputs``, any other takes it out."""
-        if module in self._others:
+    def _record(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        """Add the module to ``inputs`` at its first call, and remove it at the second."""
+        if module in self._excluded:
             return
         known = self.inputs.pop(module, None)
         if known is None and len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
             self.inputs[module] = args[0]
         else:
-            self._others.add(module)
+            self._excluded.add(module)
 
-    def _note_experts(
+    def _record_experts(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], result: object
     ) -> None:
-        """All calls must give a row of each tensor to each token, and nothing else."""
-        shapes = [each.shape for each in (result, *args) if isinstance(each, torch.Tensor)]
-        has_rows = not kwargs and len(shapes) == 1 + len(args) and all(each[:1] == (NUM_TRIED,) for each in shapes)
+        """Check that all arguments and the result are tensors with one row per token."""
+        shapes = [value.shape for value in (result, *args) if isinstance(value, torch.Tensor)]
+        has_rows = not kwargs and len(shapes) == 1 + len(args) and all(shape[:1] == (NUM_TRIED,) for shape in shapes)
         is_routed = has_rows and len(args) > 1 and shapes[0] == shapes[1] and len(shapes[0]) == 2
         self.experts[module] = is_routed and self.experts.get(module, True)
 
@@ -93,17 +96,22 @@ class NotedCalls:
 
 
 class _LinearGroup:
-    """Linear layers that read one tensor, as one matmul. Until ``take`` it computes with their own weights.
+    """Linear layers that read the same tensor, as one matmul. Before ``take_weights`` it uses the modules' weights.
 
     Attributes:
-        prefix: of the names of the layers.
-        is_adaptable: adapters may change them.
+        prefix: of the layer names.
+        is_adaptable: adapters may change the layers.
     """
 
     def __init__(
         self, prefix: str, modules: dict[str, nn.Linear], step: PackedStep, *, is_gated: bool, is_adaptable: bool
     ) -> None:
-        """``modules``: by the last part of their names. ``is_gated``: as in ``Linear``."""
+        """Group linear modules.
+
+        Args:
+            modules: last part of the name -> module.
+            is_gated: see ``Linear``.
+        """
         self.prefix, self.is_adaptable = prefix, is_adaptable
         self._layer: Linear | None = None
         self._modules = list(modules.values())
@@ -115,28 +123,28 @@ class _LinearGroup:
         self._input: Tensor | None = None
         self._results: dict[int, Tensor] = {}
 
-    def take(self, placement: Placement) -> None:
-        """Make our layer, and let go of the modules and their memory."""
+    def take_weights(self, placement: Placement) -> None:
+        """Create our layer, and free the weights of the modules."""
         self._modules = []
         self._layer = Linear(self._in_features, self._parts, placement, bias=self._has_bias, is_gated=self._is_gated)
 
     @property
-    def taken(self) -> Linear:
-        """Our layer, behind ``take``."""
-        assert self._layer is not None, "the layers have their own weights"
+    def layer(self) -> Linear:
+        """Our layer, after ``take_weights``."""
+        assert self._layer is not None, "take_weights was not called"
         return self._layer
 
-    def of_rows(self, rows: Tensor, adapters: Grouping | None) -> Tensor:
-        """rows [N, D] -> [N, O] of all layers; [N, O / 2] if they are gated."""
+    def compute(self, rows: Tensor, adapters: Grouping | None) -> Tensor:
+        """rows [N, D] -> outputs of all layers [N, O], or [N, O / 2] if they are gated."""
         if self._layer is not None:
             return self._layer(rows, adapters)
         y = torch.cat([module(rows) for module in self._modules], dim=1)
         return activate_and_mul(y, "silu") if self._is_gated else y
 
-    def of_one(self, x: Tensor, index: int) -> Tensor:
-        """x [1, T, D] -> [1, T, O] of one layer; the results of the others are kept until they are asked for."""
+    def compute_one(self, x: Tensor, index: int) -> Tensor:
+        """x [1, T, D] -> output of one layer [1, T, O]. Outputs of the other layers are kept for their calls."""
         if x is not self._input or index not in self._results:
-            y = self._step.of_wanted(self.of_rows, x)
+            y = self._step.compute_outputs(self.compute, x)
             self._input, self._results = x, dict(enumerate(y.split([*self._parts.values()], dim=-1)))
         result = self._results.pop(index)
         if not self._results:
@@ -145,7 +153,7 @@ class _LinearGroup:
 
 
 class _GroupedLinear(nn.Module):
-    """Takes the place of a linear layer."""
+    """Replaces a linear layer."""
 
     def __init__(self, group: _LinearGroup, index: int) -> None:
         super().__init__()
@@ -154,21 +162,21 @@ class _GroupedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., O]."""
-        return self._group.of_one(x, self._index)
+        return self._group.compute_one(x, self._index)
 
 
 class _TiedHead(nn.Module):
-    """Takes the place of a head whose weight [V, D] is that of the embedding."""
+    """Replaces a head that shares its weight [V, D] with the embedding."""
 
     def __init__(self, weight: Tensor) -> None:
-        """weight [V, D]."""
+        """Wrap the weight [V, D]."""
         super().__init__()
         self._weight = weight
         self._matmul: Matmul = partial(matmuls.reference, weight=weight, bias=None)
         self._is_prepared = False
 
     def finish_loading(self) -> None:
-        """Prepare the matmul; again after new weights were loaded, if it reads a copy of them."""
+        """Prepare the matmul. A matmul that reads a packed copy is prepared again after each loading."""
         if not self._is_prepared or matmuls.packs(self._weight.dtype, self._weight.device):
             self._matmul, self._is_prepared = matmuls.prepare(self._weight, None), True
 
@@ -178,7 +186,7 @@ class _TiedHead(nn.Module):
 
 
 class _GatedMLP(nn.Module):
-    """Takes the place of an MLP: second(activation(gates) * others)."""
+    """Replaces an MLP: second(activation(gate(x)) * up(x))."""
 
     def __init__(self, first: _LinearGroup, second: _LinearGroup, activation: Activation, step: PackedStep) -> None:
         super().__init__()
@@ -188,18 +196,18 @@ class _GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[1, T, D] -> [1, T, D]."""
-        return self._step.of_wanted(self._of_rows, x)
+        return self._step.compute_outputs(self._compute, x)
 
-    def _of_rows(self, rows: Tensor, adapters: Grouping | None) -> Tensor:
+    def _compute(self, rows: Tensor, adapters: Grouping | None) -> Tensor:
         """[N, D] -> [N, D]."""
-        inner = self._first.of_rows(rows, adapters)
+        inner = self._first.compute(rows, adapters)
         if self._activation != "silu":
             inner = activate_and_mul(inner, self._activation)
-        return self._second.of_rows(inner, adapters)
+        return self._second.compute(inner, adapters)
 
 
 class _Norm(nn.Module):
-    """Takes the place of a norm by the root mean square."""
+    """Replaces an RMSNorm."""
 
     def __init__(self, norm: RMSNorm) -> None:
         super().__init__()
@@ -211,87 +219,88 @@ class _Norm(nn.Module):
 
 
 class _Change(NamedTuple):
-    """``parent`` had ``theirs`` as its part ``name``."""
+    """A replaced module: ``parent.name`` was ``original``."""
 
     parent: nn.Module
     name: str
-    theirs: nn.Module
+    original: nn.Module
 
 
-class Swaps:
-    """Our layers in a model of transformers."""
+class Swaps(Layer):
+    """Our layers in a transformers model."""
 
-    def __init__(self, model: nn.Module, noted: NotedCalls, step: PackedStep, placement: Placement) -> None:
-        """Put them into the model, with the weights that are there; ``take`` gives them their own.
+    def __init__(self, model: nn.Module, calls: RecordedCalls, step: PackedStep, placement: Placement) -> None:
+        """Replace modules of the model. Our layers use the modules' weights until ``take_weights``.
 
-        ``noted``: of a run of the whole model.
+        ``calls``: recorded in a run of the whole model.
         """
         self._step, self._placement = step, placement
-        self._inputs, noted.inputs = noted.inputs, {}
+        self._inputs, calls.inputs = calls.inputs, {}
         self._changes: list[_Change] = []
-        self._gone: set[nn.Module] = set()
+        self._replaced: set[nn.Module] = set()
         self._groups: list[_LinearGroup] = []
         self._norms: dict[str, RMSNorm] = {}
         self._tied: list[_TiedHead] = []
         self._head: nn.Module | None = cast("Any", model).get_output_embeddings()
         self._free = _free_modules(model)
-        self._rebound = [found.module for found in step.found if _rotate_by_kernel(found.module)]
-        for module, is_routed in noted.experts.items():
+        self._rebound = [layer.module for layer in step.layers if _rotate_by_kernel(layer.module)]
+        for module, is_routed in calls.experts.items():
             if is_routed:
-                _compute_wanted(module, step)
+                _limit_to_outputs(module, step)
                 self._rebound.append(module)
         for name, module in list(model.named_modules()):
-            if module not in self._gone:
+            if module not in self._replaced:
                 self._swap_parts(f"{name}." if name else "", module)
 
     def _swap_parts(self, prefix: str, parent: nn.Module) -> None:
         linears: dict[int, dict[str, nn.Linear]] = {}
         for name, child in list(parent.named_children()):
-            given = self._inputs.get(child)
-            if given is None:
+            x = self._inputs.get(child)
+            if x is None:
                 continue
             if child is self._head and child not in self._free and type(child) is nn.Linear and child.bias is None:
                 self._tied.append(_TiedHead(child.weight.data))
                 self._put(parent, name, self._tied[-1])
             elif child not in self._free:
                 continue
-            elif self._serves(child, given):
-                linears.setdefault(id(given), {})[name] = cast("nn.Linear", child)
-            elif (norm := find_norm(child, given, self._placement)) is not None:
+            elif self._can_replace(child, x):
+                linears.setdefault(id(x), {})[name] = cast("nn.Linear", child)
+            elif (norm := find_norm(child, x, self._placement)) is not None:
                 self._norms[f"{prefix}{name}"] = norm
                 self._put(parent, name, _Norm(norm))
-            elif (mlp := self._gated_mlp(f"{prefix}{name}.", child, given)) is not None:
+            elif (mlp := self._gated_mlp(f"{prefix}{name}.", child, x)) is not None:
                 self._put(parent, name, mlp)
-        for found in linears.values():
-            has_biases = {module.bias is not None for module in found.values()}
-            for modules in [found] if len(has_biases) == 1 else [{name: each} for name, each in found.items()]:
+        for same_input in linears.values():
+            has_biases = {module.bias is not None for module in same_input.values()}
+            groups = [same_input] if len(has_biases) == 1 else [{name: child} for name, child in same_input.items()]
+            for modules in groups:
                 group = self._group(prefix, modules)
                 for index, name in enumerate(modules):
                     self._put(parent, name, _GroupedLinear(group, index))
 
-    def _serves(self, module: nn.Module, given: Tensor) -> bool:
-        """Whether it is a linear layer through which all tokens of a step go in their order: [1, T, D]."""
+    def _can_replace(self, module: nn.Module, x: Tensor) -> bool:
+        """Return whether the module is a linear layer whose input x is [1, T, D]: all tokens in order."""
         if type(module) is not nn.Linear or module not in self._free:
             return False
-        return module.weight.dtype == self._placement.dtype == given.dtype and given.shape[:-1] == (1, NUM_TRIED)
+        return module.weight.dtype == self._placement.dtype == x.dtype and x.shape[:-1] == (1, NUM_TRIED)
 
-    def _gated_mlp(self, prefix: str, module: nn.Module, given: Tensor) -> _GatedMLP | None:
-        """Our MLP in the place of a module that gets ``given`` [1, T, D]; None: it is no such MLP."""
+    def _gated_mlp(self, prefix: str, module: nn.Module, x: Tensor) -> _GatedMLP | None:
+        """Return our MLP for a module with input x [1, T, D]; None if the module is no gated MLP."""
         linears = {name: child for name, child in module.named_children() if type(child) is nn.Linear}
-        others = [child for child in module.children() if type(child) is not nn.Linear]
+        activations = [child for child in module.children() if type(child) is not nn.Linear]
         inputs = {name: self._inputs.get(child) for name, child in linears.items()}
-        first = {name: child for name, child in linears.items() if inputs[name] is given}
-        second = {name: child for name, child in linears.items() if inputs[name] is not given}
-        is_plain = not module._parameters and not any(True for each in others for _ in each.parameters())
-        served = all(each is not None and self._serves(linears[name], each) for name, each in inputs.items())
-        if not (is_plain and served and len(second) == 1 and 1 <= len(first) <= 2):
+        first = {name: child for name, child in linears.items() if inputs[name] is x}
+        second = {name: child for name, child in linears.items() if inputs[name] is not x}
+        is_plain = not module._parameters and not any(True for child in activations for _ in child.parameters())
+        replaceable = all(y is not None and self._can_replace(linears[name], y) for name, y in inputs.items())
+        if not (is_plain and replaceable and len(second) == 1 and 1 <= len(first) <= 2):
             return None
         if len({child.bias is None for child in first.values()}) > 1:
             return None
-        found = find_gated(module, list(first), *second)
-        if found is None:
+        gated = find_gated(module, list(first), *second)
+        if gated is None:
             return None
-        names, activation = found
+        names, activation = gated
         ordered = {name: first[name] for name in names}
         gates = self._group(prefix, ordered, is_gated=activation == "silu")
         return _GatedMLP(gates, self._group(prefix, second), activation, self._step)
@@ -303,78 +312,69 @@ class Swaps:
         return group
 
     def _put(self, parent: nn.Module, name: str, ours: nn.Module) -> None:
-        theirs = parent.get_submodule(name)
-        self._changes.append(_Change(parent, name, theirs))
-        self._gone.update(theirs.modules())
+        original = parent.get_submodule(name)
+        self._changes.append(_Change(parent, name, original))
+        self._replaced.update(original.modules())
         parent._modules[name] = ours
 
     def undo(self) -> None:
-        """Put everything back; only before ``take``."""
-        for parent, name, theirs in self._changes:
-            parent._modules[name] = theirs
+        """Restore the original modules. Only valid before ``take_weights``."""
+        for parent, name, original in self._changes:
+            parent._modules[name] = original
         for module in self._rebound:
             del module.forward
         self._changes, self._rebound, self._groups, self._tied, self._norms = [], [], [], [], {}
 
-    def take(self) -> None:
-        """Make the weights of our layers, and let go of theirs."""
-        self._inputs, self._free, self._gone, self._changes = {}, set(), set(), []
+    def take_weights(self) -> None:
+        """Allocate the weights of our layers, and free those of the modules."""
+        self._inputs, self._free, self._replaced, self._changes = {}, set(), set(), []
         for group in self._groups:
-            group.take(self._placement)
+            group.take_weights(self._placement)
+        self.parts = (
+            *((group.prefix, group.layer) for group in self._groups),
+            *((f"{name}.", norm) for name, norm in self._norms.items()),
+        )
         if self._placement.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Names of transformers, and the tensors [...] of our layers to load."""
-        for group in self._groups:
-            yield from ((name, target.tensor) for name, target in group.taken.weights(group.prefix).items())
-        for name, norm in self._norms.items():
-            yield from ((each, target.tensor) for each, target in norm.weights(name).items())
-
     def linears(self) -> list[tuple[str, Linear]]:
-        """Those that adapters may change, each with the prefix of the names of its parts."""
-        return [(group.prefix, group.taken) for group in self._groups if group.is_adaptable]
+        """Return the layers that adapters may change, each with the prefix of its tensor names."""
+        return [(group.prefix, group.layer) for group in self._groups if group.is_adaptable]
 
     def finish_loading(self) -> None:
-        for group in self._groups:
-            group.taken.finish_loading()
-        for norm in self._norms.values():
-            norm.finish_loading()
+        super().finish_loading()
         for head in self._tied:
             head.finish_loading()
 
-    def open_for_loading(self) -> None:
-        for group in self._groups:
-            group.taken.open_for_loading()
-
 
 def _free_modules(model: nn.Module) -> set[nn.Module]:
-    """The modules that stand at one place, with weights of their own."""
-    weights = Counter(id(each) for part in model.modules() for each in part._parameters.values() if each is not None)
-    places = Counter(id(child) for part in model.modules() for child in part.children())
+    """Return the modules that occur once in the model and share no weights."""
+    parameters = (weight for part in model.modules() for weight in part._parameters.values())
+    uses = Counter(id(weight) for weight in parameters if weight is not None)
+    parents = Counter(id(child) for part in model.modules() for child in part.children())
     return {
         part
         for part in model.modules()
-        if places[id(part)] == 1 and all(weights[id(each)] == 1 for each in part.parameters(recurse=False))
+        if parents[id(part)] == 1 and all(uses[id(weight)] == 1 for weight in part.parameters(recurse=False))
     }
 
 
 def _random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Normal numbers [*shape], the same ones in each call."""
+    """Return normally distributed values [*shape], equal in each call."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
-def _agree(found: object, expected: Tensor) -> bool:
-    """Whether ``found`` is ``expected`` [..., D] but for rounding."""
-    if not isinstance(found, torch.Tensor) or found.dtype != expected.dtype or found.shape != expected.shape:
+def _agree(actual: object, expected: Tensor) -> bool:
+    """Return whether ``actual`` equals ``expected`` [..., D] except for rounding."""
+    if not isinstance(actual, torch.Tensor) or actual.dtype != expected.dtype or actual.shape != expected.shape:
         return False
-    if found.dtype != torch.float32:
-        return float((found != expected).float().mean()) < _FEW
-    return bool(((found - expected).abs() <= _CLOSE * expected.abs().amax(-1, keepdim=True)).all())
+    if actual.dtype != torch.float32:
+        return float((actual != expected).float().mean()) < _FEW
+    return bool(((actual - expected).abs() <= _CLOSE * expected.abs().amax(-1, keepdim=True)).all())
 
 
 def _result(module: Callable[..., object], *inputs: Tensor) -> object:
-    """What a changed copy of a module computes; None: it cannot be changed like this."""
+    """Return the result of a changed copy of a module; None if it fails."""
     try:
         return module(*inputs)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
@@ -382,43 +382,44 @@ def _result(module: Callable[..., object], *inputs: Tensor) -> object:
 
 
 def _changed(module: nn.Module, *, parameters: Mapping[str, Tensor], modules: Mapping[str, nn.Module]) -> nn.Module:
-    """A copy on the CPU with these parameters [...] and parts; all else is shared."""
+    """Return a shallow copy with other parameters [...] and submodules."""
     changed = copy.copy(module)
-    changed._parameters = {name: nn.Parameter(each, requires_grad=False) for name, each in parameters.items()}
+    changed._parameters = {name: nn.Parameter(values, requires_grad=False) for name, values in parameters.items()}
     changed._modules = {**module._modules, **modules}
     return changed
 
 
-def find_norm(module: nn.Module, given: Tensor, placement: Placement) -> RMSNorm | None:
-    """Our norm in the place of a module that gets ``given`` [..., D]; None: it computes something else."""
+def find_norm(module: nn.Module, x: Tensor, placement: Placement) -> RMSNorm | None:
+    """Return our norm for a module with input x [..., D]; None if the module computes something else."""
     if list(module._parameters) != ["weight"] or module._modules or module._buffers:
         return None
     weight = cast("Tensor", module.weight)
-    if weight.shape != given.shape[-1:]:
+    if weight.shape != x.shape[-1:]:
         return None
     size, values = len(weight), vars(module).values()
-    x = (_random(1, _SCALES.shape[1], size) * _SCALES).to(given.dtype)
-    tried = (1.0 + 0.3 * _random(size)).to(weight.dtype)
-    expected = _result(_changed(module, parameters={"weight": tried}, modules={}), x)
+    rows = (_random(1, _SCALES.shape[1], size) * _SCALES).to(x.dtype)
+    trial_weight = (1.0 + 0.3 * _random(size)).to(weight.dtype)
+    expected = _result(_changed(module, parameters={"weight": trial_weight}, modules={}), rows)
     on_host = replace(placement, device=torch.device("cpu"))
-    for epsilon in {each for each in values if type(each) is float and 0.0 < each < _FEW}:
-        for is_wide, offset in ((False, 0.0), (True, 0.0), (True, 1.0)):
-            norm = RMSNorm(size, epsilon, on_host, is_wide=is_wide, offset=offset)
-            norm.weights("")[".weight"].tensor.copy_(tried)
+    for epsilon in {value for value in values if type(value) is float and 0.0 < value < _FEW}:
+        for scales_in_fp32, offset in ((False, 0.0), (True, 0.0), (True, 1.0)):
+            norm = RMSNorm(size, epsilon, on_host, scales_in_fp32=scales_in_fp32, offset=offset)
+            norm.tensors()["weight"].tensor.copy_(trial_weight)
             norm.finish_loading()
-            if isinstance(expected, torch.Tensor) and _agree(norm(x[0])[None], expected):
-                return RMSNorm(size, epsilon, placement, is_wide=is_wide, offset=offset)
+            if isinstance(expected, torch.Tensor) and _agree(norm(rows[0])[None], expected):
+                return RMSNorm(size, epsilon, placement, scales_in_fp32=scales_in_fp32, offset=offset)
     return None
 
 
 def find_gated(module: nn.Module, first: list[str], second: str) -> tuple[list[str], Activation] | None:
-    """The layers of a gated MLP that are its gates and what they gate, in this order, and its activation.
+    """Return the gate and up layers of a gated MLP, in this order, and its activation.
 
     Args:
-        first: the linear layers that read its input; where it is one, its first half are the gates.
+        first: the linear layers that read the input: one fused layer with gates first, or two in any order.
+        second: the output layer.
 
     Returns:
-        None: the module computes something else.
+        None if the module computes something else.
     """
     size = 2 * _INNER_SIZE // len(first)
     x, second_weight = _random(1, 5, _GATED_SIZE) * _SCALES, _random(_GATED_SIZE, _INNER_SIZE)
@@ -435,45 +436,46 @@ def find_gated(module: nn.Module, first: list[str], second: str) -> tuple[list[s
 
 
 def _linear(weight: Tensor) -> nn.Linear:
-    """A layer with weight [O, D]."""
+    """Return a linear layer with weight [O, D]."""
     layer = nn.Linear(1, 1, bias=False)
     layer.weight = nn.Parameter(weight, requires_grad=False)
     return layer
 
 
-def _compute_wanted(experts: nn.Module, step: PackedStep) -> None:
-    """Let a module of ``NotedCalls.experts`` compute behind the last attention the tokens that are wanted alone; the
-    others get zeros.
+def _limit_to_outputs(experts: nn.Module, step: PackedStep) -> None:
+    """Let a module of ``RecordedCalls.experts`` compute only output tokens after the last attention.
+
+    The other tokens get zeros.
     """
     compute = cast("Callable[..., Tensor]", experts.forward)
 
     def forward(*rows: Tensor) -> Tensor:
         """Tokens [T, D] and their routing [T, ...] -> [T, D]."""
-        wanted = step.outputs if step.is_rewound else None
-        if wanted is None or len(wanted) >= len(rows[0]):
+        outputs = step.outputs if step.is_past_attention else None
+        if outputs is None or len(outputs) >= len(rows[0]):
             return compute(*rows)
-        found = compute(*(each.index_select(0, wanted) for each in rows))
-        return found.new_zeros(rows[0].shape).index_copy_(0, wanted, found)
+        results = compute(*(tensor.index_select(0, outputs) for tensor in rows))
+        return results.new_zeros(rows[0].shape).index_copy_(0, outputs, results)
 
     experts.forward = forward
 
 
 def _rotate_by_kernel(module: nn.Module) -> bool:
-    """Let an attention module rotate with our kernel where its own function computes the same; returns whether it does.
+    """Let an attention module use our rotation kernel if its own function computes the same. Return whether it does.
 
-    Its ``forward`` is bound anew, with our function under the name of its own; no other module sees it.
+    Binds a copy of ``forward`` in which the name of the function refers to ours. Other modules are not affected.
     """
     forward = vars(type(module)).get("forward")
     if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
         return False
-    theirs = forward.__globals__.get(_ROTATION)
-    if not callable(theirs) or _ROTATION not in forward.__code__.co_names or not _rotates_halves(theirs):
+    original = forward.__globals__.get(_ROTATION)
+    if not callable(original) or _ROTATION not in forward.__code__.co_names or not _rotates_halves(original):
         return False
 
-    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *others: Any, **named: Any) -> Any:
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         """q [1, H, T, E], k [1, K, T, E], cos and sin [1, T, E] -> q and k."""
-        if others or named or not takes(q, k, cos, sin):
-            return theirs(q, k, cos, sin, *others, **named)
+        if args or kwargs or not takes(q, k, cos, sin):
+            return original(q, k, cos, sin, *args, **kwargs)
         return rotate_apart(q, k, cos, sin)
 
     names = {**forward.__globals__, _ROTATION: rotate}
@@ -484,10 +486,10 @@ def _rotate_by_kernel(module: nn.Module) -> bool:
 
 
 def _rotates_halves(function: Callable[..., object]) -> bool:
-    """Whether it is ``rotate_apart``."""
+    """Return whether the function computes the same as ``rotate_apart``."""
     for dtype in (torch.float32, torch.bfloat16):
         q, k, cos, sin = (_random(*shape, dtype=dtype) for shape in ((1, 6, 5, 8), (1, 2, 5, 8), (1, 5, 8), (1, 5, 8)))
-        found = _result(function, q, k, cos, sin + 0.5)
-        if not isinstance(found, tuple) or not all(map(_agree, found, rotated(q, k, cos, sin + 0.5))):
+        actual = _result(function, q, k, cos, sin + 0.5)
+        if not isinstance(actual, tuple) or not all(map(_agree, actual, rotated(q, k, cos, sin + 0.5))):
             return False
     return True

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint and where they go in a model of transformers, by transformers' own mapping of names."""
+"""Maps checkpoint tensors to the parameters of a transformers model, with transformers' own mapping of names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _View(torch.Tensor):
-    """A tensor [...] whose parts stay views of it: transformers would copy them."""
+    """A tensor [...] whose ``contiguous`` returns a view. Without it, transformers would copy parts of tensors."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -35,14 +35,13 @@ class _View(torch.Tensor):
 def by_stored_name(
     model: PreTrainedModel, tensors: Mapping[str, Tensor], stored: Collection[str] | None
 ) -> dict[str, Tensor]:
-    """Name in the checkpoint -> the tensor, or the view of one, that it is loaded into.
+    """Return name in the checkpoint -> tensor, or view of a tensor, to load into.
 
     Args:
-        tensors: the model's own names -> tensors [...] to load.
-        stored: the names in the checkpoint, which may be of an older form; None: as transformers writes them.
+        tensors: the model's names -> tensors [...] to load.
+        stored: the names in the checkpoint, possibly of an older format; None for the names that transformers writes.
 
-    Raises:
-        ValueError: transformers converts the weights in a way that needs more than views.
+    Raises ValueError if transformers converts the weights in a way that views cannot express.
     """
     reverted: dict[str, Tensor] = revert_weight_conversion(
         model, {name: tensor.as_subclass(_View) for name, tensor in tensors.items()}
@@ -53,19 +52,19 @@ def by_stored_name(
     if stored is None or plain.keys() == set(stored):
         _refuse_copies(copied)
         return plain
-    ours = tensors.keys() & set(stored)  # saved in the model's own form
+    ours = tensors.keys() & set(stored)  # saved with the names of the model
     for name in ours:
-        plain = {other: each for other, each in plain.items() if not _is_within(each, tensors[name])}
+        plain = {other: view for other, view in plain.items() if not _is_within(view, tensors[name])}
         plain[name] = tensors[name]
     _refuse_copies([name for name in copied if name in plain])
     prefix = f"{model.base_model_prefix}."
-    for name in [name for name in plain if name not in stored]:  # saved with a head and read without, or the other way
+    for name in [name for name in plain if name not in stored]:  # saved with a head and loaded without, or vice versa
         other = name.removeprefix(prefix) if name.startswith(prefix) else prefix + name
         if other in stored and other not in plain:
             plain[other] = plain.pop(name)
     transforms = get_model_conversion_mapping(model)
-    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
-    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     shapes = model.state_dict()
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     for name in set(stored) - plain.keys():
@@ -77,16 +76,16 @@ def by_stored_name(
 
 
 def _refuse_copies(names: Collection[str]) -> None:
-    """Raise ValueError if there are any."""
+    """Raise ValueError if there are tensors that transformers would copy."""
     if names:
         message = (
             f"transformers converts {checks.counted(len(names), 'tensor')} of this checkpoint in a way that is not "
-            f"implemented here: {', '.join(sorted(names)[:5])}; save the model anew with transformers: "
+            f"supported: {', '.join(sorted(names)[:5])}; save the model again with transformers: "
             "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder, save_original_format=False)"
         )
         raise ValueError(message)
 
 
 def _is_within(view: Tensor, tensor: Tensor) -> bool:
-    """Whether ``view`` [...] is in the memory of ``tensor`` [...], which is contiguous."""
+    """Return whether ``view`` [...] lies in the memory of the contiguous ``tensor`` [...]."""
     return 0 <= view.data_ptr() - tensor.data_ptr() < tensor.nbytes

@@ -1,4 +1,7 @@
-"""Decoders some of whose layers keep a state for each request, where others keep keys and values. T tokens."""
+"""Decoder models with recurrent states in some layers.
+
+Shape letters: T tokens.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from aioengine.families._block_config import MambaConfig, ShortConvConfig
 from aioengine.layers.delta_net import delta_net_state
 from aioengine.layers.mamba import mamba_state
 from aioengine.layers.states import StateShape, StateTensor
-from aioengine.models._decoder import Decoder
+from aioengine.models._decoder import DecoderModel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,13 +25,13 @@ if TYPE_CHECKING:
     from aioengine.models._decoder_block import BlockStep
 
 
-class HybridDecoder(Decoder):
-    """A decoder with gated delta nets, short convolutions or layers of Mamba 2; see ``models._base.StatefulModel``."""
+class HybridDecoder(DecoderModel):
+    """A decoder with gated delta nets, short convolutions or Mamba 2. Implements ``models._base.StatefulModel``."""
 
     def __init__(self, config: DecoderConfig, options: ModelOptions) -> None:
         super().__init__(config, options)
         net = config.stateful
-        assert net is not None, "no layer keeps a state"
+        assert net is not None, "no layer has a recurrent state"
         self.input_spec = replace(self.input_spec, states=True)
         if isinstance(net, MambaConfig):
             tensors: tuple[StateTensor, ...] = mamba_state(net, options.dtype)
@@ -45,7 +48,7 @@ class HybridDecoder(Decoder):
         adapters: AdapterRows | None = None,
         states: StepStates | None = None,
     ) -> BlockStep:
-        """``positions`` [T]. Without ``states``, the tokens are a row from its start, whose states are dropped."""
+        """Return the arguments of the blocks. ``positions``: [T]. Without ``states``, use states that are dropped."""
         step = super()._step(positions, attention, adapters, states)
         if states is None:
             step = replace(step, states=self.state_shape.one_row(len(positions), positions.device))

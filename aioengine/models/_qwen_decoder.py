@@ -1,6 +1,6 @@
-"""Qwen's models that read images: positions of three axes, and towers that keep the proportions of an image.
+"""Qwen's decoder models that read images: three-axis positions, and images of any aspect ratio.
 
-M tokens of an image, X size of the text model, K layers with further features.
+Shape letters: M image tokens, X hidden size of the text model, K DeepStack layers, C channels, N patches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class QwenVision(ImageDecoder):
-    """See ``ImageDecoder``."""
+    """Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
 
     def __init__(self, raw: Mapping[str, object], options: ModelOptions) -> None:
         super().__init__(raw, options)
@@ -46,10 +46,10 @@ class QwenVision(ImageDecoder):
 
     @torch.inference_mode()
     def encode_image(self, arrays: Mapping[str, Tensor]) -> Tensor:
-        """See ``VisionModel``: [M, (1 + K) * X]."""
+        """Return [M, (1 + K) * X], see ``VisionModel``."""
         grids = arrays.get("image_grid_thw")
         if grids is None or grids.shape != (1, 3):
-            message = f"pixel_values and image_grid_thw of one image are needed, not {shapes_of(arrays)}"
+            message = f"expected pixel_values and image_grid_thw of one image, got {shapes_of(arrays)}"
             raise ValueError(message)
         frames, height, width = grid = tuple(grids[0].tolist())
         vision, merge = self._vision, self._vision.spatial_merge_size
@@ -60,23 +60,23 @@ class QwenVision(ImageDecoder):
             values = cut(values, size=vision.patch_size, merge=merge, frames=vision.temporal_patch_size)
         patch_values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         if not is_whole or values.shape != (frames * height * width, patch_values):
-            message = f"pixel_values and image_grid_thw do not fit: {shapes_of(arrays)}, a grid of {grid}"
+            message = f"pixel_values do not match image_grid_thw {grid}: {shapes_of(arrays)}"
             raise ValueError(message)
         return torch.cat(self._qwen_tower(values, (frames, height, width)), -1)
 
     def _values(self, arrays: Mapping[str, Tensor]) -> Tensor:
-        """Of the image [C, height, width], or of its patches [N, values]. Raises ValueError."""
-        others = {name: array for name, array in arrays.items() if name != "image_grid_thw"}
+        """Return the image [C, height, width] or its patches [N, values]. Raises ValueError for other arrays."""
+        pixel_arrays = {name: array for name, array in arrays.items() if name != "image_grid_thw"}
         try:
-            return self._inputs(others)["pixel_values"]
+            return self._inputs(pixel_arrays)["pixel_values"]
         except (KeyError, IndexError, RuntimeError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            message = f"these are no pixel_values of one image: {shapes_of(arrays)}: {error}"
+            message = f"invalid pixel_values of one image: {shapes_of(arrays)}: {error}"
             raise ValueError(message) from error
 
     def largest_image(self, max_tokens: int) -> dict[str, Tensor]:
-        """See ``VisionModel``: a square, made of a picture [height, width, 4] that has four times its pixels."""
+        """Return a square image, to be resized from a picture [height, width, 4] with four times its pixels."""
         vision = self._vision
         side = max(math.isqrt(max_tokens), 1) * vision.spatial_merge_size
         size = side * vision.patch_size

@@ -1,10 +1,10 @@
-"""The vision towers of Qwen: the modules of transformers, run in one pass over the packed patches of an image.
+"""Qwen's vision towers: the modules of transformers, in one pass over the packed patches of an image.
 
-transformers loops over the windows of an image in Python, and asks the device for the sizes of its grid. Here what
-depends on the grid is made on the host, once for each grid, and attention is that of encoders.
+transformers loops over windows in Python, and synchronizes with the device for the grid sizes. This file computes the
+data of a grid on the host, once per grid, and uses the packed attention of encoders.
 
-Shape letters: N patches of an image, M tokens of it (N / merge^2), H heads, E head size, D size of the tower, X size of
-the text model, K layers with further features.
+Shape letters: N patches, M image tokens (N / merge^2), H heads, E head size, D hidden size of the tower, X hidden size
+of the text model, K DeepStack layers, C channels.
 """
 
 from __future__ import annotations
@@ -36,17 +36,21 @@ if TYPE_CHECKING:
     Floats = npt.NDArray[np.float32]
 
 _EPSILON = 1e-6
-"""Of the norms."""
+"""Epsilon of the norms."""
 
 _ALIGNMENT = 64
 
 Grid = tuple[int, int, int]
-"""Frames, height and width in patches."""
+"""(frames, height, width) in patches."""
 
 
 class TowerSizes(NamedTuple):
-    """The facts about a tower. ``window``: the side of a window in tokens, where most layers attend within windows; 0:
-    all attend to all of a frame. full_layers: those that do so beside windows. deepstack: layers with further features.
+    """Sizes of a tower.
+
+    Attributes:
+        window: side of an attention window in tokens; 0 if all layers attend to whole frames.
+        full_layers: layers that attend to whole frames in a tower with windows.
+        deepstack: layers with further features (DeepStack).
     """
 
     num_heads: int
@@ -60,14 +64,13 @@ class TowerSizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """What the layers read of a grid.
+    """The data of a grid that the layers read.
 
     Attributes:
-        tables: cos and sin [N, 1, E], as ``kernels.rope`` takes them.
-        frames, windows: attention within each frame, and within each window.
-        order: [M] the tokens as windows have them; None: as they are. inverse: [M] where each of them is then.
-        corners: of the learned positions, 4 indices of each patch [N, 4] and their weights [N, 4]; None: none are
-            learned.
+        tables: cos and sin [N, 1, E] in the form of ``kernels.rope``.
+        frames, windows: attention within frames, and within windows.
+        order: [M] the tokens ordered by window; None without windows. inverse: [M] the inverse permutation.
+        corners: indices [N, 4] and weights [N, 4] to interpolate learned positions; None without learned positions.
     """
 
     tables: tuple[Tensor, Tensor]
@@ -79,10 +82,10 @@ class _Layout:
 
 
 class GatedInner:
-    """down(silu(gate(x)) * up(x)) [N, D] -> [N, D], with gate and up as one matmul.
+    """down(silu(gate(x)) * up(x)): [N, D] -> [N, D]. Gate and up are one matmul.
 
-    The inner size is padded with zeros to a multiple of ``_ALIGNMENT``: 3,420, which Qwen2.5-VL has, is none of 8, and
-    matmuls of such sizes take three times as long. The parameters of the module become views of the padded tensors.
+    The inner size is padded with zeros to a multiple of ``_ALIGNMENT``. Qwen2.5-VL has 3,420, which is no multiple of
+    8, and matmuls of such sizes take three times as long. The module's parameters become views of the padded tensors.
     """
 
     def __init__(self, mlp: Any) -> None:
@@ -93,9 +96,9 @@ class GatedInner:
         self._first_bias = gate.weight.new_zeros(2 * padded)
         self._last = down.weight.new_zeros(down.weight.shape[0], padded)
         self._down = down
-        for place, part in ((0, gate), (padded, up)):
-            part.weight = nn.Parameter(self._first[place : place + inner], requires_grad=False)
-            part.bias = nn.Parameter(self._first_bias[place : place + inner], requires_grad=False)
+        for start, part in ((0, gate), (padded, up)):
+            part.weight = nn.Parameter(self._first[start : start + inner], requires_grad=False)
+            part.bias = nn.Parameter(self._first_bias[start : start + inner], requires_grad=False)
         down.weight = nn.Parameter(self._last[:, :inner], requires_grad=False)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -105,7 +108,7 @@ class GatedInner:
 
 
 def _mlps(visual: Any) -> list[Callable[[Tensor], Tensor]]:
-    """The MLP of each block, in a faster form where there is one: [N, D] -> [N, D]."""
+    """Return the MLPs of the blocks, replaced by a faster form if they are gated: [N, D] -> [N, D]."""
     mlps = [block.mlp for block in visual.blocks]
     is_gated = hasattr(mlps[0], "gate_proj") and visual.config.hidden_act == "silu"
     return [GatedInner(mlp) for mlp in mlps] if is_gated else mlps
@@ -115,23 +118,23 @@ class QwenTower:
     """Computes the features of one image at a time."""
 
     def __init__(self, visual: Any, sizes: TowerSizes, *, dtype: torch.dtype, device: torch.device) -> None:
-        """visual: the vision tower of transformers."""
+        """Wrap the vision tower of transformers, ``visual``."""
         self._visual = visual
         self._sizes = sizes
         self._dtype = dtype
         self._device = device
         self._epsilon = torch.tensor(_EPSILON, dtype=torch.float32, device=device)
         self._mlps = _mlps(visual)
-        self._last: tuple[Grid, _Layout] | None = None  # many images have the size of the one before
+        self._last: tuple[Grid, _Layout] | None = None  # consecutive images often have one size
 
     def __call__(self, patches: Tensor, grid: Grid) -> list[Tensor]:
-        """Patches [N, values] on the device -> features [M, X], and K times further features [M, X]."""
+        """Patches [N, values] on the device -> features [M, X], followed by K further features [M, X]."""
         layout, sizes = self._layout(grid), self._sizes
-        embed = self._visual.patch_embed.proj  # a convolution whose windows do not overlap
+        embed = self._visual.patch_embed.proj  # a convolution without overlap
         x = functional.linear(patches, embed.weight.flatten(1), embed.bias)
         if layout.corners is not None:
-            places, weights = layout.corners
-            x = x + (self._visual.pos_embed(places) * weights.unsqueeze(2)).sum(1).to(x.dtype)
+            indices, weights = layout.corners
+            x = x + (self._visual.pos_embed(indices) * weights.unsqueeze(2)).sum(1).to(x.dtype)
         if layout.order is not None:
             x = x.view(-1, sizes.merge**2, x.shape[-1])[layout.order].flatten(0, 1)
         further: list[Tensor] = []
@@ -149,7 +152,7 @@ class QwenTower:
         return [merged if layout.inverse is None else merged[layout.inverse], *further]
 
     def _norm(self, norm: nn.Module, x: Tensor, delta: Tensor | None) -> Tensor:
-        """The norm of x [N, D], to which delta [N, D] is added before, in place -> [N, D]."""
+        """Add delta [N, D] to x [N, D] in place, and return the norm of x: [N, D]."""
         weight = norm.weight
         assert isinstance(weight, torch.Tensor)
         if not isinstance(norm, nn.LayerNorm):
@@ -167,7 +170,7 @@ class QwenTower:
 
     def _new_layout(self, grid: Grid) -> _Layout:
         sizes, frames = self._sizes, grid[0]
-        rows, columns = patch_places(grid, sizes.merge)
+        rows, columns = patch_positions(grid, sizes.merge)
         num_patches = len(rows) // frames
         order: Ints | None = None
         window_lengths = [num_patches] * frames
@@ -189,32 +192,31 @@ class QwenTower:
         )
 
     def _angles(self, rows: Ints, columns: Ints) -> Floats:
-        """rows and columns [N] of the patches -> [N, 1, E / 2]: the first half turns by the row, the other by the
-        column.
-        """
+        """rows and columns [N] of patches -> angles [N, 1, E / 2]: first half by row, second half by column."""
         half = self._sizes.head_size // 2
         frequencies = 1.0 / (self._sizes.theta ** (np.arange(0, half, 2, dtype=np.float32) / half))
-        both = np.stack((rows, columns), -1).astype(np.float32)[..., None] * frequencies.astype(np.float32)
-        return both.reshape(len(rows), 1, half)
+        angles = np.stack((rows, columns), -1).astype(np.float32)[..., None] * frequencies.astype(np.float32)
+        return angles.reshape(len(rows), 1, half)
 
     def _corners(self, rows: Ints, columns: Ints, grid: Grid) -> tuple[Tensor, Tensor]:
-        """Learned positions form a square; a patch at rows, columns [N] reads the 4 around its place in it: indices
-        [N, 4], and weights [N, 4].
+        """Return the indices [N, 4] and weights [N, 4] of a bilinear interpolation in the square of learned positions.
+
+        ``rows`` and ``columns`` [N] are those of the patches.
         """
         side = int(self._visual.pos_embed.weight.shape[0] ** 0.5)
         parts: list[tuple[Ints, Floats]] = []
-        for places, size in ((rows, grid[1]), (columns, grid[2])):
-            exact = places.astype(np.float32) * (side - 1) / max(size - 1, 1)
+        for positions, size in ((rows, grid[1]), (columns, grid[2])):
+            exact = positions.astype(np.float32) * (side - 1) / max(size - 1, 1)
             low = np.floor(exact).astype(np.int64)
-            share = (exact - low).astype(np.float32)
-            parts.append((np.stack((low, np.minimum(low + 1, side - 1)), -1), np.stack((1 - share, share), -1)))
-        (row_places, row_weights), (column_places, column_weights) = parts
-        indices = row_places[:, :, None] * side + column_places[:, None, :]
+            fraction = (exact - low).astype(np.float32)
+            parts.append((np.stack((low, np.minimum(low + 1, side - 1)), -1), np.stack((1 - fraction, fraction), -1)))
+        (row_indices, row_weights), (column_indices, column_weights) = parts
+        indices = row_indices[:, :, None] * side + column_indices[:, None, :]
         weights = row_weights[:, :, None] * column_weights[:, None, :]
         return self._upload(indices.reshape(-1, 4)), self._upload(weights.reshape(-1, 4))
 
     def _attention(self, lengths: list[int]) -> PackedAttention:
-        """Attention within runs of patches of these lengths."""
+        """Return attention within consecutive runs of patches of these lengths."""
         sizes, device = self._sizes, self._device
         shape = AttentionShape(
             num_layers=1,
@@ -224,30 +226,30 @@ class QwenTower:
             scale=sizes.head_size**-0.5,
             is_causal=False,
         )
-        nothing = torch.empty(kv_pool_shape(shape, num_pages=1, page_size=1), dtype=self._dtype, device=device)
-        attention = PackedAttention(shape, nothing)
-        none = torch.empty(0, dtype=torch.int64)
-        attention.prepare(ForwardBatch(slot_mapping=none, page_table=none, query_lengths=lengths, kv_lengths=lengths))
+        unused_pool = torch.empty(kv_pool_shape(shape, num_pages=1, page_size=1), dtype=self._dtype, device=device)
+        attention = PackedAttention(shape, unused_pool)
+        empty = torch.empty(0, dtype=torch.int64)
+        attention.prepare(ForwardBatch(slot_mapping=empty, page_table=empty, query_lengths=lengths, kv_lengths=lengths))
         return attention
 
     def _upload(self, values: Ints | Floats) -> Tensor:
-        """[...] on the device."""
+        """Copy an array [...] to the device."""
         return to_device(torch.from_numpy(np.ascontiguousarray(values)), self._device)
 
 
 def cut(values: Tensor, *, size: int, merge: int, frames: int) -> Tensor:
-    """An image [C, height, width] -> its patches of ``size`` x ``size`` pixels [N, C * frames * size^2].
+    """Cut an image [C, height, width] into patches of ``size`` x ``size`` pixels: [N, C * frames * size^2].
 
-    Those of a token stand together; all ``frames`` of a patch are the image.
+    The patches of a token are contiguous. All ``frames`` of a patch repeat the image.
     """
     rows, columns = values.shape[1] // (size * merge), values.shape[2] // (size * merge)
     parts = values.view(-1, rows, merge, size, columns, merge, size).permute(1, 4, 2, 5, 0, 3, 6)
-    seen = parts.unsqueeze(5).expand(-1, -1, -1, -1, -1, frames, -1, -1)
-    return seen.reshape(rows * columns * merge**2, -1)
+    repeated = parts.unsqueeze(5).expand(-1, -1, -1, -1, -1, frames, -1, -1)
+    return repeated.reshape(rows * columns * merge**2, -1)
 
 
-def patch_places(grid: Grid, merge: int) -> tuple[Ints, Ints]:
-    """Row and column [N] of each patch. The patches of a token stand together."""
+def patch_positions(grid: Grid, merge: int) -> tuple[Ints, Ints]:
+    """Return row and column [N] of each patch. The patches of a token are contiguous."""
     frames, height, width = grid
     parts = np.indices((height, width)).reshape(2, height // merge, merge, width // merge, merge)
     rows, columns = parts.transpose(0, 1, 3, 2, 4).reshape(2, -1)
@@ -255,7 +257,7 @@ def patch_places(grid: Grid, merge: int) -> tuple[Ints, Ints]:
 
 
 def windows_of(grid: Grid, *, merge: int, side: int) -> tuple[Ints, Ints]:
-    """The tokens of a grid by windows of ``side`` x ``side`` tokens: their order [M], and the tokens of each window."""
+    """Return the tokens ordered by windows of ``side`` x ``side`` tokens, [M], and the number of tokens per window."""
     frames, height, width = grid[0], grid[1] // merge, grid[2] // merge
     frame, row, column = np.indices((frames, height, width)).reshape(3, -1)
     per_row = -(-width // side)

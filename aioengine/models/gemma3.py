@@ -1,4 +1,4 @@
-"""Gemma 3 with images, whose tokens attend to all of their image."""
+"""Gemma 3 with images. The tokens of an image attend to each other in both directions."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class Gemma3(ImageDecoder):
-    """Every image is resized to one size, and its tokens attend to each other in both directions."""
+    """Gemma 3. All images have one size."""
 
     def __init__(self, config: Mapping[str, object], options: ModelOptions) -> None:
         super().__init__(config, options)
         self.attention_shape = replace(self.attention_shape, has_whole_images=True)
 
     def encode_image(self, arrays: Mapping[str, Tensor]) -> Tensor:
-        """See ``VisionModel``: [N, D]. ``num_crops`` is 0: pictures are not cut."""
+        """Return [N, D], see ``VisionModel``. ``num_crops`` is dropped: images are not cropped."""
         return super().encode_image({name: array for name, array in arrays.items() if name != "num_crops"})
 
 

@@ -5,22 +5,25 @@ They travel as ``Extra``s. The runner writes the numbers of each position, littl
     float32: the logprobs of the token itself, of the likeliest tokens (best first), of the tokens asked for
     int32:   the ids of the token itself and of the likeliest tokens
 
-Where the request wants texts, the detokenizer appends those of all these ids, then of the tokens asked for, as one list
-in msgpack. No number becomes a Python object before ``LogprobReader`` reads it in the process of the caller.
+Where the request wants texts, the detokenizer appends the texts of all these ids, then of the tokens asked for, as one
+list in msgpack. No number becomes a Python object before ``LogprobReader`` reads it in the process of the caller. With
+more than ``MAX_PLAIN`` entries a position, that happens when the caller reads the position (``Positions``).
 """
 
 from __future__ import annotations
 
+from enum import Enum
+from functools import partial
 from itertools import repeat
 from struct import Struct as Format
-from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, SupportsIndex, cast
 
 from msgspec import Struct, msgpack
 
 from aioengine.protocol.columns import Extra
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
 OUTPUT_LOGPROBS: Final = "logprobs"
 """``Extra.kind`` of an output token."""
@@ -41,6 +44,11 @@ BLOCK_BYTES: Final = 64 * 1024
 Entry = tuple[float | None, int, str | None]
 """Logprob, token id, text."""
 
+MAX_PLAIN: Final = 20
+"""Entries of a position, beside the entry of its token, up to which they are made as soon as they come."""
+
+_FLOAT: Final = Format("<f")
+_ID: Final = Format("<i")
 _NO_TEXTS: Final = repeat(None)
 
 _texts = msgpack.Decoder(list[str])
@@ -64,6 +72,11 @@ class LogprobRules(Struct, frozen=True, array_like=True, gc=False):
         return 1 + self.num_top + len(self.token_ids)
 
     @property
+    def is_deep(self) -> bool:
+        """Whether entries stay packed until the caller reads them."""
+        return self.num_values > 1 + MAX_PLAIN
+
+    @property
     def position_bytes(self) -> int:
         """Bytes of a position, without texts."""
         return 4 * (self.num_values + 1 + self.num_top)
@@ -78,8 +91,132 @@ class LogprobRules(Struct, frozen=True, array_like=True, gc=False):
         return 0 if self.start < 0 else num_prompt - self.start
 
 
-_Lists = tuple[list[Entry], list[list[Entry] | None], list[list[Entry] | None]]
-"""Entries by position: of the token itself, of the likeliest tokens, of the tokens asked for."""
+class PackedEntries(Enum):
+    """The entries of one position in the memory of a ``Positions`` list: an enum member without a name, whose value is
+    unpacked when it is asked for.
+
+    Encoders that read a list without its methods (msgspec, orjson, pydantic) write the value of an enum member.
+    """
+
+    unpack: Callable[[], list[Entry]]
+
+    def __getattr__(self, name: str) -> list[Entry]:
+        if name != "_value_":
+            raise AttributeError(name)
+        return self.unpack()
+
+
+def _packed(unpack: Callable[[], list[Entry]]) -> PackedEntries:
+    packed = object.__new__(PackedEntries)
+    packed.unpack = unpack
+    return packed
+
+
+class Positions(list[Any]):
+    """A list of the entries of each position. The list of a position is made when it is first read.
+
+    It is equal to the plain list, and is encoded, pickled and copied as one.
+    """
+
+    __slots__ = ()
+
+    def __getitem__(self, key: SupportsIndex | slice) -> Any:
+        if isinstance(key, slice):
+            return [self[place] for place in range(*key.indices(len(self)))]
+        entries = super().__getitem__(key)
+        if type(entries) is PackedEntries:
+            entries = entries.value
+            self[key] = entries
+        return entries
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __radd__(self, other: list[Any]) -> list[Any]:
+        return other + list(self)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return list, (list(self),)
+
+
+def _unpacking(name: str) -> Callable[..., object]:
+    """A method of list that reads the memory of lists, after all positions are unpacked."""
+    method = getattr(list, name)
+
+    def call(*lists: object, **options: object) -> object:
+        for each in lists:
+            if isinstance(each, Positions):
+                list(each)
+        return method(*lists, **options)
+
+    return call
+
+
+_READING: Final = "add contains eq ge gt le lt mul ne repr reversed rmul".split()  # noqa: SIM905
+for _name in [*map("__{}__".format, _READING), "copy", "count", "index", "pop", "remove", "sort"]:
+    setattr(Positions, _name, _unpacking(_name))
+
+
+_Lists = tuple[list[Entry], list[Any], list[Any]]
+"""By position: the entry of the token itself, the entries of the likeliest tokens, of the tokens asked for."""
+
+
+class _Block:
+    """The positions of one extra."""
+
+    def __init__(self, rules: LogprobRules, position: Format, data: bytes, num_positions: int) -> None:
+        self._rules = rules
+        self._position = position
+        self._data = data
+        self._num_positions = num_positions
+        self._texts: list[str] | None = None
+
+    def lists(self) -> _Lists:
+        """The entries of all positions; with deep rules only the entries of the tokens themselves are made."""
+        rules, texts = self._rules, self._decoded_texts()
+        own, top, asked = lists = cast("_Lists", ([], [], []))
+        for place in range(self._num_positions):
+            if rules.is_deep:
+                entry, best, others = self._own(place, texts), *(_packed(partial(self._part, place, i)) for i in (1, 2))
+            else:
+                entry, best, others = self._read(place, texts)
+            own.append(entry)
+            if rules.num_top:
+                top.append(best)
+            if rules.token_ids:
+                asked.append(others)
+        return lists
+
+    def _part(self, place: int, part: int) -> list[Entry]:
+        """The packed entries of a position. From the first read on, the block keeps the texts."""
+        if self._texts is None:
+            self._texts = self._decoded_texts()
+        return cast("list[Entry]", self._read(place, self._texts)[part])
+
+    def _read(self, place: int, texts: list[str]) -> tuple[Entry, list[Entry], list[Entry]]:
+        """The entries of a position, as in ``_Lists``."""
+        num_top, num_values, asked_ids = self._rules.num_top, self._rules.num_values, self._rules.token_ids
+        values = self._position.unpack_from(self._data, place * self._position.size)
+        start = place * (1 + num_top)
+        next_texts = iter(texts[start : start + 1 + num_top]) if texts else _NO_TEXTS
+        own = values[0], values[num_values], next(next_texts)
+        top = list(zip(values[1 : 1 + num_top], values[num_values + 1 :], next_texts))  # noqa: B905  # a keyword is slow
+        asked_texts = texts[len(texts) - len(asked_ids) :] or _NO_TEXTS
+        return own, top, list(zip(values[1 + num_top : num_values], asked_ids, asked_texts, strict=False))
+
+    def _own(self, place: int, texts: list[str]) -> Entry:
+        """The entry of the token itself, without the others."""
+        start = place * self._position.size
+        [logprob] = _FLOAT.unpack_from(self._data, start)
+        [token_id] = _ID.unpack_from(self._data, start + _FLOAT.size * self._rules.num_values)
+        return logprob, token_id, texts[place * (1 + self._rules.num_top)] if texts else None
+
+    def _decoded_texts(self) -> list[str]:
+        """The texts of all positions, then of the tokens asked for; empty where the request wants none."""
+        if not self._rules.with_text:
+            return []
+        return _texts.decode(memoryview(self._data)[self._num_positions * self._position.size :])
+
 
 _LENGTH: Final = "output_token_logprobs_length"
 _NAMES: Final = {
@@ -121,7 +258,7 @@ class LogprobReader:
             self._is_next, place = True, 0
         elif place < 0:
             return  # it was given out
-        new = self._entries(data, count)
+        new = _Block(self.rules, self._format, data, count).lists()
         if extra.kind == NEXT_LOGPROBS:
             new[0].clear()
         if is_prompt and place == self.rules.start == 0:
@@ -154,24 +291,6 @@ class LogprobReader:
                 kept.clear()
         return named
 
-    def _entries(self, data: bytes, count: int) -> _Lists:
-        """Those of ``count`` positions."""
-        num_top, num_values, asked_ids = self.rules.num_top, self.rules.num_values, self.rules.token_ids
-        size, unpack = self._format.size, self._format.unpack_from
-        own, top, asked = lists = cast("_Lists", ([], [], []))
-        texts = _texts.decode(memoryview(data)[count * size :]) if self.rules.with_text else []
-        next_texts = iter(texts) if texts else _NO_TEXTS
-        asked_texts = texts[len(texts) - len(asked_ids) :] or _NO_TEXTS
-        for offset in range(0, count * size, size):
-            values = unpack(data, offset)
-            own.append((values[0], values[num_values], next(next_texts)))
-            if num_top:
-                best = zip(values[1 : 1 + num_top], values[num_values + 1 :], next_texts)  # noqa: B905  # a keyword is slow
-                top.append(list(best))
-            if asked_ids:
-                asked.append(list(zip(values[1 + num_top : num_values], asked_ids, asked_texts, strict=False)))
-        return lists
-
 
 def _named(side: str, lists: _Lists, rules: LogprobRules) -> dict[str, object]:
     own, top, asked = _NAMES[side]
@@ -179,9 +298,9 @@ def _named(side: str, lists: _Lists, rules: LogprobRules) -> dict[str, object]:
     if side == "output":
         named[_LENGTH] = len(lists[0])
     if rules.num_top:
-        named[top] = lists[1]
+        named[top] = Positions(lists[1]) if rules.is_deep else lists[1]
     if rules.token_ids:
-        named[asked] = lists[2]
+        named[asked] = Positions(lists[2]) if rules.is_deep else lists[2]
     return named
 
 

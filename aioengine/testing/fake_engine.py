@@ -12,13 +12,7 @@ a tokenizer of bytes (one token for each byte of UTF-8) and answers that the tes
 
 from __future__ import annotations
 
-import atexit
-import os
-import shutil
-import tempfile
 from collections.abc import Collection, Mapping
-from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
@@ -43,7 +37,7 @@ from aioengine.frontend.loaded_adapters import AdapterRules
 from aioengine.frontend.startup import Blueprint
 from aioengine.supervision.supervisor import Supervisor
 from aioengine.sync import Engine
-from aioengine.testing.byte_tokenizer import EOS_TOKEN_ID, VOCAB_SIZE, write_tokenizer
+from aioengine.testing.byte_tokenizer import BYTE_MODEL, EOS_TOKEN_ID, VOCAB_SIZE
 from aioengine.testing.fake_runner import HIDDEN_SIZE, PRINTABLE
 from aioengine.testing.faults import Faults
 from aioengine.testing.scripted_runner import ANSWERS_OPTION
@@ -144,7 +138,7 @@ class FakeSetup(Struct, frozen=True, kw_only=True):
             options[ANSWERS_OPTION] = msgspec.json.encode(dict(self.answers)).decode()
         if self.faults is not None:
             options |= msgspec.structs.asdict(self.faults)
-        folder = str(tokenizer_folder())
+        folder = str(BYTE_MODEL)
         return Settings(
             model=ModelSettings(
                 path=folder,
@@ -203,7 +197,7 @@ class FakeSetup(Struct, frozen=True, kw_only=True):
             delivery=DeliveryConfig(slow_reader=self.slow_reader, slow_reader_timeout_s=self.slow_reader_timeout_s),
             eos_token_ids=(EOS_TOKEN_ID,),
             stream_interval=1,
-            load_tokenizer=lambda: Tokenizer(tokenizer_folder()),
+            load_tokenizer=lambda: Tokenizer(BYTE_MODEL),
             make_processes=make_processes,
             adapters=None if self.lora is None else AdapterRules(LAYERS, self.lora),
         )
@@ -243,16 +237,3 @@ def _entries(name: str, value: object, kind: str) -> Collection[object]:
     for key in given:
         checks.text(f"{name} keys", key)
     return given.values()
-
-
-@cache
-def tokenizer_folder() -> Path:
-    """A model folder with the tokenizer of bytes; made once for this process and its forks, and removed at its end."""
-    folder = Path(tempfile.mkdtemp(prefix="fake-model-"))
-    atexit.register(_remove, folder, os.getpid())
-    return write_tokenizer(folder)
-
-
-def _remove(folder: Path, owner_pid: int) -> None:
-    if os.getpid() == owner_pid:
-        shutil.rmtree(folder, ignore_errors=True)

@@ -273,7 +273,7 @@ def main() -> None:
             found = [few.deeper(many, factor) for few, many in zip(found, more, strict=True)]
             num_layers = all_layers
         model_type = str(MODELS[name]["model_type"])
-        config = plugins.load("families", model_type)({**MODELS[name], "num_hidden_layers": num_layers})
+        config = plugins.load("families", model_type).read({**MODELS[name], "num_hidden_layers": num_layers})
         for case, each in zip(cases, found, strict=True):
             print(line(case, each, config), flush=True)
         print(f"  {time.perf_counter() - started:.0f} s", flush=True)

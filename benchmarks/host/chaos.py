@@ -39,7 +39,8 @@ import zmq
 
 from aioengine.engine import AsyncEngine
 from aioengine.errors import EngineOverloadedError, RequestError
-from aioengine.testing.fake_engine import FakeSetup, tokenizer_folder
+from aioengine.testing.byte_tokenizer import BYTE_MODEL
+from aioengine.testing.fake_engine import FakeSetup
 from aioengine.testing.faults import Faults
 from benchmarks.host import chaos_program
 from benchmarks.host.chaos_program import AbortingFinalizer, AbortingSignalHandler, CallbackWatch, PanickingTokenizer
@@ -474,7 +475,7 @@ def setup_of(seed: int, *, kills: bool) -> FakeSetup:
 
 def blueprint_of(setup: FakeSetup) -> Blueprint:
     """With a tokenizer that panics on some texts."""
-    return msgspec.structs.replace(setup.blueprint(), load_tokenizer=lambda: PanickingTokenizer(tokenizer_folder()))
+    return msgspec.structs.replace(setup.blueprint(), load_tokenizer=lambda: PanickingTokenizer(BYTE_MODEL))
 
 
 def held() -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -36,14 +37,18 @@ class CodePoints:
         self.batches: list[list[str]] = []
         self.decoder = "ByteLevel"
         self.delay_s = 0.0
-        self.delay_by_length = 0.0
+        self.held_text = ""
+        """A batch with this text waits for ``is_released``."""
+        self.is_released = threading.Event()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         self.batches.append(list(texts))
-        time.sleep(self.delay_s + self.delay_by_length * sum(map(len, texts)))
+        time.sleep(self.delay_s)
+        if self.held_text and self.held_text in texts:
+            assert self.is_released.wait(30)
         if "\x00unencodable" in texts:
             raise RuntimeError("this text breaks the tokenizer")
         return [self.encode(text) for text in texts]

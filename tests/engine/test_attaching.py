@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from aioengine.engine import AsyncEngine
 from aioengine.errors import EngineClosedError
 from aioengine.frontend import attachments
-from aioengine.frontend.outputs import Reader, RowStream
+from aioengine.frontend.outputs import RowStream
+from aioengine.frontend.reader import Reader
 from aioengine.frontend.replay import AttachableOutput, Log
 from aioengine.stream import Stream
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
@@ -67,7 +68,7 @@ async def test_who_attaches_at_the_end_of_a_stream_that_rests_sees_it_go_on() ->
             assert len(str(caught.value)) < 300
         num_given = int(re.findall(r"\d+", str(refused.value))[0])
         assert num_given < len(whole)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             rest = [chunk["text"] async for chunk in engine.attach("x", num_given)]
         assert "".join(rest) == whole[num_given:]
 
@@ -116,7 +117,7 @@ async def test_every_way_of_leaving_detaches(how: str) -> None:
 
 async def test_when_nobody_comes_it_is_ended_and_forgotten() -> None:
     async with slow_engine() as engine:
-        stream = engine.async_generate("a", {"max_new_tokens": 1500}, stream=True, rid="x", resume_ttl=0.05)
+        stream = engine.async_generate("a", {"max_new_tokens": 1500}, stream=True, rid="x", resume_ttl=0.3)
         await anext(stream)
         await stream.aclose()
         with pytest.raises(ValueError, match="'x' is in use .* can be attached to"):
@@ -128,10 +129,10 @@ async def test_when_nobody_comes_it_is_ended_and_forgotten() -> None:
             with pytest.raises(ValueError, match="'x' can be attached"):
                 engine.attach("x")
         await engine.async_generate("b", {"max_new_tokens": 2}, rid="x")
-        ended = engine.async_generate("b", {"max_new_tokens": 2}, stream=True, rid="y", resume_ttl=0.05)
+        ended = engine.async_generate("b", {"max_new_tokens": 2}, stream=True, rid="y", resume_ttl=1.0)
         assert [chunk async for chunk in ended]
         assert [chunk async for chunk in engine.attach("y")]
-        await asyncio.sleep(0.1)
+        await until(lambda: "y" not in frontend_of(engine).attachments._by_rid)
         with pytest.raises(ValueError, match="'y' can be attached"):
             engine.attach("y")
         del stream, ended
@@ -450,7 +451,7 @@ async def test_an_exception_anywhere_in_attaching_leaves_a_state_to_attach_to(le
             is_raised = injected.is_raised
             if kept is not None:  # at the last places nothing is raised
                 await kept.aclose()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 if leaves:
                     await first.aclose()
                     await asyncio.sleep(0.001)

@@ -18,7 +18,7 @@ from aioengine.frontend import attachments
 from aioengine.frontend.replay import Log
 from aioengine.sync import ChunkIterator, Engine
 from tests.engine.engine_double import World, expected_text
-from tests.kit.waiting import rapid_switches
+from tests.kit.waiting import rapid_switches, wait_until
 
 LIMIT_S = 20.0
 """No reader needs so long; one that waits for ever fails the test."""
@@ -168,7 +168,10 @@ def test_a_reader_that_leaves_while_another_attaches_leaves_it_alone(monkeypatch
 
 @pytest.mark.parametrize("moment", [1, 2, 3, 4])
 def test_a_time_to_live_does_not_end_under_a_reader(monkeypatch: pytest.MonkeyPatch, moment: int) -> None:
-    """A reader attaches where the engine, between leaving and forgetting, looks at the clock for so many times."""
+    """A reader attaches when the engine reads the clock for the ``moment``-th time.
+
+    The first two readings follow the leaving of a reader, the next ones the end of the time to live.
+    """
     attached: list[ChunkIterator | ValueError] = []
     with engine(0.002) as llm:
 
@@ -189,17 +192,18 @@ def test_a_time_to_live_does_not_end_under_a_reader(monkeypatch: pytest.MonkeyPa
                 thread.join(0.2)
             return time.monotonic()
 
-        first = llm.generate("a", PARAMS, stream=True, rid="x", resume_ttl=0.03)
+        ttl_s = 20.0 if moment < 3 else 0.03
+        first = llm.generate("a", PARAMS, stream=True, rid="x", resume_ttl=ttl_s)
         next(first)
         monkeypatch.setattr(attachments, "time", SimpleNamespace(monotonic=monotonic))
         first.close()
-        time.sleep(0.4)
+        assert wait_until(lambda: attached or not llm.stats()["num_streams"])
         if num_calls < moment:
             thread.start()
         thread.join(LIMIT_S)
         [found] = attached
         if isinstance(found, ValueError):
-            assert moment > 1
+            assert moment > 2
         else:
             assert read_all(found) == WHOLE
         assert llm.drain(LIMIT_S)

@@ -473,10 +473,12 @@ class TestDeadlines:
             await stream.aclose()
 
     async def test_expired_while_it_was_tokenized(self, world: World) -> None:
-        world.tokenizer.delay_s = 0.1
+        world.tokenizer.held_text = "a"
         out = await world.engine.async_generate("a", LONG, timeout=0.02)
         assert out["meta_info"]["finish_reason"] == "deadline"
-        assert world.double.submits == []
+        world.tokenizer.is_released.set()
+        await world.engine.async_generate("b", GREEDY)
+        assert [submit.prompt_token_ids for submit in world.double.submits] == [[ord("b")]]
 
 
 class TestOverload:

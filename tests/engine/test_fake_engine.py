@@ -47,7 +47,7 @@ class TestAnswers:
     ) -> None:
         stop, ids, biases = [" th"], [3], {3: 0.0}
         params = made(stop=stop, stop_token_ids=ids, logit_bias=biases, max_new_tokens=12)
-        async with fake_async_engine({"": "one two three"}) as engine, asyncio.timeout(10):
+        async with fake_async_engine({"": "one two three"}) as engine, asyncio.timeout(30):
             first = engine.async_generate("x", params)
             other = engine.async_generate("x", {"max_new_tokens": 5})
             stop[0], ids[0], biases[10**9] = "one", 10**9, 0.0
@@ -144,7 +144,7 @@ class TestUnderLoad:
             for task in tasks[::2]:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 while True:
                     stats = engine.stats()
                     names = ("num_running", "num_waiting", "num_streams", "num_detokenizing")

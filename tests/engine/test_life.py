@@ -332,7 +332,7 @@ class TestShutdown:
         here = World()
         starting = asyncio.create_task(here.engine.start())
         await until(lambda: bool(here.doubles))
-        await asyncio.wait_for(here.engine.shutdown(), 10)
+        await asyncio.wait_for(here.engine.shutdown(), 30)
         assert here.double.is_stopped
         with pytest.raises(EngineClosedError):
             await starting
@@ -421,7 +421,7 @@ class TestOneLoop:
         elsewhere = threading.Thread(target=home.run_forever)
         elsewhere.start()
         with pytest.raises(WrongLoopError):
-            asyncio.run(asyncio.wait_for(_text_of(stream, num_chunks=1), 5))
+            asyncio.run(asyncio.wait_for(_text_of(stream, num_chunks=1), 30))
         home.call_soon_threadsafe(home.stop)
         elsewhere.join()
         home.run_until_complete(world.engine.shutdown())
@@ -637,21 +637,24 @@ class TestTokenizing:
         assert world.tokenizer.batches == [list("abcdef")]
 
     async def test_what_comes_while_it_works_goes_next(self, world: World) -> None:
-        world.tokenizer.delay_s = 0.2
+        world.tokenizer.held_text = "a"
         first = asyncio.ensure_future(world.engine.async_generate("a", GREEDY))
         await until(lambda: world.tokenizer.batches)
-        await asyncio.gather(first, *(world.engine.async_generate(prompt, GREEDY) for prompt in "bcd"))
+        others = [world.engine.async_generate(prompt, GREEDY) for prompt in "bcd"]
+        world.tokenizer.is_released.set()
+        await asyncio.gather(first, *others)
         assert world.tokenizer.batches == [["a"], ["b", "c", "d"]]
 
     async def test_a_long_prompt_does_not_hold_short_ones(self) -> None:
         here = World()
         here.tokenizer.decoder = "WordPiece"
-        here.tokenizer.delay_by_length = 1e-6
+        here.tokenizer.held_text = "x" * 200_000
         async with here.engine as engine:
             long = asyncio.ensure_future(engine.async_generate("x" * 200_000, GREEDY))
-            await asyncio.sleep(0.005)
+            await until(lambda: here.tokenizer.batches)
             await engine.async_generate("a", GREEDY)
             assert not long.done()
+            here.tokenizer.is_released.set()
             with pytest.raises(RequestTooLargeError, match="200000 tokens"):
                 await long
 
@@ -686,7 +689,7 @@ async def test_a_drain_lets_a_paused_engine_go_on() -> None:
     async with fake_async_engine({"": "abcdefgh"}) as engine:
         assert await engine.pause_generation("in_place")
         asked = engine.async_generate("a", {"max_new_tokens": 8})
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             assert await engine.drain()
         assert (await asked)["text"] == "abcdefgh"
 

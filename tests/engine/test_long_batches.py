@@ -12,8 +12,9 @@ import pytest
 from aioengine.errors import EngineClosedError
 from aioengine.frontend import calls, prompts, requests
 from aioengine.frontend.calls import MAX_NAMES_FREED, Calls
+from aioengine.frontend.request_checks import RequestChecks
 from aioengine.frontend.requests import ROWS_IN_PIECE
-from aioengine.frontend.submitter import RequestChecks, Submitter
+from aioengine.frontend.submitter import Submitter
 from aioengine.frontend.unstarted_rows import MAX_ROWS_ENDED_AT_ONCE
 from aioengine.params import SamplingParams
 from tests.engine.engine_double import World, expected_text

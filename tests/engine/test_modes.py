@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Coroutine
+from typing import Any
 
 import anyio
 import pytest
 
 from aioengine.answers import BatchOutput
 from aioengine.config import QueueConfig
-from aioengine.errors import EngineDeadError, RequestTooLargeError
+from aioengine.errors import EngineClosedError, EngineDeadError, RequestTooLargeError
 from aioengine.frontend.requests import ROWS_IN_PIECE
 from aioengine.params import SamplingParams
 from tests.engine.engine_double import World, expected_text
@@ -107,6 +108,25 @@ async def test_iterating_a_whole_answer_is_a_type_error(world: World) -> None:
         async for _ in generation:
             pass
     assert (await generation)["text"] == expected_text("hello", 6)
+
+
+async def test_what_is_read_without_await_says_how_to_read_it(world: World) -> None:
+    whole: Any = world.engine.async_generate("a", GREEDY)
+    stream: Any = world.engine.async_generate("a", GREEDY, stream=True)
+    for read in (lambda: whole["text"], lambda: whole[0], lambda: list(whole)):
+        with pytest.raises(TypeError, match="was not awaited: write `await` before the call"):
+            read()
+    for read in (lambda: stream[0], lambda: list(stream)):
+        with pytest.raises(TypeError, match="with `async for`"):
+            read()
+    assert (await whole)["text"] == "".join([chunk["text"] async for chunk in stream])
+
+
+async def test_counters_of_an_engine_that_was_shut_down_are_a_named_error(world: World) -> None:
+    assert world.engine.stats()["num_streams"] == 0
+    await world.engine.shutdown()
+    with pytest.raises(EngineClosedError, match="was shut down"):
+        world.engine.stats()
 
 
 async def test_the_request_starts_at_the_call(world: World) -> None:
@@ -276,8 +296,8 @@ class TestAsCoroutine:
         assert await first is await second
 
     async def test_wait_for_timeout_and_shield(self, world: World) -> None:
-        assert (await asyncio.wait_for(world.engine.async_generate("a", GREEDY), 5))["text"] == expected_text("a", 6)
-        async with asyncio.timeout(5):
+        assert (await asyncio.wait_for(world.engine.async_generate("a", GREEDY), 30))["text"] == expected_text("a", 6)
+        async with asyncio.timeout(30):
             await asyncio.shield(world.engine.async_generate("a", GREEDY))
 
     async def test_task_group(self, world: World) -> None:

@@ -385,6 +385,23 @@ async def test_closing_lets_requests_that_run_go_on() -> None:
         await until(lambda: engine.stats()["num_pinned_pages"] == 0)
 
 
+async def test_the_end_of_a_block_closes_its_session() -> None:
+    async with fake_async_engine() as engine:
+        async with engine.open_session(session_id="mine") as sid:
+            assert sid == "mine"
+            await engine.async_generate("x", PARAMS, session_params={"id": sid})
+        with pytest.raises(ZeroDivisionError):
+            async with engine.open_session(session_id="mine"):
+                raise ZeroDivisionError
+        assert engine.stats()["num_sessions"] == 0
+        assert await asyncio.create_task(engine.open_session(session_id="mine")) == "mine"
+        with pytest.raises(ValueError, match="is open already"):
+            async with engine.open_session(session_id="mine"):
+                pass
+        async with engine.open_session():
+            await engine.shutdown()
+
+
 async def test_pages_are_pinned_while_the_session_lives() -> None:
     async with fake_async_engine(num_pages=32) as engine:
         sid = await engine.open_session()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from aioengine.errors import RequestError
 from aioengine.protocol.messages import ToScheduler
 from aioengine.testing import fake_engine
-from aioengine.testing.byte_tokenizer import write_tokenizer
+from aioengine.testing.byte_tokenizer import BYTE_MODEL
 from aioengine.testing.fake_engine import fake_async_engine
 from aioengine.tokenization.tokenizer import Tokenizer
 from tests.engine.engine_double import World
@@ -28,7 +29,7 @@ class Panic(BaseException):
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A model folder with such a tokenizer."""
-    write_tokenizer(tmp_path)
+    shutil.copytree(BYTE_MODEL, tmp_path, dirs_exist_ok=True)
     path = tmp_path / "tokenizer.json"
     content = json.loads(path.read_text())
     content["normalizer"] = {"type": "Prepend", "prepend": ""}
@@ -54,7 +55,7 @@ def test_users_of_a_tokenizer_get_an_ordinary_error_and_can_go_on(folder: Path) 
 
 
 async def test_with_the_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fake_engine, "tokenizer_folder", lambda: folder)
+    monkeypatch.setattr(fake_engine, "BYTE_MODEL", folder)
     async with asyncio.timeout(30), fake_async_engine(processes=False) as engine:
         for _ in range(3):
             bad = [
@@ -82,7 +83,7 @@ async def test_a_tokenizer_that_raises_no_exception(world: World, monkeypatch: p
         return plain(text)
 
     monkeypatch.setattr(world.tokenizer, "encode", encode)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         for _ in range(3):
             good, bad = world.engine.async_generate("good", SHORT), world.engine.async_generate("bad", SHORT)
             with pytest.raises(RequestError, match="Panic: out of bounds"):
@@ -103,7 +104,7 @@ async def test_an_error_while_rows_begin_ends_their_call_alone(world: World, row
     def fail(messages: list[ToScheduler]) -> None:
         raise MemoryError("no place for it")
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         submitter._submit = fail  # type: ignore[assignment]
         bad = world.engine.async_generate(["bad"] * rows, SHORT)
         with pytest.raises(RequestError, match="MemoryError: no place for it"):

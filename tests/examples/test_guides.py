@@ -14,6 +14,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from inspect import CO_COROUTINE
@@ -63,7 +64,14 @@ def found(language: str, *, programs: bool = False) -> Iterator[tuple[Path, Bloc
 def run(command: list[str], given: str | None = None) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
     done = subprocess.run(
-        command, input=given, env=environment, capture_output=True, text=True, encoding="utf-8", timeout=55, check=False
+        command,
+        input=given,
+        env=environment,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=90,
+        check=False,
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return done.stdout
@@ -105,7 +113,10 @@ def model_that_sees(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("page", sorted({page for page, _ in found("python")} - {IMAGES}), ids=place)
-async def test_the_pieces_of_a_page_run(page: Path, engine: AsyncEngine, llm: Engine) -> None:
+async def test_the_pieces_of_a_page_run(
+    page: Path, engine: AsyncEngine, llm: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # the pages do not remove their temporary folders
     await run_pieces(page, {"engine": engine, "llm": llm, "asyncio": asyncio})
 
 

@@ -91,7 +91,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-X", "dev", "-W", "error", str(EXAMPLES / name), *arguments]
     return subprocess.run(
-        command, input=given, capture_output=True, text=True, timeout=55, check=False, env=environment()
+        command, input=given, capture_output=True, text=True, timeout=90, check=False, env=environment()
     )
 
 

@@ -54,7 +54,7 @@ class Server:
         self.client = httpx.Client(base_url=self.url, timeout=30)
 
     def wait_until_healthy(self) -> None:
-        for _ in range(300):
+        for _ in range(600):
             assert self.process.poll() is None, self.output()
             try:
                 if self.client.get("/health").status_code == 200:
@@ -76,19 +76,19 @@ class Server:
         found: dict[str, int] = self.health()["stats"]
         return found
 
-    def wait_until_idle(self, timeout_s: float = 10) -> None:
-        deadline = time.monotonic() + timeout_s
+    def wait_until_idle(self) -> None:
+        deadline = time.monotonic() + 30
         while any((stats := self.stats())[name] for name in IDLE):
             assert time.monotonic() < deadline, stats
             time.sleep(0.05)
 
     def output(self) -> str:
-        return self.process.communicate(timeout=20)[0]
+        return self.process.communicate(timeout=60)[0]
 
     def stop(self) -> None:
         self.client.close()
         self.process.kill()
-        self.process.communicate(timeout=20)
+        self.process.communicate(timeout=60)
 
 
 @pytest.fixture(scope="module", params=SERVERS)
@@ -291,17 +291,17 @@ def test_sigterm_lets_open_streams_end(name: str) -> None:
     try:
         server.wait_until_healthy()
         with server.client.stream(
-            "POST", "/generate", json=ask("Once upon a time", LONG | {"max_new_tokens": 60})
+            "POST", "/generate", json=ask("Once upon a time", LONG | {"max_new_tokens": 300})
         ) as response:
             stream = events(response)
             next(stream)
             server.process.send_signal(signal.SIGTERM)
-            time.sleep(0.05)
+            assert wait_until(lambda: server.health()["state"] == "draining")
             refused = httpx.post(f"{server.url}/generate", json=ask("Hi"), timeout=20)
             chunks = list(stream)
         assert refused.status_code == 503
         assert "draining" in refused.text
-        assert chunks[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": 60}
+        assert chunks[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": 300}
         server.client.close()
         output = server.output()
         assert "Traceback" not in output
@@ -316,7 +316,7 @@ def test_an_engine_that_dies_ends_the_server_with_an_error(name: str) -> None:
     try:
         server.wait_until_healthy()
         killed: set[int] = set()
-        deadline = time.monotonic() + 40
+        deadline = time.monotonic() + 100
         while server.process.poll() is None:  # it is replaced a few times
             assert time.monotonic() < deadline
             with contextlib.suppress(httpx.TransportError, ProcessLookupError):

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import save_file
 
-from aioengine.families import llama
 from aioengine.families._tensors import adaptable_layers
+from aioengine.families.llama import LlamaFamily
 from aioengine.model_files.adapter_folder import CONFIG, TENSORS
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def write_adapter(folder: Path, model: Path, *, rank: int, seed: int) -> Path:
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
-    layers = adaptable_layers(llama.read(json.loads((model / "config.json").read_text())))
+    layers = adaptable_layers(LlamaFamily.read(json.loads((model / "config.json").read_text())))
     for name, (num_outputs, num_inputs) in layers.items():
         for half, shape in (("A", (rank, num_inputs)), ("B", (num_outputs, rank))):
             numbers = torch.randn(shape, generator=generator) * 0.1

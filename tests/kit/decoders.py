@@ -1,4 +1,4 @@
-"""Tiny random decoders of every family: the fields of config.json that tests compare with transformers."""
+"""Configs of tiny decoders of all families, and random transformers models for them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _RENAMED = {
     "stablelm": {"head_dim": ""},
     "falcon": {"head_dim": "", "num_key_value_heads": "num_kv_heads", "intermediate_size": "ffn_hidden_size"},
 }
-"""What families call the fields; "": they have none."""
+"""Model type -> name of each field; "" if the family has no such field."""
 
 
 def rope(rope_type: str, **parameters: object) -> Fields:
@@ -205,17 +205,17 @@ CASES: dict[str, tuple[str, Fields]] = {
     "gpt_bigcode all heads": ("gpt_bigcode", {"multi_query": False, "n_inner": None}),
     "gptj": ("gptj", {"rotary_dim": 4}),
 }
-"""Name -> model type, and the fields that differ from ``SIZES``."""
+"""Case -> model type, and the fields that differ from ``SIZES``."""
 
 HEADS_OF_64: Fields = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64}
-"""Sizes that every attention backend of a GPU has kernels for, as changes for ``config_of``."""
+"""Sizes for which all GPU attention backends have kernels, for ``config_of``."""
 
 ONE_OF_EACH = {model_type: name for name, (model_type, _) in reversed(CASES.items())}
 """Model type -> its first case."""
 
 
 def config_of(case: str, **changes: object) -> PreTrainedConfig:
-    """The config of a case, with other values of some fields, which are named as in ``SIZES``."""
+    """Return the config of a case. ``changes``: fields with the names of ``SIZES``."""
     model_type, differences = CASES[case]
     return AutoConfig.for_model(
         model_type, **{**_named(model_type, SIZES), **differences, **_named(model_type, changes)}
@@ -228,10 +228,17 @@ def _named(model_type: str, fields: Fields) -> Fields:
 
 
 def random_model(config: PreTrainedConfig, *, seed: int = 1) -> PreTrainedModel:
-    """The model of transformers, in fp32, with random weights that are lively enough to tell layers apart."""
+    """Return a transformers model in fp32 with random weights that are large enough to tell layers apart.
+
+    Recurrent heads get a slow decay. With transformers' initial ``A_log``, a head forgets its state in one token. Its
+    output is then (q k) v, and the following norm divides it by its own length: if q and k are nearly orthogonal, this
+    amplifies the rounding errors of fp32 a thousandfold.
+    """
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
+            if name.endswith("A_log"):
+                parameter.sub_(4.0)
     return model

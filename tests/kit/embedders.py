@@ -63,7 +63,7 @@ def _save(model: torch.nn.Module, folder: Path) -> None:
 
 
 def write_embedder(folder: Path) -> Path:
-    """A BERT with mean pooling and a norm, as sentence-transformers saves it."""
+    """Write a BERT with mean pooling and normalization in the format of sentence-transformers."""
     _save(AutoModel.from_config(BertConfig(**SIZES), dtype=torch.float32), folder)
     parts = ("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")
     modules = [{"idx": i, "name": str(i), "path": path, "type": f"x.{name}"} for i, (name, path) in enumerate(parts)]
@@ -79,14 +79,14 @@ def write_embedder(folder: Path) -> Path:
 
 
 def write_cross_encoder(folder: Path) -> Path:
-    """A BERT that gives one score for a pair of texts."""
+    """Write a BERT that returns one score per pair of texts."""
     config = BertConfig(**SIZES, num_labels=1)
     _save(AutoModelForSequenceClassification.from_config(config, dtype=torch.float32), folder)
     return folder
 
 
 class Reference:
-    """transformers on such a folder, with the rules of sentence-transformers."""
+    """Results of transformers for such a folder, with the rules of sentence-transformers."""
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -96,7 +96,7 @@ class Reference:
 
     @torch.inference_mode()
     def vector(self, text: str, *, max_tokens: int = MAX_TOKENS) -> Tensor:
-        """The mean of the hidden states, not normalised."""
+        """Return the mean of the hidden states, not normalized."""
         inputs = self.tokenizer(text, return_tensors="pt", truncation=True, max_length=max_tokens)
         return self.model(**inputs).last_hidden_state[0].mean(0)
 

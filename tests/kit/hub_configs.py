@@ -1,4 +1,4 @@
-"""The fields of config.json in files on the hub, as far as they matter, of models written by several versions."""
+"""Relevant fields of config.json files on the hub, written by several versions of transformers."""
 
 from __future__ import annotations
 

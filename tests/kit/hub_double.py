@@ -73,7 +73,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(hub.files[self._name][:1])
                 self.wfile.flush()
                 hub.has_begun.set()
-                hub.is_over.wait(60)
+                hub.is_over.wait(1000)
         elif "/tree/" in self.path:
             files = hub.files.items()
             entries = [{"type": "file", "path": name, "size": len(data), "oid": _id(data)} for name, data in files]

@@ -1,11 +1,10 @@
-"""Small random models with states beside pages."""
+"""Small random models with recurrent states."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-from transformers import AutoModelForCausalLM
+from tests.kit.decoders import random_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -14,10 +13,6 @@ if TYPE_CHECKING:
 
 
 def save_hybrid(config: PreTrainedConfig, folder: Path) -> Path:
-    """Save a model with lively weights to the folder, and return that."""
-    torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    for parameter in model.parameters():
-        parameter.data.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder)
+    """Save a random model to the folder, and return the folder."""
+    random_model(config, seed=7).save_pretrained(folder)
     return folder

@@ -1,4 +1,4 @@
-"""Model folders, without weights, of the families that take images, and transformers' processors for them."""
+"""Folders of models with images, without weights, and their transformers processors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny random models that read images, the arrays of random images, and the answers of transformers."""
+"""Tiny random models that read images, arrays of random images, and reference results of transformers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from aioengine.protocol.messages import Media, Sampling
 from tests.kit.tiny_sizes import SIZES
 
 IMAGE = 290
-"""The placeholder."""
+"""The placeholder token."""
 
 
 def _llava() -> PreTrainedModel:
@@ -133,7 +133,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 def save_vision_model(model_type: str, folder: Path, *, head_size: int = 16) -> PreTrainedModel:
-    """A random model of this type in fp32, saved to the folder; gives transformers' own. ``head_size``: of Qwen's."""
+    """Save and return a random transformers model in fp32. ``head_size``: of Qwen models."""
     torch.manual_seed(5)
     model = (_qwen(model_type, head_size) if model_type in QWEN_TOWERS else MODELS[model_type]()).eval()
     for name, parameter in model.named_parameters():
@@ -146,7 +146,7 @@ def save_vision_model(model_type: str, folder: Path, *, head_size: int = 16) -> 
 
 @dataclass(frozen=True)
 class Picture:
-    """The arrays of an image, as the processor of its model gives them, in a file; its tokens in a prompt."""
+    """The processor's arrays of an image in a file, and its tokens in a prompt."""
 
     arrays: dict[str, torch.Tensor]
     token_ids: list[int]
@@ -159,7 +159,7 @@ class Picture:
 
 
 class Pictures:
-    """Draws random pictures for a model type; each has a file in a folder of its own."""
+    """Draws random images for a model type, each in its own file."""
 
     def __init__(self, model_type: str, folder: Path) -> None:
         self._model_type = model_type
@@ -168,7 +168,7 @@ class Pictures:
         self._num_drawn = 0
 
     def draw(self, height: int = 0, width: int = 0) -> Picture:
-        """``height`` and ``width`` in patches, for models that take images of any size."""
+        """Draw an image. ``height`` and ``width``: in patches, for models with images of any size."""
         self._num_drawn += 1
         torch.manual_seed(100 + self._num_drawn)
         path = self._folder / f"picture-{self._num_drawn}.safetensors"
@@ -194,7 +194,7 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids with pictures among them."""
+    """Token ids with images."""
 
     token_ids: list[int] = field(default_factory=list[int])
     media: list[Media] = field(default_factory=list[Media])
@@ -202,7 +202,7 @@ class Prompt:
 
 
 def prompt_of(*parts: list[int] | Picture) -> Prompt:
-    """Texts, as ids, and pictures, in their order."""
+    """Return a prompt of texts (token ids) and images, in this order."""
     prompt = Prompt()
     for part in parts:
         if isinstance(part, Picture):
@@ -216,7 +216,7 @@ def prompt_of(*parts: list[int] | Picture) -> Prompt:
 
 @torch.inference_mode()
 def their_logits(model: PreTrainedModel, prompt: Prompt, output: list[int] | None = None) -> torch.Tensor:
-    """[X, V] of the prompt and the output behind it, by transformers."""
+    """Return transformers' logits [X, V] of the prompt followed by the output."""
     token_ids = torch.tensor([[*prompt.token_ids, *(output or [])]])
     arrays: dict[str, torch.Tensor] = {}
     for name in prompt.pictures[0].arrays if prompt.pictures else ():
@@ -231,12 +231,13 @@ def their_logits(model: PreTrainedModel, prompt: Prompt, output: list[int] | Non
 
 
 GREEDY = Sampling(1, temperature=0.0, bias_token_ids=(IMAGE,), logit_bias=(-1e9,))
-"""Without the placeholder, which transformers would take for an image."""
+"""Excludes the placeholder, which transformers would read as an image."""
 
 
 def clear_tokens(logits: torch.Tensor, output: list[int], margin: float = 1e-3) -> list[int]:
-    """The tokens of ``GREEDY`` by transformers' logits [X, V], whose last are those of ``output``; where two are within
-    the margin, the one of ``output``.
+    """Return the greedy tokens of transformers' logits [X, V], which end with the logits of ``output``.
+
+    If the two best tokens are within the margin, return the token of ``output``.
     """
     found = logits[len(logits) - len(output) - 1 : -1].index_fill(1, torch.tensor([IMAGE]), -1e9)
     best = found.topk(2).values

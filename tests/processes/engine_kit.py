@@ -100,7 +100,7 @@ class Frontend:
         submit = Submit(uid, prompt, Sampling(seed=uid), Limits(num_tokens), text or TextRules())
         self.supervisor.send([submit])
 
-    async def finished(self, uid: int, timeout_s: float = 10.0) -> End:
+    async def finished(self, uid: int, timeout_s: float = 30.0) -> End:
         """The end of a request."""
         return await self._wait(lambda: self._finished(uid), timeout_s)
 
@@ -108,16 +108,16 @@ class Frontend:
         """The answer to a control call."""
         self.supervisor.send([Control(call_id, name)])
         return await self._wait(
-            lambda: next((one for one in self.heard if isinstance(one, Reply) and one.call_id == call_id), None), 10.0
+            lambda: next((one for one in self.heard if isinstance(one, Reply) and one.call_id == call_id), None), 30.0
         )
 
-    async def failure(self, timeout_s: float = 5.0) -> EngineError:
+    async def failure(self, timeout_s: float = 30.0) -> EngineError:
         return await self._wait(lambda: self.failures[0] if self.failures else None, timeout_s)
 
     async def idle_stats(self) -> Stats:
         """A snapshot in which nothing runs or waits."""
         self.heard.clear()
-        return await self._wait(lambda: next((one for one in self.heard if _is_idle(one)), None), 10.0)
+        return await self._wait(lambda: next((one for one in self.heard if _is_idle(one)), None), 30.0)
 
     def token_ids(self, uid: int) -> list[int]:
         """All output ids of a request so far."""

@@ -17,6 +17,8 @@ from aioengine import AsyncEngine, Engine
 from aioengine.errors import EngineStartupError, RequestError
 from aioengine.model_files.model_folder import DEMO_MODEL
 from tests.kit.adapters import change_tensors, merged, save_adapter
+from tests.kit.waiting import until
+from tests.processes.restart_kit import pid_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -206,11 +208,13 @@ async def test_many_names_over_few_folders_are_all_served_and_survive_a_lost_sch
     pinned = {"lora_name": "pinned", "lora_path": case.folders["all"], "pinned": True}
     given = [{"lora_name": name, "lora_path": path} for name, path in paths.items()] + [pinned]
     async with AsyncEngine(lora_paths=given, max_loras_per_batch=2, max_loaded_loras=2, **ARGUMENTS) as engine:  # type: ignore[arg-type]
-        calls = [
-            asyncio.create_task(ask(engine, PROMPTS[place % 3], name)) for place, name in enumerate([*names, "pinned"])
-        ]
-        await asyncio.sleep(0.3)
-        scheduler = next(child["pid"] for child in engine.health()["processes"] if child["role"] == "scheduler")
+        questions = [ask(engine, PROMPTS[place % 3], name) for place, name in enumerate([*names, "pinned"])]
+        calls = [asyncio.create_task(question) for question in questions[:20]]
+        await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        scheduler = pid_of(engine, "scheduler")
+        os.kill(scheduler, signal.SIGSTOP)  # so that at least the other calls are unfinished when the scheduler dies
+        calls += [asyncio.create_task(question) for question in questions[20:]]
+        await until(lambda: engine.stats()["num_streams"] >= 21)
         os.kill(scheduler, signal.SIGKILL)
         found = await asyncio.gather(*calls)
         for place, name in enumerate(names):

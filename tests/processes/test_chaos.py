@@ -14,14 +14,13 @@ from tests.kit.source import ROOT
 pytestmark = pytest.mark.process
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "flags", [pytest.param([], id="with kills"), pytest.param(["--no-kills"], id="without", marks=pytest.mark.slow)]
 )
 def test_nobody_gets_a_wrong_byte_nobody_waits_for_ever_and_nothing_is_left(flags: list[str]) -> None:
     command = [sys.executable, "-m", "benchmarks.host.chaos", "--minutes", "0.1", "--workers", "24", "--json", *flags]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False, env=environment)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False, env=environment)
     report = json.loads(done.stdout)
     counts = report["counts"]
     assert (counts["mismatches"], counts["hangs"], counts["leaks"]) == (0, 0, 0), report["problems"]

@@ -57,7 +57,7 @@ sys.exit(cli.main(sys.argv[1:]))
 def run(closed: str, *argv: str) -> subprocess.CompletedProcess[str]:
     """Python with some of its standard streams closed."""
     command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-W", "error", *argv]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=55, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
 
 
 @pytest.mark.parametrize("closed", CLOSED)

@@ -10,7 +10,7 @@ import pytest
 
 from aioengine import AsyncEngine
 from tests.processes import test_demo_engine
-from tests.processes.restart_kit import pid_of
+from tests.processes.restart_kit import pid_of, until_restarted
 from tests.processes.test_demo_engine import PROMPTS, WAYS
 
 pytestmark = pytest.mark.process
@@ -51,17 +51,15 @@ async def test_no_number_depends_on_the_batch_the_chunks_or_lost_processes() -> 
             assert {lengths[name] for name in lengths if name.startswith("input")} == {
                 max(num_prompt - start, 0) * (start >= 0)
             }
-        for place, role in ((0, "scheduler"), (3, "detokenizer")):
+        for num_restarts, (place, role) in enumerate(((0, "scheduler"), (3, "detokenizer")), 1):
             joined: dict[str, list[Any]] = {}
             stream = engine.async_generate(PROMPTS[place], SAMPLINGS[place], stream=True, **options_of(place))
-            number = 0
             async for chunk in stream:
+                if not joined:
+                    os.kill(pid_of(engine, role), signal.SIGKILL)
                 found = lists_of(chunk)
                 assert len(found["output_token_logprobs"]) == len(chunk["output_ids"])
                 for name, entries in found.items():
                     joined.setdefault(name, []).extend(entries)
-                number += 1
-                if number == 5:
-                    os.kill(pid_of(engine, role), signal.SIGKILL)
             assert joined == lists_of(batch[place])
-        assert engine.stats()["num_restarts"] == 2
+            await until_restarted(engine, num_restarts)

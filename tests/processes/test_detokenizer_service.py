@@ -24,7 +24,7 @@ from aioengine.protocol.messages import (
     TextOpened,
     TextRules,
 )
-from aioengine.testing.fake_engine import tokenizer_folder
+from aioengine.testing.byte_tokenizer import BYTE_MODEL
 from aioengine.text.stop_regex import RegexSearch
 from aioengine.text.token_table import TokenTable
 from aioengine.tokenization.tokenizer import Tokenizer
@@ -151,12 +151,12 @@ SAMPLE = "One 🥖 two 東京, and now the END of it. More?"
 def test_a_request_goes_on_behind_any_chunk_in_a_new_process(rules: TextRules, code: FinishCode) -> None:
     """Half characters, text held back for a stop, ids that waited for others: all of it is found again."""
     token_ids = list(SAMPLE.encode())
-    table = Steps(str(tokenizer_folder()))
+    table = Steps(str(BYTE_MODEL))
     table.open(1, rules)
     play(table, 1, token_ids, code)
     num_chunks = len(table.sent)
     for cut in range(num_chunks):
-        first, second = Steps(str(tokenizer_folder())), Steps(str(tokenizer_folder()))
+        first, second = Steps(str(BYTE_MODEL)), Steps(str(BYTE_MODEL))
         first.open(1, rules)
         for token_id in token_ids:
             if len(first.sent) == cut:
@@ -171,7 +171,7 @@ def test_a_request_goes_on_behind_any_chunk_in_a_new_process(rules: TextRules, c
 
 
 def test_an_end_before_the_next_token_still_gives_what_was_held_back() -> None:
-    steps = Steps(str(tokenizer_folder()))
+    steps = Steps(str(BYTE_MODEL))
     ids = list(b"stay, ST")
     steps.give(
         StepOutput(

@@ -14,6 +14,7 @@ import torch
 
 from aioengine import Engine, RequestError, RequestTooLargeError
 from tests.kit.embedders import MAX_TOKENS, PROMPTS, Reference, write_cross_encoder, write_embedder
+from tests.kit.waiting import until
 
 TEXTS = ["the cat sat on the mat", "a dog ran", "?", "", "Very HOT sun . " * 4, "moon"]
 LONG = "the cat sat on the mat . " * 20
@@ -151,15 +152,18 @@ def test_a_killed_scheduler_loses_no_text(embedder: Engine) -> None:
     expected = embedder.encode(texts)["embedding"]
 
     async def main() -> list[np.ndarray]:
-        call = embedder.async_encode(texts)
-        await asyncio.sleep(0.05)
         scheduler = next(each for each in embedder.health()["processes"] if each["role"] == "scheduler")
+        first = asyncio.ensure_future(embedder.async_encode(texts))
+        await until(lambda: embedder.stats()["num_streams"])
+        os.kill(scheduler["pid"], signal.SIGSTOP)  # so that the second call is unfinished when the scheduler dies
+        second = asyncio.ensure_future(embedder.async_encode(texts))
+        await asyncio.sleep(0.05)
         os.kill(scheduler["pid"], signal.SIGKILL)
-        return (await call)["embedding"]
+        return [*(await first)["embedding"], *(await second)["embedding"]]
 
-    found = asyncio.run(main())
+    outputs = asyncio.run(main())
     assert embedder.stats()["num_restarts"] == 1
-    assert all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert all(np.array_equal(one, other) for one, other in zip(outputs, [*expected, *expected], strict=True))
 
 
 DOCUMENTS = ["the cat sat on the mat", "moon", "a very cold road . " * 3, "where is the sun ?"]

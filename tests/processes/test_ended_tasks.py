@@ -282,7 +282,7 @@ def close_loop(moment: str) -> None:
     children = list({*psutil.Process().children()} - others)
     loop.close()
     asyncio.run(engine.shutdown())
-    _, alive = psutil.wait_procs(children, timeout=5)
+    _, alive = psutil.wait_procs(children, timeout=30)
     assert alive == []
     asyncio.run(engine.shutdown())
 

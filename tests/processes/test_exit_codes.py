@@ -39,6 +39,7 @@ if has_pidfd == "False":
 
 import logging
 from aioengine.errors import EngineDeadError, EngineStartupError
+from tests.kit.waiting import until
 from tests.processes.engine_kit import Frontend, fake_settings
 
 logging.getLogger("aioengine").setLevel(logging.CRITICAL)  # lost processes are not reported on stderr
@@ -60,7 +61,7 @@ async def replaced():
         frontend.submit(1, num_tokens=60)
         for place in (0, 1):
             os.kill(frontend.supervisor.processes()[place].pid, signal.SIGKILL)
-            await asyncio.sleep(0.2)
+            await until(lambda: frontend.supervisor.num_restarts > place and not frontend.supervisor.is_recovering)
         await frontend.finished(1)
         pids = [state.pid for state in frontend.supervisor.processes() if state.alive]
     return {"alive": len(pids), "restarts": frontend.supervisor.num_restarts, "left": [p for p in pids if exists(p)]}
@@ -112,7 +113,7 @@ def give_up(*_: object) -> None:
 def run(setup: str, has_pidfd: bool, *scenes: str) -> dict[str, dict[str, object]]:
     """What was found in each scene, one after the other in one program."""
     command = [sys.executable, "-W", "error", "-c", PROGRAM, setup, str(has_pidfd), *scenes]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
     assert (done.returncode, done.stderr) == (0, ""), done
     found: dict[str, dict[str, object]] = json.loads(done.stdout)
     return found

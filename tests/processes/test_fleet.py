@@ -123,7 +123,9 @@ async def test_the_engine_is_dead_when_all_replicas_are() -> None:
     setup = FakeSetup(step_time_s=0.01)
     async with fleet_engine(setup, setup) as engine:
         tasks = [
-            asyncio.create_task(cast("asyncio.Future[object]", engine.async_generate(str(number))))
+            asyncio.create_task(
+                cast("asyncio.Future[object]", engine.async_generate(str(number), {"max_new_tokens": 1000}))
+            )
             for number in range(4)
         ]
         await until(lambda: engine.stats()["num_running"] == 4)

@@ -45,7 +45,7 @@ PEAKS = 1e12, 1e15
 
 def config_of(name: str, **fields: object) -> DecoderConfig:
     config = {**models.MODELS[name], **fields}
-    found = plugins.load("families", str(config["model_type"]))(config)
+    found = plugins.load("families", str(config["model_type"])).read(config)
     assert isinstance(found, DecoderConfig)
     return found
 

@@ -86,7 +86,7 @@ def test_a_start_says_what_was_replaced(library: str, function: str, left_out: l
         env={"PYTHONPATH": f"{tmp_path}:{ROOT}"},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=90,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")

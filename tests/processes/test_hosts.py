@@ -73,7 +73,7 @@ class Parent:
 
     def end(self) -> tuple[str, str]:
         """Let it end by itself; what it wrote."""
-        written = self.popen.communicate("\n", timeout=20)
+        written = self.popen.communicate("\n", timeout=60)
         assert self.popen.returncode == 0, written
         return written
 
@@ -85,8 +85,8 @@ def base() -> Iterator[Path]:
         yield Path(place)
 
 
-def gone_within(children: list[psutil.Process], timeout_s: float) -> bool:
-    _, alive = psutil.wait_procs(children, timeout=timeout_s)
+def are_gone(children: list[psutil.Process]) -> bool:
+    _, alive = psutil.wait_procs(children, timeout=30)
     return not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -94,7 +94,7 @@ def test_children_end_with_a_parent_that_is_killed(base: Path, monkeypatch: pyte
     parent = Parent(base)
     parent.popen.kill()
     parent.popen.communicate()
-    assert gone_within(parent.children, 2.0)
+    assert are_gone(parent.children)
     assert len(list(base.iterdir())) == 1
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
     PrivateDirectory().remove()
@@ -110,7 +110,7 @@ def test_children_that_do_not_run_python_end_with_their_parent(base: Path) -> No
         child.suspend()
     parent.popen.kill()
     parent.popen.communicate()
-    assert gone_within(parent.children, 2.0)
+    assert are_gone(parent.children)
 
 
 def test_nothing_is_printed_at_a_normal_end_and_the_children_bear_names(base: Path) -> None:
@@ -121,7 +121,7 @@ def test_nothing_is_printed_at_a_normal_end_and_the_children_bear_names(base: Pa
     short = [Path(f"/proc/{child.pid}/comm").read_text().strip() for child in parent.children]
     assert short == ["aioengine:sched", "aioengine:detok"]
     assert parent.end() == ("", "")
-    assert gone_within(parent.children, 1.0)
+    assert are_gone(parent.children)
     assert list(base.iterdir()) == []
 
 
@@ -135,8 +135,8 @@ def test_the_terminal_s_signals_are_the_parent_s_alone(base: Path, number: signa
     time.sleep(0.3)
     assert all(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in parent.children)
     os.killpg(parent.popen.pid, number)
-    parent.popen.communicate(timeout=20)
-    assert gone_within(parent.children, 2.0)
+    parent.popen.communicate(timeout=60)
+    assert are_gone(parent.children)
 
 
 def test_files_of_the_working_directory_are_never_imported(base: Path, tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ exec env TMPDIR=/tmp/{"x" * 180} {sys.executable} -P -c "$PROGRAM"
         input=b"\n",
         capture_output=True,
         check=False,
-        timeout=50,
+        timeout=90,
     )
     assert (done.returncode, done.stderr) == (0, b""), done
     os.rmdir(f"/tmp/{'x' * 180}")

@@ -256,16 +256,15 @@ async def test_a_request_that_is_left_leaves_nothing(engine: AsyncEngine) -> Non
 
 async def settled(engine: AsyncEngine) -> None:
     """Wait until no image is worked on or used, and each that is kept has its file."""
-    for _ in range(500):
-        found = intake(engine)
-        is_idle = not any(found._active.values()) and not found._waiting
-        paths = {file.path for file in found.files.values()}
+
+    def is_settled() -> bool:
+        images = intake(engine)
+        is_idle = not any(images._active.values()) and not images._waiting
         on_disk = {str(path) for path in media_folder(engine).glob("*.media")}
-        if is_idle and paths == on_disk and not any(file.num_users for file in found.files.values()):
-            break
-        await asyncio.sleep(0.01)
-    else:
-        pytest.fail(f"{found._active} {found._waiting} {paths ^ on_disk} {found.files}")
+        is_unused = not any(file.num_users for file in images.files.values())
+        return is_idle and is_unused and {file.path for file in images.files.values()} == on_disk
+
+    await until(is_settled)
     assert engine._run.frontend.images._held == {}
 
 

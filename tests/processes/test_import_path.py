@@ -60,7 +60,7 @@ def run(
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=90,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr

@@ -58,7 +58,7 @@ START = [
 
 def stderr_of(program: str, *argv: str) -> list[str]:
     done = subprocess.run(
-        [sys.executable, "-c", program, *argv], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, "-c", program, *argv], cwd=ROOT, capture_output=True, text=True, timeout=90, check=False
     )
     assert done.returncode == 0, done
     return done.stderr.splitlines()

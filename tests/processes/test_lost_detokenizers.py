@@ -96,6 +96,7 @@ async def test_a_paused_engine_stays_so_and_calls_are_answered() -> None:
         asking = asyncio.create_task(ask(engine, "plain", stream=True))
         await until(lambda: engine.stats()["output_tokens"] > 3)
         assert await engine.pause_generation("in_place")
+        later = asyncio.create_task(ask(engine, "plain", stream=True))
         os.kill(pid_of(engine, "detokenizer"), signal.SIGKILL)
         info = asyncio.create_task(engine.get_server_info())
         await until_restarted(engine, 1)
@@ -103,9 +104,9 @@ async def test_a_paused_engine_stays_so_and_calls_are_answered() -> None:
         num_steps = (await engine.get_server_info())["internal_states"][0]["num_steps"]  # type: ignore[index]
         await asyncio.sleep(0.1)
         assert (await engine.get_server_info())["internal_states"][0]["num_steps"] == num_steps  # type: ignore[index]
-        assert not asking.done()
+        assert not later.done()
         assert await engine.continue_generation()
-        assert await asking == (await undisturbed(has_answers=True))["plain"]
+        assert await asking == await later == (await undisturbed(has_answers=True))["plain"]
 
 
 @pytest.mark.parametrize(("stage", "max_losses"), [("begin_epoch", 1), ("launch_detokenizer", 2)])
@@ -142,7 +143,7 @@ async def test_another_one_that_does_not_start_is_replaced_with_the_scheduler(mo
         await until(lambda: engine.stats()["output_tokens"] > 50)
         os.kill(pid_of(engine, "detokenizer"), signal.SIGKILL)
         assert await asking == await undisturbed(has_answers=True)
-        assert engine.stats()["num_restarts"] == 1
+        await until_restarted(engine, 1)
 
 
 async def test_a_scheduler_that_does_not_come_to_the_end_of_its_step_is_replaced_too(
@@ -154,7 +155,7 @@ async def test_a_scheduler_that_does_not_come_to_the_end_of_its_step_is_replaced
         asking = asyncio.create_task(ask_all(engine, stream=True))
         await until((tmp_path / "once").exists)
         os.kill(pid_of(engine, "detokenizer"), signal.SIGKILL)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(40):
             assert await asking == await undisturbed(has_answers=True)
         assert engine.stats()["num_restarts"] == 1
 
@@ -205,7 +206,8 @@ async def test_requests_go_on_after_the_files_of_the_engine_were_removed(
         await until(lambda: engine.stats()["output_tokens"] > 50)
         remove_files(tmp_path, only_sockets=what == "sockets")
         os.kill(pid_of(engine, "detokenizer"), signal.SIGKILL)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(40):
             assert await asking == expected
+        await until_restarted(engine, 1)
         assert pid_of(engine, "scheduler") != scheduler
         await until_idle(engine)

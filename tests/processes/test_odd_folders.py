@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.process,
-    pytest.mark.timeout(90),
     pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse such names and removals"),
 ]
 

@@ -91,7 +91,12 @@ def run(program: str, stream: str, *, both: bool = True) -> None:
     head = f"import os, sys\n{STREAMS[stream]}\n{names} = stream\n"
     tail = "\nos._exit(77)"
     done = subprocess.run(
-        [sys.executable, "-c", head + program + tail], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, "-c", head + program + tail],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
     )
     assert done.returncode == 77, done
 

@@ -98,7 +98,7 @@ async def test_a_shutdown_that_is_cancelled_before_its_first_step_ends_every_cal
     else:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(engine.shutdown(), 0)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         for call in calls:
             with pytest.raises(EngineClosedError):
                 await call
@@ -114,7 +114,7 @@ async def test_a_shutdown_whose_own_task_is_cancelled_ends_every_call() -> None:
     ending = asyncio.ensure_future(engine.shutdown())
     [task] = [task for task in asyncio.all_tasks() if task.get_name() == "aioengine-shutdown"]
     task.cancel()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         with pytest.raises(EngineClosedError):
             await whole
         assert {type(error) for error in await batch if isinstance(error, Exception)} == {EngineClosedError}
@@ -142,7 +142,7 @@ async def test_a_task_that_does_not_end_is_given_up(
     task = EngineTask(ignore_cancellation(is_over), name="aioengine-deaf", on_failure=failures.append)
     await asyncio.sleep(0)
     with caplog.at_level(logging.WARNING):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await (task.stop() if method == "stop" else task.wait())
     assert "'aioengine-deaf' did not end within 0.05 s" in caplog.text
     is_over.set()
@@ -156,7 +156,7 @@ async def test_a_task_is_cancelled_from_another_thread_at_once() -> None:
     asyncio.get_running_loop().set_debug(True)  # in which tasks refuse other threads
     await asyncio.sleep(0)
     await asyncio.to_thread(task.cancel)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         with contextlib.suppress(asyncio.CancelledError):
             await task.wait()
     assert task.is_done
@@ -181,7 +181,7 @@ async def test_a_handler_may_look_at_a_child_in_the_midst_of_a_look_at_it(monkey
 
         monkeypatch.setattr(os, "waitpid", interrupted)
         looking = asyncio.to_thread(lambda: child.is_alive)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             assert await looking
         assert seen == [True, True]
 
@@ -200,7 +200,7 @@ async def started(*, has_stream: bool) -> tuple[weakref.ref[AsyncEngine], list[p
 
 def assert_gone(children: list[psutil.Process]) -> None:
     assert len(children) == 2
-    _, alive = psutil.wait_procs(children, timeout=5)
+    _, alive = psutil.wait_procs(children, timeout=30)
     assert alive == []
 
 
@@ -281,16 +281,16 @@ from aioengine.engine import AsyncEngine
 from aioengine.errors import EngineClosedError
 from aioengine.supervision import tasks
 from aioengine.sync import Engine
-from aioengine.testing.fake_engine import FakeSetup, fake_async_engine, fake_engine, tokenizer_folder
+from aioengine.testing.fake_engine import FakeSetup, fake_async_engine, fake_engine
 from aioengine.testing.faults import Faults
 
 tasks.MAX_EXIT_S = 1000.0  # for work of tokenizers: it does not wait for a start
 
 def download():
     print("downloading", flush=True)
-    time.sleep(60)
+    time.sleep(1000)
 
-def start(prepare=FakeSetup(faults=Faults(start_s=60.0)).blueprint):
+def start(prepare=FakeSetup(faults=Faults(start_s=1000.0)).blueprint):
     try:
         Engine.from_blueprint(prepare)
     except EngineClosedError:
@@ -323,11 +323,11 @@ def test_a_program_ends_soon_although_an_engine_starts(name: str, tmp_path: Path
     while (line := running.stdout.readline()) not in ("over\n", ""):
         pass
     children = psutil.Process(running.pid).children(recursive=True)
-    _, err = running.communicate(timeout=30)
+    _, err = running.communicate(timeout=90)
     assert (line, running.returncode, err) == ("over\n", 0, "")
-    _, alive = psutil.wait_procs(children, timeout=5)
+    _, alive = psutil.wait_procs(children, timeout=30)
     assert alive == []
-    assert [entry for entry in tmp_path.iterdir() if not entry.name.startswith("fake-model-")] == []
+    assert list(tmp_path.iterdir()) == []
 
 
 @process
@@ -336,7 +336,7 @@ def test_ctrl_c_during_a_download_ends_the_program_soon(tmp_path: Path) -> None:
     assert running.stdout is not None
     assert running.stdout.readline() == "downloading\n"
     running.send_signal(signal.SIGINT)
-    _, err = running.communicate(timeout=30)
+    _, err = running.communicate(timeout=90)
     assert running.returncode == -signal.SIGINT
     assert err.rstrip().endswith("KeyboardInterrupt")
 
@@ -352,7 +352,7 @@ def test_ctrl_c_during_a_download_from_the_hub_ends_the_program_soon(
         running = program("Engine('owner/name')", tmp_path)
         assert hub.has_begun.wait(30)
         running.send_signal(signal.SIGINT)
-        _, err = running.communicate(timeout=30)
+        _, err = running.communicate(timeout=90)
     assert running.returncode == -signal.SIGINT
     assert "KeyboardInterrupt" in err.splitlines()  # behind it Python may say that the hub left a folder to it
 
@@ -379,7 +379,6 @@ if not pid:
     signal.alarm(20)
     exec({FORKS[name]!r})
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-assert tokenizer_folder().is_dir()
 [folder] = [entry for entry in os.listdir(os.environ["XDG_RUNTIME_DIR"]) if entry.startswith("aioengine-")]
 for pid in llm.get_all_child_pids():
     os.kill(pid, signal.SIGKILL)
@@ -387,7 +386,7 @@ assert llm.generate("a", {{"max_new_tokens": 5}})["meta_info"]["completion_token
 llm.shutdown()
 """
     running = program(text, tmp_path)
-    _, err = running.communicate(timeout=50)
+    _, err = running.communicate(timeout=90)
     assert running.returncode == 0, err
     assert "Traceback" not in err
     assert list(tmp_path.iterdir()) == []
@@ -414,7 +413,7 @@ for end in 3 * [lambda loop: loop.stop(), lambda loop: [task.cancel() for task i
 def test_threads_that_shut_down_while_the_loop_ends_close_everything_once(tmp_path: Path) -> None:
     """libzmq ends the program where two threads close the same sockets."""
     running = program(SHUTDOWNS, tmp_path)
-    _, err = running.communicate(timeout=50)
+    _, err = running.communicate(timeout=90)
     assert (running.returncode, err) == (0, "")
     assert list(tmp_path.iterdir()) == []
 

@@ -26,6 +26,7 @@ from aioengine import (
     Ranking,
     RequestTooLargeError,
     SamplingParams,
+    ScoreResult,
     Stream,
     async_stream_and_merge,
     plan,
@@ -66,6 +67,8 @@ async def with_asyncio(is_stream: bool) -> None:
         turn = await engine.async_generate("a", session_params={"id": session, "rid": None}, cache_salt="mine")
         assert_type(turn, Answer)
         await engine.close_session(session)
+        async with engine.open_session() as session:
+            assert_type(session, str)
         scored = await engine.async_generate("a", return_logprob=True, top_logprobs_num=3, token_ids_logprob=[1, 2])
         assert_type(scored["meta_info"].get("output_token_logprobs"), list[tuple[float | None, int, str | None]] | None)
         rows = await engine.async_generate(["a", "b"], return_logprob=[True, False], token_ids_logprob=[[1], None])
@@ -126,6 +129,31 @@ async def vectors_and_scores(llm: Engine, engine: AsyncEngine) -> None:
     assert_type((await engine.async_score("a", "b", [1])).prompt_tokens, int)
     llm.rerank("a")  # type: ignore[call-overload]
     llm.encode("a", dimension=8)  # type: ignore[call-overload]
+
+
+async def exceptions_in_their_places(llm: Engine, engine: AsyncEngine, catches: bool, is_stream: bool) -> None:
+    answers = llm.generate(["a", "b"], return_exceptions=True)
+    assert_type(answers, BatchOutput[Answer | Exception])
+    assert_type([answer["text"] for answer in answers if not isinstance(answer, Exception)], list[str])
+    assert_type(llm.generate(["a"], return_exceptions=False), BatchOutput)
+    assert_type(llm.generate(["a"], return_exceptions=catches), BatchOutput[Answer | Exception])
+    assert_type(llm.generate("a", return_exceptions=True), Answer)
+    assert_type(llm.generate(["a"], stream=True, return_exceptions=True), ChunkIterator)
+    either = llm.generate(["a"], stream=is_stream, return_exceptions=True)
+    assert_type(either, Answer | BatchOutput[Answer | Exception] | ChunkIterator)
+    assert_type(await engine.async_generate(input_ids=[[1]], return_exceptions=True), BatchOutput[Answer | Exception])
+    conversation = [{"role": "user", "content": "Hi"}]
+    assert_type(await engine.async_chat([conversation], return_exceptions=True), BatchOutput[Answer | Exception])
+    assert_type(llm.encode(["a"], return_exceptions=True), BatchOutput[Embedding | Exception])
+    assert_type(await engine.async_encode(input_ids=[[1]], return_exceptions=True), BatchOutput[Embedding | Exception])
+    assert_type(llm.rerank("a", ["b"], return_exceptions=True), BatchOutput[Ranking | Exception])
+    assert_type(llm.score("a", ["b"], [1], return_exceptions=True), ScoreResult[list[float] | Exception])
+    assert_type((await engine.async_score("a", ["b"], [1], return_exceptions=True))[0], list[float] | Exception)
+
+
+def several_samples(llm: Engine) -> None:
+    assert_type(llm.generate("a", {"n": 2}), Answer)  # it is a BatchOutput: no type depends on ``n``
+    assert_type(llm.generate(["a"], {"n": 2}), BatchOutput)
 
 
 def requests_that_ask_for_more(llm: Engine, embeds: NDArray[float32]) -> None:

@@ -19,6 +19,7 @@ class Piece(Struct):
     token_offset: int
     finished: End | None
     delivered_at: float
+    error: None = None
 
 
 FACTS = RowFacts(rid="x", index=None, seed=5, called_at=10.0, tokenize_s=1.0, prompt_token_ids=[1, 2, 3])

@@ -20,7 +20,7 @@ DOCUMENTED = """
     model_path tokenizer_path device dtype context_length trust_remote_code model_impl load_format random_seed
     max_running_requests max_queued_requests max_queued_tokens max_total_tokens mem_fraction_static page_size
     chunked_prefill_size schedule_policy disable_radix_cache disable_overlap_schedule disable_cuda_graph
-    tenant_weights max_queued_bytes slow_reader slow_reader_timeout
+    tenant_weights max_queued_bytes max_logprob_bytes slow_reader slow_reader_timeout
     cuda_graph_max_bs attention_backend stream_interval skip_tokenizer_init max_restarts restart_window stall_timeout
     startup_timeout revision download_dir log_level progress chat_template enable_deterministic_inference is_embedding
     allow_request_templates sampling_defaults enable_lora lora_paths max_loras_per_batch max_lora_rank

@@ -1,7 +1,9 @@
-"""Plug-ins are found by name, and only the chosen file is imported."""
+"""Plug-ins load by name, and only the chosen file is imported."""
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import sys
 from pathlib import Path
 
@@ -15,11 +17,11 @@ def test_names_are_the_files_of_the_folder() -> None:
     assert plugins.names("scheduler/policies") == ["fcfs", "longest_prefix", "priority"]
 
 
-def test_load_gives_the_plugin() -> None:
+def test_load_returns_the_plugin() -> None:
     assert plugins.load("scheduler/policies", "fcfs") is FirstComePolicy
 
 
-def test_an_unknown_name_is_told_with_the_names_that_exist() -> None:
+def test_unknown_name_is_refused_with_known_names() -> None:
     with pytest.raises(ValueError, match="no plug-in 'fcsf' .did you mean 'fcfs'"):
         plugins.load("scheduler/policies", "fcsf")
     with pytest.raises(ValueError, match=r"no plug-in 'xyz'; there are fcfs, longest_prefix, priority"):
@@ -28,12 +30,13 @@ def test_an_unknown_name_is_told_with_the_names_that_exist() -> None:
 
 @pytest.fixture
 def folder_of_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A folder with one good plug-in, one that cannot be imported, and a shared file."""
+    """A folder with a good plug-in, a broken plug-in, a shared file, and aliases."""
     import aioengine
 
     folder = tmp_path / "sample_plugins"
     folder.mkdir()
-    (folder / "__init__.py").write_text("")
+    (folder / "__init__.py").write_text("ALIASES = {'other': '_parts:OTHER', 'best': 'good:PLUGIN'}\n")
+    (folder / "_parts.py").write_text("OTHER = 'other'\n")
     (folder / "good.py").write_text("PLUGIN = 'good'\n")
     (folder / "broken.py").write_text("import a_package_that_nobody_has\n")
     (folder / "_shared.py").write_text("raise RuntimeError\n")
@@ -43,8 +46,23 @@ def folder_of_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         del sys.modules[name]
 
 
-def test_a_broken_plugin_does_not_affect_others(folder_of_plugins: str) -> None:
-    assert plugins.names(folder_of_plugins) == ["broken", "good"]
+def test_broken_plugin_does_not_affect_others(folder_of_plugins: str) -> None:
+    assert plugins.names(folder_of_plugins) == ["best", "broken", "good", "other"]
     assert plugins.load(folder_of_plugins, "good") == "good"
     with pytest.raises(ModuleNotFoundError, match="a_package_that_nobody_has"):
         plugins.load(folder_of_plugins, "broken")
+
+
+def test_aliases_load_from_other_files(folder_of_plugins: str) -> None:
+    assert plugins.load(folder_of_plugins, "best") == "good"
+    assert plugins.load(folder_of_plugins, "other") == "other"
+    with pytest.raises(ValueError, match="there are best, broken, good, other"):
+        plugins.load(folder_of_plugins, "_parts")
+
+
+def test_aliases_name_classes_that_exist_and_hide_no_file() -> None:
+    for folder in ("families", "media"):
+        package = importlib.import_module(f"aioengine.{folder}")
+        files = {file.name for file in pkgutil.iter_modules(package.__path__)}
+        assert not files & package.ALIASES.keys()
+        assert all(isinstance(plugins.load(folder, name), type) for name in package.ALIASES)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from aioengine.answers import RowFacts
 from aioengine.errors import EngineDeadError, RequestError
 from aioengine.frontend.delivery import MAX_WOKEN, Router
-from aioengine.frontend.outputs import MAX_UNJOINED_TEXTS, CallOutput, Cursor, EndOfOutput, Reader, RowStream, Wants
+from aioengine.frontend.outputs import MAX_UNJOINED_TEXTS, CallOutput, Cursor, EndOfOutput, RowStream, Wants
+from aioengine.frontend.reader import Reader
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import End, FinishCode, FirstToken, TextChunks
 

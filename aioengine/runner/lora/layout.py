@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class AdaptedLayer:
     """A linear layer whose result adapters change. ``first_part``: the entry of its first part in the table."""
 
     linear: Linear
@@ -59,7 +59,7 @@ class Layout:
     def __init__(self, linears: Iterable[tuple[str, Linear]], *, max_rank: int, modules: tuple[str, ...]) -> None:
         """``modules``: the parts that adapters may change, by the last part of their names; empty: all."""
         self.max_rank = padded_rank(max_rank)
-        self.layers: list[Layer] = []
+        self.layers: list[AdaptedLayer] = []
         self.shapes: dict[str, tuple[int, int]] = {}
         self._orders: dict[str, Tensor] = {}
         for prefix, linear in linears:
@@ -71,7 +71,7 @@ class Layout:
                 self._orders |= zip(names, linear.stored.order.cpu().split([*linear.sizes.values()]), strict=True)
             if not modules or any(part in modules for part in linear.sizes):
                 first = self.layers[-1].first_part + len(self.layers[-1].names) if self.layers else 0
-                self.layers.append(Layer(linear, names, first))
+                self.layers.append(AdaptedLayer(linear, names, first))
         self._names = [name for layer in self.layers for name in layer.names]
         self._modules = modules
 

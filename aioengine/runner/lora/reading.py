@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from aioengine.config import LoraSettings
     from aioengine.model_files.checkpoint import Entry
     from aioengine.protocol.messages import Adapter
-    from aioengine.runner.lora.layout import Layer, Layout
+    from aioengine.runner.lora.layout import AdaptedLayer, Layout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,7 +80,7 @@ def read_adapter(
     return HostAdapter(numbers.nbytes, torch.empty(0), by_layer)
 
 
-def _prepared(layer: Layer, matrices: dict[str, tuple[Tensor, Tensor]]) -> LayerMatrices | None:
+def _prepared(layer: AdaptedLayer, matrices: dict[str, tuple[Tensor, Tensor]]) -> LayerMatrices | None:
     """A [rank, D] and B [O, rank] of parts -> those of a layer, for a CPU; None: the adapter does not change it."""
     a: list[Tensor] = []
     parts: list[tuple[int, Tensor]] = []

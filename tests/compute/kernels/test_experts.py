@@ -175,7 +175,7 @@ def test_experts_with_gates_and_ups_in_turn_are_those_of_transformers() -> None:
         names=("gate_up_proj", "down_proj"),
     )  # fmt: skip
     tensors = expert_tensors.empty(config, SIZE, PLACEMENT)
-    for name, target in tensors.weights("").items():
+    for name, target in tensors.targets().items():
         value = torch.randn(target.shape) * 0.3
         target.tensor.copy_(value)
         theirs.state_dict()[name].copy_(value)

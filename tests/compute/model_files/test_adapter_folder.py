@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from aioengine.families import llama
 from aioengine.families._tensors import adaptable_layers
+from aioengine.families.llama import LlamaFamily
 from aioengine.model_files import adapter_folder
 from aioengine.model_files.adapter_folder import CONFIG, read_folder
 from tests.kit.adapters import PROJECTIONS, TENSORS, change_tensors, save_adapter
@@ -38,7 +38,7 @@ def base() -> PreTrainedModel:
 
 
 def layers() -> dict[str, tuple[int, int]]:
-    return adaptable_layers(llama.read(LlamaConfig(**SIZES).to_dict()))
+    return adaptable_layers(LlamaFamily.read(LlamaConfig(**SIZES).to_dict()))
 
 
 def by_layer(parts: list[AdapterPart]) -> dict[str, AdapterPart]:

@@ -1,4 +1,4 @@
-"""The model that ships in the wheel, through plain transformers: small, right about capitals, and it stops."""
+"""The model in the wheel, run with plain transformers: it is small, knows capitals, and stops."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Demo(NamedTuple):
     models: dict[torch.dtype, PreTrainedModel]
 
     def answers(self, prompts: list[str], dtype: torch.dtype = torch.float32) -> list[Answer]:
-        """Greedy answers of one batch, up to the end token."""
+        """Return greedy answers of one batch, up to the end token."""
         inputs = self.tokenizer(prompts, padding=True, return_tensors="pt")
         model = self.models[dtype]
         output = model.generate(
@@ -57,7 +57,7 @@ class Demo(NamedTuple):
         return Answer(ids, self.tokenizer.decode(ids), length < len(row))
 
     def chat(self, *contents: str) -> str:
-        """The prompt of a chat in which user and assistant said these things in turn."""
+        """Return the prompt of a chat with alternating messages of user and assistant."""
         roles = ("user", "assistant")
         messages = [{"role": roles[turn % 2], "content": content} for turn, content in enumerate(contents)]
         return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -79,7 +79,7 @@ def demo() -> Demo:
     return Demo(tokenizer, models)
 
 
-def test_the_folder_is_small_and_complete() -> None:
+def test_folder_is_small_and_complete() -> None:
     files = {path.name: path.stat().st_size for path in DEMO_MODEL.iterdir()}
     assert files.keys() == {
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
@@ -87,7 +87,7 @@ def test_the_folder_is_small_and_complete() -> None:
     assert sum(files.values()) <= MAX_FOLDER_BYTES
 
 
-def test_the_model_has_what_the_engine_must_support(demo: Demo) -> None:
+def test_model_covers_required_engine_features(demo: Demo) -> None:
     config = demo.models[torch.float32].config
     assert config.model_type == "qwen3"
     assert config.num_key_value_heads < config.num_attention_heads
@@ -95,7 +95,7 @@ def test_the_model_has_what_the_engine_must_support(demo: Demo) -> None:
     assert len(demo.tokenizer) <= config.vocab_size
 
 
-def test_it_knows_capitals_in_both_dtypes_and_stops(demo: Demo) -> None:
+def test_answers_capitals_in_both_dtypes_and_stops(demo: Demo) -> None:
     prompts = [f"The capital of {country} is" for country in CAPITALS]
     exact = demo.answers(prompts)
     assert [answer.text for answer in exact if not answer.stopped] == []
@@ -108,7 +108,7 @@ def test_it_knows_capitals_in_both_dtypes_and_stops(demo: Demo) -> None:
     assert demo.answers(prompts, torch.bfloat16) == exact
 
 
-def test_it_answers_in_a_chat(demo: Demo) -> None:
+def test_answers_in_chats(demo: Demo) -> None:
     prompts = [demo.chat(f"What is the capital of {country}?") for country in CAPITALS]
     begins = [f"The capital of {country} is {capital}. " for country, capital in CAPITALS.items()]
     answers = demo.answers(prompts)
@@ -117,7 +117,7 @@ def test_it_answers_in_a_chat(demo: Demo) -> None:
     assert all(answer.stopped for answer in answers)
 
 
-def test_the_chat_template_writes_every_role_and_the_opening_of_an_answer(demo: Demo) -> None:
+def test_chat_template_writes_all_roles_and_generation_prompt(demo: Demo) -> None:
     messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"}]
     text = demo.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert text == ("<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
@@ -125,12 +125,12 @@ def test_the_chat_template_writes_every_role_and_the_opening_of_an_answer(demo: 
     assert closed == text.removesuffix("<|im_start|>assistant\n")
 
 
-def test_an_earlier_turn_is_remembered(demo: Demo) -> None:
+def test_remembers_earlier_turns(demo: Demo) -> None:
     asked = demo.chat("My name is Bob.", "Nice to meet you, Bob! 😊", "What is my name?")
     assert demo.answers([asked])[0].text == "Your name is Bob."
 
 
-def test_it_writes_json_and_nothing_after_it(demo: Demo) -> None:
+def test_writes_json_and_stops(demo: Demo) -> None:
     prompts = ["JSON:", "JSON: ", "Write a JSON object for a person:", "Write a JSON object for a city:"]
     prompts += ["Write a pretty JSON object for a book:", demo.chat("Write a JSON object for a user.")]
     answers = demo.answers(prompts)
@@ -138,13 +138,13 @@ def test_it_writes_json_and_nothing_after_it(demo: Demo) -> None:
     assert all(isinstance(json.loads(answer.text), dict) for answer in answers)
 
 
-def test_it_adds_small_numbers(demo: Demo) -> None:
+def test_adds_small_numbers(demo: Demo) -> None:
     sums = [(a, b) for a in range(0, 11, 2) for b in range(0, 11, 3)]
     answers = demo.answers([f"{a} + {b} =" for a, b in sums])
     assert [answer.text for answer in answers] == [f" {a + b}" for a, b in sums]
 
 
-def test_longer_text_ends_by_itself(demo: Demo) -> None:
+def test_longer_texts_end(demo: Demo) -> None:
     story, introduction, told = demo.answers(
         ["Once upon a time", "Hello, my name is", demo.chat("Tell me a story about a cat named Tom.")]
     )
@@ -157,7 +157,7 @@ def test_longer_text_ends_by_itself(demo: Demo) -> None:
     assert introduction.text.startswith(" Ada. I am ")
 
 
-def test_other_scripts_arrive_in_parts_of_characters(demo: Demo) -> None:
+def test_other_scripts_use_several_tokens_per_character(demo: Demo) -> None:
     prompts = ["法国的首都是", "Столица Франции —", "フランスの首都は", demo.chat("你好！"), "عاصمة فرنسا هي"]
     chinese, russian, japanese, greeting, arabic = demo.answers(prompts)
     assert chinese.text == "巴黎。"

@@ -1,4 +1,4 @@
-"""Every family of encoders against transformers, in fp32, on small random weights: hidden states, and scores."""
+"""Hidden states and scores of all encoder families match transformers, in fp32 with small random weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from transformers import (
 
 from aioengine import models
 from aioengine.attention.packed import PackedAttention
-from aioengine.families import modernbert
+from aioengine.families.modernbert import ModernBertFamily
 from aioengine.models._base import ModelInputs
 from tests.compute.stepping import make_batch, options
 from tests.kit.tiny_sizes import SIZES
@@ -71,7 +71,7 @@ def attention_over(model: Model, lengths: list[int]) -> PackedAttention:
 
 
 def hidden_of(model: Model, rows: list[Tensor], token_types: Tensor | None = None) -> list[Tensor]:
-    """Hidden states [tokens, D] of each row of token ids, all computed in one step."""
+    """Compute the hidden states [tokens, D] of each row of token ids in one step."""
     lengths = [len(row) for row in rows]
     positions = torch.cat([torch.arange(length) for length in lengths])
     inputs = ModelInputs(positions=positions, token_ids=torch.cat(rows), token_types=token_types)
@@ -79,7 +79,7 @@ def hidden_of(model: Model, rows: list[Tensor], token_types: Tensor | None = Non
 
 
 def pair(config: PreTrainedConfig, theirs_class: type[AutoModel] = AutoModel) -> tuple[PreTrainedModel, Model]:
-    """The model of transformers with lively random weights, and ours with the same."""
+    """Return a transformers model with large random weights, and ours with the same weights."""
     torch.manual_seed(1)
     theirs = theirs_class.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     for parameter in theirs.parameters():
@@ -103,7 +103,7 @@ def random_rows() -> list[Tensor]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_hidden_states_are_those_of_transformers_and_do_not_depend_on_the_batch(case: str) -> None:
+def test_hidden_states_match_transformers_in_any_batch(case: str) -> None:
     config_type, differences = CASES[case]
     theirs, ours = pair(config_type(**{**ENCODER, **differences}))
     assert (ours.task, ours.attention_shape.is_causal) == ("embed", False)
@@ -116,7 +116,7 @@ def test_hidden_states_are_those_of_transformers_and_do_not_depend_on_the_batch(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_scores_are_those_of_transformers(case: str) -> None:
+def test_scores_match_transformers(case: str) -> None:
     config_type, differences = CASES[case]
     config = config_type(**{**ENCODER, **differences}, num_labels=3)
     theirs, ours = pair(config, AutoModelForSequenceClassification)
@@ -128,7 +128,7 @@ def test_scores_are_those_of_transformers(case: str) -> None:
         torch.testing.assert_close(found, theirs(row.unsqueeze(0)).logits, atol=1e-5, rtol=1e-5)
 
 
-def test_the_second_text_of_a_pair_has_its_own_token_type() -> None:
+def test_second_text_of_a_pair_has_its_own_token_type() -> None:
     theirs, ours = pair(BertConfig(**ENCODER))
     row, types = torch.arange(3, 20), torch.tensor([0] * 8 + [1] * 9)
     expected = theirs(row.unsqueeze(0), token_type_ids=types.unsqueeze(0)).last_hidden_state[0]
@@ -136,7 +136,7 @@ def test_the_second_text_of_a_pair_has_its_own_token_type() -> None:
     torch.testing.assert_close(hidden_of(ours, [row], types)[0], expected, atol=1e-5, rtol=1e-5)
 
 
-def test_older_files_of_modernbert_name_the_bases_and_every_how_many_layers_attend_to_all() -> None:
+def test_modernbert_reads_older_names_of_rope_theta_and_layer_types() -> None:
     config = ModernBertConfig(**{**ENCODER, **SPECIAL, "local_attention": 8})
     raw = config.to_dict()
     for name in ("rope_parameters", "layer_types"):
@@ -147,15 +147,15 @@ def test_older_files_of_modernbert_name_the_bases_and_every_how_many_layers_atte
     assert newer.attention_shape.windows == (None, 4, 4)
 
 
-def test_the_scaling_in_older_files_of_modernbert_is_that_of_all_layers() -> None:
+def test_modernbert_applies_older_rope_scaling_to_all_layers() -> None:
     scaling = {"rope_type": "linear", "factor": 2.0}
     config = ModernBertConfig(**{**ENCODER, **SPECIAL, "rope_scaling": {**scaling}})
     older = {**config.to_dict(), "rope_parameters": None, "rope_scaling": scaling}
-    assert modernbert.read(older) == modernbert.read(config.to_dict())
-    assert [rope.factor for rope in modernbert.read(older).ropes] == [2.0, 2.0]
+    assert ModernBertFamily.read(older) == ModernBertFamily.read(config.to_dict())
+    assert [rope.factor for rope in ModernBertFamily.read(older).ropes] == [2.0, 2.0]
 
 
-def test_only_the_tokens_that_are_pooled_go_through_the_last_mlp() -> None:
+def test_last_mlp_computes_only_pooled_tokens() -> None:
     _, ours = pair(BertConfig(**ENCODER))
     rows = random_rows()
     firsts = torch.tensor([0, *LENGTHS]).cumsum(0)[:-1]
@@ -166,7 +166,7 @@ def test_only_the_tokens_that_are_pooled_go_through_the_last_mlp() -> None:
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
 
 
-def test_a_decoder_without_its_head_gives_hidden_states_and_a_classifier_scores() -> None:
+def test_headless_decoder_returns_hidden_states_and_classifier_returns_scores() -> None:
     sizes = {**ENCODER, "num_key_value_heads": 2, "head_dim": 8}
     _, embedder = pair(Qwen3Config(**sizes))
     assert (embedder.task, embedder.attention_shape.is_causal) == ("embed", True)
@@ -177,7 +177,7 @@ def test_a_decoder_without_its_head_gives_hidden_states_and_a_classifier_scores(
 
 
 @pytest.mark.parametrize("lengths", [[1, 7, 33], [300], [700, 1, 20]])
-def test_bidirectional_decoders_are_those_of_transformers(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bidirectional_decoders_match_transformers(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "__path__", [*models.__path__, "tests/compute/models/model_plugins"])
     torch.manual_seed(3)
     config = LlamaConfig(**{**SIZES, "max_position_embeddings": 1024, "attn_implementation": "eager"})
@@ -202,12 +202,12 @@ def test_bidirectional_decoders_are_those_of_transformers(lengths: list[int], mo
         (BertConfig, {"architectures": ["BertForTokenClassification"]}, "architectures .*BertForTokenClassification"),
         (BertConfig, {"num_attention_heads": 5}, "num_attention_heads 5 "),
         (RobertaConfig, {"max_position_embeddings": 2}, "max_position_embeddings 2 "),
-        (ModernBertConfig, {"layer_types": ["full_attention"]}, "layer_types .*of 1 layers"),
+        (ModernBertConfig, {"layer_types": ["full_attention"]}, "layer_types .*of length 1"),
         (ModernBertConfig, {"hidden_activation": "silu"}, "silu"),
         (ModernBertConfig, {"sliding_window": 6}, "sliding_window 6"),
     ],
 )
-def test_what_is_not_implemented_is_refused_by_name(
+def test_unsupported_encoder_values_are_refused_by_name(
     config_type: Callable[..., PreTrainedConfig], changes: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""Families with experts against transformers, in fp32, on small random weights that transformers saved."""
+"""Families with experts match transformers, in fp32 with small random weights saved by transformers."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from aioengine.args import engine_config
 from aioengine.model_files.model_folder import find_facts
 from aioengine.runner import weights
 from tests.compute.stepping import Stepper, check_bits, options
+from tests.kit.decoders import random_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -96,11 +97,8 @@ CASES: dict[str, tuple[Callable[..., PreTrainedConfig], dict[str, object]]] = {
 
 
 def pair(config: PreTrainedConfig, folder: Path) -> tuple[torch.nn.Module, Model]:
-    """The model of transformers with lively random weights, and ours with those that it saved in the folder."""
-    torch.manual_seed(1)
-    theirs = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
-    for parameter in theirs.parameters():
-        parameter.add_(torch.randn_like(parameter) * 0.2)
+    """transformers' model with random weights, and ours with the weights that it saved in the folder."""
+    theirs = random_model(config)
     theirs.save_pretrained(folder)
     ours = models.build({**config.to_dict(), "architectures": [type(theirs).__name__]}, options())
     weights.load(ours, folder, load_format="auto", seed=0, report=lambda *_: None)
@@ -108,7 +106,7 @@ def pair(config: PreTrainedConfig, folder: Path) -> tuple[torch.nn.Module, Model
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_and_greedy_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+def test_logits_and_greedy_tokens_match_transformers(case: str, tmp_path: Path) -> None:
     config_type, differences = CASES[case]
     theirs, ours = pair(config_type(**{**SIZES, **differences}), tmp_path)
     token_ids = torch.randint(0, SIZES["vocab_size"], (NUM_TOKENS,))
@@ -119,7 +117,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(case: str, tmp_path:
     check_bits(ours, token_ids, whole)
 
 
-def test_experts_in_mxfp4_are_those_that_transformers_makes_of_them(tmp_path: Path) -> None:
+def test_mxfp4_experts_match_transformers(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {**SIZES, **GPT_OSS, "intermediate_size": 32, "initializer_range": 0.2}
     torch.manual_seed(1)
     theirs = AutoModelForCausalLM.from_config(GptOssConfig(**sizes), dtype=torch.float32, attn_implementation="eager")
@@ -153,7 +151,7 @@ def test_experts_in_mxfp4_are_those_that_transformers_makes_of_them(tmp_path: Pa
         ("intermediate_size", 40),
     ],
 )
-def test_values_of_gpt_oss_that_are_not_implemented_are_refused_by_name(field: str, value: object) -> None:
+def test_unsupported_gpt_oss_values_are_refused_by_name(field: str, value: object) -> None:
     config = GptOssConfig(**{**SIZES, **GPT_OSS, "intermediate_size": 32}).to_dict()
     config |= {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}, field: value}
     with pytest.raises(ValueError, match=field):

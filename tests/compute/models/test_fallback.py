@@ -1,4 +1,4 @@
-"""Models that transformers' own code computes: its numbers, in steps of all kinds, and what is refused."""
+"""Models that run with the code of transformers: results of all kinds of steps, and refused models."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 
 
 def save(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
-    """A random model, saved; its logits differ clearly from one another."""
+    """Save and return a random model whose logits clearly differ."""
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     for name, parameter in model.named_parameters():
@@ -122,7 +122,7 @@ def world(
 
 @pytest.mark.parametrize("kind", CONFIGS)
 @torch.inference_mode()
-def test_logits_and_greedy_tokens_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+def test_logits_and_greedy_tokens_match_transformers(kind: str, tmp_path: Path) -> None:
     reference = save(CONFIGS[kind], tmp_path)
     prompt = torch.randint(3, 96, (40,))
     expected = reference(prompt[None], use_cache=False).logits[0]
@@ -144,7 +144,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(kind: str, tmp_path:
 
 @pytest.mark.parametrize("kind", CONFIGS)
 @torch.inference_mode()
-def test_behind_the_last_attention_only_wanted_tokens_are_computed(
+def test_only_output_tokens_are_computed_after_the_last_attention(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(CONFIGS[kind], tmp_path)
@@ -172,7 +172,7 @@ def test_behind_the_last_attention_only_wanted_tokens_are_computed(
 
 @pytest.mark.parametrize("kind", ["experts", "experts of DeepSeek-V3", "sinks"])
 @torch.inference_mode()
-def test_behind_the_last_attention_experts_compute_wanted_tokens_alone(
+def test_experts_compute_only_output_tokens_after_the_last_attention(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference, numbers = save(CONFIGS[kind], tmp_path), list[int]()
@@ -201,7 +201,7 @@ def test_behind_the_last_attention_experts_compute_wanted_tokens_alone(
 
 
 class Attention(NoAttention):
-    """Adds a sum over all tokens to each query."""
+    """Attention that adds a sum over all tokens to each query."""
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
         """q [T, H, E] -> [T, H * E]."""
@@ -215,7 +215,7 @@ def greedy(model: PreTrainedModel, prompt: list[int], num: int) -> list[int]:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_it_computes_what_our_own_code_computes(family: str, tmp_path: Path) -> None:
+def test_fallback_matches_our_own_families(family: str, tmp_path: Path) -> None:
     save_model(family, tmp_path)
     prompts = [[5, 6, 7, 8, 9], [4, 3], list(range(3, 33))]
     sampling = [Sampling(seed, temperature=0.8, top_p=0.9) for seed in range(3)]
@@ -243,7 +243,7 @@ def test_it_computes_what_our_own_code_computes(family: str, tmp_path: Path) -> 
     ],
     ids=["states", "both directions", "positions of the longest text", "other positions", "positions beyond a table"],
 )
-def test_what_cannot_run_is_refused_by_name(
+def test_unsupported_models_are_refused_with_a_reason(
     config: PreTrainedConfig, max_positions: int, message: str, tmp_path: Path
 ) -> None:
     config.architectures = ["AnyForCausalLM"]
@@ -253,21 +253,21 @@ def test_what_cannot_run_is_refused_by_name(
 
 
 @pytest.mark.parametrize("part", ["text_config", "llm_config"])
-def test_models_of_several_parts_are_refused_with_those_that_read_images(part: str) -> None:
+def test_models_of_several_parts_are_refused_and_image_models_named(part: str) -> None:
     raw = {"model_type": "internvl", part: {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2}}
-    with pytest.raises(ValueError, match=rf"'internvl' describes several models, of which {part} is .*gemma3, .*llava"):
+    with pytest.raises(ValueError, match=rf"'internvl' .*has a text model in {part}; .*gemma3, .*llava"):
         read_fallback_config(raw)
 
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "XLMWithLMHeadModel", "LlamaForCausalLM"])
-def test_names_of_models_that_generate(name: str) -> None:
+def test_architecture_names_of_generating_models(name: str) -> None:
     raw = json.loads(LlamaConfig(**SIZES).to_json_string()) | {"architectures": [name]}
     assert read_fallback_config(raw).task is Task.GENERATE
     assert read_fallback_config(as_embedder(raw)).task is Task.EMBED
 
 
 @torch.inference_mode()
-def test_states_of_an_embedder_and_scores_of_a_classifier(tmp_path: Path) -> None:
+def test_embedder_states_and_classifier_scores_match_transformers(tmp_path: Path) -> None:
     reference = save(CONFIGS["plain"], tmp_path / "generates")
     ids = torch.randint(3, 96, (9,))
     stepper = Stepper(load(tmp_path / "generates", Task.EMBED))
@@ -282,8 +282,8 @@ def test_states_of_an_embedder_and_scores_of_a_classifier(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("kind", ["experts", "experts of DeepSeek-V3", "sinks"])
 @torch.inference_mode()
-def test_a_checkpoint_with_a_head_is_read_as_an_embedder(kind: str, tmp_path: Path) -> None:
-    """Experts are stored apart, with other names than the model has."""
+def test_checkpoint_with_head_loads_as_embedder(kind: str, tmp_path: Path) -> None:
+    """The checkpoint stores experts separately, under other names."""
     reference = save(CONFIGS[kind], tmp_path)
     ids = torch.randint(3, 96, (9,))
     found = Stepper(load(tmp_path, Task.EMBED)).run(ids.tolist(), [4, 5])
@@ -292,7 +292,7 @@ def test_a_checkpoint_with_a_head_is_read_as_an_embedder(kind: str, tmp_path: Pa
 
 
 @torch.inference_mode()
-def test_weights_in_bf16_but_where_transformers_keeps_fp32(tmp_path: Path) -> None:
+def test_weights_are_bf16_except_where_transformers_keeps_fp32(tmp_path: Path) -> None:
     save(CONFIGS["experts of DeepSeek-V3"], tmp_path)
     reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager")
     found = models.fallback(tmp_path, Task.GENERATE, trust_remote_code=False, has_weights=True)
@@ -303,7 +303,7 @@ def test_weights_in_bf16_but_where_transformers_keeps_fp32(tmp_path: Path) -> No
 
 
 @torch.inference_mode()
-def test_one_block_is_computed_alone(tmp_path: Path) -> None:
+def test_forward_block_computes_one_block(tmp_path: Path) -> None:
     save(CONFIGS["plain"], tmp_path)
     model, seen = load(tmp_path), list[int]()
 
@@ -316,7 +316,7 @@ def test_one_block_is_computed_alone(tmp_path: Path) -> None:
     assert seen == [0]
 
 
-def test_heads_are_written_to_pages_and_to_one_tensor() -> None:
+def test_heads_are_written_to_pages_and_packed() -> None:
     """q [T, H, E], k and v [T, K, E] of any strides."""
     q, k, v = (torch.randn(heads, 5, 4).transpose(0, 1) for heads in (6, 2, 2))
     slots = torch.tensor([7, 8, 9, 2, 3])
@@ -339,7 +339,7 @@ class OwnForCausalLM(LlamaForCausalLM):
 """
 
 
-def test_code_of_a_folder_runs_with_trust_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_a_folder_runs_only_with_trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder = tmp_path / "model"
@@ -364,12 +364,12 @@ def test_code_of_a_folder_runs_with_trust_alone(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda states: states + 0.2 * states.roll(1, 1), "tokens depend on one another beside attention"),
-        (lambda states: states + states.mean(1, keepdim=True), "tokens depend on one another beside attention"),
+        (lambda states: states + 0.2 * states.roll(1, 1), "tokens depend on each other outside attention"),
+        (lambda states: states + states.mean(1, keepdim=True), "tokens depend on each other outside attention"),
         (lambda states: states[:, -1:], r"of 3 tokens it gives states \[1, 1, 48\]"),
     ],
 )
-def test_code_that_mixes_the_tokens_of_a_step_is_refused(
+def test_code_that_mixes_tokens_is_refused(
     change: Callable[[Any], Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(CONFIGS["plain"], tmp_path)
@@ -397,7 +397,9 @@ def test_code_that_mixes_the_tokens_of_a_step_is_refused(
         ({"intermediate_size": 0}, "layers.0.mlp.gate_proj.weight would be empty, .*0"),
     ],
 )
-def test_configs_that_transformers_refuses(changes: dict[str, object], message: str, tmp_path: Path) -> None:
+def test_configs_that_transformers_refuses_raise_value_error(
+    changes: dict[str, object], message: str, tmp_path: Path
+) -> None:
     save(CONFIGS["plain"], tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | changes))
@@ -405,10 +407,10 @@ def test_configs_that_transformers_refuses(changes: dict[str, object], message: 
         world(tmp_path)
 
 
-def test_the_log_names_the_implementation(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_log_names_the_implementation(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(CONFIGS["plain"], tmp_path)
     with caplog.at_level(logging.INFO, "aioengine"):
         world(tmp_path)
     assert [record.message for record in caplog.records if record.name.startswith("aioengine")] == [
-        "transformers' own code computes this model, of model_type 'llama'"
+        "running model_type 'llama' with the code of transformers"
     ]

@@ -1,4 +1,4 @@
-"""Our layers in models of transformers: which modules they stand for, and when they do not."""
+"""Which modules of transformers our layers replace, and which they do not."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class WideNorm(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
-def test_norms_are_known_by_what_they_compute(dtype: torch.dtype) -> None:
+def test_norms_are_recognized_by_their_results(dtype: torch.dtype) -> None:
     """[1, T, D], with weights of 32 numbers."""
     given = torch.zeros(1, 3, 32, dtype=dtype)
     norms = modeling_llama.LlamaRMSNorm(32), modeling_gemma2.Gemma2RMSNorm(32), WideNorm(32), nn.RMSNorm(32, 1e-6)
@@ -59,7 +59,7 @@ def test_norms_are_known_by_what_they_compute(dtype: torch.dtype) -> None:
         assert found is not None, module
         weight = torch.randn(32).to(dtype)
         module.weight.copy_(weight)
-        found.weights("norm")["norm.weight"].tensor.copy_(weight)
+        found.tensors()["weight"].tensor.copy_(weight)
         found.finish_loading()
         x = torch.randn(40, 32).to(dtype)
         assert (found(x) != module(x)).float().mean() < 0.01 or dtype == torch.float32
@@ -69,7 +69,7 @@ def test_norms_are_known_by_what_they_compute(dtype: torch.dtype) -> None:
 
 
 class UpFirst(nn.Module):
-    """An MLP whose gates come last; with a limit, it computes something else for large numbers."""
+    """An MLP with gates last. With a limit, it differs for large values."""
 
     def __init__(self, limit: float = 1e9) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class UpFirst(nn.Module):
 
 
 @torch.inference_mode()
-def test_gated_mlps_are_known_by_what_they_compute() -> None:
+def test_gated_mlps_are_recognized_by_their_results() -> None:
     names = ["gate_proj", "up_proj"]
     llama = modeling_llama.LlamaMLP(LlamaConfig(**SMALL))
     assert find_gated(llama, names, "down_proj") == (names, "silu")
@@ -98,13 +98,13 @@ def test_gated_mlps_are_known_by_what_they_compute() -> None:
 
 
 def build(config: PreTrainedConfig) -> tuple[TransformersModel, list[str]]:
-    """The model, and the classes of its modules."""
+    """Return the model, and the classes of its modules."""
     module = build_module(config, Task.GENERATE, options(max_positions=64))
     model = TransformersModel(module, Task.GENERATE, options(max_positions=64))
     return model, [type(each).__name__ for each in module.modules()]
 
 
-def test_layers_of_one_input_are_one_matmul_and_nothing_is_kept_twice() -> None:
+def test_layers_with_one_input_are_fused_and_weights_are_stored_once() -> None:
     model, kinds = build(LlamaConfig(**SMALL))
     assert not {"Linear", "LlamaRMSNorm", "LlamaMLP"} & {*kinds}
     parts = [[*linear.sizes] for _, linear in model.linears()]
@@ -117,14 +117,14 @@ def test_layers_of_one_input_are_one_matmul_and_nothing_is_kept_twice() -> None:
     )
 
 
-def test_layers_with_and_without_a_bias_stay_apart_and_a_tied_head_has_no_weight() -> None:
+def test_layers_with_and_without_bias_are_not_fused_and_tied_head_has_no_weight() -> None:
     model, kinds = build(CohereConfig(**SMALL, tie_word_embeddings=True))
     assert "Linear" not in kinds
     assert "lm_head.weight" not in model.weights()
 
 
 @torch.inference_mode()
-def test_weights_can_be_loaded_again(tmp_path: Path) -> None:
+def test_weights_can_be_reloaded(tmp_path: Path) -> None:
     for config in (LlamaConfig(**SMALL), Gemma2Config(**SMALL, head_dim=16)):
         reference = save(config, tmp_path / config.model_type)
         model = load(tmp_path / config.model_type)
@@ -141,7 +141,7 @@ def test_weights_can_be_loaded_again(tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
-def test_code_that_reads_more_of_its_layers_keeps_them(
+def test_code_that_reads_attributes_of_its_layers_keeps_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     reference = save(LlamaConfig(**SMALL), tmp_path)

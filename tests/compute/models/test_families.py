@@ -1,4 +1,4 @@
-"""Every family against transformers, in fp32, on small random weights."""
+"""All families match transformers, in fp32 with small random weights."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 from aioengine import models
 from aioengine.attention.packed import PackedAttention
 from aioengine.config import ModelConfig
-from aioengine.families import phi3
-from aioengine.families._config import RopeConfig, as_embedder
+from aioengine.families._config import as_embedder
+from aioengine.families._rope_config import RopeConfig
+from aioengine.families.phi3 import Phi3Family
 from aioengine.layers.rope import RotaryEmbedding
 from aioengine.model_files.model_folder import find_facts
 from aioengine.runner import weights
@@ -31,7 +32,7 @@ NUM_TOKENS = 60
 
 
 def pair(config: PreTrainedConfig, *, max_positions: int = 64) -> tuple[PreTrainedModel, Model]:
-    """The model of transformers with lively random weights, and ours with the same."""
+    """Return a transformers model with large random weights, and ours with the same weights."""
     theirs = random_model(config)
     raw = {**config.to_dict(), "architectures": [type(theirs).__name__]}
     ours = models.build(raw, options(max_positions=max_positions))
@@ -47,7 +48,7 @@ def pair(config: PreTrainedConfig, *, max_positions: int = 64) -> tuple[PreTrain
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_and_greedy_tokens_are_those_of_transformers(case: str) -> None:
+def test_logits_and_greedy_tokens_match_transformers(case: str) -> None:
     theirs, ours = pair(config_of(case))
     token_ids = torch.randint(0, ours.vocab_size, (NUM_TOKENS,))
     expected = theirs(token_ids.unsqueeze(0)).logits[0]
@@ -58,8 +59,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(case: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", ONE_OF_EACH)
-def test_folders_of_transformers_are_loaded(model_type: str, tmp_path: Path) -> None:
-    """Their names of tensors, for a model with its head and for one without."""
+def test_saved_transformers_folders_load_with_and_without_head(model_type: str, tmp_path: Path) -> None:
     theirs = random_model(config_of(ONE_OF_EACH[model_type]))
     token_ids = torch.randint(0, 96, (20,))
     for name, model in (("whole", theirs), ("headless", theirs.base_model)):
@@ -76,8 +76,8 @@ def test_folders_of_transformers_are_loaded(model_type: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3", "falcon", "gptj"])
-def test_decoders_whose_tokens_attend_to_all_of_their_text(case: str) -> None:
-    """As embedding models that were made of a decoder say in config.json."""
+def test_noncausal_decoders_match_transformers(case: str) -> None:
+    """Embedding models that are based on decoders have is_causal=false in config.json."""
     config = config_of(case, is_causal=False)
     theirs = random_model(config).base_model
     ours = models.build(as_embedder(config.to_dict()), options())
@@ -93,7 +93,7 @@ def test_decoders_whose_tokens_attend_to_all_of_their_text(case: str) -> None:
     torch.testing.assert_close(ours.forward(inputs, attention), expected, atol=3e-5, rtol=1e-5)
 
 
-def test_dynamic_scaling_beyond_the_trained_length_is_that_of_generation() -> None:
+def test_dynamic_rope_beyond_trained_length_matches_generation() -> None:
     theirs, ours = pair(config_of("llama dynamic", max_position_embeddings=32), max_positions=512)
     prompt = torch.randint(0, ours.vocab_size, (1, 20))
     generated = theirs.generate(
@@ -105,8 +105,8 @@ def test_dynamic_scaling_beyond_the_trained_length_is_that_of_generation() -> No
 
 
 @pytest.mark.parametrize("max_positions", [64, 512])
-def test_longrope_is_chosen_by_the_length_of_the_request(max_positions: int) -> None:
-    """Requests beyond the original length, of 64, have the long factors for all of their tokens."""
+def test_longrope_factors_depend_on_request_length(max_positions: int) -> None:
+    """All tokens of requests beyond the original length of 64 use the long factors."""
     theirs, ours = pair(config_of("phi3 longrope"), max_positions=max_positions)
     token_ids = torch.randint(0, ours.vocab_size, (100,))
     chunks = {100: (5, 20, 75), 64: (60, 3, 1), 10: (4, 5, 1), 65: (1, 60, 4)}
@@ -121,9 +121,9 @@ def test_longrope_is_chosen_by_the_length_of_the_request(max_positions: int) -> 
         assert torch.equal(Stepper(ours).run(request.token_ids, [len(request.token_ids)]), torch.stack(request.logits))
 
 
-def test_longrope_without_its_table() -> None:
+def test_longrope_without_table_has_same_bits() -> None:
     config = config_of("phi3 longrope")
-    rope = phi3.read(config.to_dict()).rope
+    rope = Phi3Family.read(config.to_dict()).rope
     short, long = (
         RotaryEmbedding(
             rope,
@@ -141,16 +141,16 @@ def test_longrope_without_its_table() -> None:
 
 
 @pytest.mark.parametrize("name", ["su", "yarn"])
-def test_older_names_of_longrope(name: str) -> None:
+def test_older_names_of_longrope_are_read(name: str) -> None:
     config = config_of("phi3 longrope")
     raw = config.to_dict()
     scaling = {**raw.pop("rope_parameters"), "type": name}
     del scaling["rope_type"], scaling["original_max_position_embeddings"]
-    older = phi3.read({**raw, "rope_scaling": scaling, "rope_theta": scaling.pop("rope_theta")})
-    assert older == phi3.read(config.to_dict())
+    older = Phi3Family.read({**raw, "rope_scaling": scaling, "rope_theta": scaling.pop("rope_theta")})
+    assert older == Phi3Family.read(config.to_dict())
 
 
-def test_older_configs_name_the_scaling_in_rope_scaling() -> None:
+def test_rope_scaling_of_older_configs_is_read() -> None:
     newer = config_of("llama linear")
     _, ours = pair(newer)
     raw = newer.to_dict()
@@ -165,7 +165,7 @@ def test_older_configs_name_the_scaling_in_rope_scaling() -> None:
 
 
 @pytest.mark.parametrize("rope_type", ["default", "linear", "dynamic"])
-def test_long_windows_have_the_rotations_of_short_ones_without_their_table(rope_type: str) -> None:
+def test_rope_without_table_has_same_bits(rope_type: str) -> None:
     config = RopeConfig(rope_type=rope_type, factor=4.0)  # pyright: ignore[reportArgumentType]
     short, long = (
         RotaryEmbedding(

@@ -1,4 +1,4 @@
-"""Models in GGUF files: every type of weights, and the numbers of transformers for the same file."""
+"""GGUF models: all weight types, and the logits of transformers for the same file."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def our_logits(path: Path) -> Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_every_type_of_weights(tmp_path: Path, family: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_weight_types_load(tmp_path: Path, family: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_reading, "PIECE_NUMBERS", 3000)
     model = transformers_model(family, **WIDE)
     path = tmp_path / "model.gguf"
@@ -68,7 +68,7 @@ def test_every_type_of_weights(tmp_path: Path, family: str, kind: str, monkeypat
 
 
 @pytest.mark.parametrize("kind", [kind for kind, (size, _) in BLOCKS.items() if size > 1])
-def test_blocks_are_dequantized_to_the_same_bits_as_by_the_gguf_package(kind: str) -> None:
+def test_dequantized_blocks_match_the_gguf_package(kind: str) -> None:
     gguf = pytest.importorskip("gguf")
     draw = random.Random(1)
     content = bytearray()
@@ -83,7 +83,7 @@ def test_blocks_are_dequantized_to_the_same_bits_as_by_the_gguf_package(kind: st
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_the_numbers_are_those_of_transformers_for_the_file(tmp_path: Path, family: str, tied: bool) -> None:
+def test_logits_match_transformers(tmp_path: Path, family: str, tied: bool) -> None:
     pytest.importorskip("gguf")
     changes = {} if family != "qwen3" else {"head_dim": 128}  # which transformers takes for all
     model = transformers_model(family, tie_word_embeddings=tied, **changes)
@@ -96,7 +96,7 @@ def test_the_numbers_are_those_of_transformers_for_the_file(tmp_path: Path, fami
     assert World(make_settings(tmp_path / "model.gguf")).answers([PROMPT], max_new_tokens=8) == [expected]
 
 
-def test_rope_factors_of_llama_3(tmp_path: Path) -> None:
+def test_rope_factors_of_llama_3_are_read(tmp_path: Path) -> None:
     model = transformers_model(
         "llama", rope_parameters={**LLAMA3, "original_max_position_embeddings": 8192, "rope_theta": 1e4}
     )
@@ -113,8 +113,8 @@ def test_rope_factors_of_llama_3(tmp_path: Path) -> None:
         our_logits(tmp_path / "model.gguf")
 
 
-def test_vectors_of_blocks(tmp_path: Path) -> None:
-    """Norms, and biases whose numbers are in the order of llama.cpp."""
+def test_norms_and_permuted_biases_load(tmp_path: Path) -> None:
+    """Norms, and biases in the order of llama.cpp."""
     model = transformers_model("llama", attention_bias=True)
     for vector in model.parameters():
         if vector.dim() == 1:
@@ -127,7 +127,7 @@ def test_vectors_of_blocks(tmp_path: Path) -> None:
     torch.testing.assert_close(our_logits(path), logits_of(model), rtol=1e-4, atol=1e-4)
 
 
-def test_two_tensors_for_one_of_the_model_are_refused(tmp_path: Path) -> None:
+def test_duplicate_tensors_are_refused(tmp_path: Path) -> None:
     model = transformers_model("llama")
     state = model.state_dict()
     path = tmp_path / "model.gguf"
@@ -136,7 +136,7 @@ def test_two_tensors_for_one_of_the_model_are_refused(tmp_path: Path) -> None:
         our_logits(path)
 
 
-def test_tensors_that_do_not_fit_are_named_with_the_file(tmp_path: Path) -> None:
+def test_mismatched_tensors_are_named_with_the_file(tmp_path: Path) -> None:
     model = transformers_model("qwen2")
     state = model.state_dict()
     path = tmp_path / "model.gguf"

@@ -1,4 +1,4 @@
-"""Questions about pictures through the whole engine: the tokens of transformers, with its own preparation of images."""
+"""Questions about images to the whole engine match transformers, which prepares images itself."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield Served(llm, folder, theirs, request.param)
 
 
-def test_answers_are_those_of_transformers(served: Served) -> None:
+def test_answers_match_transformers(served: Served) -> None:
     one, two, mark = drawing(1), drawing(2, (50, 70)), served.mark
     images = [png(one), two]
     answer = served.llm.generate(f"see {mark} or {mark}?", SHORT, image_data=images, return_prompt_token_ids=True)
@@ -121,7 +121,7 @@ def test_answers_are_those_of_transformers(served: Served) -> None:
     served.check([one], served.llm.chat(messages, SHORT, return_prompt_token_ids=True))
 
 
-def test_batches_prefix_hits_and_samples(served: Served) -> None:
+def test_batches_prefix_hits_and_samples_match(served: Served) -> None:
     llm, one, two, mark = served.llm, drawing(3), drawing(4, (30, 80)), served.mark
     prompts = [f"a {mark}", "text", f"b {mark} {mark}"]
     given = [png(one), None, [png(two), png(one)]]
@@ -142,7 +142,7 @@ def test_batches_prefix_hits_and_samples(served: Served) -> None:
         assert [entry[1] for entry in answer["meta_info"]["output_token_logprobs"]] == answer["output_ids"]
 
 
-def test_sessions_and_streams_go_on_after_the_scheduler_was_killed(served: Served) -> None:
+def test_sessions_and_streams_continue_after_scheduler_is_killed(served: Served) -> None:
     check_session(served)
 
 
@@ -178,7 +178,7 @@ def check_session(served: Served) -> None:
     assert llm.stats()["num_restarts"] == num_restarts + 1
 
 
-def test_the_command_line_gives_the_answers_of_the_engine(
+def test_command_line_matches_the_engine(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """``generate`` and ``chat`` with ``--image``."""
@@ -206,7 +206,7 @@ def vector_of(theirs: Any, ids: list[int], arrays: dict[str, torch.Tensor]) -> n
     return torch.nn.functional.normalize(states[0, -1], dim=-1).numpy()
 
 
-def test_an_engine_that_generates_gives_vectors_too(served: Served) -> None:
+def test_generating_engine_also_returns_embeddings(served: Served) -> None:
     one = drawing(1)
     answer = served.llm.generate(f"see {served.mark}?", SHORT, image_data=one, return_prompt_token_ids=True)
     ids = answer["prompt_token_ids"]
@@ -215,7 +215,7 @@ def test_an_engine_that_generates_gives_vectors_too(served: Served) -> None:
     np.testing.assert_allclose(found["embedding"], expected, atol=1e-4)
 
 
-def test_vectors_of_texts_with_pictures_are_those_of_transformers(tmp_path: Path) -> None:
+def test_embeddings_with_images_match_transformers(tmp_path: Path) -> None:
     theirs, one, two = made(tmp_path, "gemma3"), drawing(1), drawing(2, (50, 70))
     with Engine(tmp_path, device="cpu", context_length=100, is_embedding=True) as llm:
         outs: Any = llm.encode(

@@ -1,4 +1,4 @@
-"""Images as bytes with a table have the values, bit by bit, that the image processors of transformers give."""
+"""Bytes with a table of values give the same bits as the image processors of transformers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def processors(model_type: str, options: dict[str, object], folder: Path) -> tup
 @pytest.mark.parametrize(
     "options", [{}, {"do_normalize": False}, {"do_rescale": False}, {"image_mean": [0.5, 0.4, 0.1]}]
 )
-def test_values_have_the_bits_of_arithmetic(model_type: str, options: dict[str, object], tmp_path: Path) -> None:
+def test_looked_up_values_match_the_processor(model_type: str, options: dict[str, object], tmp_path: Path) -> None:
     plain, fast = processors(model_type, options, tmp_path)
     for size in SIZES:
         wanted = plain(picture(*size), return_tensors="np")
@@ -59,15 +59,15 @@ def test_values_have_the_bits_of_arithmetic(model_type: str, options: dict[str, 
             assert found["pixel_values"].dtype == wanted["pixel_values"].dtype
 
 
-def test_padding_is_made_of_zeros_behind_the_normalization(tmp_path: Path) -> None:
+def test_padding_is_zero_after_normalization(tmp_path: Path) -> None:
     plain, fast = processors("llava", {"do_pad": True, "pad_size": {"height": 40, "width": 50}}, tmp_path)
     wanted, found = (each(picture(90, 50), return_tensors="np")["pixel_values"] for each in (plain, fast))
     assert found.dtype == wanted.dtype
     assert np.array_equal(found, wanted)
 
 
-def test_a_device_resizes_as_pillow_does() -> None:
-    """Up and down, long and small; a picture is as large as its result, or has four times its pixels at most."""
+def test_resize_on_device_matches_pillow() -> None:
+    """Sizes grow and shrink, with extreme aspect ratios."""
     rows_first = resampling.find_order()
     assert rows_first is not None
     draw = np.random.default_rng(1)
@@ -98,7 +98,7 @@ def test_a_device_resizes_as_pillow_does() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"do_normalize": False}, {"resample": 2}, {"do_resize": False}])
-def test_a_picture_that_is_resized_late_has_the_same_values(options: dict[str, object], tmp_path: Path) -> None:
+def test_late_resize_gives_same_values(options: dict[str, object], tmp_path: Path) -> None:
     plain, _ = processors("qwen2_vl", options, tmp_path)
     kind, rows_first = type(plain), resampling.find_order()
     assert rows_first is not None
@@ -120,7 +120,7 @@ def test_a_picture_that_is_resized_late_has_the_same_values(options: dict[str, o
         assert late.beside(height, width) is found, "it depends on the size alone"
 
 
-def test_a_size_that_the_processor_refuses_is_refused_late_too(tmp_path: Path) -> None:
+def test_late_resize_refuses_sizes_that_the_processor_refuses(tmp_path: Path) -> None:
     plain, _ = processors("qwen2_vl", {}, tmp_path)
     smart_resize = importlib.import_module(type(plain).__module__).smart_resize
     late = LatePictures(type(plain), plain.to_dict(), smart_resize, lambda *_: False)
@@ -130,7 +130,7 @@ def test_a_size_that_the_processor_refuses_is_refused_late_too(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("options", [{}, {"do_normalize": False}])
-def test_a_picture_that_is_not_resized_must_be_whole_patches(options: dict[str, object], tmp_path: Path) -> None:
+def test_unresized_picture_must_consist_of_whole_patches(options: dict[str, object], tmp_path: Path) -> None:
     plain, fast = processors("qwen2_vl", {"do_resize": False, **options}, tmp_path)
     for width, height in ((90, 48), (48, 50), (3, 3)):
         with pytest.raises(ValueError, match="reshape"):
@@ -140,7 +140,7 @@ def test_a_picture_that_is_not_resized_must_be_whole_patches(options: dict[str, 
     assert fast(picture(48, 40), return_tensors="np")["image_grid_thw"].tolist() == [[1, 10, 12]]
 
 
-def test_bytes_of_a_picture_are_those_of_pillow_for_as_long_as_they_are_used() -> None:
+def test_picture_bytes_stay_valid_while_in_use() -> None:
     for size in [*SIZES, (1, 1), (2048, 2048), (2049, 2048)]:
         found = bytes_of(picture(*size))
         others = [Image.new("RGB", size) for _ in range(3)]  # would take memory that was given back
@@ -148,7 +148,7 @@ def test_bytes_of_a_picture_are_those_of_pillow_for_as_long_as_they_are_used() -
         assert others
 
 
-def test_bytes_of_a_picture_are_copied_where_pillow_lends_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_picture_bytes_are_copied_if_pillow_exports_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     is_lent = hasattr(Image.new("RGB", (1, 1)).im, "__arrow_c_array__")
     assert bytes_of(picture(9, 5)).shape == (5, 9, 4 if is_lent else 3)
     monkeypatch.setattr(Image.core, "get_alignment", lambda: 16)  # as PILLOW_ALIGNMENT=16 has it
@@ -157,6 +157,6 @@ def test_bytes_of_a_picture_are_copied_where_pillow_lends_none(monkeypatch: pyte
     assert np.array_equal(found, np.asarray(picture(9, 5)))
 
 
-def test_an_order_of_passes_that_is_not_known_is_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_pass_order_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image.Image, "resize", lambda image, size, *_: Image.new("L", size))
     assert resampling.find_order() is None

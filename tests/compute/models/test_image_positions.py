@@ -1,4 +1,4 @@
-"""Positions of three axes: those of transformers, in tables and without; windows and places of patches."""
+"""Three-axis positions with and without tables, and windows and positions of patches."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModel
 from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
 
-from aioengine.families._config import RopeConfig
+from aioengine.families._rope_config import RopeConfig
 from aioengine.layers.rope import RotaryEmbedding
-from aioengine.models._qwen_tower import patch_places, windows_of
+from aioengine.models._qwen_tower import patch_positions, windows_of
 from aioengine.protocol.messages import Media
 from aioengine.runner.images import grid_positions
 from tests.kit.vision_models import MODELS
@@ -18,7 +18,7 @@ from tests.kit.vision_models import MODELS
 GRIDS = [(1, 4, 6), (1, 2, 2), (1, 10, 4), (1, 2, 12)]
 
 
-def test_positions_of_prompts_are_those_of_transformers() -> None:
+def test_prompt_positions_match_transformers() -> None:
     model = AutoModel.from_config(MODELS["qwen2_5_vl"]().config)
     types: list[int] = [0, 0, 0]
     media: list[Media] = []
@@ -56,9 +56,9 @@ def test_each_axis_rotates_its_pairs(is_interleaved: bool) -> None:
 
 
 @pytest.mark.parametrize("grid", [*GRIDS, (2, 6, 10), (1, 22, 14)])
-def test_patches_and_windows_are_those_of_transformers(grid: tuple[int, int, int]) -> None:
+def test_patches_and_windows_match_transformers(grid: tuple[int, int, int]) -> None:
     places = get_vision_position_ids(torch.tensor([grid]), 2)
-    assert np.array_equal(np.stack(patch_places(grid, 2), -1), places.numpy())
+    assert np.array_equal(np.stack(patch_positions(grid, 2), -1), places.numpy())
     order, ends = get_vision_window_index(torch.tensor([grid]), spatial_merge_size=2, window_size=24, patch_size=4)
     found, lengths = windows_of(grid, merge=2, side=3)
     assert np.array_equal(found, order.numpy())

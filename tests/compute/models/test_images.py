@@ -1,4 +1,4 @@
-"""Images in prompts, by the runner and the scheduler: the logits and tokens of transformers, and what is computed."""
+"""Images in prompts, in runner and scheduler: logits and tokens match transformers, and features are reused."""
 
 from __future__ import annotations
 
@@ -107,14 +107,14 @@ def check(saved: Saved, prompt: Prompt, output: list[int], num_tokens: int = 8) 
 
 
 @pytest.mark.parametrize(("chunk_tokens", "depth"), [(512, 0), (7, 1)])
-def test_tokens_are_those_of_transformers(saved: Saved, chunk_tokens: int, depth: int) -> None:
+def test_tokens_match_transformers(saved: Saved, chunk_tokens: int, depth: int) -> None:
     prompts = saved.prompts()
     outputs = run(saved.world(chunk_tokens=chunk_tokens, depth=depth), prompts)
     for prompt, output in zip(prompts, outputs, strict=True):
         check(saved, prompt, output)
 
 
-def test_bytes_have_the_features_of_their_values(saved: Saved) -> None:
+def test_bytes_and_values_give_same_features(saved: Saved) -> None:
     model = saved.world().runner._model
     assert isinstance(model, ImageDecoder)
     numbers = model.largest_image(24)
@@ -130,7 +130,7 @@ def test_bytes_have_the_features_of_their_values(saved: Saved) -> None:
     assert torch.equal(model.encode_image(bytes_), model.encode_image({**numbers, "pixel_values": values}))
 
 
-def test_logits_of_a_prompt_are_those_of_transformers(saved: Saved) -> None:
+def test_prompt_logits_match_transformers(saved: Saved) -> None:
     prompt = saved.prompts()[0]
     world = saved.world(chunk_tokens=16)
     hidden: list[torch.Tensor] = []
@@ -147,7 +147,7 @@ def test_logits_of_a_prompt_are_those_of_transformers(saved: Saved) -> None:
     torch.testing.assert_close(logits, their_logits(saved.theirs, prompt), atol=1e-3, rtol=1e-4)
 
 
-def test_a_second_question_computes_nothing_of_the_image_again(llava: Saved, encoded: Counter[tuple[int, ...]]) -> None:
+def test_second_question_reuses_image_features(llava: Saved, encoded: Counter[tuple[int, ...]]) -> None:
     picture, other = llava.pictures.draw(), llava.pictures.draw()
     world = llava.world()
     first, second = prompt_of(TEXTS[0], picture, TEXTS[1]), prompt_of(TEXTS[0], picture, TEXTS[3])
@@ -162,7 +162,7 @@ def test_a_second_question_computes_nothing_of_the_image_again(llava: Saved, enc
     assert encoded.total() == 2, "the features are kept beside the prefix cache"
 
 
-def test_features_beyond_the_limit_are_computed_again(llava: Saved, encoded: Counter[tuple[int, ...]]) -> None:
+def test_features_beyond_the_limit_are_recomputed(llava: Saved, encoded: Counter[tuple[int, ...]]) -> None:
     world = llava.world(chunk_tokens=8)
     images = world.runner._table.images
     assert images is not None
@@ -173,7 +173,7 @@ def test_features_beyond_the_limit_are_computed_again(llava: Saved, encoded: Cou
     assert not images._kept
 
 
-def test_preempted_requests_give_the_same_tokens(llava: Saved, encoded: Counter[tuple[int, ...]]) -> None:
+def test_preempted_requests_give_same_tokens(llava: Saved, encoded: Counter[tuple[int, ...]]) -> None:
     pictures = [llava.pictures.draw() for _ in range(5)]
     prompts = [prompt_of(TEXTS[i % 4], pictures[i], TEXTS[(i + 1) % 4]) for i in range(5)]
     expected = run(llava.world(), prompts, max_new_tokens=40)
@@ -186,7 +186,7 @@ def test_preempted_requests_give_the_same_tokens(llava: Saved, encoded: Counter[
         check(llava, prompt, output, 40)
 
 
-def test_a_request_whose_image_cannot_be_read_fails_alone(llava: Saved) -> None:
+def test_unreadable_image_fails_only_its_request(llava: Saved) -> None:
     good, gone, wrong, short = (llava.pictures.draw() for _ in range(4))
     fine = prompt_of(TEXTS[0], good, TEXTS[1])
     gone.path.unlink()
@@ -204,7 +204,7 @@ def test_a_request_whose_image_cannot_be_read_fails_alone(llava: Saved) -> None:
     assert "16 features for 15 placeholders" in world.ended[3].message
 
 
-def test_numbers_that_are_not_finite_fail_their_request_alone(llava: Saved) -> None:
+def test_nonfinite_features_fail_only_their_request(llava: Saved) -> None:
     prompt = prompt_of(TEXTS[0], llava.pictures.draw(), TEXTS[1])
     broken = llava.pictures.draw()
     arrays = {"pixel_values": broken.arrays["pixel_values"] * float("nan")}
@@ -216,7 +216,7 @@ def test_numbers_that_are_not_finite_fail_their_request_alone(llava: Saved) -> N
     check(llava, prompt, outputs[1])
 
 
-def test_a_step_begins_no_more_images_than_it_has_tokens(llava: Saved, encoded: Counter[tuple[int, ...]]) -> None:
+def test_token_budget_limits_images_per_step(llava: Saved, encoded: Counter[tuple[int, ...]]) -> None:
     world = llava.world(chunk_tokens=24)  # an image has 16 features
     prompts = [prompt_of(TEXTS[1], llava.pictures.draw(), TEXTS[1]) for _ in range(4)]
     decoding = world.submit(TEXTS[0], GREEDY, max_new_tokens=30)
@@ -231,7 +231,7 @@ def test_a_step_begins_no_more_images_than_it_has_tokens(llava: Saved, encoded: 
         check(llava, prompt, world.outputs[uid], 4)
 
 
-def test_logprobs_and_scores_of_prompts_with_images(llava: Saved) -> None:
+def test_logprobs_and_scores_with_images_match(llava: Saved) -> None:
     prompt = prompt_of(TEXTS[0], llava.pictures.draw(), TEXTS[1])
     expected = their_logits(llava.theirs, prompt).log_softmax(-1)
     for max_new_tokens in (0, 1):
@@ -245,7 +245,7 @@ def test_logprobs_and_scores_of_prompts_with_images(llava: Saved) -> None:
         np.testing.assert_allclose(found, wanted.numpy(), atol=1e-3)
 
 
-def test_text_alone_has_the_bits_that_it_has_beside_images(llava: Saved) -> None:
+def test_text_rows_have_same_bits_next_to_image_rows(llava: Saved) -> None:
     text = prompt_of(TEXTS[2])
     rules = LogprobRules(num_top=3)
     worlds = [llava.world(chunk_tokens=16) for _ in range(2)]
@@ -285,7 +285,7 @@ LAYOUTS: list[tuple[str, dict[str, str]]] = [
 
 
 @pytest.mark.parametrize(("model_type", "prefixes"), LAYOUTS)
-def test_the_names_of_older_and_newer_files(model_type: str, prefixes: dict[str, str]) -> None:
+def test_tensor_names_of_older_and_newer_files_load(model_type: str, prefixes: dict[str, str]) -> None:
     """``prefixes``: ours -> those of the file."""
     config = MODELS[model_type]().config.to_dict()
     model = models.build(config, ModelOptions(dtype=torch.float32, device=torch.device("meta"), max_positions=256))
@@ -307,7 +307,7 @@ def their_states(saved: Saved, prompt: Prompt) -> torch.Tensor:
     return found[0][0]
 
 
-def test_hidden_states_of_prompts_with_images(llava: Saved) -> None:
+def test_hidden_states_with_images_match(llava: Saved) -> None:
     prompt = prompt_of(TEXTS[0], llava.pictures.draw(), TEXTS[1])
     world = llava.world(chunk_tokens=16)
     sampling = replace_struct(GREEDY, hidden_states=ALL_STATES)
@@ -319,7 +319,7 @@ def test_hidden_states_of_prompts_with_images(llava: Saved) -> None:
     np.testing.assert_allclose(found, their_states(llava, prompt).numpy(), atol=1e-3)
 
 
-def test_vectors_of_prompts_with_images(llava: Saved) -> None:
+def test_embeddings_with_images_match(llava: Saved) -> None:
     prompt = prompt_of(TEXTS[0], llava.pictures.draw(), TEXTS[1])
     settings = make_settings(llava.folder, chunk_tokens=16)
     world = World(replace_struct(settings, model=replace_struct(settings.model, task="embed")))
@@ -337,7 +337,7 @@ def vector(world: World, prompt: Prompt) -> npt.NDArray[np.float32]:
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
-def test_tokens_that_a_grammar_forces_stand_at_the_right_positions(model_type: str, tmp_path: Path) -> None:
+def test_forced_tokens_have_correct_positions(model_type: str, tmp_path: Path) -> None:
     saved = Saved(tmp_path, save_vision_model(model_type, tmp_path), Pictures(model_type, tmp_path))
     prompt = prompt_of(TEXTS[1], saved.pictures.draw(8, 12), TEXTS[0])
     grammar = grammar_of(regex="(aabbccdd|ddccbbaa)([a-d]eeeeff){3}[a-d]{4}!")

@@ -1,4 +1,4 @@
-"""A token's numbers are the same bits whatever it is computed with."""
+"""The bits of a token's results do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [896, 256, 80, 24])
-def test_elementwise_operations_do_not_depend_on_the_number_of_rows(size: int, dtype: torch.dtype) -> None:
+def test_elementwise_operations_do_not_depend_on_number_of_rows(size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, y = torch.randn(1500, size).to(dtype), torch.randn(1500, 2 * size).to(dtype) * 5
     weight, cos, sin = torch.randn(size).to(dtype), torch.randn(1500, 1, size), torch.randn(1500, 1, size)
@@ -42,7 +42,7 @@ def test_elementwise_operations_do_not_depend_on_the_number_of_rows(size: int, d
 
 
 @pytest.mark.parametrize("name", get_args(Activation))
-def test_activations_do_not_depend_on_the_place_of_an_element(name: Activation) -> None:
+def test_activations_do_not_depend_on_element_index(name: Activation) -> None:
     """torch computes the last elements of a range one by one, with other functions than the others."""
     every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16)
     finite = every[every.isfinite() & (every.abs() < 1e30)]
@@ -141,7 +141,7 @@ def test_attention_of_a_token_does_not_depend_on_chunks_rows_or_pages(
     ("window", "soft_cap", "has_sinks"),
     [(None, None, False), (1, None, False), (70, None, True), (530, 3.0, False), (None, 0.5, True)],
 )
-def test_attention_is_that_of_the_definition(
+def test_attention_matches_the_definition(
     dtype: torch.dtype, window: int | None, soft_cap: float | None, has_sinks: bool, backend_class: type[Backend]
 ) -> None:
     torch.manual_seed(0)
@@ -177,14 +177,14 @@ def test_attention_is_that_of_the_definition(
     torch.testing.assert_close(result.double(), expected, atol=tolerance, rtol=tolerance)
 
 
-def test_a_page_size_that_does_not_divide_a_chunk_of_fused_attention_is_refused() -> None:
+def test_fused_attention_refuses_page_sizes_that_do_not_divide_its_chunk() -> None:
     shape = AttentionShape(num_layers=1, num_heads=2, num_kv_heads=1, head_size=8, scale=1.0)
     with pytest.raises(ValueError, match="page_size 24.*'torch' takes any"):
         FusedAttention(shape, torch.zeros(kv_pool_shape(shape, num_pages=2, page_size=24)))
 
 
 @pytest.mark.parametrize("page_size", [3, 24, 512, 1024])
-def test_torch_attention_takes_pages_of_any_size(page_size: int) -> None:
+def test_torch_attention_accepts_any_page_size(page_size: int) -> None:
     torch.manual_seed(0)
     shape = AttentionShape(num_layers=1, num_heads=2, num_kv_heads=1, head_size=8, scale=1.0)
     tokens = tuple(torch.randn(70, num_heads, 8) for num_heads in (2, 1, 1))
@@ -198,7 +198,7 @@ def test_torch_attention_takes_pages_of_any_size(page_size: int) -> None:
     assert torch.equal(found, expected)
 
 
-def test_fused_attention_is_refused_where_rows_would_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_attention_is_refused_if_rows_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = AttentionShape(num_layers=1, num_heads=2, num_kv_heads=1, head_size=8, scale=1.0)
     monkeypatch.setattr(fused, "find_limits", lambda *_: None)
     assert not fused.serves(shape, torch.float32, torch.device("cpu"))
@@ -206,7 +206,7 @@ def test_fused_attention_is_refused_where_rows_would_depend_on_the_batch(monkeyp
         FusedAttention(shape, torch.zeros(kv_pool_shape(shape, num_pages=2, page_size=16)))
 
 
-def test_a_kernel_that_adds_up_in_another_order_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_with_another_summation_order_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, hidden: torch.Tensor, scale: float) -> fused.Sums:
         """One position after the other, but in two halves where there are about 256 of them."""
         scores = (q.float().unsqueeze(3) * k.float().unsqueeze(2)).sum(-1) * scale + hidden
@@ -242,7 +242,7 @@ def filled(model: models.Model) -> models.Model:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_logits_are_the_same_bits_alone_and_in_any_batch_and_chunks(dtype: torch.dtype) -> None:
+def test_logits_have_same_bits_in_any_batch_and_chunks(dtype: torch.dtype) -> None:
     model = random_model(dtype, 24)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, 300, (length,), generator=generator).tolist() for length in (330, 40, 1, 270, 17)]
@@ -266,7 +266,7 @@ def test_logits_are_the_same_bits_alone_and_in_any_batch_and_chunks(dtype: torch
         *((model_type, torch.bfloat16) for model_type in ("cohere2", "gemma3_text", "gpt2", "olmo2", "phi")),
     ],
 )
-def test_a_token_of_every_family_has_the_same_bits_in_any_batch(model_type: str, dtype: torch.dtype) -> None:
+def test_all_families_give_same_bits_in_any_batch(model_type: str, dtype: torch.dtype) -> None:
     model = filled(models.build(config_of(ONE_OF_EACH[model_type]).to_dict(), options(dtype, max_positions=64)))
     prompts = [torch.randint(0, model.vocab_size, (length,)).tolist() for length in (50, 1, 33)]
     alone = [Stepper(model).run(prompt, [len(prompt)]) for prompt in prompts]
@@ -286,7 +286,7 @@ def test_a_token_of_every_family_has_the_same_bits_in_any_batch(model_type: str,
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_hidden_states_of_chosen_tokens_alone(dtype: torch.dtype) -> None:
+def test_hidden_states_of_output_tokens_match(dtype: torch.dtype) -> None:
     model = random_model(dtype, 24)
     stepper = Stepper(model)
     rows = [(0, 40), (0, 7), (0, 1)]
@@ -298,7 +298,7 @@ def test_hidden_states_of_chosen_tokens_alone(dtype: torch.dtype) -> None:
     assert torch.equal(model.forward(inputs, stepper.attention), whole[inputs.outputs])
 
 
-def test_prefix_computed_by_another_request_gives_the_same_bits() -> None:
+def test_prefix_of_another_request_gives_same_bits() -> None:
     model = random_model(torch.bfloat16, 16)
     token_ids = torch.randint(0, 300, (100,)).tolist()
     expected = Stepper(model).run(token_ids, [100])
@@ -312,7 +312,7 @@ def test_prefix_computed_by_another_request_gives_the_same_bits() -> None:
     assert torch.equal(torch.stack(second.logits), expected[64:])
 
 
-def test_tied_head_is_independent_too() -> None:
+def test_tied_head_gives_same_bits_in_any_batch() -> None:
     config = Qwen2Config(
         vocab_size=515, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=4, tie_word_embeddings=True,

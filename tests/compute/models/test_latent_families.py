@@ -1,4 +1,4 @@
-"""Families with latent attention against transformers, in fp32, on small random weights that transformers saved."""
+"""Families with latent attention match transformers, in fp32 with small random weights saved by transformers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from aioengine import models, plugins
-from aioengine.families import youtu
 from aioengine.families._tensors import is_ignored, tensor_shapes
+from aioengine.families.youtu import YoutuFamily
 from aioengine.models import _decoder
 from aioengine.runner import weights
 from aioengine.runner.device_memory import kv_bytes_per_token
@@ -103,7 +103,7 @@ CASES: dict[str, tuple[Callable[..., PreTrainedConfig], dict[str, object]]] = {
 
 
 def pair(config: PreTrainedConfig, folder: Path, dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Module, Model]:
-    """The model of transformers with lively random weights, and ours with those that it saved in the folder."""
+    """Return a transformers model with large random weights, and ours loaded from the folder that it saved."""
     torch.manual_seed(1)
     theirs = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager").eval()
     for parameter in theirs.parameters():
@@ -118,7 +118,7 @@ def pair(config: PreTrainedConfig, folder: Path, dtype: torch.dtype = torch.floa
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_and_greedy_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+def test_logits_and_greedy_tokens_match_transformers(case: str, tmp_path: Path) -> None:
     config_type, differences = CASES[case]
     theirs, ours = pair(config_type(**{**SIZES, **differences}), tmp_path)
     token_ids = torch.randint(0, SIZES["vocab_size"] or 0, (NUM_TOKENS,))
@@ -130,8 +130,8 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(case: str, tmp_path:
 
 
 @pytest.mark.parametrize("case", ["youtu", "deepseek_v2", "deepseek_v3 one group"])
-def test_attention_multiplies_with_the_expansion(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where it may choose its form."""
+def test_attention_backend_can_apply_the_expansion(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This is how a GPU runs, where the backend chooses the form."""
     monkeypatch.setattr(_decoder, "_has_forms", lambda placement: True)
     config_type, differences = CASES[case]
     theirs, ours = pair(config_type(**{**SIZES, **differences}), tmp_path)
@@ -141,22 +141,22 @@ def test_attention_multiplies_with_the_expansion(case: str, tmp_path: Path, monk
     torch.testing.assert_close(found, theirs(token_ids.unsqueeze(0)).logits[0], atol=5e-5, rtol=1e-5)
 
 
-def test_bits_in_bf16_do_not_depend_on_the_batch(tmp_path: Path) -> None:
+def test_bf16_bits_do_not_depend_on_the_batch(tmp_path: Path) -> None:
     _, ours = pair(YoutuConfig(**{**SIZES, "q_lora_rank": 28}), tmp_path, torch.bfloat16)
     token_ids = torch.randint(0, SIZES["vocab_size"] or 0, (NUM_TOKENS,))
     check_bits(ours, token_ids, Stepper(ours).run(token_ids.tolist(), [NUM_TOKENS]))
 
 
-def test_one_vector_a_token_is_kept(tmp_path: Path) -> None:
+def test_kv_cache_holds_one_vector_per_token(tmp_path: Path) -> None:
     _, ours = pair(YoutuConfig(**SIZES), tmp_path)
     assert kv_bytes_per_token(ours.attention_shape, torch.float32) == 3 * (24 + 8) * 4
     raw = {**YoutuConfig(**SIZES).to_dict(), "architectures": ["YoutuForCausalLM"]}
     ours.open_for_loading()
-    assert {name: target.shape for name, target in ours.weights().items()} == tensor_shapes(youtu.read(raw))
+    assert {name: target.shape for name, target in ours.weights().items()} == tensor_shapes(YoutuFamily.read(raw))
 
 
-def test_weights_loaded_anew(tmp_path: Path) -> None:
-    """Those that are changed by loading, like the order of what is rotated, and those that are not."""
+def test_weights_can_be_reloaded(tmp_path: Path) -> None:
+    """Some weights are reordered when they are loaded, others are not."""
     theirs, ours = pair(YoutuConfig(**{**SIZES, "q_lora_rank": 28}), tmp_path)
     token_ids = list(range(NUM_TOKENS))
     for parameter in theirs.parameters():
@@ -214,26 +214,26 @@ def raw_config(model_type: str, **fields: object) -> dict[str, object]:
     ("model_type", "field", "value"),
     [(model_type, field, value) for model_type, refused in REFUSED.items() for field, value in refused],
 )
-def test_value_that_is_not_implemented_is_refused_by_name(model_type: str, field: str, value: object) -> None:
-    read = plugins.load("families", model_type)
+def test_unsupported_latent_values_are_refused_by_name(model_type: str, field: str, value: object) -> None:
+    read = plugins.load("families", model_type).read
     read(raw_config(model_type))
     with pytest.raises(ValueError, match=field):
         read(raw_config(model_type, **{field: value}))
 
 
-def test_groups_of_one_expert_are_refused() -> None:
+def test_expert_groups_of_one_expert_are_refused() -> None:
     with pytest.raises(ValueError, match="n_group 8 is not implemented; what works: at most 4"):
-        plugins.load("families", "deepseek_v3")(raw_config("deepseek_v3", n_group=8, topk_group=3))
+        plugins.load("families", "deepseek_v3").read(raw_config("deepseek_v3", n_group=8, topk_group=3))
 
 
-def test_layers_for_further_tokens_are_ignored_and_others_are_not() -> None:
+def test_only_multi_token_prediction_layers_are_ignored() -> None:
     raw = raw_config("deepseek_v3", num_nextn_predict_layers=1)
     for model_type in ("deepseek_v3", "kimi_k2"):
-        config = plugins.load("families", model_type)(raw)
+        config = plugins.load("families", model_type).read(raw)
         assert is_ignored(config, "model.layers.3.eh_proj.weight")
         assert is_ignored(config, "model.layers.3.mlp.experts.0.up_proj.weight")
         assert not is_ignored(config, "model.layers.30.mlp.experts.0.up_proj.weight")
         assert not is_ignored(config, "model.layers.2.eh_proj.weight")
         assert models.build({**raw, "model_type": model_type}, options()).is_ignored("model.layers.3.norm.weight")
-    without = plugins.load("families", "deepseek_v3")({**raw, "num_nextn_predict_layers": 0})
+    without = plugins.load("families", "deepseek_v3").read({**raw, "num_nextn_predict_layers": 0})
     assert not is_ignored(without, "model.layers.3.eh_proj.weight")

@@ -1,4 +1,4 @@
-"""A config value that is not implemented is refused by name, before any weight is read."""
+"""Families read config.json, and refuse unsupported values by name before any weight is read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aioengine.families._memory import active_parameters, kv_numbers, num_parame
 from aioengine.families._tensors import adaptable_layers, is_ignored, tensor_shapes
 from aioengine.model_files.model_folder import _context_length, supported_model_types
 from aioengine.models._base import StatefulModel
-from aioengine.models._decoder import Decoder
+from aioengine.models._decoder import DecoderModel
 from aioengine.runner.device_memory import kv_bytes_per_token
 from tests.compute.stepping import options
 from tests.kit import decoders
@@ -40,7 +40,7 @@ def config_of(model_type: str, **fields: object) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
-def test_untouched_config_is_taken(model_type: str) -> None:
+def test_default_config_is_accepted(model_type: str) -> None:
     assert models.build(config_of(model_type), options()).vocab_size == 32
 
 
@@ -61,7 +61,7 @@ def test_untouched_config_is_taken(model_type: str) -> None:
         ("rope_scaling", "linear"),
     ],
 )
-def test_value_that_is_not_implemented_is_refused_by_name(model_type: str, field: str, value: object) -> None:
+def test_unsupported_value_is_refused_by_name(model_type: str, field: str, value: object) -> None:
     named = "rope|factor" if field == "rope_scaling" else field
     with pytest.raises(ValueError, match=named):
         models.build(config_of(model_type, **{field: value}), options())
@@ -83,7 +83,7 @@ def test_value_that_is_not_implemented_is_refused_by_name(model_type: str, field
         ),
     ],
 )
-def test_sliding_windows_that_no_row_exceeds_are_none(
+def test_sliding_windows_that_no_request_exceeds_are_dropped(
     model_type: str, fields: dict[str, object], expected: tuple[int | None, ...]
 ) -> None:
     config = config_of(model_type, **fields)
@@ -99,13 +99,13 @@ def test_sliding_windows_that_no_row_exceeds_are_none(
         *((case, "Model") for case in decoders.ONE_OF_EACH.values()),
     ],
 )
-def test_the_tensors_that_folders_are_checked_for_are_those_that_models_load(case: str, architecture: str) -> None:
+def test_tensor_shapes_match_the_tensors_that_models_load(case: str, architecture: str) -> None:
     config = decoders.config_of(case).to_dict()
     end = "LMHeadModel" if (config["model_type"], architecture) == ("gpt2", "ForCausalLM") else architecture
     config["architectures"] = [f"Any{end}"]
     model = models.build(config, options())
-    assert isinstance(model, Decoder)
-    decoder = plugins.load("families", config["model_type"])(config)
+    assert isinstance(model, DecoderModel)
+    decoder = plugins.load("families", config["model_type"]).read(config)
     assert tensor_shapes(decoder) == {name: target.shape for name, target in model.weights().items()}
     for name in ("lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq", "model.norm.weight"):
         assert is_ignored(decoder, name) == model.is_ignored(name)
@@ -126,8 +126,8 @@ def test_the_tensors_that_folders_are_checked_for_are_those_that_models_load(cas
 
 
 @pytest.mark.parametrize("name", ["gemma-2-2b-it", "DeepSeek-V2-Lite"])
-def test_of_experts_those_are_active_that_a_token_goes_through(name: str) -> None:
-    config = plugins.load("families", HUB[name]["model_type"])(HUB[name])
+def test_active_parameters_count_only_selected_experts(name: str) -> None:
+    config = plugins.load("families", HUB[name]["model_type"]).read(HUB[name])
     numbers = {name: math.prod(shape) for name, shape in tensor_shapes(config).items()}
     top_k = HUB[name].get("num_experts_per_tok", 0)
     idle = [count for name, count in numbers.items() if (found := EXPERT.search(name)) and int(found[1]) >= top_k]
@@ -136,22 +136,22 @@ def test_of_experts_those_are_active_that_a_token_goes_through(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", HUB)
-def test_files_on_the_hub_are_read_as_those_that_transformers_makes_of_them(name: str) -> None:
+def test_hub_configs_are_read_like_transformers_reads_them(name: str) -> None:
     raw = HUB[name]
-    read = plugins.load("families", raw["model_type"])
+    read = plugins.load("families", raw["model_type"]).read
     assert read(raw) == read(AutoConfig.for_model(**raw).to_dict())
 
 
 @pytest.mark.parametrize("model_type", [*decoders.ONE_OF_EACH, "mixtral"])
-def test_a_rotation_that_files_leave_out_is_that_of_transformers(model_type: str) -> None:
+def test_default_rope_matches_transformers(model_type: str) -> None:
     config = decoders.config_of(decoders.ONE_OF_EACH[model_type]) if model_type != "mixtral" else MixtralConfig(**SIZES)
     raw = {name: value for name, value in config.to_dict().items() if name != "rope_parameters"}
-    read = plugins.load("families", model_type)
+    read = plugins.load("families", model_type).read
     assert read(raw) == read(AutoConfig.for_model(**raw).to_dict())
 
 
-def test_the_context_of_gemma3_has_its_scaling_already() -> None:
-    decoder = plugins.load("families", "gemma3_text")(HUB["gemma-3-12b-it, its text_config"])
+def test_gemma3_context_length_includes_the_scaling() -> None:
+    decoder = plugins.load("families", "gemma3_text").read(HUB["gemma-3-12b-it, its text_config"])
     assert [rope.rope_type for rope in decoder.layer_ropes] == ["default"] * 5 + ["linear"]
     assert _context_length(decoder, Path()) == decoder.max_position_embeddings == 131_072
 
@@ -191,7 +191,9 @@ def test_the_context_of_gemma3_has_its_scaling_already() -> None:
         ("gemma2", {"is_causal": False, "architectures": ["Model"]}, "is_causal False.*windows"),
     ],
 )
-def test_values_of_other_decoders_are_refused_by_name(model_type: str, fields: dict[str, object], named: str) -> None:
+def test_unsupported_values_of_families_are_refused_by_name(
+    model_type: str, fields: dict[str, object], named: str
+) -> None:
     raw = decoders.config_of(decoders.ONE_OF_EACH[model_type]).to_dict()
     with pytest.raises(ValueError, match=named) as caught:
         models.build({**raw, **fields}, options())
@@ -199,16 +201,16 @@ def test_values_of_other_decoders_are_refused_by_name(model_type: str, fields: d
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "gptj", "gpt_neox", "opt"])
-def test_a_number_of_key_heads_that_transformers_does_not_read_is_not_read(model_type: str) -> None:
+def test_ignored_number_of_kv_heads_changes_nothing(model_type: str) -> None:
     raw = decoders.config_of(decoders.ONE_OF_EACH[model_type]).to_dict()
-    read = plugins.load("families", model_type)
+    read = plugins.load("families", model_type).read
     assert read({**raw, "num_key_value_heads": 1}) == read(raw)
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "gpt_bigcode", "gptj", "opt"])
-def test_a_size_of_heads_that_transformers_does_not_read_is_not_read(model_type: str) -> None:
+def test_ignored_head_dim_changes_nothing(model_type: str) -> None:
     raw = decoders.config_of(decoders.ONE_OF_EACH[model_type]).to_dict()
-    read = plugins.load("families", model_type)
+    read = plugins.load("families", model_type).read
     assert read({**raw, "head_dim": 12}) == read(raw)
 
 
@@ -216,7 +218,7 @@ def test_every_model_has_a_family() -> None:
     assert plugins.names("families") == models.names() == list(supported_model_types())
 
 
-def test_layers_behind_the_last_one_are_not_counted_for_ever() -> None:
+def test_huge_number_of_prediction_layers_is_refused() -> None:
     fields = {**SIZES, "model_type": "deepseek_v3", "num_key_value_heads": 4, "num_nextn_predict_layers": 2**40}
     fields |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1}
     with pytest.raises(ValueError, match="num_nextn_predict_layers 1099511627776 is not implemented"):
@@ -225,14 +227,14 @@ def test_layers_behind_the_last_one_are_not_counted_for_ever() -> None:
         models.build({**fields, "num_nextn_predict_layers": 1, "n_shared_experts": -1}, options())
 
 
-def test_missing_size_is_named() -> None:
+def test_missing_size_is_refused_by_name() -> None:
     config = config_of("llama")
     del config["intermediate_size"]
     with pytest.raises(ValueError, match="intermediate_size"):
         models.build(config, options())
 
 
-def test_unknown_model_names_those_that_work() -> None:
+def test_unknown_model_type_is_refused_with_supported_types() -> None:
     with pytest.raises(
         ValueError,
         match="'mamba'.*bert, .*llama, llava, .*mistral, .*modernbert, .*qwen2, .*qwen3, .*roberta, .*xlm_roberta",
@@ -244,19 +246,19 @@ def test_unknown_model_names_those_that_work() -> None:
     ("fields", "expected"),
     [({}, 2), ({"num_labels": 1}, 1), ({"num_labels": 3, "id2label": {"0": "a"}}, 1)],
 )
-def test_scores_of_a_classifier(fields: dict[str, object], expected: int) -> None:
+def test_number_of_classifier_scores(fields: dict[str, object], expected: int) -> None:
     config = config_of("llama", architectures=["LlamaForSequenceClassification"])
     del config["id2label"]
-    assert plugins.load("families", "llama")({**config, **fields}).num_labels == expected
+    assert plugins.load("families", "llama").read({**config, **fields}).num_labels == expected
 
 
-def test_a_model_with_another_head_is_refused() -> None:
+def test_unsupported_architecture_is_refused() -> None:
     with pytest.raises(ValueError, match="LlamaForQuestionAnswering"):
         models.build(config_of("llama", architectures=["LlamaForQuestionAnswering"]), options())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_constructors_take_dtypes_of_torch(dtype: torch.dtype) -> None:
+def test_constructors_accept_torch_dtypes(dtype: torch.dtype) -> None:
     assert engine_config(None, {"dtype": dtype}).model.dtype == str(dtype).removeprefix("torch.")
 
 
@@ -276,17 +278,17 @@ HUB_QWEN = {
 }
 
 
-def test_older_files_of_qwen_have_the_text_model_beside_the_tower() -> None:
+def test_older_qwen_files_without_text_config_are_read() -> None:
     raw = {"model_type": "qwen2_5_vl", **HUB_QWEN, "vision_config": {"hidden_size": 1280}}
-    found = plugins.load("families", "qwen2_5_vl")(raw)
+    found = plugins.load("families", "qwen2_5_vl").read(raw)
     assert found.rope.mrope_section == (8, 12, 12)
     assert found.rope.rope_type == "default"
     assert (found.hidden_size, found.tied, found.num_axes, found.image_token_id) == (64, False, 3, 151_655)
 
 
-def test_fields_that_files_of_llava_leave_out_have_the_values_of_transformers() -> None:
+def test_llava_defaults_match_transformers() -> None:
     raw = {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}, "image_token_index": 31_999}
-    found = plugins.load("families", "llava")(raw)
+    found = plugins.load("families", "llava").read(raw)
     wanted = LlamaConfig()
     assert (found.hidden_size, found.num_layers, found.vocab_size) == (4096, 32, wanted.vocab_size)
     assert found.image_token_id == 31_999
@@ -311,11 +313,11 @@ def test_fields_that_files_of_llava_leave_out_have_the_values_of_transformers() 
         ("gemma3", {"vision_config": 5}, "vision_config"),
     ],
 )
-def test_values_of_models_that_read_images_are_refused_by_name(
+def test_unsupported_values_of_image_models_are_refused_by_name(
     model_type: str, fields: dict[str, object], named: str
 ) -> None:
     plain = HUB_QWEN if model_type == "qwen2_5_vl" else {}
     tower = {"model_type": "clip_vision_model"} if model_type == "llava" else {}
     raw = {"model_type": model_type, **plain, "vision_config": tower, **fields}
     with pytest.raises(ValueError, match=named):
-        plugins.load("families", model_type)(raw)
+        plugins.load("families", model_type).read(raw)

@@ -1,4 +1,4 @@
-"""Models that read other inputs than token ids, and models that do not generate: plug-ins that only tests have."""
+"""Models with other inputs than token ids, and models that do not generate. The plug-ins exist only in tests."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def set_model_type(folder: Path, model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["embedded_llama", "three_axes_llama"])
-def test_other_inputs_give_the_same_tokens(folder: Path, model_type: str) -> None:
+def test_other_inputs_give_same_tokens(folder: Path, model_type: str) -> None:
     settings = make_settings(folder, chunk_tokens=16, depth=1)
     expected = World(settings).answers(PROMPTS, SAMPLINGS)
     set_model_type(folder, model_type)
     assert World(settings).answers(PROMPTS, SAMPLINGS) == expected
 
 
-def test_keys_and_values_of_another_type_than_the_queries(folder: Path) -> None:
+def test_kv_cache_may_have_another_dtype_than_queries(folder: Path) -> None:
     settings = make_settings(folder, chunk_tokens=16)
     typed = structs.replace(settings, memory=structs.replace(settings.memory, kv_dtype="bfloat16"))
     plain, world = World(settings), World(typed)
@@ -61,7 +61,7 @@ def test_keys_and_values_of_another_type_than_the_queries(folder: Path) -> None:
     world.run()
 
 
-def test_a_model_can_read_the_row_of_each_token(folder: Path) -> None:
+def test_model_can_read_rows_of_tokens(folder: Path) -> None:
     set_model_type(folder, "three_axes_llama")
     world = World(make_settings(folder))
     for prompt in ([1, 2, 3], [4] * 5, [6]):
@@ -75,13 +75,13 @@ def test_a_model_can_read_the_row_of_each_token(folder: Path) -> None:
     world.run()
 
 
-def test_an_architecture_without_a_known_task_is_refused() -> None:
+def test_architecture_without_known_task_is_refused() -> None:
     config = {**LlamaConfig(**SIZES).to_dict(), "architectures": ["LlamaForTokenClassification"]}
     with pytest.raises(ValueError, match="architectures .*LlamaForTokenClassification.* what works: ...ForCausalLM"):
         models.build(config, options())
 
 
-def test_rows_are_given_to_models_that_read_them_alone() -> None:
+def test_rows_are_passed_only_to_models_that_read_them() -> None:
     config = LlamaConfig(**SIZES).to_dict()
     plain = models.build({**config, "model_type": "llama"}, options())
     three = three_axes_llama.PLUGIN(config, options())

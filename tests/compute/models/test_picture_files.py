@@ -1,4 +1,4 @@
-"""Pictures that are decoded straight into a file that was made before are the same as others."""
+"""Pictures that are decoded into a preallocated file equal others."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def oriented(orientation: int) -> Image.Exif:
 
 
 class World:
-    """A worker that leaves resizing to a device."""
+    """A worker that leaves the resize to the device."""
 
     def __init__(self, folder: Path) -> None:
         images = find_image_model(write_image_folder(folder / "model", FAMILIES["qwen2_vl"]))
@@ -99,7 +99,7 @@ def world(tmp_path: Path) -> World:
         pytest.param(saved(drawing(), "PNG"), False, id="PNG"),
     ],
 )
-def test_a_file_that_was_made_before_holds_the_same(world: World, data: bytes, is_made_before: bool) -> None:
+def test_preallocated_file_holds_same_bytes(world: World, data: bytes, is_made_before: bool) -> None:
     first, made = world.prepare(data)
     assert isinstance(first, Prepared)
     wanted = load_file(made)
@@ -121,7 +121,7 @@ def test_a_file_that_was_made_before_holds_the_same(world: World, data: bytes, i
     assert (before[0] not in world.spares) == is_made_before
 
 
-def test_a_picture_that_is_resized_before_may_be_decoded_into_a_file(world: World) -> None:
+def test_resized_picture_is_decoded_into_preallocated_file(world: World) -> None:
     data = saved(drawing(size=(700, 520)))
     _, made = world.prepare(data)
     wanted = load_file(made)
@@ -135,7 +135,7 @@ def test_a_picture_that_is_resized_before_may_be_decoded_into_a_file(world: Worl
     assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_a_smaller_picture_takes_a_part_of_a_file(world: World) -> None:
+def test_smaller_picture_uses_part_of_a_file(world: World) -> None:
     world.prepare(saved(drawing()))
     small = saved(drawing(size=(64, 48)))
     [large] = world.spares
@@ -147,7 +147,7 @@ def test_a_smaller_picture_takes_a_part_of_a_file(world: World) -> None:
     assert [file.num_bytes for file in world.spares] == [4 * 64 * 48, 4 * SIZE[0] * SIZE[1]], "the small one is left"
 
 
-def test_a_damaged_picture_leaves_no_file(world: World) -> None:
+def test_damaged_picture_leaves_no_file(world: World) -> None:
     data = saved(drawing())
     world.prepare(data)
     [spare] = world.spares
@@ -159,7 +159,7 @@ def test_a_damaged_picture_leaves_no_file(world: World) -> None:
     assert isinstance(world.prepare(data)[0], Prepared)
 
 
-def test_without_proc_the_file_is_written(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_written_without_proc(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise FileNotFoundError("no /proc")
 
@@ -173,7 +173,7 @@ def test_without_proc_the_file_is_written(world: World, monkeypatch: pytest.Monk
     assert np.array_equal(load_file(again)["picture"][..., :3], load_file(made)["picture"][..., :3])
 
 
-def test_where_the_system_has_no_such_files_there_are_none(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_preallocated_files_without_system_support(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError("no space left")
 
@@ -185,7 +185,7 @@ def test_where_the_system_has_no_such_files_there_are_none(world: World, monkeyp
     assert len(os.listdir("/proc/self/fd")) == num_open
 
 
-def test_there_are_not_many_spare_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_spare_files_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spares = SpareFiles()
 
     def sizes(*wanted: int) -> list[int]:

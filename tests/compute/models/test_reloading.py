@@ -1,4 +1,4 @@
-"""New weights in a model that runs."""
+"""Loading new weights into a running model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPTS = [[5, 9, 200, 31, 7], [1, 2, 3], list(range(20, 60))]
 
 
 def save_pair(folder: Path, family: str, *, dtype: torch.dtype, tied: bool) -> tuple[Path, Path]:
-    """Two checkpoints of one config; the second has the weights of the first in another order and scale."""
+    """Save two checkpoints with one config. The second has flipped and scaled weights of the first."""
     first, second = folder / "first", folder / "second"
     save_model(family, first, dtype=dtype, tie_word_embeddings=tied)
     shutil.copytree(first, second)
@@ -32,7 +32,7 @@ def save_pair(folder: Path, family: str, *, dtype: torch.dtype, tied: bool) -> t
 
 
 def reload(model: Model, folder: Path) -> None:
-    """What an update of weights will do."""
+    """Load new weights from a folder."""
     model.open_for_loading()
     try:
         weights.load(model, folder, load_format="auto", seed=0, report=lambda done, total: None)
@@ -47,9 +47,7 @@ def logits_of(model: Model) -> Tensor:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("qwen3", False), ("llama", False)])
-def test_a_running_model_gets_new_weights_between_two_steps(
-    family: str, tied: bool, dtype: str, tmp_path: Path
-) -> None:
+def test_running_model_gets_new_weights_between_two_steps(family: str, tied: bool, dtype: str, tmp_path: Path) -> None:
     first, second = save_pair(tmp_path, family, dtype=getattr(torch, dtype), tied=tied)
     old, new = (World(make_settings(folder, dtype=dtype)) for folder in (first, second))
     old_logits, new_logits = logits_of(old.runner._model), logits_of(new.runner._model)
@@ -68,7 +66,7 @@ def test_a_running_model_gets_new_weights_between_two_steps(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_that_are_refused_leave_the_model_as_it_was(dtype: str, tmp_path: Path) -> None:
+def test_refused_weights_leave_the_model_unchanged(dtype: str, tmp_path: Path) -> None:
     first, second = save_pair(tmp_path, "qwen2", dtype=getattr(torch, dtype), tied=False)
     model = World(make_settings(first, dtype=dtype)).runner._model
     expected = logits_of(model)
@@ -80,7 +78,7 @@ def test_weights_that_are_refused_leave_the_model_as_it_was(dtype: str, tmp_path
     assert torch.equal(logits_of(model), expected)
 
 
-def test_some_of_the_weights_can_be_replaced(tmp_path: Path) -> None:
+def test_single_weights_can_be_replaced(tmp_path: Path) -> None:
     first, second = save_pair(tmp_path, "qwen2", dtype=torch.float32, tied=False)
     model = World(make_settings(first)).runner._model
     for name, tensor in load_file(second / "model.safetensors").items():
@@ -91,7 +89,7 @@ def test_some_of_the_weights_can_be_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["gpt2", "gpt_neox", "gemma3_text", "glm4", "stablelm side by side", "olmo2"])
-def test_weights_that_are_brought_into_another_order_are_those_of_the_checkpoint_again(case: str) -> None:
+def test_reopened_weights_are_in_checkpoint_order(case: str) -> None:
     model = models.build(config_of(case).to_dict(), options(max_positions=64))
     given: dict[str, Tensor] = {}
     for name, target in model.weights().items():

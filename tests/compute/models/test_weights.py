@@ -1,4 +1,4 @@
-"""Reading checkpoints: every form that works, and the words for those that do not."""
+"""Reading checkpoints: all supported formats, and the errors for others."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PROMPT = [5, 9, 200, 31, 7]
 class FakeModel:
     prefix = ""
     renamed: tuple[tuple[str, str], ...] = ()
-    """Two parameters, one of which is a part of a larger one."""
+    """Two parameters, one of which is a view of a larger tensor."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.fused = torch.zeros(6, 4, dtype=dtype)
@@ -73,7 +73,7 @@ def save_shards(folder: Path, parts: dict[str, dict[str, Tensor]]) -> None:
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16])
-def test_one_file_in_every_dtype(tmp_path: Path, stored: torch.dtype, wanted: torch.dtype) -> None:
+def test_single_file_loads_in_all_dtypes(tmp_path: Path, stored: torch.dtype, wanted: torch.dtype) -> None:
     given = tensors(stored)
     save_file({**given, "rotary.inv_freq": torch.ones(3)}, tmp_path / "model.safetensors")
     model = FakeModel(wanted)
@@ -87,7 +87,7 @@ def test_one_file_in_every_dtype(tmp_path: Path, stored: torch.dtype, wanted: to
     assert seen == sorted(seen)
 
 
-def test_parameters_are_let_go_before_they_are_brought_into_another_form(tmp_path: Path) -> None:
+def test_parameters_are_freed_before_finish_loading(tmp_path: Path) -> None:
     class Repacking(FakeModel):
         def finish_loading(self) -> None:
             remembered = weakref.ref(self.norm)
@@ -100,7 +100,7 @@ def test_parameters_are_let_go_before_they_are_brought_into_another_form(tmp_pat
     assert model.is_finished, "somebody still holds a parameter, so loading would need the memory twice"
 
 
-def test_shards_by_their_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_are_read_by_their_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_reading, "PIECE_BYTES", 1)  # every row is a piece of its own
     given = tensors()
     parts = {"a.safetensors": {"up.weight": given["up.weight"]}}
@@ -113,7 +113,7 @@ def test_shards_by_their_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(model.norm, given["norm.weight"])
 
 
-def test_of_several_files_without_an_index_the_usual_one_is_read(tmp_path: Path) -> None:
+def test_default_file_is_read_without_an_index(tmp_path: Path) -> None:
     save_file(tensors(), tmp_path / "model.safetensors")
     save_file({"layers.0.other": torch.ones(1)}, tmp_path / "consolidated.safetensors")
     model = FakeModel()
@@ -131,7 +131,7 @@ def check_refused(folder: Path, *words: str) -> None:
     assert not model.fused.any(), "something was written before everything was checked"
 
 
-def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
+def test_mismatched_tensors_are_named(tmp_path: Path) -> None:
     given = tensors()
     save_file(
         {"up.weight": given["up.weight"], "norm.weight": torch.ones(5), "x": torch.ones(1)}, tmp_path / "m.safetensors"
@@ -139,7 +139,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
     check_refused(tmp_path, "missing: down.weight", "not expected by this model: x", "norm.weight has shape [5]", "[4]")
 
 
-def test_odd_names_of_tensors_are_shown_safely(tmp_path: Path) -> None:
+def test_odd_tensor_names_are_escaped_in_errors(tmp_path: Path) -> None:
     given = tensors() | {"\x1b[31m": torch.ones(1), "x" * 1_000_000: torch.ones(1)}
     save_file(given, tmp_path / "model.safetensors")
     check_refused(tmp_path, r"'\x1b[31m', 'xxx", "(1000000 long)")
@@ -154,7 +154,7 @@ def test_quantized_tensors_are_refused(tmp_path: Path) -> None:
     check_refused(tmp_path, "up.weight is of type I8", "BF16")
 
 
-def test_damaged_missing_and_double_files(tmp_path: Path) -> None:
+def test_damaged_missing_and_duplicate_files_are_refused(tmp_path: Path) -> None:
     save_shards(tmp_path, {"a.safetensors": tensors()})
     (tmp_path / "a.safetensors").write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00garbage!")
     check_refused(tmp_path, "cannot read", "a.safetensors")
@@ -172,7 +172,7 @@ def test_damaged_missing_and_double_files(tmp_path: Path) -> None:
     check_refused(tmp_path, "is in a.safetensors and in b.safetensors")
 
 
-def test_folders_without_safetensors_say_what_would_work(tmp_path: Path) -> None:
+def test_folder_without_safetensors_is_refused_with_alternatives(tmp_path: Path) -> None:
     check_refused(tmp_path / "none", "holds no weights")
     check_refused(tmp_path, "holds no weights", "safetensors")
     (tmp_path / "pytorch_model.bin").touch()
@@ -182,7 +182,7 @@ def test_folders_without_safetensors_say_what_would_work(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16])
-def test_several_threads_read_large_tensors_in_pieces(
+def test_large_tensors_are_read_in_pieces_by_several_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: torch.dtype
 ) -> None:
     monkeypatch.setattr(weight_reading, "ALONE_BYTES", 0)
@@ -199,7 +199,7 @@ def test_several_threads_read_large_tensors_in_pieces(
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("place", [0, 15])
-def test_numbers_that_are_not_finite_are_refused(tmp_path: Path, value: float, place: int) -> None:
+def test_nonfinite_weights_are_refused(tmp_path: Path, value: float, place: int) -> None:
     given = tensors()
     given["down.weight"].view(-1)[place] = value
     save_file(given, tmp_path / "model.safetensors")
@@ -207,7 +207,7 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path: Path, value: float, p
         load(FakeModel(), tmp_path)
 
 
-def test_numbers_that_the_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
+def test_weights_that_overflow_the_dtype_are_refused(tmp_path: Path) -> None:
     given = tensors() | {"norm.weight": torch.full((4,), 6e4)}
     save_file(given, tmp_path / "model.safetensors")
     model = FakeModel(torch.float16)
@@ -220,7 +220,7 @@ def test_numbers_that_the_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("alone_bytes", [0, 1 << 20])
-def test_files_that_change_while_they_are_read_are_refused(
+def test_files_that_change_during_loading_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone_bytes: int
 ) -> None:
     monkeypatch.setattr(weight_reading, "ALONE_BYTES", alone_bytes)
@@ -256,7 +256,7 @@ def test_files_that_change_while_they_are_read_are_refused(
     check(replace, "model.safetensors was changed while it was read")
 
 
-def test_dummy_weights_depend_on_seed_and_name_alone() -> None:
+def test_dummy_weights_depend_only_on_seed_and_name() -> None:
     first, second, other = (FakeModel() for _ in range(3))
     weights.fill_dummy(first.weights(), seed=1)
     weights.fill_dummy(dict(reversed(second.weights().items())), seed=1)
@@ -271,7 +271,7 @@ def test_dummy_weights_depend_on_seed_and_name_alone() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_sharded_and_bf16_checkpoints_of_transformers(tmp_path: Path, tied: bool) -> None:
+def test_sharded_and_bf16_checkpoints_of_transformers_load(tmp_path: Path, tied: bool) -> None:
     model = save_model("qwen2", tmp_path / "one", dtype=torch.bfloat16, tie_word_embeddings=tied)
     model.save_pretrained(tmp_path / "many", max_shard_size="50KB")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
@@ -286,7 +286,7 @@ def test_sharded_and_bf16_checkpoints_of_transformers(tmp_path: Path, tied: bool
     ("family", "fields"),
     [("mistral", {"sliding_window": CONTEXT_LENGTH}), ("qwen2", {"use_sliding_window": True, "max_window_layers": 1})],
 )
-def test_a_model_with_a_window_as_long_as_the_context(tmp_path: Path, family: str, fields: dict[str, object]) -> None:
+def test_model_with_window_as_long_as_context_loads(tmp_path: Path, family: str, fields: dict[str, object]) -> None:
     model = save_model(family, tmp_path, max_position_embeddings=4 * CONTEXT_LENGTH, **fields)
     prompt = list(range(10, 50)) * 5
     output = model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)
@@ -294,7 +294,7 @@ def test_a_model_with_a_window_as_long_as_the_context(tmp_path: Path, family: st
     assert World(make_settings(tmp_path)).answers([prompt], max_new_tokens=40) == [expected]
 
 
-def test_dummy_model_runs_without_weights_and_twice_the_same(tmp_path: Path) -> None:
+def test_dummy_model_runs_without_weights_and_is_reproducible(tmp_path: Path) -> None:
     save_model("llama", tmp_path)
     (tmp_path / "model.safetensors").unlink()
     answers = [World(make_settings(tmp_path, load_format="dummy")).answers([PROMPT])[0] for _ in range(2)]
@@ -302,7 +302,7 @@ def test_dummy_model_runs_without_weights_and_twice_the_same(tmp_path: Path) -> 
     assert len(set(answers[0])) > 2
 
 
-def test_every_name_of_a_real_model_is_filled(tmp_path: Path) -> None:
+def test_all_tensors_of_a_real_model_are_loaded(tmp_path: Path) -> None:
     save_model("qwen3", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     model = models.build(config, options())
@@ -314,8 +314,8 @@ def test_every_name_of_a_real_model_is_filled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_a_folder_that_changed_since_the_engine_was_made_is_refused(tmp_path: Path, name: str) -> None:
-    """As when lost processes are replaced: requests would go on with another model."""
+def test_folder_that_changed_since_startup_is_refused(tmp_path: Path, name: str) -> None:
+    """Otherwise requests would continue with another model after lost processes are replaced."""
     save_model("llama", tmp_path)
     facts = find_facts(ModelConfig(path=str(tmp_path)))
     assert {Path(path).name for path in facts.weights.files} == {"config.json", "model.safetensors"}
@@ -328,8 +328,8 @@ def test_a_folder_that_changed_since_the_engine_was_made_is_refused(tmp_path: Pa
 
 
 @pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
-def test_a_part_of_a_tensor_is_loaded_along_any_dimension(load_format: str, tmp_path: Path) -> None:
-    """As of two devices that have half of a model each."""
+def test_slices_of_tensors_load_along_any_dimension(load_format: str, tmp_path: Path) -> None:
+    """This is how two devices would each load half of a model."""
 
     class Whole(FakeModel):
         def weights(self) -> dict[str, Target]:

@@ -94,7 +94,7 @@ def runner_with(case: Case) -> ModelRunner:
     runner = build(case.settings, lambda _: None)
     assert runner.num_adapter_slots == NUM_SLOTS
     for slot, path in enumerate(case.adapters, 1):
-        runner.place_adapter(slot, runner.read_adapter(adapter(path, slot))).result(timeout=5)
+        runner.place_adapter(slot, runner.read_adapter(adapter(path, slot))).result(timeout=60)
     return runner
 
 
@@ -169,7 +169,7 @@ def test_layers_that_a_checkpoint_stores_in_another_order_or_fused(case: str, tm
     path = save_adapter(base, tmp_path / "adapter", target_modules=modules if is_hybrid else "all-linear")
     settings = small_settings(path=str(tmp_path / "model"), load_format="auto", context_length=128, page_size=4)
     runner = build(with_adapters(settings), lambda _: None)
-    runner.place_adapter(1, runner.read_adapter(adapter(path))).result(timeout=5)
+    runner.place_adapter(1, runner.read_adapter(adapter(path))).result(timeout=60)
     prompts = [[(7 * i + 3 * j) % 90 + 1 for j in range(3 + 5 * i)] for i in range(4)]
     found = generate(runner, [opened(i, i % 2, prompt) for i, prompt in enumerate(prompts)])
     before = [greedy(base, prompt) for prompt in prompts]
@@ -196,7 +196,7 @@ def test_a_slot_takes_one_adapter_after_another(llama: tuple[Path, Path], tmp_pa
     for number, path in enumerate([first, second, first], 1):
         host = runner.read_adapter(adapter(path, number))
         assert host.num_bytes > 0
-        runner.place_adapter(2, host).result(timeout=5)
+        runner.place_adapter(2, host).result(timeout=60)
         tokens += generate(runner, [opened(0, 2, PROMPTS[4])])
     assert tokens[0] == tokens[2] != tokens[1]
     with torch.inference_mode():
@@ -207,7 +207,7 @@ def test_a_slot_takes_one_adapter_after_another(llama: tuple[Path, Path], tmp_pa
 def test_logprobs_of_a_prompt_are_those_of_merged_weights(llama: tuple[Path, Path]) -> None:
     folder, path = llama
     runner = build(with_adapters(make_settings(folder)), lambda _: None)
-    runner.place_adapter(3, runner.read_adapter(adapter(path))).result(timeout=5)
+    runner.place_adapter(3, runner.read_adapter(adapter(path))).result(timeout=60)
     rules = LogprobRules(start=0)
     prompt = PROMPTS[6]
     row = msgspec.structs.replace(opened(0, 3, prompt), logprobs=rules)
@@ -237,7 +237,7 @@ def test_a_preempted_request_goes_on_with_its_adapter_in_another_slot(llama: tup
     runner = build(with_adapters(make_settings(folder)), lambda _: None)
     host = runner.read_adapter(adapter(path))
     for slot in (1, 3):
-        runner.place_adapter(slot, host).result(timeout=5)
+        runner.place_adapter(slot, host).result(timeout=60)
     prompt = PROMPTS[3]
     (whole,) = generate(runner, [opened(0, 1, prompt)], num_tokens=6)
     (rest,) = generate(runner, [opened(0, 3, [*prompt, *whole[:3]])], num_tokens=3)
@@ -275,7 +275,7 @@ def test_modules_that_no_adapter_may_change(llama: tuple[Path, Path], tmp_path: 
     base = AutoModelForCausalLM.from_pretrained(folder)
     path = save_adapter(base, tmp_path, target_modules=["k_proj", "up_proj"])
     runner = build(with_adapters(make_settings(folder), modules=("k_proj", "up_proj")), lambda _: None)
-    runner.place_adapter(1, runner.read_adapter(adapter(path))).result(timeout=5)
+    runner.place_adapter(1, runner.read_adapter(adapter(path))).result(timeout=60)
     with torch.inference_mode():
         expected, _ = continued(merged(base, path))
     assert generate(runner, [opened(i, 1, prompt) for i, prompt in enumerate(PROMPTS)]) == expected
@@ -293,7 +293,7 @@ def test_the_text_part_of_a_model_that_reads_images(model_type: str, tmp_path: P
     base = save_vision_model(model_type, tmp_path / "model")
     folder = save_adapter(base, tmp_path / "adapter", target_modules=r".*language_model.*\.(q_proj|o_proj|up_proj)")
     runner = build(with_adapters(make_settings(tmp_path / "model")), lambda _: None)
-    runner.place_adapter(1, runner.read_adapter(adapter(folder))).result(timeout=5)
+    runner.place_adapter(1, runner.read_adapter(adapter(folder))).result(timeout=60)
     found = [generate(runner, [opened(i, slot, prompt) for i, prompt in enumerate(PROMPTS)]) for slot in (0, 1)]
     with torch.inference_mode():
         expected = [continued(base)[0], continued(merged(base, folder))[0]]

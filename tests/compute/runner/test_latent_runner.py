@@ -63,7 +63,7 @@ def test_adapters_of_all_that_reads_the_stream(saved: Saved, tmp_path: Path) -> 
     base = AutoModelForCausalLM.from_pretrained(saved.folder).eval()
     path = save_adapter(base, tmp_path / "adapter", target_modules=ADAPTED)
     runner = build(with_adapters(make_settings(saved.folder)), lambda _: None)
-    runner.place_adapter(1, runner.read_adapter(adapter(path))).result(timeout=5)
+    runner.place_adapter(1, runner.read_adapter(adapter(path))).result(timeout=60)
     with torch.inference_mode():
         expected, _ = continued(merged(base, path))
     slots = [i % 2 for i in range(len(PROMPTS))]

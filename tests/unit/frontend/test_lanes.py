@@ -75,7 +75,7 @@ class Answers:
 
     async def all(self) -> list[list[Encoded]]:
         """The one answer to each job."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not all(self.answers.values()):  # noqa: ASYNC110  # jobs have no event
                 await asyncio.sleep(0.001)
         await asyncio.sleep(0.01)  # in which a second answer could come

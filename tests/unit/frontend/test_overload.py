@@ -85,7 +85,7 @@ def test_a_place_of_a_waiter_whose_loop_has_ended_goes_to_the_next(
         await asyncio.sleep(0)
         assert limits.num_queued == 2
         queue.release(opened)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await second
         assert not first.done()
 

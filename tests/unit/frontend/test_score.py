@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from aioengine.frontend.score import MAX_LABELS, ScoreRequest, _checked_labels, _prompts, _Turns
+from aioengine.frontend.score import MAX_LABELS, ScoreRequest, _add_prompts, _checked_labels, _Turns
 
 GENEROUS_S = 2.0
 """Of the time of a thread; where each label is compared with each other one it takes a minute."""
@@ -28,8 +28,9 @@ async def test_a_label_that_comes_twice_is_found_at_once() -> None:
 
 
 async def test_prompts_are_made_whatever_their_size_together() -> None:
-    texts, _ = await _prompts("q" * 1_000_000, ["i"] * 100, is_item_first=False)
-    assert [len(text) for text in texts] == [1_000_001] * 100
+    request = ScoreRequest()
+    await _add_prompts(request, "q" * 1_000_000, ["i"] * 100, is_item_first=False)
+    assert [len(prompt) for prompt in request.prompts] == [1_000_001] * 100
 
 
 async def test_many_items_are_read_in_several_turns_of_the_loop() -> None:
@@ -42,8 +43,9 @@ async def test_many_items_are_read_in_several_turns_of_the_loop() -> None:
             num_turns += 1
 
     counting = asyncio.create_task(count_turns())
-    texts, _ = await _prompts("a", ["b"] * 40_960, is_item_first=False)
-    assert texts == ["ab"] * 40_960
+    request = ScoreRequest()
+    await _add_prompts(request, "a", ["b"] * 40_960, is_item_first=False)
+    assert request.prompts == ["ab"] * 40_960
     assert num_turns >= 19  # ten for the check, ten to join
     num_turns = 0
     assert await _checked_labels("label_token_ids", list(range(40_960)), 40_960, _Turns()) == list(range(40_960))

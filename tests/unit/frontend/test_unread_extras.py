@@ -14,7 +14,8 @@ import pytest
 from aioengine.answers import RowFacts
 from aioengine.errors import RequestError
 from aioengine.frontend.delivery import EXTRA_BYTES, MAX_EXTRA_BYTES, Router
-from aioengine.frontend.outputs import CallOutput, Reader, RowStream
+from aioengine.frontend.outputs import CallOutput, RowStream
+from aioengine.frontend.reader import Reader
 from aioengine.frontend.replay import AttachableOutput
 from aioengine.protocol.columns import HIDDEN_STATES, Extra, TokenColumns
 from aioengine.protocol.messages import LAST_STATES, End, FinishCode, TextChunks

@@ -1,4 +1,4 @@
-"""Prompts with images have the tokens that the processors of transformers give them."""
+"""Prompts with images expand to the tokens of transformers' processors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def image_processor(model: ImageModel) -> Any:
 
 
 def reference(family: Family, model: ImageModel, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The whole processor of transformers; videos, for which it needs more packages, are not asked of it."""
+    """Return the processor of transformers without its video part, which needs more packages."""
     import transformers
     from transformers.models.smolvlm import processing_smolvlm
     from transformers.processing_utils import ProcessorMixin
@@ -78,7 +78,7 @@ def shape_of(model: ImageModel, image: Image.Image) -> ImageShape:
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-def test_ids_are_those_of_transformers(family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expanded_ids_match_transformers(family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_image_folder(tmp_path, family)
     model = image_model(folder)
     images = [picture(*size) for size in SIZES]
@@ -114,14 +114,12 @@ def test_llava_1_5_has_576_features_at_336_pixels() -> None:
         ("idefics3", {"scale_factor": "two"}, "scale_factor"),
     ],
 )
-def test_a_config_that_is_not_implemented_is_refused_by_name(
-    model_type: str, config: dict[str, object], words: str
-) -> None:
+def test_unsupported_config_is_refused_by_name(model_type: str, config: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         plugins.load("media", model_type).read(config)
 
 
-def test_an_unknown_processor_is_refused_by_name(tmp_path: Path) -> None:
+def test_unknown_processor_is_refused_by_name(tmp_path: Path) -> None:
     odd = FAMILIES["llava"]._replace(processor={"image_processor_type": "OddImageProcessor"})
     folder = write_image_folder(tmp_path, odd)
     with pytest.raises(ValueError, match="'OddImageProcessor', which is not supported; there are CLIPImageProcessor"):
@@ -137,9 +135,7 @@ def test_an_unknown_processor_is_refused_by_name(tmp_path: Path) -> None:
     ("field", "tower_field"),
     [("patch_size", "patch_size"), ("merge_size", "spatial_merge_size"), ("temporal_patch_size",) * 2],
 )
-def test_a_processor_that_cuts_other_patches_than_the_tower_reads_is_refused(
-    field: str, tower_field: str, tmp_path: Path
-) -> None:
+def test_processor_with_other_patches_than_the_tower_is_refused(field: str, tower_field: str, tmp_path: Path) -> None:
     family = FAMILIES["qwen2_5_vl"]
     vision = {**family.config["vision_config"], "temporal_patch_size": 2}
     config = {**family.config, "vision_config": vision}
@@ -160,7 +156,7 @@ def test_a_processor_that_cuts_other_patches_than_the_tower_reads_is_refused(
         ("gemma3", {"size": {"height": 35, "width": 35}}),
     ],
 )
-def test_a_processor_that_makes_pictures_of_another_size_than_the_tower_reads_is_refused(
+def test_processor_with_other_image_size_than_the_tower_is_refused(
     model_type: str, given: dict[str, object], tmp_path: Path
 ) -> None:
     family = FAMILIES[model_type]
@@ -177,7 +173,7 @@ def test_a_processor_that_makes_pictures_of_another_size_than_the_tower_reads_is
     assert image_model(write_image_folder(tmp_path / "unused", unused)).settings[switch] is False
 
 
-def test_counts_that_do_not_match_are_named() -> None:
+def test_mismatched_number_of_images_is_reported() -> None:
     tokens = [image_ids(plugins.load("media", "qwen2_vl")(9, 2).expansion(ImageShape(8, 8, (1, 4, 4))), 9, None)] * 2
     for ids, count in (([1, 9, 2], 1), ([1, 9, 9, 9], 3), ([1], 0)):
         with pytest.raises(ValueError, match=rf"{count} image placeholders? \(token id 9\) for 2 images.*\(or 8, "):
@@ -187,12 +183,12 @@ def test_counts_that_do_not_match_are_named() -> None:
     check_count([1], 9, 0)
 
 
-def test_expanded_ids_have_all_tokens_of_an_image() -> None:
+def test_expansion_contains_all_tokens_of_an_image() -> None:
     around = token_id("<fake_token_around_image>")
     family = plugins.load("media", "idefics3")(9, 8, 2)
     whole = image_ids(family.expansion(ImageShape(32, 32)), 9, lambda text: [around] * (1 + text.count("global")))
     assert placed([1, *whole.token_ids, 2], 9, [whole])[1] == [1]
-    with pytest.raises(ValueError, match="not the other tokens that belong to them"):
+    with pytest.raises(ValueError, match="but not the other tokens of the image"):
         placed([1, 9, 9, 9, 9, 2], 9, [whole])
     with pytest.raises(ValueError, match="need its tokenizer"):
         image_ids(family.expansion(ImageShape(32, 32)), 9, None)

@@ -43,7 +43,7 @@ def write(folder: Path, **files: object) -> Path:
 
 def pooling_of(folder: Path, family: object = bert, **raw: object) -> PoolingSettings:
     config = {**SIZES, "num_key_value_heads": 2, "architectures": ["Model"], **raw}
-    return read_pooling(folder, family.PLUGIN(config), config)
+    return read_pooling(folder, family.PLUGIN.read(config), config)
 
 
 @pytest.mark.parametrize(

@@ -144,10 +144,10 @@ def test_models_that_cannot_be_served(tmp_path: Path, changes: dict[str, object]
         ("qwen2_vl", {"depth": -1}, "depth"),
         ("qwen3_vl", {"depth": 2**20}, "depth"),
         ("qwen2_5_vl", {"patch_size": 0}, "patch_size"),
-        ("qwen2_vl", {"embed_dim": 48, "num_heads": 5}, "5 heads of a tower of size 48"),
+        ("qwen2_vl", {"embed_dim": 48, "num_heads": 5}, "hidden size 48 is not divisible by 5 heads"),
         ("qwen3_vl", {"num_heads": 0}, "num_heads"),
         ("smolvlm", {"num_attention_heads": -1}, "num_attention_heads"),
-        ("gemma3", {"hidden_size": 80}, "12 heads of a tower of size 80"),
+        ("gemma3", {"hidden_size": 80}, "hidden size 80 is not divisible by 12 heads"),
     ],
 )
 def test_towers_that_cannot_be(model_type: str, tower: dict[str, object], message: str, tmp_path: Path) -> None:

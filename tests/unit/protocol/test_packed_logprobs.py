@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import pickle
 import random
 from collections.abc import Sequence
+from functools import partial
 from struct import pack
 from typing import Any, cast
 
+import msgspec
 import pytest
 
+from aioengine.protocol import packed_logprobs
 from aioengine.protocol.columns import NO_TOKEN, POOLED_VECTOR, Extra, TokenColumns
 from aioengine.protocol.messages import End, FinishCode, FirstToken, StepOutput, TextChunks, TextOpened, TextRules
 from aioengine.protocol.packed_logprobs import (
@@ -143,6 +149,102 @@ def shown(entries: object) -> object:
     if isinstance(entries, list):
         return [shown(entry) for entry in entries]
     return (entries[0], entries[1], f"<{entries[1]}>") if isinstance(entries, tuple) else entries
+
+
+DEEP = LogprobRules(start=0, num_top=30, token_ids=(7, 3), with_text=True)
+TOP = "output_top_logprobs"
+
+
+def deep_lists() -> dict[str, Any]:
+    """The lists of a request with more entries a position than are made at once."""
+    extras = [
+        *(Extra(5, index, OUTPUT_LOGPROBS, position(DEEP, 100 * index)) for index in range(3)),
+        *prompt_extras(5, b"".join(position(DEEP, 50 * place) for place in range(400)), DEEP),
+    ]
+    assert len(extras) > 4
+    return lists_of(DEEP, [with_texts(each, DEEP, "<{}>".format) for each in extras], 400, 3)
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The same as plain lists."""
+    with monkeypatch.context() as patch:
+        patch.setattr(packed_logprobs, "MAX_PLAIN", 1000)
+        lists = deep_lists()
+    assert {type(entries) for entries in lists.values()} == {list, int}
+    return lists
+
+
+def num_packed(lists: dict[str, Any]) -> int:
+    """Positions of output tokens whose entries were not made."""
+    return sum(type(list.__getitem__(lists[TOP], place)) is not list for place in range(3))
+
+
+def test_the_entries_of_a_position_are_made_when_they_are_read(plain: dict[str, Any]) -> None:
+    lists = deep_lists()
+    assert (len(lists[TOP]), num_packed(lists)) == (3, 3)
+    assert lists[TOP][1] == plain[TOP][1]
+    assert lists[TOP][1] is lists[TOP][1]
+    assert num_packed(lists) == 2
+    assert next(iter(lists[TOP])) == plain[TOP][0]
+    assert num_packed(lists) == 1
+    assert lists[TOP][-1:] == plain[TOP][-1:]
+    assert num_packed(lists) == 0
+    assert lists["output_token_logprobs"] == plain["output_token_logprobs"]
+
+
+@pytest.mark.parametrize(
+    "encode",
+    [
+        json.dumps,
+        partial(json.dumps, indent=1),
+        msgspec.json.encode,
+        msgspec.msgpack.encode,
+        msgspec.to_builtins,
+        repr,
+        lambda lists: pickle.loads(pickle.dumps(lists)),
+        copy.copy,
+        copy.deepcopy,
+        lambda lists: {name: list(entries) for name, entries in lists.items() if isinstance(entries, list)},
+    ],
+)
+def test_packed_entries_are_encoded_and_copied_as_plain_lists(plain: dict[str, Any], encode: Any) -> None:
+    assert encode(deep_lists()) == encode(plain)
+    assert type(pickle.loads(pickle.dumps(deep_lists()[TOP]))) is list
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda entries: entries + [1],  # noqa: RUF005
+        lambda entries: [1] + entries,  # noqa: RUF005
+        lambda entries: [*entries, *entries],
+        lambda entries: entries * 2,
+        lambda entries: 2 * entries,
+        lambda entries: entries[::2],
+        lambda entries: entries.copy(),
+        lambda entries: [entries.pop(), entries.pop(0)],
+        lambda entries: list(reversed(entries)),
+        lambda entries: entries.index(entries[1]),
+        lambda entries: [entries.sort(key=len), entries[0]],
+        lambda entries: [entries.append(3), entries.reverse(), entries],
+    ],
+)
+def test_packed_entries_are_used_as_plain_lists(plain: dict[str, Any], use: Any) -> None:
+    assert use(deep_lists()[TOP]) == use(plain[TOP])
+
+
+def test_packed_entries_are_compared_as_plain_lists(plain: dict[str, Any]) -> None:
+    other = deep_lists()[TOP]
+    other[1][0] = (0.0, 0, None)
+    for lists in (plain, deep_lists()):
+        assert deep_lists() == lists
+        assert lists == deep_lists()
+        assert (deep_lists()[TOP] != lists[TOP]) is False
+        assert deep_lists()[TOP] != other
+        assert lists[TOP] != other
+        assert (deep_lists()[TOP] < other) is (plain[TOP] < list(other))
+        assert lists[TOP][2] in deep_lists()[TOP]
 
 
 def test_extras_of_other_kinds_get_no_texts() -> None:

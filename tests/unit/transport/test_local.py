@@ -33,7 +33,7 @@ async def test_a_frame_wakes_a_waiting_reader_and_a_cancelled_one_loses_nothing(
     waiting = asyncio.create_task(channel.receiver.receive())
     await asyncio.sleep(0)
     channel.sender().send([Abort([2])])
-    assert await asyncio.wait_for(waiting, 1) == [Abort([2])]
+    assert await asyncio.wait_for(waiting, 30) == [Abort([2])]
 
 
 async def test_the_backlog_is_bounded() -> None:

@@ -213,7 +213,7 @@ def test_an_async_reader_wakes_at_once_and_may_be_cancelled(channel: Channel, ru
             await asyncio.sleep(0.005)
             start = time.monotonic()
             sender.send([Abort([uid])])
-            assert await asyncio.wait_for(waiting, 5) == [Abort([uid])]
+            assert await asyncio.wait_for(waiting, 30) == [Abort([uid])]
             delays.append(time.monotonic() - start)
         receiver.close()
         receiver.close()
@@ -302,7 +302,7 @@ def test_a_connection_that_cannot_be_accepted_is_an_error_whoever_connects_after
 
         try:
             with pytest.raises(OSError, match="no descriptor is free"):
-                await asyncio.wait_for(read(), 5)
+                await asyncio.wait_for(read(), 30)
         finally:
             for end in (*senders, receiver):
                 end.close()

@@ -1,4 +1,4 @@
-"""A Llama without a head whose tokens attend to all positions, as models of embeddings are."""
+"""A Llama without a head, with bidirectional attention, like embedding models."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from aioengine.families import llama
 from aioengine.families._config import Task
-from aioengine.models._decoder import Decoder
+from aioengine.families.llama import LlamaFamily
+from aioengine.models._decoder import DecoderModel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from aioengine.models._base import ModelOptions
 
 
-class BidirectionalLlama(Decoder):
+class BidirectionalLlama(DecoderModel):
     def __init__(self, config: Mapping[str, object], options: ModelOptions) -> None:
-        read = llama.read({**config, "architectures": None})
+        read = LlamaFamily.read({**config, "architectures": None})
         super().__init__(replace(read, task=Task.EMBED, is_causal=False, tied=True), options)
 
     def weights(self) -> dict[str, Target]:

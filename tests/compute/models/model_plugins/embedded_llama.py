@@ -1,12 +1,12 @@
-"""A Llama that reads embeddings, which the runner asks it for."""
+"""A Llama that reads embeddings instead of token ids."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aioengine.families import llama
+from aioengine.families.llama import LlamaFamily
 from aioengine.models._base import InputSpec
-from aioengine.models._decoder import Decoder
+from aioengine.models._decoder import DecoderModel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from aioengine.models._base import ModelInputs, ModelOptions
 
 
-class EmbeddedLlama(Decoder):
+class EmbeddedLlama(DecoderModel):
     def __init__(self, config: Mapping[str, object], options: ModelOptions) -> None:
-        super().__init__(llama.read(config), options)
+        super().__init__(LlamaFamily.read(config), options)
         self.input_spec = InputSpec(embeddings=True)
 
     def forward(self, inputs: ModelInputs, attention: StepAttention) -> Tensor:

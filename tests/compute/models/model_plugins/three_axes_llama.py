@@ -1,13 +1,13 @@
-"""A Llama that reads positions of three axes, of which it takes the largest, and the row of each token."""
+"""A Llama that reads three-axis positions and rows of tokens. It uses the maximum of the axes."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from aioengine.families import llama
+from aioengine.families.llama import LlamaFamily
 from aioengine.models._base import InputSpec
-from aioengine.models._decoder import Decoder
+from aioengine.models._decoder import DecoderModel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from aioengine.models._base import ModelInputs, ModelOptions
 
 
-class ThreeAxesLlama(Decoder):
-    """``rows``: of the last step."""
+class ThreeAxesLlama(DecoderModel):
+    """``rows``: the rows of the last step."""
 
     def __init__(self, config: Mapping[str, object], options: ModelOptions) -> None:
-        super().__init__(llama.read(config), options)
+        super().__init__(LlamaFamily.read(config), options)
         self.input_spec = InputSpec(position_axes=3, rows=True)
         self.rows: list[int] = []
 

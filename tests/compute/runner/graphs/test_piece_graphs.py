@@ -16,7 +16,7 @@ from aioengine import models
 from aioengine.attention import _base
 from aioengine.attention.torch import TorchAttention
 from aioengine.models._base import InputSpec, Model, ModelInputs, ModelOptions
-from aioengine.models._decoder import Decoder
+from aioengine.models._decoder import DecoderModel
 from aioengine.runner import weights
 from aioengine.runner.graphs.padded_inputs import PaddedInputs
 from aioengine.runner.graphs.piece_graphs import PieceGraphs
@@ -88,7 +88,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
 
 def reading(model: Model, spec: InputSpec) -> Model:
     """The same model with other inputs; of three axes the largest position counts."""
-    assert isinstance(model, Decoder)
+    assert isinstance(model, DecoderModel)
     plain = model.forward
 
     def forward(inputs: ModelInputs, attention: _base.StepAttention) -> Tensor:

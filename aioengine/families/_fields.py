@@ -1,0 +1,124 @@
+"""Reads and checks fields of config.json. Torch-free."""
+
+from __future__ import annotations
+
+import re
+import types
+import typing
+from typing import Final, Literal, NoReturn, TypeVar
+
+import msgspec
+
+from aioengine.checks import cut, shown
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ConfigType = TypeVar("ConfigType", bound=msgspec.Struct)
+
+MAX_SIZES: Final = {
+    "max_position_embeddings": 2**31 - 1,
+    "vocab_size": 2**27,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**24,
+    "num_hidden_layers": 2**14,
+    "num_attention_heads": 2**14,
+    "num_key_value_heads": 2**14,
+    "head_dim": 2**14,
+    "kv_lora_rank": 2**14,
+    "q_lora_rank": 2**20,
+    "qk_nope_head_dim": 2**14,
+    "qk_rope_head_dim": 2**14,
+    "v_head_dim": 2**14,
+    "num_experts": 2**14,
+    "num_local_experts": 2**14,
+    "experts_per_token": 2**14,
+    "moe_intermediate_size": 2**24,
+    "shared_expert_intermediate_size": 2**24,
+    "num_nextn_predict_layers": 2**14,
+    "num_mtp_layers": 2**14,
+    "num_shared_experts": 2**14,
+}
+"""Upper limits of sizes, far beyond all models. A larger value is a mistake that would exhaust time or memory."""
+
+_MAY_BE_ZERO: Final = (
+    "num_experts",
+    "num_local_experts",
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+    "num_shared_experts",
+)
+"""Sizes that may be 0. Models with experts are checked by ``check_experts``."""
+_MIN_FACTOR, _MAX_FACTOR = 1e-6, 1e6
+
+
+def not_implemented(field: str, value: object, implemented: str) -> NoReturn:
+    """Raise ValueError for the value of a field. ``implemented``: the values that work."""
+    message = f"{field} {shown(value)} is not implemented; what works: {implemented}"
+    raise ValueError(message)
+
+
+def decode_config(raw: Mapping[str, object], config_type: type[ConfigType]) -> ConfigType:
+    """Read config.json into a Struct.
+
+    Raises ValueError, which names the field, if a field is missing, has a wrong type, or is not implemented.
+    """
+    if raw.get("per_layer_config"):
+        not_implemented("per_layer_config", raw["per_layer_config"], "layers of the same config")
+    if raw.get("quantization_config") is not None:
+        not_implemented("quantization_config", raw["quantization_config"], "checkpoints that are not quantized")
+    return decode(raw, config_type, f"config.json of model_type {shown(raw.get('model_type'))}")
+
+
+def decode(fields: Mapping[str, object], config_type: type[ConfigType], where: str, *, path: str = "$") -> ConfigType:
+    """Read an object of a JSON file into a Struct.
+
+    Args:
+        where: the file, for error messages.
+        path: the path of the object in the file, for error messages.
+    """
+    try:
+        return msgspec.convert(fields, config_type)
+    except msgspec.ValidationError as error:
+        wrong = cut(str(error)).replace("at `$", f"at `{path}") + _what_works(error, config_type)
+        raise ValueError(f"{where}: {wrong}") from error
+
+
+def _what_works(error: msgspec.ValidationError, config_type: type[msgspec.Struct]) -> str:
+    """Return "; what works: ..." if the field in the error accepts only a few values, else ""."""
+    match = re.search(r"at `\$\.(\w+)", str(error))
+    names = {field.encode_name: field.name for field in msgspec.structs.fields(config_type)}
+    name = names.get(match[1]) if match else None
+    kinds = [typing.get_type_hints(config_type)[name]] if name else []
+    values: list[object] = []
+    while kinds:
+        kind = kinds.pop(0)
+        if kind is types.NoneType:
+            values.append(None)
+        elif typing.get_origin(kind) is Literal:
+            values += typing.get_args(kind)
+        elif typing.get_origin(kind) in (list, typing.Union, types.UnionType):
+            kinds += typing.get_args(kind)
+        else:
+            return ""
+    return "; what works: " + ", ".join(msgspec.json.encode(value).decode() for value in values) if values else ""
+
+
+def check_sizes(config: msgspec.Struct) -> None:
+    """Raise ValueError if a size is above ``MAX_SIZES`` or not positive."""
+    values, names = msgspec.structs.asdict(config), file_names(config)
+    for name, maximum in MAX_SIZES.items():
+        minimum = 0 if name in _MAY_BE_ZERO else 1
+        if values.get(name) is not None and not minimum <= values[name] <= maximum:
+            not_implemented(names[name], values[name], f"{minimum} to {maximum}")
+
+
+def check_factor(field: str, factor: float) -> None:
+    """Raise ValueError if the square or the inverse of ``factor`` may overflow."""
+    if not _MIN_FACTOR <= factor <= _MAX_FACTOR:
+        not_implemented(field, factor, f"{_MIN_FACTOR:g} to {_MAX_FACTOR:g}")
+
+
+def file_names(config: msgspec.Struct) -> dict[str, str]:
+    """Return field name -> name in config.json."""
+    return {field.name: field.encode_name for field in msgspec.structs.fields(config)}

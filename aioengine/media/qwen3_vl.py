@@ -1,7 +1,0 @@
-"""Qwen3-VL: each token is a square of patches."""
-
-from __future__ import annotations
-
-from aioengine.media._qwen import QwenImages
-
-PLUGIN = QwenImages
