@@ -227,46 +227,47 @@ ARGUMENTS: Final[dict[str, Argument]] = {
     "tokenizer_path": Argument(
         "model.tokenizer_path", _path, "folder or hub id of the tokenizer", "the model's folder"
     ),
-    "revision": Argument("model.revision", _text, "branch, tag or commit of the hub", "the main branch"),
-    "download_dir": Argument("model.download_dir", _path, "where downloads go", "the hub's cache"),
+    "revision": Argument("model.revision", _text, "branch, tag or commit on the hub", "the main branch"),
+    "download_dir": Argument("model.download_dir", _path, "folder for downloads", "the hub's cache"),
     "load_format": Argument(
         "model.load_format",
         _words("auto", "safetensors", "gguf", "dummy"),
-        "auto, safetensors, gguf, or dummy weights",
+        "auto, safetensors, gguf or dummy (random weights)",
     ),
     "dtype": Argument("model.dtype", _dtype, "auto, bfloat16, float16 or float32"),
-    "context_length": Argument("model.context_length", whole_from(1), "tokens of prompt and output", "the model's"),
+    "context_length": Argument(
+        "model.context_length", whole_from(1), "maximum tokens of prompt and output", "the model's"
+    ),
     "model_impl": Argument(
         "model.implementation",
         _words("auto", "aioengine", "transformers"),
-        "whose code computes the model: auto (ours, or transformers' for a model_type that we have no code for), "
-        "aioengine or transformers",
+        "code that computes the model: auto (ours if it has the model_type, otherwise transformers'), aioengine or "
+        "transformers",
     ),
     "trust_remote_code": Argument(
         "model.trust_remote_code",
         checks.switch,
-        "run code of the model's folder, where transformers' code computes it",
+        "run code in the model's folder, if transformers' code computes the model",
     ),
-    "skip_tokenizer_init": Argument("model.tokenizer", _negated, "token ids in, token ids out, no text"),
+    "skip_tokenizer_init": Argument("model.tokenizer", _negated, "accept and return token ids only, no text"),
     "chat_template": Argument(
-        "model.chat_template", _template, "text or file of a chat template in place of the model's own", "the model's"
+        "model.chat_template", _template, "text or file of a chat template that replaces the model's own", "the model's"
     ),
     "allow_request_templates": Argument(
         "model.allow_request_templates",
         checks.switch,
-        "requests may bring the text or the file of a chat template, which is run in this process",
+        "requests may contain the text or file of a chat template, which runs in this process",
     ),
     "is_embedding": Argument(
         "model.is_embedding",
         checks.switch,
-        "vectors alone from a model that could generate",
-        "where the folder is one of sentence-transformers",
+        "give only vectors, even if the model can generate",
+        "True for folders of sentence-transformers",
     ),
     "sampling_defaults": Argument(
         "model.sampling_defaults",
         _words("model", "engine", openai="engine"),
-        "values of sampling parameters that a request leaves out: model (those of its generation_config.json) or "
-        "engine",
+        "source of sampling parameters that a request leaves out: model (its generation_config.json) or engine",
     ),
     "device": Argument("device.name", _words("auto", "cpu", "cuda", gpu="cuda"), "auto, cpu or cuda"),
     "attention_backend": Argument(
@@ -275,14 +276,14 @@ ARGUMENTS: Final[dict[str, Argument]] = {
         "auto; flashinfer or triton on a GPU, fused on a CPU, torch on both",
     ),
     "enable_deterministic_inference": Argument(
-        "device.batch_invariant", checks.switch, "the same bits in any batch on a GPU too (a CPU always does)"
+        "device.batch_invariant", checks.switch, "the same bits in any batch on a GPU, too (always on a CPU)"
     ),
     "disable_cuda_graph": Argument("device.cuda_graphs", _negated, "no CUDA graphs"),
     "cuda_graph_max_bs": Argument(
         "device.cuda_graph_max_rows",
         whole_from(1, 65536),
-        "most rows of a CUDA graph",
-        f"max_running_requests, {GPU_GRAPH_ROWS} at most",
+        "maximum rows of a CUDA graph",
+        f"max_running_requests, at most {GPU_GRAPH_ROWS}",
     ),
     "logits_processors": Argument(
         "device.logits_processors",
@@ -290,18 +291,16 @@ ARGUMENTS: Final[dict[str, Argument]] = {
         "classes of logits processors that requests may name: a list of package.module:Class",
         "none",
     ),
-    "enable_lora": Argument(
-        "lora.enabled", checks.switch, "serve LoRA adapters beside the model", "where lora_paths are given"
-    ),
+    "enable_lora": Argument("lora.enabled", checks.switch, "serve LoRA adapters", "True if lora_paths is set"),
     "lora_paths": Argument(
         "lora.adapters",
         _adapters,
-        "adapters of the start: a list of paths, name=path or dicts, or a dict of name to path",
+        "adapters to load at the start: a list of paths, name=path or dicts, or a dict of name to path",
         "none",
     ),
-    "max_loras_per_batch": Argument("lora.num_slots", whole_from(1, 1024), "adapters on the device at a time"),
+    "max_loras_per_batch": Argument("lora.num_slots", whole_from(1, 1024), "maximum adapters on the device at once"),
     "max_lora_rank": Argument(
-        "lora.max_rank", whole_from(1, MAX_RANK), "highest rank of an adapter", "the highest of lora_paths"
+        "lora.max_rank", whole_from(1, MAX_RANK), "maximum rank of an adapter", "the highest of lora_paths"
     ),
     "lora_target_modules": Argument(
         "lora.modules", _modules, "modules that adapters may change: a list of names, or all", "those of lora_paths"
@@ -309,26 +308,30 @@ ARGUMENTS: Final[dict[str, Argument]] = {
     "max_loaded_loras": Argument(
         "lora.max_loaded",
         whole_from(1),
-        "adapters kept in the memory of the host, at least max_loras_per_batch",
-        "as many as 4 GiB hold",
+        "maximum adapters in host memory, at least max_loras_per_batch",
+        "as many as fit into 4 GiB",
     ),
     "allowed_local_media_path": Argument(
-        "media.allowed_local_media_path", _folder, "folder in which image files must be", "anywhere"
+        "media.allowed_local_media_path", _folder, "folder that must contain image files", "any folder"
     ),
     "allow_private_urls": Argument(
-        "media.allow_private_urls", checks.switch, "image URLs may lead to addresses that are not public"
+        "media.allow_private_urls", checks.switch, "allow image URLs with addresses that are not public"
     ),
-    "max_image_bytes": Argument("media.max_image_bytes", whole_from(1, 1 << 32), "the largest image file"),
-    "max_image_pixels": Argument("media.max_image_pixels", whole_from(1, 1 << 32), "width times height of an image"),
-    "max_images_per_prompt": Argument("media.max_images_per_prompt", whole_from(0, 1 << 16), "images of one prompt"),
+    "max_image_bytes": Argument("media.max_image_bytes", whole_from(1, 1 << 32), "maximum bytes of an image file"),
+    "max_image_pixels": Argument(
+        "media.max_image_pixels", whole_from(1, 1 << 32), "maximum width times height of an image"
+    ),
+    "max_images_per_prompt": Argument(
+        "media.max_images_per_prompt", whole_from(0, 1 << 16), "maximum images per prompt"
+    ),
     "media_timeout": Argument(
         "media.timeout_s",
         number_from(0, _A_DAY, above=True),
-        "seconds for the download of an image, and for its preparation",
+        "seconds for the download of an image, and again for its preparation",
     ),
-    "page_size": Argument("memory.page_size", whole_from(1, 1024), "tokens of a page of KV memory"),
+    "page_size": Argument("memory.page_size", whole_from(1, 1024), "tokens per page of KV memory"),
     "max_total_tokens": Argument(
-        "memory.max_total_tokens", whole_from(1), "size of the KV pool in tokens", "what fits into the memory"
+        "memory.max_total_tokens", whole_from(1), "size of the KV pool in tokens", "as much as fits into memory"
     ),
     "mem_fraction_static": Argument(
         "memory.mem_fraction_static",
@@ -340,13 +343,13 @@ ARGUMENTS: Final[dict[str, Argument]] = {
     "max_running_requests": Argument(
         "scheduler.max_running",
         whole_from(1, 65536),
-        "requests computed at once",
+        "maximum requests computed at once",
         f"{GPU_LIMITS[1]} on a GPU, {CPU_LIMITS[1]} on a CPU",
     ),
     "chunked_prefill_size": Argument(
         "scheduler.chunk_tokens",
         whole_or_minus_one("prompts are never split"),
-        "tokens of one step; -1: prompts are never split",
+        "maximum tokens per step; -1: prompts are never split",
         f"{GPU_LIMITS[0]} on a GPU, {CPU_LIMITS[0]} on a CPU",
     ),
     "schedule_policy": Argument(
@@ -358,18 +361,18 @@ ARGUMENTS: Final[dict[str, Argument]] = {
         "scheduler.tenant_weights", _weights, "shares of the engine: a dict, or tenant=weight,...", "1 each"
     ),
     "disable_overlap_schedule": Argument(
-        "scheduler.overlap", _negated, "read each step before the next is launched (a CPU always does)"
+        "scheduler.overlap", _negated, "collect each step before the next is launched (always on a CPU)"
     ),
-    "max_queued_requests": Argument("queue.max_requests", whole_from(0), "requests that may wait"),
-    "max_queued_tokens": Argument("queue.max_tokens", whole_from(0), "prompt tokens that may wait"),
-    "max_queued_bytes": Argument("queue.max_bytes", whole_from(0), "bytes of the prompts of open calls"),
+    "max_queued_requests": Argument("queue.max_requests", whole_from(0), "maximum waiting requests"),
+    "max_queued_tokens": Argument("queue.max_tokens", whole_from(0), "maximum prompt tokens of waiting requests"),
+    "max_queued_bytes": Argument("queue.max_bytes", whole_from(0), "maximum bytes of the prompts of open calls"),
     "max_logprob_bytes": Argument(
-        "queue.max_logprob_bytes", whole_from(0, 1 << 48), "bytes of all logprobs that may wait until they are read"
+        "queue.max_logprob_bytes", whole_from(0, 1 << 48), "maximum bytes of all logprobs that wait to be read"
     ),
     "slow_reader": Argument(
         "delivery.slow_reader",
         _words("coalesce", "pause", "abort"),
-        "when a reader does not read: coalesce (merge unread chunks), pause or abort the request",
+        "if a reader stops reading: coalesce (merge unread chunks), pause or abort the request",
     ),
     "slow_reader_timeout": Argument(
         "delivery.slow_reader_timeout_s", number_from(0, _A_DAY, above=True), "seconds after which slow_reader applies"
@@ -377,13 +380,13 @@ ARGUMENTS: Final[dict[str, Argument]] = {
     "max_hidden_state_bytes": Argument(
         "delivery.max_hidden_state_bytes",
         whole_from(0, MAX_HIDDEN_STATE_BYTES),
-        "the most bytes of hidden states for one request, up to 192 MiB",
+        "maximum bytes of hidden states of a request, up to 192 MiB",
     ),
     "max_restarts": Argument(
         "supervision.max_restarts", whole_from(0), "replacements of lost processes before the engine gives up; 0: none"
     ),
     "restart_window": Argument(
-        "supervision.restart_window_s", number_from(0, _A_DAY, above=True), "seconds within which max_restarts counts"
+        "supervision.restart_window_s", number_from(0, _A_DAY, above=True), "seconds in which max_restarts counts"
     ),
     "stall_timeout": Argument(
         "supervision.stall_timeout_s",
@@ -391,21 +394,21 @@ ARGUMENTS: Final[dict[str, Argument]] = {
         "seconds (at least 2) without progress before the engine counts as stalled",
     ),
     "startup_timeout": Argument(
-        "supervision.startup_timeout_s", number_from(0, _A_DAY, above=True), "seconds that starting may take"
+        "supervision.startup_timeout_s", number_from(0, _A_DAY, above=True), "maximum seconds for the start"
     ),
     "stream_interval": Argument("stream_interval", whole_from(1), "output tokens between two chunks of a stream"),
     "logprobs_mode": Argument(
         "logprobs_mode",
         _words("raw", "processed"),
-        "raw: of the model's own distribution; processed: after temperature, penalties and biases",
+        "raw: the model's own distribution; processed: after temperature, penalties and biases",
     ),
     "random_seed": Argument(
-        "random_seed", whole_from(0, 2**63 - 1), "seed from which the seeds of requests are drawn", "drawn"
+        "random_seed", whole_from(0, 2**63 - 1), "seed for drawing the seeds of requests", "random"
     ),
     "log_level": Argument(
         "log_level", _words("debug", "info", "warning", "error", "critical"), "debug, info, warning, error or critical"
     ),
-    "progress": Argument("progress", checks.switch, "progress bars", "where stderr is a terminal or a notebook"),
+    "progress": Argument("progress", checks.switch, "progress bars", "True if stderr is a terminal or a notebook"),
 }
 """Every argument that works, in the order of the documentation."""
 

@@ -101,22 +101,22 @@ class SamplingParams(
     max_new_tokens: int | None = parameter(
         DefaultInt(DEFAULT_MAX_NEW_TOKENS),
         table.length,
-        "output tokens at most. Left out: 128, or less where the context is nearly full. None: to the end of the "
-        "context. A number that does not fit is a `RequestTooLargeError`",
+        "maximum output tokens. Left out: 128, or fewer if the context is nearly full. None: to the end of the "
+        "context. A number that does not fit raises `RequestTooLargeError`",
         read=int,
         takes_none=True,
     )
     min_new_tokens: Whole = parameter(
         0,
         whole_from(0),
-        "no stop token before this many output tokens (stop strings still act)",
+        "no stop token before this many output tokens; stop strings still apply",
         wire="limits sampling",
         read=int,
     )
     stop: str | Sequence[str] | None = parameter(
         None,
         table.strings,
-        "text before which the answer ends. A string, or a list of up to 32; empty ones are left out",
+        "text that ends the answer and is removed. A string, or a list of up to 32; empty strings are ignored",
         wire="text",
         columns=table.strings_column,
         read=str,
@@ -125,7 +125,7 @@ class SamplingParams(
     stop_token_ids: TokenIds | None = parameter(
         None,
         table.token_ids,
-        "token ids that end the answer, beside the model's own",
+        "token ids that end the answer, in addition to the model's own",
         wire="limits",
         columns=table.token_ids_column,
         read=int,
@@ -134,36 +134,46 @@ class SamplingParams(
     stop_regex: str | Sequence[str] | None = parameter(
         None,
         table.patterns,
-        "pattern before whose match the answer ends. A string, or a list of up to 32 (of 256 bytes each), in the "
-        "dialect of the `regex` package, without recursion, fuzzy matching, `\\G`, `\\K` and the flags f, r, x and V1. "
-        "The bytes of a pattern times all its counted repetitions `{m,n}` are at most 50,000, for all patterns of a "
-        "request together. Matching may take 50 ms for a token, and 1 s and 1 ms per token for a request; beyond, the "
-        "request fails with `RequestError`",
+        "pattern that ends the answer; its match is removed. A string, or a list of up to 32 (256 bytes each), in the "
+        "syntax of the `regex` package, without recursion, fuzzy matching, `\\G`, `\\K` and the flags f, r, x and V1. "
+        "The bytes of a pattern times all its counted repetitions `{m,n}` are limited to 50,000, for all patterns of a "
+        "request together. Matching is limited to 50 ms per token, and to 1 s plus 1 ms per token for a request; "
+        "beyond, the request fails with `RequestError`",
         wire="text",
         columns=table.strings_column,
         read=str,
         is_list=True,
     )
-    temperature: Number = number(1.0, 0, 2, "0 (always the likeliest token) to 2. The command line's default is 0")
+    temperature: Number = number(
+        1.0, 0, 2, "0 (always the most likely token) to 2. The default of the command line is 0"
+    )
     top_p: Number = number(
-        1.0, 0, 1, "above 0, up to 1: draw from the likeliest tokens that make up this share", above=True
+        1.0,
+        0,
+        1,
+        "above 0, up to 1: sample from the most likely tokens that together have this probability",
+        above=True,
     )
     top_k: Whole = parameter(
         DefaultInt(-1),
         table.top_k,
-        "draw from this many of the likeliest tokens; -1 or 0: all",
+        "sample from this many of the most likely tokens; -1 or 0: all",
         wire="sampling",
         read=int,
     )
-    min_p: Number = number(0.0, 0, 1, "0 to 1: draw from tokens at least this likely, relative to the likeliest")
-    frequency_penalty: Number = number(0.0, -2, 2, "-2 to 2; above 0: less of what the answer has often")
-    presence_penalty: Number = number(0.0, -2, 2, "-2 to 2; above 0: less of what the answer has at all")
-    repetition_penalty: Number = number(
-        1.0, MIN_REPETITION_PENALTY, 2, "0.01 to 2; above 1: less of what prompt and answer have"
+    min_p: Number = number(
+        0.0, 0, 1, "0 to 1: sample from tokens at least this probable, relative to the most likely one"
     )
-    n: Whole = parameter(1, whole_from(1, MAX_SAMPLES), "answers to one prompt, up to 1,024; answer i uses seed + i")
+    frequency_penalty: Number = number(
+        0.0, -2, 2, "-2 to 2; above 0: lowers the logit of each token by its count in the answer"
+    )
+    presence_penalty: Number = number(0.0, -2, 2, "-2 to 2; above 0: lowers the logits of tokens in the answer")
+    repetition_penalty: Number = number(
+        1.0, MIN_REPETITION_PENALTY, 2, "0.01 to 2; above 1: lowers the logits of tokens in prompt and answer"
+    )
+    n: Whole = parameter(1, whole_from(1, MAX_SAMPLES), "answers per prompt, up to 1,024; answer i uses seed + i")
     ignore_eos: Switch = parameter(
-        False, checks.switch, "neither the model's own end of text nor `stop_token_ids` end the answer", read=bool
+        False, checks.switch, "neither the model's end-of-text token nor `stop_token_ids` end the answer", read=bool
     )
     skip_special_tokens: Switch = parameter(True, checks.switch, "leave special tokens out of the text", wire="text")
     spaces_between_special_tokens: Switch = parameter(True, checks.switch, "no effect: text is exact")
@@ -176,54 +186,54 @@ class SamplingParams(
     logit_bias: TokenBiases | None = parameter(
         None,
         table.biases,
-        "token id -> number added to its logit, up to 4,096 of them. -inf counts as -1e6, which rules a token out",
+        "token id -> number added to its logit, for up to 4,096 tokens. -inf counts as -1e6, which excludes a token",
         wire="sampling.bias_token_ids sampling.logit_bias",
         columns=table.bias_columns,
     )
     allowed_token_ids: TokenIds | None = parameter(
         None,
         table.allowed_token_ids,
-        "token ids that may be drawn, up to 65,536; None: all. Where the text is to end by itself, the model's end of "
-        "text must be among them",
+        "the only token ids that can be sampled, up to 65,536; None: all. Include the model's end-of-text token if the "
+        "answer should end by itself",
         wire="sampling",
         columns=table.token_ids_column,
     )
     bad_words: Sequence[str] | None = parameter(
         None,
         table.words,
-        "words that are not written, up to 256 of 256 bytes each. A word means two sequences of tokens, its own and "
-        "that of the word behind a space; the last token of neither can be drawn behind the others, also where these "
-        "stand in the prompt. The same letters can still come out of other tokens",
+        "words to avoid, up to 256 of 256 bytes each. A word stands for two sequences of tokens: with and without a "
+        "space before it. The last token of a sequence is not sampled after the others, also if those are in the "
+        "prompt. Other tokens can still spell the word",
     )
     custom_params: Json | None = parameter(
         None,
         table.json_object,
-        "parameters of the request's `custom_logit_processor`: a dict, up to 16,384 characters as JSON",
+        "parameters for the `custom_logit_processor` of the request: a dict, up to 16,384 characters as JSON",
         wire="sampling",
         columns=table.json_column,
     )
     sampling_seed: int | None = parameter(
         None,
         whole_from(-(2**63), 2**63 - 1),
-        "the same seed gives the same tokens; None: one is drawn",
+        "the same seed gives the same tokens; None: a random seed",
         read=int,
         flag="seed",
     )
     json_schema: JsonSchema = parameter(
         None,
         table.constraint("json_schema"),
-        "the output is JSON of this schema: JSON text, a dict, a pydantic model, a msgspec Struct or a dataclass. What "
-        "cannot be enforced is an `UnsupportedSchemaError`",
+        "the output is JSON that is valid under this schema: JSON text, a dict, a pydantic model, a msgspec Struct or "
+        "a dataclass. A schema that cannot be enforced raises `UnsupportedSchemaError`",
     )
-    json_object: Switch = parameter(False, checks.switch, "the output is a JSON object, of any kind", read=bool)
+    json_object: Switch = parameter(False, checks.switch, "the output is any JSON object", read=bool)
     regex: str | None = parameter(
         None,
         table.constraint("regex"),
-        "a regular expression of Python that the whole output matches; without lookaround and references to groups",
+        "a Python regular expression that the whole output matches; without lookaround and backreferences",
         read=str,
     )
     ebnf: str | None = parameter(
-        None, table.constraint("text"), "a grammar that the whole output fits, in GBNF or Lark's syntax"
+        None, table.constraint("text"), "a grammar that the whole output matches, in GBNF or Lark syntax"
     )
     choice: Sequence[str] | None = parameter(
         None, table.constraint("choice"), "the output is one of these strings", read=str, is_list=True
@@ -234,13 +244,13 @@ class SamplingParams(
     whitespace: str | None = parameter(
         None,
         table.constraint("whitespace"),
-        'white space between JSON tokens: "flexible", or a pattern. None: one space or line break at most',
+        'whitespace between JSON tokens: "flexible", or a pattern. None: at most one space or line break',
     )
     reasoning_end: ReasoningEnd = parameter(
-        None, table.constraint("reasoning_end"), "text or token ids behind which the constraint begins", read=str
+        None, table.constraint("reasoning_end"), "text or token ids after which the constraint begins", read=str
     )
     max_thinking_tokens: int | None = parameter(
-        None, whole_from(0), "tokens before `reasoning_end`, which is forced then", read=int
+        None, whole_from(0), "maximum tokens before `reasoning_end`, which is then forced", read=int
     )
     max_tokens: int | UnsetType | None = other_name("max_new_tokens")
     max_completion_tokens: int | UnsetType | None = other_name("max_new_tokens")

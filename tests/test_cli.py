@@ -89,8 +89,8 @@ def test_the_help_has_the_defaults_of_the_sampling_flags() -> None:
     with pytest.raises(SystemExit), contextlib.redirect_stdout(io.StringIO()) as printed:
         flags.read(["chat", "--help"])
     words = " ".join(printed.getvalue().split())
-    assert "0 (always the likeliest token) to 2 (default: 0.0)" in words  # not 1, as of the other calls
-    assert "output tokens at most (default: 128)" in words
+    assert "0 (always the most likely token) to 2 (default: 0.0)" in words  # not 1, as of the other calls
+    assert "maximum output tokens (default: 128)" in words
 
 
 def test_every_constructor_argument_is_a_flag_of_every_command() -> None:
@@ -269,7 +269,7 @@ def test_info_tells_versions_machine_model_and_settings(capsys: pytest.CaptureFi
     text = capsys.readouterr().out
     assert all(f"\n{title}\n" in f"\n{text}" for title in facts)
     assert re.search(r"page_size +16\n", text)
-    assert re.search(r"max_total_tokens +what fits into the memory\n", text)
+    assert re.search(r"max_total_tokens +as much as fits into memory\n", text)
 
 
 def test_info_reads_the_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ import aioengine
 from aioengine import foreign_names, plugins
 from aioengine.args import ARGUMENTS
 from aioengine.frontend.info import Health
+from aioengine.model_files import gguf_model
 from aioengine.params import ALIASES, PARAMETERS
 from aioengine.testing.fake_engine import fake_engine
 from tests.kit import models_table
@@ -141,16 +142,29 @@ def test_the_page_of_the_tests_names_tests_for_every_module() -> None:
     assert without == []
 
 
-def test_the_table_of_models_has_all_families_and_what_they_do() -> None:
+def test_tables_of_models_have_all_families() -> None:
     page = models_table.PAGE.read_text()
     assert page == models_table.updated(page), "run python -m tests.kit.models_table, and see what it wrote"
     assert len(models_table.rows(page)) == len(plugins.names("families"))
 
 
-def test_a_new_family_gets_a_row_of_its_own_words() -> None:
+def test_new_family_gets_a_row_with_its_docstring() -> None:
     page = models_table.PAGE.read_text()
     (row,) = [line for line in page.splitlines() if line.startswith("| `qwen2` |")]
     rows = models_table.rows(models_table.updated(page.replace(row + "\n", "")))
-    assert list(rows)[-1] == "qwen2"
-    assert rows["qwen2"][1:6] == ["Qwen2", "text, vectors, scores", "text", "yes", "yes"]
-    assert rows["qwen2"][-1].startswith("biases on queries")
+    assert models_table.described("qwen2")[0] == "Qwen2"
+    assert rows["qwen2"][1:] == models_table.described("qwen2")
+    names = list(rows)
+    assert names.index("qwen2") == names.index("qwen3_5") - 1, "the last row of the first table"
+
+
+def test_guide_marks_the_vision_models_that_do_not_read_images() -> None:
+    page = models_table.PAGE.read_text()
+    notes = {name: cells[-1] for name, cells in models_table.rows(page).items()}
+    vision = [name for name in models_table.families() if models_table.section(name) == "Vision-language models"]
+    assert [name for name in vision if not notes[name].startswith("text only")] == sorted(plugins.names("media"))
+
+
+def test_gguf_architectures_equal_the_code() -> None:
+    named = re.findall(r"`(\w+)`", table(guide("gguf"), "part of the file")["architecture"][0])
+    assert set(named) == set(gguf_model.ARCHITECTURES)

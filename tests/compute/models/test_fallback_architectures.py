@@ -19,20 +19,20 @@ from tests.kit.source import ROOT
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-GUIDE = ROOT / "examples" / "guides" / "models.md"
-RUN = re.findall(r"`([^`]+)`", GUIDE.read_text().partition("\nCompared with transformers: ")[2].partition("\n\n")[0])
+GUIDE = ROOT / "examples" / "guides" / "fallback.md"
+RUN = re.findall(r"`([^`]+)`", GUIDE.read_text().partition("\n## Tested models\n")[2].partition("\nThese ")[0])
 REASONS = {
-    "attention that does not go through transformers' interface": "its attention does not go through",
-    "states beside keys and values": "its layers keep states beside keys and values",
-    "tokens that attend to later ones": "its tokens attend to later ones",
+    "attention that does not use transformers' attention interface": "its attention does not go through",
+    "states in addition to keys and values": "its layers keep states beside keys and values",
+    "bidirectional attention": "its tokens attend to later ones",
     "an encoder and a decoder": "it has an encoder and a decoder",
-    "models of several parts, of which one is for text": "it is made of several models",
+    "models of several parts, one of which is for text": "it is made of several models",
 }
-"""A list of refused models in the guide -> words of the error. Errors without such words are in one more list."""
-OTHER_REASONS = "other reasons, which the error says"
+"""Heading of a list of refused models in the guide -> words of the error. Other errors are in one more list."""
+OTHER_REASONS = "other reasons, stated in the error"
 REFUSED = {
     model_type: bullet.partition(": ")[0]
-    for bullet in GUIDE.read_text().partition("\nRefused by name, ")[2].partition("\n## ")[0].split("\n- ")[1:]
+    for bullet in GUIDE.read_text().partition("\nThese decoders ")[2].split("\n- ")[1:]
     for model_type in re.findall(r"`([^`]+)`", bullet)
 }
 SMALL = {
