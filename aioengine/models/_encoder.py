@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class EncoderStep:
+class EncoderBlockStep:
     """The arguments of all blocks in a step. ``tables``: rotary tables of layers without and with a window."""
 
     tables: tuple[Tables, Tables] | None
@@ -69,7 +69,7 @@ class EncoderBlock(Layer):
             *((f"{name}.", norm) for name, norm in zip(config.block_norms, norms, strict=True)),
         )
 
-    def __call__(self, x: Tensor, step: EncoderStep, *, outputs: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, step: EncoderBlockStep, *, outputs: Tensor | None) -> Tensor:
         """x [T, D] -> [T, D], or [S, D] with ``outputs`` [S] int64."""
         normed = x if self._attention_norm is None or not self._is_pre_norm else self._attention_norm(x)
         attended = self._attend(normed, step)
@@ -83,7 +83,7 @@ class EncoderBlock(Layer):
         x = self._attention_norm.after(delta, x, keeps_sum=False)
         return self._mlp_norm.after(self._mlp(x), x, keeps_sum=False)
 
-    def _attend(self, x: Tensor, step: EncoderStep) -> Tensor:
+    def _attend(self, x: Tensor, step: EncoderBlockStep) -> Tensor:
         """[T, D] -> [T, D]."""
         heads = self._qkv(x).view(x.shape[0], -1, self._head_size)
         if step.tables is None:
@@ -184,7 +184,7 @@ class EncoderModel(Layer):
         if self._learned:
             x = x + self._position_embeddings(inputs)
         x = self._first_norm(x)
-        step = EncoderStep(self._tables(inputs.positions), attention)
+        step = EncoderBlockStep(self._tables(inputs.positions), attention)
         for layer, block in enumerate(self._blocks):
             x = block(x, step, outputs=inputs.outputs if layer == len(self._blocks) - 1 else None)
         return self._last_norm[0](x) if self._last_norm else x
@@ -192,7 +192,7 @@ class EncoderModel(Layer):
     def forward_block(self, num_tokens: int, attention: StepAttention) -> None:
         x = self._tokens.weight.new_zeros(num_tokens, self.hidden_size)
         positions = torch.zeros(num_tokens, dtype=torch.int64, device=x.device)
-        self._blocks[-1](x, EncoderStep(self._tables(positions), attention), outputs=None)
+        self._blocks[-1](x, EncoderBlockStep(self._tables(positions), attention), outputs=None)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Pooled [S, D] -> scores [S, C] of a classifier. Without a head, return ``hidden``."""
