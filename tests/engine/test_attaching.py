@@ -422,7 +422,7 @@ async def test_a_request_whose_end_was_read_is_forgotten() -> None:
         assert [chunk async for chunk in streams[0]]
         await until(lambda: engine.stats()["num_streams"] == 0)
         assert [chunk async for chunk in streams[1]]
-        await asyncio.sleep(0.3)
+        await until(lambda: frontend_of(engine).attachments._by_rid.keys() == {"2"})
         for rid in "01":
             with pytest.raises(ValueError, match="its time is over"):
                 engine.attach(rid)

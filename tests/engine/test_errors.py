@@ -547,7 +547,7 @@ class TestDeath:
         world.double.step_s = 0.001
         stream = world.engine.async_generate("a", {**LONG, "max_new_tokens": 300}, stream=True)
         text = (await anext(stream))["text"]
-        await asyncio.sleep(0.005)
+        await until(lambda: world.double.live[0].num_output > len(text) + 2)
         world.double.is_held = True
         world.double.events.on_failure(EngineStalledError("no step for 600 s"))
         text += (await anext(stream))["text"]

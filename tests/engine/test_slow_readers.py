@@ -43,7 +43,7 @@ def is_resting(engine: AsyncEngine) -> bool:
 
 
 async def test_pause_stops_its_decoding_and_goes_on_where_it_was() -> None:
-    async with fake_async_engine(slow_reader="pause", slow_reader_timeout_s=AWAY_S, step_time_s=0.001) as engine:
+    async with fake_async_engine(slow_reader="pause", slow_reader_timeout_s=AWAY_S, step_time_s=0.002) as engine:
         expected = (await engine.async_generate("a", LONG))["text"]
         stream = engine.async_generate("a", LONG, stream=True)
         text = (await anext(stream))["text"]
@@ -59,7 +59,7 @@ async def test_pause_stops_its_decoding_and_goes_on_where_it_was() -> None:
 
 
 async def test_a_suspended_request_can_be_left_aborted_and_expire() -> None:
-    async with fake_async_engine(slow_reader="pause", slow_reader_timeout_s=AWAY_S, step_time_s=0.001) as engine:
+    async with fake_async_engine(slow_reader="pause", slow_reader_timeout_s=AWAY_S, step_time_s=0.002) as engine:
         streams = [engine.async_generate("a", LONG, stream=True, timeout=1.0 if n == 2 else None) for n in range(3)]
         for stream in streams:
             await anext(stream)
@@ -75,7 +75,7 @@ async def test_a_suspended_request_can_be_left_aborted_and_expire() -> None:
 
 
 async def test_a_drain_lets_those_go_on_whose_readers_are_away() -> None:
-    async with fake_async_engine(slow_reader="pause", slow_reader_timeout_s=AWAY_S, step_time_s=0.001) as engine:
+    async with fake_async_engine(slow_reader="pause", slow_reader_timeout_s=AWAY_S, step_time_s=0.002) as engine:
         expected = (await engine.async_generate("a", LONG))["text"]
         stream = engine.async_generate("a", LONG, stream=True)
         text = (await anext(stream))["text"]
@@ -86,7 +86,7 @@ async def test_a_drain_lets_those_go_on_whose_readers_are_away() -> None:
 
 
 async def test_abort_ends_it_with_a_reason() -> None:
-    async with fake_async_engine(slow_reader="abort", slow_reader_timeout_s=AWAY_S, step_time_s=0.001) as engine:
+    async with fake_async_engine(slow_reader="abort", slow_reader_timeout_s=AWAY_S, step_time_s=0.002) as engine:
         stream = engine.async_generate("a", LONG, stream=True)
         await anext(stream)
         await until(lambda: engine.stats()["num_streams"] == 0)

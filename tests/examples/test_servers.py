@@ -54,14 +54,13 @@ class Server:
         self.client = httpx.Client(base_url=self.url, timeout=30)
 
     def wait_until_healthy(self) -> None:
-        for _ in range(600):
+        def is_healthy() -> bool:
             assert self.process.poll() is None, self.output()
-            try:
-                if self.client.get("/health").status_code == 200:
-                    return
-            except httpx.TransportError:
-                time.sleep(0.1)
-        raise TimeoutError("the server did not come up")
+            with contextlib.suppress(httpx.TransportError):
+                return self.client.get("/health").status_code == 200
+            return False
+
+        assert wait_until(is_healthy, 60)
 
     def addresses(self) -> set[str]:
         """Where it listens."""
@@ -77,10 +76,7 @@ class Server:
         return found
 
     def wait_until_idle(self) -> None:
-        deadline = time.monotonic() + 30
-        while any((stats := self.stats())[name] for name in IDLE):
-            assert time.monotonic() < deadline, stats
-            time.sleep(0.05)
+        assert wait_until(lambda: not any(self.stats()[name] for name in IDLE)), self.stats()
 
     def output(self) -> str:
         return self.process.communicate(timeout=60)[0]

@@ -53,7 +53,7 @@ async def test_a_step_that_does_not_end_is_an_error_for_everybody() -> None:
 @process
 async def test_a_deadline_of_the_queue_passes_also_during_a_long_step() -> None:
     step_s = 2.5
-    async with fake_async_engine({"": "x"}, step_time_s=step_s) as engine:
+    async with fake_async_engine({"": "x"}, step_time_s=step_s, max_running=1) as engine:
         params = {"max_new_tokens": 1}
         computed = asyncio.ensure_future(engine.async_generate("one", params, queue_timeout=0.5))
         await until(lambda: frontend_of(engine).parts.processes.rows_in_flight())

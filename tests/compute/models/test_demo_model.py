@@ -64,7 +64,7 @@ class Demo(NamedTuple):
 
 
 @pytest.fixture(autouse=True)
-def one_thread(two_threads: None) -> None:
+def one_thread(few_threads: None) -> None:
     """A model so small is done before a second thread has begun; on a busy machine waiting for one costs seconds."""
     torch.set_num_threads(1)
 

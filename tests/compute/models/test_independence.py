@@ -156,9 +156,9 @@ def test_attention_matches_the_definition(
         soft_cap=soft_cap,
         sinks=(torch.randn(6) * 3,) * 2 if has_sinks else (),
     )
-    if backend_class is FusedAttention and soft_cap is not None:
-        assert not fused.serves(shape, dtype, torch.device("cpu"))
-        return
+    if backend_class is FusedAttention and not fused.serves(shape, dtype, torch.device("cpu")):
+        return  # without a soft cap, this depends on the CPU and on the number of threads
+    assert backend_class is TorchAttention or soft_cap is None
     q, k, v = (torch.randn(length, number, 32).to(dtype) for number in (6, 2, 2))
     pool = torch.zeros(kv_pool_shape(shape, num_pages=64, page_size=16), dtype=dtype)
     result = run_attention(backend_class(shape, pool), (q, k, v), [(0, length)], list(range(40)))

@@ -15,7 +15,7 @@ from aioengine.scheduler.plan import NewRow
 
 
 @pytest.fixture(autouse=True)
-def one_thread(two_threads: None) -> None:
+def one_thread(few_threads: None) -> None:
     """On a busy machine two threads wait for each other most of the time."""
     torch.set_num_threads(1)
 

@@ -10,7 +10,7 @@ from aioengine.runner.sampling.truncation import TOP_K_OFF, Truncation, draw, dr
 
 
 @pytest.fixture(autouse=True)
-def one_thread(two_threads: None) -> None:
+def one_thread(few_threads: None) -> None:
     """On a busy machine two threads wait for each other most of the time."""
     torch.set_num_threads(1)
 
