@@ -51,15 +51,17 @@ async def until_disconnect(request: ASGIRequest, generation: Generation[Result])
     handler. Frameworks that cancel the handler of a disconnected client need no such function; aiohttp does so with
     ``handler_cancellation=True``.
     """
-    watcher = asyncio.create_task(_abort_at_disconnect(request, generation))
+    watcher = asyncio.create_task(_abort_at_disconnect(request.receive, generation))
     try:
         return await generation
     finally:
         watcher.cancel()
 
 
-async def _abort_at_disconnect(request: ASGIRequest, generation: Generation[object]) -> None:
+async def _abort_at_disconnect(
+    receive: Callable[[], Awaitable[Mapping[str, object]]], generation: Generation[object]
+) -> None:
     # Starlette's request.is_disconnected() would not do: it is always False behind an @app.middleware("http").
-    while (await request.receive())["type"] != "http.disconnect":
+    while (await receive())["type"] not in ("http.disconnect", "websocket.disconnect"):
         pass
     generation.abort()

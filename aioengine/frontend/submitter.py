@@ -170,7 +170,7 @@ class Submitter:
             return
         ready = [self._ids_if_known(prompt, is_pooled=bool(request.given.pooled)) for prompt in prompts]
         known = cast("list[Encoded]", ready[: ready.index(None)] if None in ready else ready)
-        if known and request.given.images is not None:
+        if known and self.checks.images is not None and request.given.images is not None:
             call.is_encoding = True
             self._encoded(call, ready, known, 0.0)
         elif known:

@@ -130,7 +130,10 @@ class Positions(list[Any]):
         return entries
 
     def __iter__(self) -> Iterator[Any]:
-        return map(self.__getitem__, range(len(self)))
+        place = 0
+        while place < len(self):  # which may change meanwhile
+            yield self[place]
+            place += 1
 
     def __radd__(self, other: list[Any]) -> list[Any]:
         return other + list(self)

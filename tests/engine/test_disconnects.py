@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from typing import cast
 
 import pytest
 
@@ -53,6 +54,20 @@ async def test_disconnect_aborts_the_request_and_returns_its_output_so_far(world
     assert answer["meta_info"]["finish_reason"] == "abort"
     assert answer["text"] == expected_text("a", 1)
     await assert_nothing_is_left(world, num_tasks)
+
+
+async def test_disconnect_of_a_websocket_aborts_the_request(world: World) -> None:
+    world.double.is_held = True
+    client = Client({"type": "websocket.disconnect"})
+    answer = await until_disconnect(client, world.engine.async_generate("a", GREEDY))
+    assert answer["meta_info"]["finish_reason"] == "abort"
+
+
+async def test_request_without_receive_is_an_error_and_aborts_the_request(world: World) -> None:
+    world.double.is_held = True
+    with pytest.raises(AttributeError, match="receive"):
+        await until_disconnect(cast("Client", object()), world.engine.async_generate("a", GREEDY))
+    await until(lambda: not world.double.live and world.engine.stats()["num_streams"] == 0)
 
 
 async def test_disconnect_aborts_every_row_of_a_batch(world: World) -> None:

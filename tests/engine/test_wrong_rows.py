@@ -170,6 +170,12 @@ def content(answer: Any) -> object:
     return list(answer["embedding"]) if "embedding" in answer else answer.get("text", answer.get("score"))
 
 
+async def test_an_image_of_the_first_row_alone_fails_this_row(generating: AsyncEngine) -> None:
+    outs = await generating.async_generate(["a", "b"], PARAMS, image_data=["a.png", None], return_exceptions=True)
+    assert isinstance(outs[0], ValueError)
+    assert isinstance(outs[1], dict)
+
+
 @pytest.mark.parametrize(("method", "wrong", "error", "message"), FAULTS)
 async def test_a_wrong_row_gives_its_exception_in_its_place(
     engine: AsyncEngine, method: str, wrong: dict[str, object], error: type[Exception], message: str

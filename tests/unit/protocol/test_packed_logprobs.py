@@ -175,6 +175,15 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return lists
 
 
+def test_a_list_that_shrinks_while_it_is_read_ends_the_reading(plain: dict[str, Any]) -> None:
+    entries = deep_lists()[TOP]
+    read: list[Any] = []
+    for position_entries in entries:
+        read.append(position_entries)
+        del entries[-1]
+    assert read == plain[TOP][:2]
+
+
 def num_packed(lists: dict[str, Any]) -> int:
     """Positions of output tokens whose entries were not made."""
     return sum(type(list.__getitem__(lists[TOP], place)) is not list for place in range(3))
