@@ -39,7 +39,7 @@ def num_reserved(engine: AsyncEngine) -> int:
 
 async def test_logprobs_that_can_never_fit_are_refused_with_their_figures() -> None:
     async with engine_of(ROW - 1) as engine:
-        message = f"its logprobs may take {ROW} bytes and max_logprob_bytes={ROW - 1} are allowed"
+        message = f"its logprobs may take {ROW} bytes but max_logprob_bytes={ROW - 1} are allowed"
         with pytest.raises(RequestTooLargeError, match=message):
             await engine.async_generate("a", **ASKED)
         with pytest.raises(RequestTooLargeError, match=message):
@@ -145,6 +145,6 @@ async def test_rows_of_a_batch_wait_for_room_instead_of_being_refused() -> None:
 async def test_the_answers_of_a_whole_batch_must_fit_together() -> None:
     async with engine_of(3 * ROW) as engine:
         assert len(await engine.async_generate(["a"] * 3, **ASKED)) == 3
-        with pytest.raises(RequestTooLargeError, match=f"may take {ROW} bytes, beside {3 * ROW} of other rows, and"):
+        with pytest.raises(RequestTooLargeError, match=f"may take {ROW} bytes, beside {3 * ROW} of other rows, but"):
             await engine.async_generate(["a"] * 4, **ASKED)
         await until(lambda: num_reserved(engine) == 0)
