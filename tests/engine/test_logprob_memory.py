@@ -1,4 +1,4 @@
-"""``max_logprob_bytes``: the memory of logprobs is reserved when a row starts, and given back when it was read."""
+"""``max_logprob_bytes``: memory for logprobs is reserved when a row starts, and freed when the row was read."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ async def test_a_request_is_refused_until_an_unread_stream_was_read_or_left(
     ],
 )
 @pytest.mark.parametrize("end", ["finished", "unread", "aborted", "cancelled", "dropped", "closed"])
-async def test_all_memory_is_given_back_however_a_call_ends(options: dict[str, Any], end: str) -> None:
+async def test_all_memory_is_freed_however_a_call_ends(options: dict[str, Any], end: str) -> None:
     async with engine_of(10**9) as engine:
         await engine.open_session(session_id="mine")
         call: Any = engine.async_generate(**{"prompt": "a", **ASKED, **options})
@@ -128,7 +128,7 @@ async def test_all_memory_is_given_back_however_a_call_ends(options: dict[str, A
         await until(lambda: engine.stats()["num_streams"] == num_reserved(engine) == 0)
 
 
-async def test_rows_of_a_batch_wait_for_room_instead_of_being_refused() -> None:
+async def test_rows_of_a_batch_wait_for_memory_instead_of_being_refused() -> None:
     prompts = [str(number) for number in range(40)]
     async with engine_of(2 * ROW) as engine:  # two rows at a time
         rows: dict[int, int] = {}
