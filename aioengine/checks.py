@@ -266,10 +266,10 @@ def off(name: str, value: object, allowed: tuple[object, ...], feature: str) -> 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """ " (did you mean 'x'?)" for the nearest of the known words, else nothing."""
-    found = nearest(word, known)
-    return f" (did you mean {found!r}?)" if found else ""
+    meant = nearest(word, known)
+    return f" (did you mean {meant!r}?)" if meant else ""
 
 
 def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """The most similar of the known words; None if none has a similarity of at least ``cutoff`` (1: the same word)."""
+    """Return the most similar known word. None: no word has a similarity of at least ``cutoff`` (1: the same word)."""
     return next(iter(difflib.get_close_matches(word[:100], list(known), n=1, cutoff=cutoff)), None)

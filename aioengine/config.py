@@ -95,9 +95,9 @@ class LoraConfig(Struct, frozen=True, kw_only=True):
 
 
 class QueueConfig(Struct, frozen=True, kw_only=True):
-    """Limits of what waits in the program; beyond them new requests are refused.
+    """Limits of the queue and of unread logprobs. Requests above a limit are refused.
 
-    ``max_logprob_bytes``: of the packed logprobs of all requests, from their start until they are read.
+    ``max_logprob_bytes``: packed logprobs of all requests. Memory is reserved when a row starts, until it is read.
     """
 
     max_requests: int = 4096

@@ -1,4 +1,4 @@
-"""Names of other engines: what they are called here, or why they are refused or have no effect.
+"""Names of other engines: our names for the same things, or why these names are refused or ignored.
 
 The other names of sampling parameters are fields of ``params.SamplingParams``, where type checkers see them.
 """
@@ -26,17 +26,17 @@ _VALUES: Final[dict[str, object]] = {
 
 
 def _by_name(groups: Mapping[str, str]) -> dict[str, str]:
-    """Meaning -> names with spaces between them, as name -> meaning."""
+    """Invert a table: from meaning -> names (separated by spaces) to name -> meaning."""
     return {name: meaning for meaning, names in groups.items() for name in names.split()}
 
 
 def _missing(features: Mapping[str, str]) -> Missing:
-    """Feature -> arguments, each with the values that switch it off, such as ``name=0|auto``."""
-    found: Missing = {}
+    """Read a table: feature -> arguments, each with the values that switch it off, such as ``name=0|auto``."""
+    missing: Missing = {}
     for argument, feature in _by_name(features).items():
         name, _, values = argument.partition("=")
-        found[name] = tuple(_VALUES.get(value, value) for value in values.split("|") if value), feature
-    return found
+        missing[name] = tuple(_VALUES.get(value, value) for value in values.split("|") if value), feature
+    return missing
 
 
 ALIASES: Final[dict[str, str]] = {
@@ -96,7 +96,7 @@ MISSING_OPTIONS: Final = _missing(
         "audio and video": "audio_data=[] video_data=[] mm_hashes=[] mm_content_hashes=[]",
         "grammars that begin after the reasoning": "require_reasoning=False",
         "routed experts": "return_routed_experts=False routed_experts_start_len=0",
-        "routing by session (session_params goes on from earlier requests)": "session_id",
+        "routing by session (session_params continues earlier requests)": "session_id",
         "parts of the prefix cache": "extra_key=''",
         "data parallelism": "routed_dp_rank=0 data_parallel_rank=0",
         "separate prefill and decode engines": "bootstrap_host bootstrap_port bootstrap_room disagg_prefill_dp_rank "
@@ -104,10 +104,10 @@ MISSING_OPTIONS: Final = _missing(
         "traces": "external_trace_header",
     }
 )
-"""The same of the arguments of calls."""
+"""Arguments of calls, in the same form."""
 
 MISSING_PARAMETERS: Final = _missing({"watermarking": "watermark=''|{}"})
-"""The same of the sampling parameters."""
+"""Sampling parameters, in the same form."""
 
 IGNORED: Final = frozenset(
     """
@@ -170,14 +170,14 @@ OUR_WAY: Final = _by_name(
         "it is mem_fraction_static here, an argument of the engine": "gpu_memory_utilization",
     }
 )
-"""Names that are not accepted -> the hint of the error. Names of the constructor's ``ALIASES`` are accepted there."""
+"""Name -> the hint of its error. The constructor accepts ``ALIASES``, so those have hints for other places only."""
 
 
 def our_way(name: str) -> str:
-    """The hint for this name, behind "; ", or an empty string."""
+    """Return "; " and the hint for this name, or an empty string."""
     return f"; {OUR_WAY[name]}" if name in OUR_WAY else ""
 
 
-def no_attribute(of: str, name: str, *, instead: str = "") -> AttributeError:
-    """For ``__getattr__`` of ``of``; ``instead`` is what to use where the name is no other engine's."""
-    return AttributeError(f"{of} has no attribute {name!r}{our_way(name) or instead}", name=name)
+def no_attribute(owner: str, name: str, *, instead: str = "") -> AttributeError:
+    """Return the error of ``__getattr__``. ``instead``: the hint for a name that no other engine has."""
+    return AttributeError(f"{owner} has no attribute {name!r}{our_way(name) or instead}", name=name)

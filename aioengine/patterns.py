@@ -70,15 +70,18 @@ _num_compiled = count(1)
 
 
 def check_patterns(patterns: Sequence[str]) -> None:
-    """Raise ValueError if a pattern cannot stop a text, or if they are too large together."""
-    size = sum(map(_checked_size, patterns))
+    """Raise ValueError if a pattern cannot be used, or if the patterns are too large together."""
+    size = sum(map(expanded_size, patterns))  # before anything is compiled
     if size > MAX_SIZE:
         raise ValueError(
             f"stop_regex: the {len(patterns)} patterns of one request have a size of {size} together (bytes times "
             f"counted repetitions); at most {MAX_SIZE} is allowed"
         )
+    for pattern in patterns:
+        _check_compiles(pattern)
 
 
+@lru_cache(maxsize=1024)
 def expanded_size(pattern: str) -> int:
     """The bytes of the pattern times all its counted repetitions.
 
@@ -125,10 +128,8 @@ def compile_pattern(pattern: str) -> Pattern:
 
 
 @lru_cache(maxsize=1024)
-def _checked_size(pattern: str) -> int:
-    """The size of a pattern that compiles."""
+def _check_compiles(pattern: str) -> None:
     compile_pattern(pattern)
-    return expanded_size(pattern)
 
 
 def _refused(pattern: str, reason: str) -> ValueError:

@@ -81,7 +81,9 @@ class Generation(Coroutine[object, None, Result]):
 
         def __iter__(self) -> NoReturn:
             if self._reader.is_stream:
-                raise TypeError("read this stream with `async for`; Engine.generate(..., stream=True) is for `for`")
+                raise TypeError(
+                    "read this stream with `async for`; for a plain `for`, use Engine.generate(..., stream=True)"
+                )
             raise TypeError(f"{_NOT_AWAITED}, then read it")
 
         def __getitem__(self, key: object) -> NoReturn:

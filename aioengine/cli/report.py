@@ -47,9 +47,9 @@ def facts(model_path: str | None, engine_arguments: Mapping[str, object]) -> Fac
 
 
 def _resolved(settings: Settings) -> dict[str, object]:
-    """The values of the constructor's arguments that depend on the model or on the machine."""
+    """Return the values of the constructor's arguments that depend on the model or on the machine."""
     model, memory, scheduler, runner = settings.model, settings.memory, settings.scheduler, settings.runner
-    found: dict[str, object] = {
+    values: dict[str, object] = {
         "model_path": model.path,
         "tokenizer_path": settings.text.tokenizer_path,
         "load_format": model.load_format,
@@ -68,8 +68,8 @@ def _resolved(settings: Settings) -> dict[str, object]:
         "disable_overlap_schedule": scheduler.depth == 0,
     }
     if runner.lora is not None:
-        found |= {"max_lora_rank": runner.lora.max_rank, "lora_target_modules": list(runner.lora.modules) or "all"}
-    return found
+        values |= {"max_lora_rank": runner.lora.max_rank, "lora_target_modules": list(runner.lora.modules) or "all"}
+    return values
 
 
 def _plain(struct: msgspec.Struct, *without: str) -> dict[str, object]:
@@ -84,12 +84,13 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def outline(of: Facts) -> str:
-    """The text of ``info``: sections with one line for each fact."""
-    width = max(len(name) for section in of.values() for name in section)
+def outline(sections: Facts) -> str:
+    """Return the text of ``info``: sections with one line for each fact."""
+    width = max(len(name) for section in sections.values() for name in section)
     lines: list[str] = []
-    unset = {name: ARGUMENTS[name].default_text for name, value in of["settings"].items() if value in (None, (), {})}
-    for title, section in (of | {"settings": of["settings"] | unset}).items():
+    settings = sections["settings"]
+    unset = {name: ARGUMENTS[name].default_text for name, value in settings.items() if value in (None, (), {})}
+    for title, section in (sections | {"settings": settings | unset}).items():
         lines += [title, *(f"  {name:<{width}}  {_word(value)}" for name, value in section.items()), ""]
     return "\n".join(lines).rstrip()
 

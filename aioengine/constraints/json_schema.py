@@ -361,8 +361,8 @@ def _required(place: Place) -> list[str]:
 def _num_properties(place: Place, found: Schema) -> Schema:
     """Compile ``minProperties`` and ``maxProperties``.
 
-    Every property must be listed: others could come twice, and would count once. The library counts one optional
-    property at most.
+    They are enforced if all properties are listed: an unlisted property could be generated twice. The library counts
+    at most one optional property.
     """
     limits = dict(compile_counts(place, "minProperties", "maxProperties"))
     num_required, num_listed = len(found.get("required", ())), len(found.get("properties", ()))
@@ -375,11 +375,11 @@ def _num_properties(place: Place, found: Schema) -> Schema:
     if limits.get("maxProperties", 0) >= num_listed:
         limits.pop("maxProperties", None)
     for keyword, limit in limits.items():
-        required = f"is {limit} and {num_required} of {num_listed} properties are required"
+        reason = f"is {limit}, and {num_required} of {num_listed} properties are required"
         if not num_required <= limit <= num_listed:
-            place.refuse(keyword, f"{required}: no value is valid")
+            place.refuse(keyword, f"{reason}: no value is valid")
         if limit != num_required + 1:
-            place.refuse(keyword, f"{required}: only {num_required + 1} is enforced then")
+            place.refuse(keyword, f"{reason}: only {num_required + 1} can be enforced")
     return limits
 
 

@@ -94,7 +94,7 @@ class Call:
         return Name(self, range(request.num_rows), widths)
 
     def prompt_name(self, prompt: int) -> Name:
-        """The rows that the id of a prompt means, where the caller gave a list of ids."""
+        """The rows that the id of a prompt means, if the caller passed a list of ids."""
         samples = self.request.num_samples
         return Name(self, range(prompt * samples, (prompt + 1) * samples), self._sample_widths)
 
@@ -156,9 +156,9 @@ class Calls:
         self._names |= self._add_names(call, first)
 
     def _add_names(self, call: Call, first: int) -> dict[str, Name]:
-        """Register the ids, but not yet their meanings, which are returned.
+        """Register the ids in all indexes except ``_names``, and return their entries for ``_names``.
 
-        A row whose id is in use gets its error in its place where rows fail alone.
+        If rows fail alone, a row whose id is in use gets its error in its place.
         """
         request = call.request
         names = {call.rid: call.own_name()} if first == 0 else {}

@@ -62,10 +62,11 @@ class AdapterResult(NamedTuple):
 
 
 class AdapterRules(Struct, frozen=True):
-    """What adapters must fit, and those of the start.
+    """The requirements for adapters.
 
     Attributes:
         layers: name in the checkpoint -> (outputs, inputs) of each linear layer of the base model.
+        given: the adapters to load at the start.
     """
 
     layers: dict[str, tuple[int, int]]
@@ -77,10 +78,10 @@ class AdapterRules(Struct, frozen=True):
         folder.parts(self.layers, max_rank=self.settings.max_rank, allowed=self.settings.modules or None)
 
     def read(self, number: int, name: str, path: Path, *, is_pinned: bool) -> Adapter:
-        """Check the folder of an adapter, but for its numbers. May block: not for the loop's thread.
+        """Check the folder of an adapter, without reading its weights. Blocks: do not call it on the loop's thread.
 
         Raises:
-            ValueError: it cannot be used.
+            ValueError: the adapter cannot be used.
         """
         folder = adapter_folder.read_folder(path)
         self.check(folder)
@@ -107,7 +108,7 @@ class AdapterChoice:
     """The adapters of a call: ``lora_path``, one for all prompts or one for each. None is the base model.
 
     Attributes:
-        of_prompts: the names. names: the different ones.
+        of_prompts: the name of each prompt. names: the set of these names.
     """
 
     __slots__ = ("_loads", "_missing", "names", "of_prompts")
@@ -119,7 +120,7 @@ class AdapterChoice:
         self._missing: Callable[[str], ValueError] = ValueError
 
     def use(self, loads: dict[str, Load], missing: Callable[[str], ValueError]) -> None:
-        """Use adapters, by name, until ``leave``. ``missing`` makes the error for any other name."""
+        """Use adapters until ``leave``. ``loads``: by name. ``missing`` makes the error for any other name."""
         self._loads, self._missing = loads, missing
         for load in loads.values():
             load.users.add(self)
@@ -130,12 +131,12 @@ class AdapterChoice:
         return None if load is None else load.adapter
 
     def error_of(self, prompt: int) -> ValueError | None:
-        """Why a prompt cannot have its adapter; None: it can, or uses the base model."""
+        """Return the error if the adapter of a prompt is missing; None: it is there, or the prompt uses none."""
         name = self.of_prompts.of(prompt)
         return None if name is None or name in self._loads else self._missing(name)
 
     def load_of(self, name: str) -> Load | None:
-        """The load that is used by this name."""
+        """The load that this call uses under a name."""
         return self._loads.get(name)
 
     def leave(self) -> None:
@@ -168,7 +169,7 @@ def _name(value: object) -> str | None:
 
 
 _HELD: ContextVar[AdapterChoice | None] = ContextVar("aioengine_held_adapter", default=None)
-"""What ``LoadedAdapters.held`` holds for the calls of this context."""
+"""The choice that ``LoadedAdapters.held`` keeps for the calls in this context."""
 
 
 class LoadedAdapters:
@@ -187,12 +188,14 @@ class LoadedAdapters:
 
     @contextlib.contextmanager
     def held(self, name: object) -> Iterator[None]:
-        """The calls of one that is made of several: all find the same load of an adapter, also while it is unloaded.
+        """Keep one load of an adapter for all calls in this context, for a method that makes several calls.
+
+        The calls find this load even while it is being unloaded.
 
         Raises:
-            ValueError: as ``open``. A name that is none is left to the calls.
+            ValueError: the adapter is not loaded.
         """
-        if not isinstance(name, str) or not name:
+        if not isinstance(name, str) or not name:  # the calls refuse it
             yield
             return
         choice = AdapterChoice(PerPrompt("lora_path", _name, [name], is_list=False), {name})
@@ -206,12 +209,12 @@ class LoadedAdapters:
             _HELD.set(before)
 
     def open(self, choice: AdapterChoice, *, rows_fail_alone: bool = False) -> None:
-        """A call uses adapters, until it leaves them.
+        """Let a call use its adapters until ``AdapterChoice.leave``.
 
-        ``rows_fail_alone``: rows of a list of adapters get their errors from ``AdapterChoice.error_of``.
+        ``rows_fail_alone``: if adapters of a list are missing, their rows get the error of ``AdapterChoice.error_of``.
 
         Raises:
-            ValueError: one is not loaded, or the engine serves none.
+            ValueError: an adapter is not loaded, or the engine serves no adapters.
         """
         with self._lock:
             loads = {name: load for name in choice.names if (load := self._find(name)) is not None}
@@ -220,7 +223,7 @@ class LoadedAdapters:
             choice.use(loads, self._missing)
 
     def _find(self, name: str) -> Load | None:
-        """The load that new calls get by a name or alias."""
+        """Return the load for a name or alias that a new call uses; None: there is none."""
         held = _HELD.get()
         load = None if held is None else held.load_of(name)
         if load is not None and self._loads.get(load.adapter.name) is load:
@@ -232,7 +235,7 @@ class LoadedAdapters:
         return None if load is None or load.is_leaving else load
 
     def _missing(self, name: str) -> ValueError:
-        """The error for a name that ``_find`` did not find."""
+        """Return the error for a name without a load."""
         paths = sorted(self._aliases.get(name, ()))
         if self._rules is None:
             return ValueError(f"lora_path is given, and {_NOT_ENABLED}")
@@ -248,7 +251,7 @@ class LoadedAdapters:
         return ValueError(f"the adapter {checks.shown(name)} {why}")
 
     def list(self) -> AdapterResult:
-        """Those that requests may name now."""
+        """Return the adapters that requests may use now."""
         return self._result("" if self._rules is not None else _NOT_ENABLED)
 
     async def load(self, lora_name: object, lora_path: object, pinned: object) -> AdapterResult:

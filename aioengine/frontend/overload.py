@@ -71,7 +71,7 @@ class QueueLimits:
     Requests that run do not wait: the limits on calls and tokens come on top of what can run at once.
 
     Attributes:
-        num_logprob_bytes: reserved for the logprobs of rows, at their most, until they are read.
+        num_logprob_bytes: reserved for unread logprobs. Running rows reserve their upper bound.
         refusal: raised by every new call, once the engine drains, is dead or closed.
     """
 
@@ -164,8 +164,8 @@ class QueueLimits:
         if output.num_logprob_bytes + num_bytes > most:
             others = f", beside {output.num_logprob_bytes} of other rows," if output.num_logprob_bytes else ""
             raise RequestTooLargeError(
-                f"its logprobs may take {num_bytes} bytes{others} and max_logprob_bytes={most} are allowed; lower "
-                "top_logprobs_num or max_new_tokens, give a stream or smaller batches, or raise max_logprob_bytes"
+                f"its logprobs may take {num_bytes} bytes{others} but max_logprob_bytes={most} are allowed; lower "
+                "top_logprobs_num or max_new_tokens, use a stream or smaller batches, or raise max_logprob_bytes"
             )
         if num_bytes > self.free_logprob_bytes:
             raise EngineOverloadedError(

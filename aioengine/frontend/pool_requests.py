@@ -37,10 +37,10 @@ class PlainPoolOptions(TypedDict, total=False):
 
 
 class PoolOptions(PlainPoolOptions, total=False):
-    """Keyword arguments of ``rerank``: those of ``RequestOptions`` that apply, and
+    """Keyword arguments of ``rerank``: the applicable ones of ``RequestOptions``, and
 
-    truncate: the end of a text that is longer than the model takes is cut; special tokens stay. Without it such a text
-        is an error. Of a pair the longer text is cut first.
+    truncate: cut the end of a text that exceeds the model's limit; special tokens stay. In a pair, the longer text is
+        cut first. By default, such a text is an error.
     """
 
     return_exceptions: bool

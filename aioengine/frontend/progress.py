@@ -35,9 +35,9 @@ def _is_notebook(stream: TextIO | None) -> bool:
 
 
 class NotebookLine:
-    """One line of a notebook's cell, as a text file for tqdm: what follows a carriage return replaces the line.
+    """One line of a notebook's cell, as a text file for tqdm. A carriage return clears the line.
 
-    Text on stderr, and the widgets of tqdm, would stay in the saved notebook.
+    The saved notebook would keep text on stderr and the widgets of tqdm.
     """
 
     encoding = "utf-8"

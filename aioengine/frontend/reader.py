@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class Reader:
-    """Reads a call, from its cursor on. From any thread. It never waits: ``wait`` calls back when there is something.
+    """Reads the output of a call. From any thread. It never blocks: ``wait`` registers a callback for new output.
 
-    Dropping the last reference to it leaves the call.
+    When its last reference is dropped, the call is left.
     """
 
     __slots__ = ("_actions", "_cursor", "_lock", "_output", "_result", "ready")
@@ -32,7 +32,7 @@ class Reader:
         self._output = cursor.output
         self._lock = lock
         self.ready = cursor.ready
-        """Rows that have something to read. Not empty: ``take`` returns a chunk, if no other thread takes it first."""
+        """Rows with unread output. If there are any, ``take`` returns a chunk, unless another thread was faster."""
         self._result: Answer | BatchOutput | None = None
 
     def __del__(self) -> None:
@@ -56,11 +56,11 @@ class Reader:
         return "left" if self._cursor.is_closed else self._output.state
 
     def take(self) -> Chunk | None:
-        """The next chunk of a stream, or None where none is there yet.
+        """Return the next chunk of a stream; None: there is none yet.
 
         Raises:
-            EndOfOutput: all was read, or the stream was left.
-            TypeError: this is no stream.
+            EndOfOutput: all output was read, or the stream was left.
+            TypeError: this is not a stream.
         """
         output = self._output
         with self._lock:
@@ -80,7 +80,7 @@ class Reader:
             return None
 
     def is_accepted(self) -> bool:
-        """Whether a stream is on its way; raises what went wrong before it was."""
+        """Whether a stream is accepted. If it failed before that, raise its error."""
         output = self._output
         with self._lock:
             if output.error is not None and not output.is_accepted:
@@ -89,12 +89,12 @@ class Reader:
 
     @property
     def _is_accepted(self) -> bool:
-        """Whether ``await`` of a stream need not wait any longer. Under the lock."""
+        """Whether ``await`` of a stream can return. Under the lock."""
         output = self._output
         return output.is_accepted or self._cursor.is_over or bool(self.ready and not output.compiling)
 
     def result(self) -> Answer | BatchOutput | None:
-        """The whole answer, the same one each time, or None where it is not there yet.
+        """Return the whole answer, the same object each time; None: it is not complete yet.
 
         Raises:
             RequestError: the call was left before its end.
@@ -110,15 +110,16 @@ class Reader:
             if output.num_open:
                 return None
             batch = BatchOutput(cast("list[Answer]", output.arranged()))
-            output.results = []  # which live until the next garbage collection: the caller alone keeps the answers
+            output.results = []  # an output lives until the next garbage collection; it must not keep the answers
             output.free_logprobs()
             self._result = batch if output.is_batch else batch[0]
             return self._result
 
     def wait(self, wake: Callable[[], None], *, until_accepted: bool = False, blocks: bool = False) -> bool:
-        """Have ``wake`` called, once and from the engine's thread, when something changes.
+        """Call ``wake`` once, from the engine's thread, at the next change.
 
-        False, and no call, where there is something to take already (or, ``until_accepted``, the call was accepted).
+        Returns False, without calling ``wake``, if there is something to take already (with ``until_accepted``: if the
+        call is accepted).
         """
         cursor = self._cursor
         self._actions.check_waiting(blocks=blocks)
@@ -129,9 +130,9 @@ class Reader:
             return True
 
     def wait_here(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[Chunk | None] | None:
-        """A future on the engine's own loop: of a chunk where the stream has one, of None for other news.
+        """Return a future on the engine's loop. Its result is a chunk, or None after any other change.
 
-        None where there is something to take already. Takes no lock: the writer runs on this loop too.
+        Returns None if there is something to take already. Takes no lock: the writer runs on the same loop.
         """
         cursor = self._cursor
         if cursor.ready or cursor.is_closed or self._output.is_over:
@@ -144,7 +145,7 @@ class Reader:
         return waiter
 
     def leave(self) -> None:
-        """Stop reading: the engine ends the rest. Harmless after the end, and twice."""
+        """Stop reading: the engine ends the remaining rows. Does nothing after the end or a second time."""
         if self._can_be_left:
             self._actions.leave(self._cursor)
 
@@ -154,8 +155,9 @@ class Reader:
             self._actions.leave_later(self._cursor)
 
     def leave_for(self, error: BaseException) -> None:
-        """Leave because this was raised where the reader waited. GeneratorExit may come from garbage collection, which
-        runs anywhere, also under a lock: ``leave_later`` takes none.
+        """Leave because ``error`` was raised where the reader waited.
+
+        GeneratorExit may come from garbage collection, which can run while a lock is held: ``leave_later`` takes none.
         """
         if isinstance(error, GeneratorExit):
             self.leave_later()
@@ -176,6 +178,6 @@ class Reader:
         return not self._cursor.is_closed and (not self._output.is_over or bool(self.ready))
 
     def abort(self) -> None:
-        """End the call; what there is can still be read, with the reason."""
+        """End the call with finish reason "abort". Existing output can still be read."""
         if not self._cursor.is_over:
             self._actions.abort(self._output)

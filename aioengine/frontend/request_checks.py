@@ -74,9 +74,10 @@ class RequestChecks:
     def check(self, request: CallRequest, first: int) -> None:
         """Check the rows from prompt ``first`` on that ``request`` has checked so far.
 
-        Rows that are wrong get their errors where they may fail alone.
+        If rows may fail alone, a wrong row gets its error in its place.
 
-        Raises ValueError: ids outside the vocabulary; text, or rules about text, without a tokenizer.
+        Raises:
+            TypeError, ValueError: the call is wrong, or a row that may not fail alone.
         """
         if first == 0:
             self._check_call(request)
@@ -101,7 +102,7 @@ class RequestChecks:
                 request.fail_row(place, error)
 
     def _check_call(self, request: CallRequest) -> None:
-        """Check what is the same for all rows."""
+        """Check the options that all rows share."""
         if (given := request.given).pooled or self.rules.task != "generate":
             given.pooled = completed(given.pooled, self.rules.pooling, self.rules.task, self.rules.vector_size)
         if request.given.params is None:
@@ -134,7 +135,11 @@ class RequestChecks:
             raise ValueError(f"custom_logit_processor {checks.shown(name)} is not known: this engine {allowed}")
 
     def parts_of(self, params: SamplingParams, known: dict[int, object]) -> ParamsParts:
-        """As made last, or ``known`` by the identity of the parameters. ValueError: an id outside the vocabulary."""
+        """Make the parts, or return the last or ``known`` ones (by the identity of the parameters).
+
+        Raises:
+            ValueError: an id is outside the vocabulary.
+        """
         parts, rules = self._last_parts, self.rules
         if parts is None or parts.params is not params:
             parts = cast("ParamsParts | None", known.get(id(params)))
@@ -159,8 +164,7 @@ class RequestChecks:
         size = self.rules.vocab_size
         if isinstance(token_ids, EmbedsIds) and token_ids.width != self.rules.hidden_size:
             raise ValueError(
-                f"input_embeds has embeddings of {token_ids.width} numbers; those of this model have "
-                f"{self.rules.hidden_size}"
+                f"input_embeds has embeddings of {token_ids.width} numbers; this model needs {self.rules.hidden_size}"
             )
         if len(token_ids) > self.rules.context_length:
             return  # refused anyway, and may be very long
@@ -171,28 +175,28 @@ class RequestChecks:
             raise ValueError(f"input_ids has {wrong}, outside the vocabulary; ids go from 0 to {size - 1}") from None
 
     def check_size(self, prompt: Prompt) -> None:
-        """Raise RequestTooLargeError where a prompt cannot fit by its size alone."""
+        """Raise RequestTooLargeError if a prompt is certainly too long. Does not tokenize."""
         if isinstance(prompt, IdsPrompt):
             self.output_limit(wire.SamplingParams(), prompt.num_ids)
         elif isinstance(prompt, TextPrompt) and prompt.rules.keep_last is None and self.encoder and self.encoder.sizes:
             self.encoder.sizes.check_bytes(prompt.num_bytes)
 
     def output_limit(self, params: SamplingParams, num_ids: int) -> int:
-        """How many tokens a row may give. Raises RequestTooLargeError."""
+        """Return the number of tokens that a row may generate. Raises RequestTooLargeError."""
         rules = self.rules
         return wire.output_limit(
             params, num_ids, context_length=rules.context_length, max_total_tokens=rules.max_total_tokens
         )
 
-    def most_logprob_bytes(self, request: CallRequest, prompt: int) -> int:
-        """What the logprobs of a row of this prompt may take at most, before its length is known."""
-        rules, limit = request.logprobs_of(prompt), self.rules.context_length
+    def logprob_bytes_bound(self, request: CallRequest, prompt: int) -> int:
+        """Return an upper bound for the memory of a row's logprobs. The length of the prompt is not known yet."""
+        rules, num_positions = request.logprobs_of(prompt), self.rules.context_length
         if rules is None:
             return 0
         num_output = request.params_of(prompt).max_new_tokens
         if rules.start < 0 and num_output is not None:
-            limit = max(1, min(num_output, limit))
-        return rules.position_bytes * limit
+            num_positions = max(1, min(num_output, num_positions))
+        return rules.position_bytes * num_positions
 
     def check_states(self, states: str, num_ids: int, max_new_tokens: int) -> None:
         """Raise RequestTooLargeError where the hidden states of a row may be larger than allowed."""

@@ -1,8 +1,8 @@
 """The arguments of a call, checked: prompts, sampling parameters and the options of a request.
 
-What needs the tokenizer or the engine's state comes later. Of a long batch the call checks the first rows; the others
-are checked in pieces, in the next turns of the loop. Before that a thread parses their sampling parameters, since those
-may take long. The size of a batch has no limit.
+Checks that need the tokenizer or the engine's state come later. The call itself checks the first rows of a long batch.
+Later turns of the loop check the other rows in pieces, after a thread has parsed their sampling parameters, since
+parsing may take long. The size of a batch has no limit.
 """
 
 from __future__ import annotations
@@ -76,12 +76,13 @@ class GivenRows(Struct):
 
     Attributes:
         name: of the argument. make: checks the prompt of a row.
-        params: of each row; None where one is for all. parsed: the parameters, or what is wrong with them, by the
-            identity of what was given, which many rows may share. parts: of the messages, by the identity of
-            parameters: some take long to make.
-        pooled: what a call asks of the vectors of its rows; None: it wants tokens.
-        adapters: those of the rows; None: all use the base model.
-        images: of the prompts, beside those in messages; None: there are none.
+        params: the sampling parameters of each row; None: all rows share one.
+        parsed: parsed parameters or the error of parsing them, by the ``id()`` of the entry of ``params``. Rows may
+            share an entry.
+        parts: parts of messages by the ``id()`` of parsed parameters. Some take long to make.
+        pooled: options for the vectors of the rows; None: the call generates tokens.
+        adapters: the adapters of the rows; None: all use the base model.
+        images: images from ``image_data``; None: there are none.
     """
 
     name: str
@@ -97,14 +98,13 @@ class GivenRows(Struct):
 
 
 class CallRequest(Struct, kw_only=True):
-    """A call whose arguments were checked; of a long batch only the first rows, the others by ``check_more``.
+    """A call whose arguments were checked. ``check_more`` checks later rows of a long batch.
 
     Attributes:
-        prompts: of the rows checked so far; an exception stands for one that fails alone.
-        params: one for all prompts, or one for each of those checked so far. num_samples: of each prompt.
-        rid: of the whole call where the caller gave one. rids: of the prompts where it gave a list; "" for a prompt
-            with a wrong one.
-        timeouts: in seconds from the call, by the words that name them in a finish reason.
+        prompts: the checked prompts; an exception is the error of a row that fails alone.
+        params: one for all prompts, or one for each checked prompt. num_samples: samples of each prompt.
+        rid: the caller's id of the whole call. rids: the caller's ids of the prompts; "" replaces a wrong id.
+        timeouts: seconds from the call, by their names in a finish reason.
     """
 
     given: GivenRows
@@ -134,7 +134,7 @@ class CallRequest(Struct, kw_only=True):
 
     @property
     def num_bytes(self) -> int:
-        """Of the prompt. None of a batch, which the caller holds anyway and whose rows start one after the other."""
+        """Bytes of the prompt. 0 for a batch: the caller keeps it anyway, and its rows start one after the other."""
         first = None if self.is_batch else self.prompts[0]
         if first is None or isinstance(first, Exception):
             return 0
@@ -155,7 +155,7 @@ class CallRequest(Struct, kw_only=True):
 
     @property
     def rows_fail_alone(self) -> bool:
-        """Whether a row that is wrong gives its exception in its place, instead of ending the call."""
+        """Whether a wrong row gets its exception in its place, instead of failing the whole call."""
         return self.returns_exceptions and self.is_batch
 
     @property
@@ -167,15 +167,15 @@ class CallRequest(Struct, kw_only=True):
         return self.params[0 if self.given.params is None else prompt]
 
     def states_of(self, prompt: int) -> str:
-        """``Sampling.hidden_states`` of a prompt; empty for one that was not checked."""
+        """``Sampling.hidden_states`` of a prompt; empty if the prompt is not checked yet."""
         return "" if self.states is None or prompt >= len(self.prompts) else self.states.of(prompt)
 
     def logprobs_of(self, prompt: int) -> LogprobRules | None:
-        """The logprobs that a prompt gets, once it was checked."""
+        """The logprobs that a prompt asks for; None if the prompt is not checked yet."""
         return None if self.logprobs is None or prompt >= len(self.prompts) else self.logprobs.of(prompt)
 
     def readers_of(self, prompt: int, num_ids: int, hidden_size: int) -> tuple[ExtraReader, ...]:
-        """New readers of what a row of this prompt, of ``num_ids`` tokens, gives beside its tokens."""
+        """New readers of the logprobs and hidden states of a row. ``num_ids``: tokens of the prompt."""
         rules = self.logprobs_of(prompt)
         readers: tuple[ExtraReader, ...] = () if rules is None else (LogprobReader(rules, num_ids),)
         return (*readers, StateReader(num_ids, hidden_size)) if self.states_of(prompt) == ALL_STATES else readers
@@ -193,7 +193,7 @@ class CallRequest(Struct, kw_only=True):
         for place in range(first, last):
             try:
                 if self.rids is not None:
-                    rid, self.rids[place] = self.rids[place], ""
+                    rid, self.rids[place] = self.rids[place], ""  # stays empty if the id is wrong
                     self.rids[place] = _rid(rid)
                 for option in lists:
                     option.check_row(place)
@@ -212,13 +212,13 @@ class CallRequest(Struct, kw_only=True):
                     option.reset_row(place)
                 if given.params is not None and len(self.params) == place:
                     self.params.append(SamplingParams(n=self.num_samples))
-            if self.params_of(place).n != self.num_samples:  # it gives the answers their places: no row can fail alone
+            if self.params_of(place).n != self.num_samples:  # an error of the call: n decides the index of each answer
                 counts = f"{self.num_samples} and {self.params_of(place).n}"
                 raise ValueError(f"n must be the same in all sampling_params of a batch, got {counts}")
             self.prompts.append(prompt)
 
     def fail_row(self, prompt: int, error: TypeError | ValueError) -> None:
-        """Let a prompt give this error in its place; raise the error where it ends the whole call."""
+        """Give a prompt this error in its place. If rows do not fail alone, raise the error."""
         if not self.rows_fail_alone:
             raise error
         self.prompts[prompt] = _without_frames(error)
@@ -231,7 +231,7 @@ class CallRequest(Struct, kw_only=True):
         return [option for option in options if option is not None and option.is_list]
 
     def _end_of_piece(self, first: int) -> int:
-        """Behind the rows from ``first`` on that are checked together: at least one."""
+        """Return the end of the rows from ``first`` that are checked together. There is at least one."""
         given = self.given
         last = min(first + ROWS_IN_PIECE, self.num_prompts)
         if self.logprobs is not None:
@@ -251,17 +251,15 @@ class CallRequest(Struct, kw_only=True):
         return last
 
     def parse_more(self, use: Callable[[SamplingParams], object], max_s: float) -> None:
-        """Parse sampling parameters of rows that were not checked yet: some, for about ``max_s``. On any thread.
+        """Parse sampling parameters of unchecked rows, for about ``max_s``. On any thread.
 
-        ``use`` is called with each result. An exception that it raises stands for wrong parameters.
+        ``use`` is called with each result. If it raises an exception, the parameters count as wrong.
         """
         parsed, until = self.given.parsed, time.monotonic() + max_s
         for value in (self.given.params or [])[len(self.prompts) :]:
             if id(value) not in parsed:
                 try:
-                    found = SamplingParams.parse(cast("Sampled | None", value))
-                    use(found)
-                    parsed[id(value)] = found
+                    use(self._parsed(value))
                 except Exception as error:  # raised when the row is checked
                     parsed[id(value)] = error
                 if time.monotonic() > until:
@@ -269,16 +267,16 @@ class CallRequest(Struct, kw_only=True):
 
     def _parsed(self, value: object) -> SamplingParams:
         parsed = self.given.parsed
-        found = parsed.get(id(value))
-        if found is None:
+        params = parsed.get(id(value))
+        if params is None:
             try:
-                found = SamplingParams.parse(cast("Sampled | None", value))
+                params = SamplingParams.parse(cast("Sampled | None", value))
             except (TypeError, ValueError) as error:  # other rows may share it
-                found = error
-            parsed[id(value)] = found
-        if isinstance(found, Exception):
-            raise found.with_traceback(None)
-        return found
+                params = error
+            parsed[id(value)] = params
+        if isinstance(params, Exception):
+            raise params.with_traceback(None)
+        return params
 
 
 def _weight(value: object) -> int:
@@ -297,11 +295,11 @@ def _weight(value: object) -> int:
 
 
 def _without_frames(error: PromptError) -> PromptError:
-    """The error without its tracebacks, whose frames would keep the reader of the call alive after it was dropped."""
-    each: BaseException | None = error
-    while each is not None:
-        each.__traceback__ = None
-        each = each.__cause__ or each.__context__
+    """Remove the tracebacks of an error. Their frames would keep the reader of a dropped call alive."""
+    cause: BaseException | None = error
+    while cause is not None:
+        cause.__traceback__ = None
+        cause = cause.__cause__ or cause.__context__
     return error
 
 
@@ -374,9 +372,10 @@ def given_rows(
     *,
     allowed: str,
 ) -> GivenRows:
-    """The rows of a list, or the list itself as one row.
+    """Return the rows of a list, or the list itself as one row.
 
-    It is a list of rows where its first entry is a list; where a wrong row may stand beside others, any of the first.
+    A list is a batch if its first entry is a list. With ``return_exceptions`` the first row may be wrong, so any of the
+    first ``ROWS_IN_PIECE`` entries may be the list.
     """
     num_dimensions = _num_dimensions(value)
     given = cast("Sequence[object]", value) if num_dimensions else checks.sequence(name, value, allowed=allowed)
@@ -399,7 +398,7 @@ def _num_dimensions(value: object) -> int:
 def call_request(
     given: GivenRows, sampling_params: object, *, stream: object, options: Mapping[str, object]
 ) -> CallRequest:
-    """The request of a call with these rows. Of a long batch, the first rows are checked (``check_more``).
+    """Make the request of a call, and check its first rows (``check_more`` checks later ones).
 
     Raises:
         TypeError, ValueError: an argument is wrong.
@@ -423,7 +422,7 @@ def call_request(
 
 
 def _params(value: object, given: GivenRows) -> list[SamplingParams]:
-    """The parameters for all rows; none where ``given`` gets those of each."""
+    """Return the parameters that all rows share, or no entry if each row has its own: then they are in ``given``."""
     if not isinstance(value, list | tuple):
         return [SamplingParams.parse(cast("Sampled | None", value))]
     if not given.is_batch:
@@ -437,7 +436,7 @@ def _params(value: object, given: GivenRows) -> list[SamplingParams]:
 
 
 def _num_samples(params: Sequence[object]) -> int:
-    """``n`` of the first parameters that give it rightly; the others are checked with their rows."""
+    """Return the first valid ``n``. Wrong parameters are errors of their rows."""
     for entry in params[:ROWS_IN_PIECE]:
         if isinstance(entry, SamplingParams):
             return entry.n
@@ -477,9 +476,9 @@ def _with_options(plain: CallRequest, options: Mapping[str, object]) -> CallRequ
 def check_names(
     options: Mapping[str, object], others: tuple[str, ...], known: Mapping[str, object] = RequestOptions.__annotations__
 ) -> None:
-    """Options that exist pass, and those to come at values that mean "off", also once for each prompt.
+    """Refuse unknown options, and options of missing features unless every value switches the feature off.
 
-    ``others``: what the call takes beside the options.
+    ``others``: other arguments of the call, for the message.
     """
     for name, value in options.items():
         if name in known:

@@ -48,7 +48,7 @@ class PerPrompt(Struct, Generic[Value]):
         self.values[prompt] = self.check(self.values[prompt])
 
     def reset_row(self, prompt: int) -> None:
-        """Give a prompt in a list the default value, as None does."""
+        """Set the value of a prompt in a list to the default."""
         self.values[prompt] = self.check(None)
 
     def of(self, prompt: int) -> Value:
@@ -86,7 +86,7 @@ def list_for(name: str, value: object, rows: Rows) -> list[object]:
 def per_prompt(
     name: str, options: Mapping[str, object], check: Callable[[object], Value], rows: Rows
 ) -> PerPrompt[Value] | None:
-    """The option ``name``: one value, checked here, or a list for ``check_row``. None: the option is not given."""
+    """Return the option ``name``; None: it is not given. ``check_row`` checks the values of a list later."""
     value = options.get(name)
     if value is None:
         return None
@@ -114,7 +114,7 @@ class LogprobOptions(NamedTuple):
         return any(option.is_list for option in self)
 
     def end_of_piece(self, first: int, last: int) -> int:
-        """Behind the prompts from ``first`` on, before ``last``, that are checked together: at least one."""
+        """Return the end of the prompts from ``first`` that are checked together, at most ``last``: at least one."""
         if not self.token_ids.is_list:
             return last
         num_ids = 0

@@ -1,7 +1,7 @@
-"""Scores of items behind a query, on top of the calls that everybody makes.
+"""``score``: scores of items after a query, computed by calls of ``generate`` and ``encode``.
 
-With a model that generates, an item's scores are the probabilities of the label tokens as its next token: one request
-for each item, which gives no token, and finds the query in the prefix cache. With a classifier they are its scores.
+With a generative model, the scores of an item are the probabilities of the label tokens as the next token. Each item is
+one request that generates no token and finds the query in the prefix cache. With a classifier, they are its scores.
 """
 
 from __future__ import annotations
@@ -58,15 +58,16 @@ class ScoreOptions(PlainScoreOptions, total=False):
     item_first: the prompt is the item, then the query.
     return_token_logprobs: the result has ``token_logprobs``, the log-probabilities of the labels.
     lora_path: as for ``generate``; a list has one for each item.
-    return_exceptions: an item that is wrong, or fails, gives its exception in place of its scores.
+    return_exceptions: an item that is wrong or fails has its exception in place of its scores.
     """
 
     return_exceptions: bool
 
 
 class ScoreResult(list[Scores]):
-    """The scores of each item, in the order of its labels. With ``return_exceptions=True`` an item that failed has its
-    exception in its place, also in ``token_logprobs``.
+    """The scores of each item, in the order of its labels.
+
+    With ``return_exceptions=True``, a failed item has its exception in place of its scores and in ``token_logprobs``.
 
     Attributes:
         prompt_tokens: of all items that have scores, with the query each time.
@@ -96,7 +97,7 @@ class ScoreRequest(Struct, kw_only=True):
         prompts: query and item together, as texts or as token ids.
         labels: of each item, or one list for all; None: those of a classifier.
         lora_path: as it was given; the calls check it.
-        errors: of wrong items, by index, where they fail alone. Their prompts and labels are empty.
+        errors: errors of items that fail alone, by index. Their prompts and labels are not used.
     """
 
     prompts: list[str] | list[list[int]] = []
@@ -109,13 +110,13 @@ class ScoreRequest(Struct, kw_only=True):
     errors: dict[int, Exception] = {}
 
     def fail_item(self, place: int, error: TypeError | ValueError) -> None:
-        """Let an item give this error in its place; raise the error where it ends the whole call."""
+        """Give an item this error in its place. If items do not fail alone, raise the error."""
         if not self.returns_exceptions:
             raise error
         self.errors.setdefault(place, error)
 
     def scores_of(self, logits: list[float]) -> list[float]:
-        """From log-probabilities, or the scores of a classifier, to probabilities among them."""
+        """Return the softmax of log-probabilities, or of the scores of a classifier, at ``temperature``."""
         top = max(logits)
         weights = [math.exp((logit - top) / self.temperature) for logit in logits]
         total = sum(weights)
@@ -162,7 +163,7 @@ class _Turns:
         self._num_left = _ENTRIES_PER_TURN
 
     async def read(self, num: int = 1) -> None:
-        """So many entries were read: the next ones may have to wait for the next turn."""
+        """Count entries that were read. After many of them, wait for the next turn of the loop."""
         self._num_left -= num
         if self._num_left <= 0:
             self._num_left = _ENTRIES_PER_TURN
@@ -170,21 +171,21 @@ class _Turns:
 
 
 async def _add_prompts(
-    request: ScoreRequest, query: object, items: object, *, is_item_first: bool, may_be_empty: bool = False
+    request: ScoreRequest, query: object, items: object, *, is_item_first: bool, may_be_empty: bool
 ) -> None:
     """Add the prompts: query and item together, as texts or as ids."""
     if items is None:
         raise ValueError("items is missing: the texts (or lists of token ids) to be scored")
-    given: list[Any] = (
+    entries: list[Any] = (
         [items] if isinstance(items, str) else checks.items("items", items, checks.MAX_COUNT, allowed=ITEMS)
     )
-    if given and all(_is_id(entry) for entry in given):
-        given = [given]
+    if entries and all(_is_id(entry) for entry in entries):
+        entries = [entries]
     shared: Any = None if query is None else _text_or_ids("query", query)
     first = None if shared is None else ("query", shared)
     turns = _Turns()
-    found: list[Any] = []
-    for place, entry in enumerate(given):
+    prompts: list[Any] = []
+    for place, entry in enumerate(entries):
         try:
             item = _text_or_ids(f"items[{place}]", entry)
             first = first or (f"items[{place}]", item)
@@ -198,13 +199,9 @@ async def _add_prompts(
         except (TypeError, ValueError) as error:
             request.fail_item(place, error)
             item = type(first[1])() if first else ""
-        found.append(item)
-        await turns.read(1 if isinstance(item, str) else len(item))
-    joined: list[Any] = []
-    for item in found:
-        joined.append(item if shared is None else item + shared if is_item_first else shared + item)
-        await turns.read(1 + len(joined[-1]) // 1000)
-    request.prompts = joined
+        prompts.append(item if shared is None else item + shared if is_item_first else shared + item)
+        await turns.read((1 if isinstance(item, str) else len(item)) + len(prompts[-1]) // 1000)
+    request.prompts = prompts
 
 
 def _is_id(value: object) -> bool:

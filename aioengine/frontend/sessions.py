@@ -258,7 +258,7 @@ class Session:
 
 
 class SessionOpening(Coroutine[Any, Any, str]):
-    """Opens a session when it is awaited, and gives its id. ``async with`` also closes the session at its end."""
+    """Opens a session when it is awaited, and returns its id. ``async with`` closes the session after its block."""
 
     def __init__(self, opening: Coroutine[Any, Any, str], close: Callable[[str], Coroutine[Any, Any, None]]) -> None:
         self._opening = opening

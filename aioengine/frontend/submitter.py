@@ -59,7 +59,7 @@ class Submitter:
 
     Attributes:
         checking: calls of which not all rows have been checked.
-        after_checks: done when all rows of any of them have been.
+        after_checks: callbacks for the end of the checks of any of these calls.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Submitter:
         self.after_checks.clear()
 
     def check_rest(self, call: Call) -> None:
-        """Check the other rows of a long batch, some in each of the next turns of the loop. A wrong one fails it."""
+        """Check the remaining rows of a long batch in later turns of the loop. A wrong row may fail the whole call."""
         self.checking.add(call)
         self._check_next(call)
 
@@ -155,12 +155,12 @@ class Submitter:
         if call.is_encoding or call.ending is not None or output.is_over:
             return
         with self._lock:
-            room = self._room(call)
+            num_startable = self._num_startable(call)
             if output.wants is not Wants.READS:
-                output.wants = Wants.ENDS if room <= 0 else Wants.NOTHING
+                output.wants = Wants.ENDS if num_startable <= 0 else Wants.NOTHING
         first = call.num_started // request.num_samples
-        prompts = request.prompts[first : first + max(1, min(room, MAX_ROWS_AT_ONCE) // request.num_samples)]
-        if room <= 0 or not prompts:
+        prompts = request.prompts[first : first + max(1, min(num_startable, MAX_ROWS_AT_ONCE) // request.num_samples)]
+        if num_startable <= 0 or not prompts:
             return
         if self.checks.images is not None and (request.given.images is not None or isinstance(prompts[0], ChatPrompt)):
             prompts = prompts[:1]  # its images are waited for
@@ -181,21 +181,21 @@ class Submitter:
             call.is_encoding = True
             self._encoder.encode(Job(prompts, partial(self._encoded, call, ready), self.checks.check_ids))
 
-    def _room(self, call: Call) -> int:
-        """How many more rows of a call may be in flight: few of a batch whose logprobs take much memory."""
+    def _num_startable(self, call: Call) -> int:
+        """Return how many more rows of a call may start now. Logprobs that need much memory make this number small."""
         request, output = call.request, call.output
-        room = self._rules.max_rows_in_flight - output.num_held
-        if request.logprobs is None or room <= 0:
-            return room
-        num_free, fitting = self._limits.free_logprob_bytes, 0
+        limit = self._rules.max_rows_in_flight - output.num_held
+        if request.logprobs is None or limit <= 0:
+            return limit
+        num_free_bytes, num_rows = self._limits.free_logprob_bytes, 0
         prompt = call.num_started // request.num_samples
-        while fitting < min(room, MAX_ROWS_AT_ONCE) and prompt < len(request.prompts):
-            num_free -= request.num_samples * self.checks.most_logprob_bytes(request, prompt)
-            if num_free < 0:
+        while num_rows < min(limit, MAX_ROWS_AT_ONCE) and prompt < len(request.prompts):
+            num_free_bytes -= request.num_samples * self.checks.logprob_bytes_bound(request, prompt)
+            if num_free_bytes < 0:
                 break
-            fitting += request.num_samples
+            num_rows += request.num_samples
             prompt += 1
-        return min(room, max(fitting, 0 if output.num_held else 1))  # the only row in flight is started, or refused
+        return min(limit, max(num_rows, 0 if output.num_held else 1))  # a first row starts, or is refused
 
     def _ids_if_known(self, prompt: Prompt | PromptError, *, is_pooled: bool) -> Encoded | None:
         """The ids of a prompt that needs no tokenizer, or why it can have none."""

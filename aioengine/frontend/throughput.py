@@ -1,4 +1,4 @@
-"""A line in the log about the throughput, every ten seconds while requests are computed."""
+"""Logs the throughput every ten seconds while requests are computed."""
 
 from __future__ import annotations
 

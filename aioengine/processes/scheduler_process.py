@@ -238,8 +238,9 @@ class SchedulerService:
         return {(grammar.kind, grammar.text) for grammar in found if grammar is not None}
 
     def _take_compiled(self) -> list[int]:
-        """Open the gates of requests whose grammar is compiled, and end those whose grammar cannot be. Returns the
-        streams among the first, whose callers wait for this.
+        """Open the gates of requests whose grammar is compiled, and end requests whose grammar cannot be compiled.
+
+        Returns the uids of streams with a compiled grammar: their callers wait for it.
         """
         streams: list[int] = []
         for uid, compiled in list(self._compiling.items()):

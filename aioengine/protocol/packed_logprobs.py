@@ -1,13 +1,13 @@
-"""Logprobs on their way from the runner to the caller: what a request asks for, and the bytes that answer it.
+"""Logprobs on their way from the runner to the caller: the options of a request, and the packed values.
 
-They travel as ``Extra``s. The runner writes the numbers of each position, little-endian, one position behind the other:
+They travel as ``Extra``s. The runner writes the numbers of each position, little-endian, one position after the other:
 
     float32: the logprobs of the token itself, of the likeliest tokens (best first), of the tokens asked for
     int32:   the ids of the token itself and of the likeliest tokens
 
-Where the request wants texts, the detokenizer appends the texts of all these ids, then of the tokens asked for, as one
-list in msgpack. No number becomes a Python object before ``LogprobReader`` reads it in the process of the caller. With
-more than ``MAX_PLAIN`` entries a position, that happens when the caller reads the position (``Positions``).
+If the request wants texts, the detokenizer appends the texts of all these ids, then of the tokens asked for, as one
+msgpack list. The values become Python objects when ``LogprobReader`` reads them in the process of the caller. If a
+position has more than ``MAX_PLAIN`` entries, they become objects when the caller reads the position (``Positions``).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Entry = tuple[float | None, int, str | None]
 """Logprob, token id, text."""
 
 MAX_PLAIN: Final = 20
-"""Entries of a position, beside the entry of its token, up to which they are made as soon as they come."""
+"""If a position has more entries than this, besides the entry of its own token, they stay packed until it is read."""
 
 _FLOAT: Final = Format("<f")
 _ID: Final = Format("<i")
@@ -92,10 +92,10 @@ class LogprobRules(Struct, frozen=True, array_like=True, gc=False):
 
 
 class PackedEntries(Enum):
-    """The entries of one position in the memory of a ``Positions`` list: an enum member without a name, whose value is
-    unpacked when it is asked for.
+    """The packed entries of one position in a ``Positions`` list. Its ``value`` is the list of entries.
 
-    Encoders that read a list without its methods (msgspec, orjson, pydantic) write the value of an enum member.
+    It is an enum member because msgspec, orjson and pydantic read the memory of a list, without calling its methods,
+    and write the value of an enum member.
     """
 
     unpack: Callable[[], list[Entry]]
@@ -113,9 +113,9 @@ def _packed(unpack: Callable[[], list[Entry]]) -> PackedEntries:
 
 
 class Positions(list[Any]):
-    """A list of the entries of each position. The list of a position is made when it is first read.
+    """A list with the entries of each position. The entries of a position are unpacked when they are first read.
 
-    It is equal to the plain list, and is encoded, pickled and copied as one.
+    It is equal to a plain list, and is encoded, pickled and copied as a plain list.
     """
 
     __slots__ = ()
@@ -143,13 +143,13 @@ class Positions(list[Any]):
 
 
 def _unpacking(name: str) -> Callable[..., object]:
-    """A method of list that reads the memory of lists, after all positions are unpacked."""
+    """Return a method of list that first unpacks all positions: the plain method reads the memory of the list."""
     method = getattr(list, name)
 
     def call(*lists: object, **options: object) -> object:
-        for each in lists:
-            if isinstance(each, Positions):
-                list(each)
+        for positions in lists:
+            if isinstance(positions, Positions):
+                list(positions)
         return method(*lists, **options)
 
     return call
@@ -161,7 +161,7 @@ for _name in [*map("__{}__".format, _READING), "copy", "count", "index", "pop", 
 
 
 _Lists = tuple[list[Entry], list[Any], list[Any]]
-"""By position: the entry of the token itself, the entries of the likeliest tokens, of the tokens asked for."""
+"""For each position: the entry of its own token; the entries of the likeliest tokens; of the tokens asked for."""
 
 
 class _Block:
@@ -175,7 +175,7 @@ class _Block:
         self._texts: list[str] | None = None
 
     def lists(self) -> _Lists:
-        """The entries of all positions; with deep rules only the entries of the tokens themselves are made."""
+        """Return the entries of all positions. With deep rules, only the entries of the own tokens are unpacked."""
         rules, texts = self._rules, self._decoded_texts()
         own, top, asked = lists = cast("_Lists", ([], [], []))
         for place in range(self._num_positions):
@@ -194,7 +194,7 @@ class _Block:
         return lists
 
     def _part(self, place: int, part: int) -> list[Entry]:
-        """The packed entries of a position. From the first read on, the block keeps the texts."""
+        """Unpack the entries of a position: ``part`` of ``_Lists``. The first call also decodes the texts."""
         if self._texts is None:
             self._texts = self._decoded_texts()
         return cast("list[Entry]", self._read(place, self._texts)[part])
@@ -211,14 +211,14 @@ class _Block:
         return own, top, list(zip(values[1 + num_top : num_values], asked_ids, asked_texts, strict=False))
 
     def _own(self, place: int, texts: list[str]) -> Entry:
-        """The entry of the token itself, without the others."""
+        """Return the entry of a position's own token."""
         start = place * self._position.size
         [logprob] = _FLOAT.unpack_from(self._data, start)
         [token_id] = _ID.unpack_from(self._data, start + _FLOAT.size * self._rules.num_values)
         return logprob, token_id, texts[place * (1 + self._rules.num_top)] if texts else None
 
     def _decoded_texts(self) -> list[str]:
-        """The texts of all positions, then of the tokens asked for; empty where the request wants none."""
+        """Return the texts of all positions, then of the tokens asked for. Empty if the request wants no texts."""
         if not self._rules.with_text:
             return []
         return _texts.decode(memoryview(self._data)[self._num_positions * self._position.size :])
@@ -229,14 +229,14 @@ _NAMES: Final = {
     side: (f"{side}_token_logprobs", f"{side}_top_logprobs", f"{side}_token_ids_logprobs")
     for side in ("input", "output")
 }
-"""In ``meta_info``, of ``_Lists``."""
+"""The names of ``_Lists`` in ``meta_info``."""
 
 
 class LogprobReader:
-    """The logprobs of one request, by its ``rules``: read as they come, and given out as the lists of ``meta_info``.
+    """Collects the logprobs of one request, and returns them as the lists of ``meta_info``.
 
     Attributes:
-        num_entries: read so far, of every kind.
+        num_entries: the number of entries that were read, of all kinds.
     """
 
     __slots__ = ("_first", "_format", "_is_next", "_num_positions", "_output", "_prompt", "num_entries", "rules")
@@ -254,7 +254,7 @@ class LogprobReader:
         self._is_next = False
 
     def read(self, extra: Extra) -> None:
-        """Read those of an extra, in place of what was read before of its positions."""
+        """Read an extra. It replaces earlier entries of the same positions."""
         data, count, is_prompt = extra.data, 1, extra.kind == PROMPT_LOGPROBS
         lists, place = self._output, extra.index - self._first
         if is_prompt:
@@ -263,7 +263,7 @@ class LogprobReader:
         elif extra.kind == NEXT_LOGPROBS:
             self._is_next, place = True, 0
         elif place < 0:
-            return  # it was given out
+            return  # ``lists`` has returned it before
         new = _Block(self.rules, self._format, data, count).lists()
         if extra.kind == NEXT_LOGPROBS:
             new[0].clear()
@@ -273,14 +273,14 @@ class LogprobReader:
             top[:1] = asked[:1] = [None]
         self.num_entries += count * self.rules.num_values
         for kept, entries in cast("Iterable[tuple[list[Any], list[Any]]]", zip(lists, new, strict=True)):
-            if place > len(kept) and entries:  # what is missing follows
+            if place > len(kept) and entries:  # placeholders: a later extra replaces them
                 kept += [entries[0]] * (place - len(kept))
             kept[place : place + len(entries)] = entries
 
     def lists(self, start: int, end: int, *, keeps: bool) -> dict[str, object]:
-        """Those of the output tokens from ``start`` to ``end``, and of the prompt with the first of them.
+        """Return logprobs of the output tokens ``start`` ... ``end``. If ``start`` is 0, also of the prompt.
 
-        ``keeps``: they may be asked for again.
+        ``keeps``: the same tokens may be asked for again.
         """
         first, end = self._first, 1 if self._is_next else end
         taken = slice(start - first, end - first)
@@ -318,7 +318,7 @@ def prompt_extras(uid: int, data: bytes, rules: LogprobRules) -> list[Extra]:
 
 
 def with_texts(extra: Extra, rules: LogprobRules, text_of: Callable[[int], str]) -> Extra:
-    """The extra with the texts of its tokens appended; one of another kind as it is."""
+    """Return the extra with the texts of its tokens. An extra without logprobs is returned unchanged."""
     if extra.kind not in LogprobReader.kinds:
         return extra
     id_format = Format(f"<{4 * rules.num_values}x{1 + rules.num_top}i")

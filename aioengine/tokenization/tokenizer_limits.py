@@ -50,24 +50,24 @@ def read_tokenizer(path: Path) -> bytes | None:
     """Return the contents of a tokenizer.json, checked before the library reads it; None: there is no such file.
 
     Raises:
-        ValueError: the file is no JSON, has no model, or has such a value. The library refuses more than that.
+        ValueError: the file is not JSON, has no model, or has a dangerous value. The library makes further checks.
     """
     content = folder_files.read_bytes(path, folder_files.MAX_TOKENIZER_BYTES)
     if content is None:
         return None
-    found = folder_files.decode_json(path, content, _File)
+    file = folder_files.decode_json(path, content, _File)
     try:
-        _check(found)
+        _check(file)
     except ValueError as error:
         raise ValueError(f"{folder_files.shown_path(path)}: {error}") from error
     return content
 
 
-def _check(found: _File) -> None:
-    if isinstance(found.model.continuing_subword_prefix, str):
-        _check_merges(found.model.continuing_subword_prefix, found.model.merges)
+def _check(file: _File) -> None:
+    if isinstance(file.model.continuing_subword_prefix, str):
+        _check_merges(file.model.continuing_subword_prefix, file.model.merges)
     for section, of_parts in _SECTIONS.items():
-        parts = list(_parts(getattr(found, section), of_parts))
+        parts = list(_parts(getattr(file, section), of_parts))
         if len(parts) > _MAX_PARTS:
             raise ValueError(f"its {section} has {len(parts)} parts; at most {_MAX_PARTS} work")
         growth = 1.0

@@ -17,7 +17,7 @@ PLAIN = {"temperature": 0, "max_new_tokens": 4}
 
 
 async def awaited(world: World, num_rows: int, *arguments: Any, **options: Any) -> asyncio.Task[Any]:
-    """A task that awaits a stream, all rows of which the scheduler has, and none of which has a token."""
+    """Return a task that awaits a stream. The scheduler has all its rows, and no row has a token."""
     world.double.is_held = True
     task = asyncio.ensure_future(world.engine.async_generate(*arguments, stream=True, **options))
     await until(lambda: len(world.double.submits) == num_rows)
@@ -39,7 +39,7 @@ async def test_await_of_a_plain_stream_waits_for_nothing(world: World) -> None:
     await stream.aclose()
 
 
-async def test_await_raises_what_the_compiler_finds(world: World) -> None:
+async def test_await_raises_the_error_of_the_compiler(world: World) -> None:
     task = await awaited(world, 1, "ab", CONSTRAINED)
     end = End(0, FinishCode.UNSUPPORTED, "pattern", "/items", "no text fits it")
     world.double.events.on_messages([TextChunks(ended=[end])])
@@ -48,7 +48,7 @@ async def test_await_raises_what_the_compiler_finds(world: World) -> None:
     assert (raised.value.pointer, raised.value.keyword) == ("/items", "pattern")
 
 
-async def test_a_stream_that_is_not_awaited_raises_it_with_its_first_chunk(world: World) -> None:
+async def test_a_stream_that_is_not_awaited_raises_the_error_with_its_first_chunk(world: World) -> None:
     world.double.is_held = True
     stream = world.engine.async_generate("ab", CONSTRAINED, stream=True)
     first = asyncio.ensure_future(anext(stream))

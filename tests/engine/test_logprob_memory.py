@@ -1,4 +1,4 @@
-"""``max_logprob_bytes``: the memory of logprobs is reserved when a row starts, and given back when it was read."""
+"""``max_logprob_bytes``: memory for logprobs is reserved when a row starts, and freed when the row was read."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def num_reserved(engine: AsyncEngine) -> int:
 
 async def test_logprobs_that_can_never_fit_are_refused_with_their_figures() -> None:
     async with engine_of(ROW - 1) as engine:
-        message = f"its logprobs may take {ROW} bytes and max_logprob_bytes={ROW - 1} are allowed"
+        message = f"its logprobs may take {ROW} bytes but max_logprob_bytes={ROW - 1} are allowed"
         with pytest.raises(RequestTooLargeError, match=message):
             await engine.async_generate("a", **ASKED)
         with pytest.raises(RequestTooLargeError, match=message):
@@ -105,7 +105,7 @@ async def test_a_request_is_refused_until_an_unread_stream_was_read_or_left(
     ],
 )
 @pytest.mark.parametrize("end", ["finished", "unread", "aborted", "cancelled", "dropped", "closed"])
-async def test_all_memory_is_given_back_however_a_call_ends(options: dict[str, Any], end: str) -> None:
+async def test_all_memory_is_freed_however_a_call_ends(options: dict[str, Any], end: str) -> None:
     async with engine_of(10**9) as engine:
         await engine.open_session(session_id="mine")
         call: Any = engine.async_generate(**{"prompt": "a", **ASKED, **options})
@@ -128,7 +128,7 @@ async def test_all_memory_is_given_back_however_a_call_ends(options: dict[str, A
         await until(lambda: engine.stats()["num_streams"] == num_reserved(engine) == 0)
 
 
-async def test_rows_of_a_batch_wait_for_room_instead_of_being_refused() -> None:
+async def test_rows_of_a_batch_wait_for_memory_instead_of_being_refused() -> None:
     prompts = [str(number) for number in range(40)]
     async with engine_of(2 * ROW) as engine:  # two rows at a time
         rows: dict[int, int] = {}
@@ -145,6 +145,6 @@ async def test_rows_of_a_batch_wait_for_room_instead_of_being_refused() -> None:
 async def test_the_answers_of_a_whole_batch_must_fit_together() -> None:
     async with engine_of(3 * ROW) as engine:
         assert len(await engine.async_generate(["a"] * 3, **ASKED)) == 3
-        with pytest.raises(RequestTooLargeError, match=f"may take {ROW} bytes, beside {3 * ROW} of other rows, and"):
+        with pytest.raises(RequestTooLargeError, match=f"may take {ROW} bytes, beside {3 * ROW} of other rows, but"):
             await engine.async_generate(["a"] * 4, **ASKED)
         await until(lambda: num_reserved(engine) == 0)

@@ -110,7 +110,7 @@ async def test_iterating_a_whole_answer_is_a_type_error(world: World) -> None:
     assert (await generation)["text"] == expected_text("hello", 6)
 
 
-async def test_what_is_read_without_await_says_how_to_read_it(world: World) -> None:
+async def test_reading_a_call_without_await_names_the_missing_await(world: World) -> None:
     whole: Any = world.engine.async_generate("a", GREEDY)
     stream: Any = world.engine.async_generate("a", GREEDY, stream=True)
     for read in (lambda: whole["text"], lambda: whole[0], lambda: list(whole)):

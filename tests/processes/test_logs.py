@@ -86,7 +86,7 @@ def test_info_shows_the_throughput_of_each_interval() -> None:
     assert stderr_of(THROUGHPUT.replace("LEVEL", '"error"')) == []
 
 
-def test_info_says_that_a_float32_checkpoint_is_computed_in_16_bits(tmp_path: Path) -> None:
+def test_info_names_the_16_bit_dtype_of_a_float32_checkpoint(tmp_path: Path) -> None:
     config = json.loads((DEMO_MODEL / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
     shutil.copy(DEMO_MODEL / "tokenizer.json", tmp_path)

@@ -189,7 +189,7 @@ def num_packed(lists: dict[str, Any]) -> int:
     return sum(type(list.__getitem__(lists[TOP], place)) is not list for place in range(3))
 
 
-def test_the_entries_of_a_position_are_made_when_they_are_read(plain: dict[str, Any]) -> None:
+def test_the_entries_of_a_position_are_unpacked_when_they_are_read(plain: dict[str, Any]) -> None:
     lists = deep_lists()
     assert (len(lists[TOP]), num_packed(lists)) == (3, 3)
     assert lists[TOP][1] == plain[TOP][1]
