@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import AttentionBackend, AttentionShape, DecodeBuffers
-    from aioengine.kernels.triton.attention import Rows
+    from aioengine.kernels.triton.attention import PagedRows
 
     Ints = npt.NDArray[np.int32]
     Pool = list[tuple[Tensor, Tensor]]
@@ -54,7 +54,7 @@ def page_columns(kv_lengths: Ints, page_size: int) -> tuple[Tensor, Tensor]:
     return starts_of(num_pages), pinned(kv_lengths - (num_pages - 1) * page_size)
 
 
-def plan_page_0(rows: Rows, kv_lengths: Ints, page_size: int) -> None:
+def plan_page_0(rows: PagedRows, kv_lengths: Ints, page_size: int) -> None:
     """Before a capture, fill the buffers of ``rows`` for rows of ``kv_lengths`` [R] positions, all on page 0."""
     starts, last_lengths = page_columns(kv_lengths, page_size)
     rows.page_starts.copy_(starts)

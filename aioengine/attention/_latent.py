@@ -22,8 +22,8 @@ from aioengine.attention._gpu_rows import flat_pages, page_columns, pinned, plan
 from aioengine.kernels import head_linear
 from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.kernels.triton import expanded_attention, latent_attention, latent_decode
-from aioengine.kernels.triton.attention import Rows
-from aioengine.kernels.triton.expanded_attention import Expanded, Tiles
+from aioengine.kernels.triton.attention import PagedRows
+from aioengine.kernels.triton.expanded_attention import ExpandedKV, ExpandedTiles
 from aioengine.kernels.triton.latent_decode import Parts
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ LONG_ROW_PARTS = 8
 
 def parts_of(shape: AttentionShape, num_rows: int, longest: int) -> Parts:
     """Of ``num_rows`` rows of one token, the longest of which may have ``longest`` positions."""
-    num_tiles = -(-shape.num_heads // latent_decode.tile_of(num_rows, shape.num_heads).heads)
+    num_tiles = -(-shape.num_heads // latent_decode.tile_for(num_rows, shape.num_heads).heads)
     few = min(max(ENOUGH_PROGRAMS // (num_rows * num_tiles), 1), MAX_PARTS)
     row_bytes = 4 * num_rows * shape.num_heads * shape.kept_value_size
     room = max(MAX_PARTS_BYTES // row_bytes, 1)
@@ -94,12 +94,12 @@ class _Step:
     """
 
     slots: Tensor
-    rows: Rows
+    rows: PagedRows
     num_ones: int
     parts: Parts
     num_absorbed: int
     absorbed_tiles: Tensor | None = None
-    expanded_tiles: Tiles | None = None
+    expanded_tiles: ExpandedTiles | None = None
     first_page: int = 0
     num_together: int = 1
 
@@ -141,7 +141,7 @@ class _Step:
         for first in range(0, num_heads, self.num_together):
             heads = slice(first, first + self.num_together)
             expanded = torch.mm(latents, expansion[heads].flatten(0, 1).t()).view(len(latents), -1, size)
-            positions = Expanded(expanded, rotated, keys.shape[2], self.first_page)
+            positions = ExpandedKV(expanded, rotated, keys.shape[2], self.first_page)
             expanded_attention.attend(
                 q[:, heads], positions, self.rows, self.expanded_tiles, scale=shape.scale, out=out[:, heads]
             )
@@ -163,7 +163,7 @@ class LatentFormsAttention:
         query_lengths = np.array(batch.query_lengths, dtype=np.int32)
         page_starts, last_lengths = page_columns(kv_lengths, keys.shape[2])
         on_device, page_ids = flat_pages(batch.page_table, page_starts)
-        rows = Rows(self._upload(starts_of(query_lengths)), on_device, self._upload(last_lengths), page_ids)
+        rows = PagedRows(self._upload(starts_of(query_lengths)), on_device, self._upload(last_lengths), page_ids)
         longer = np.flatnonzero(query_lengths > 1)
         num_ones = int(longer[0]) if longer.size else len(query_lengths)
         most = MAX_COPY_BYTES // (shape.head_size * keys.itemsize)
@@ -192,9 +192,9 @@ class LatentFormsAttention:
         num_together = min(max(MAX_EXPANDED_BYTES // head_bytes, 1), shape.num_heads)
         lengths = query_lengths.copy()
         lengths[:first_row] = 0
-        tile = expanded_attention.tile_of(int(lengths.sum()), num_together)
+        tile = expanded_attention.tile_for(int(lengths.sum()), num_together)
         places = tiles_of(lengths, tile.rows)[::-1].copy()  # those that take longest first
-        tiles = Tiles(self._upload(pinned(places)), tile)
+        tiles = ExpandedTiles(self._upload(pinned(places)), tile)
         return replace(step, expanded_tiles=tiles, first_page=first_page, num_together=num_together)
 
     def target(self, layer: int) -> KVTarget:
@@ -250,7 +250,7 @@ class FixedLatentDecode:
         self._pool = pool
         self._step = _Step(
             slots=buffers.slot_mapping,
-            rows=Rows(numbers, buffers.starts, buffers.last_lengths, buffers.page_ids),
+            rows=PagedRows(numbers, buffers.starts, buffers.last_lengths, buffers.page_ids),
             num_ones=num_rows,
             parts=parts_of(shape, num_rows, buffers.max_pages * pool[0][0].shape[2]),
             num_absorbed=num_rows,

@@ -32,7 +32,7 @@ from aioengine.attention._latent import LatentFormsAttention
 from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.kernels.triton import attention as attention_kernels
 from aioengine.kernels.triton import latent_attention as latent_kernels
-from aioengine.kernels.triton.attention import EVEN_SPLITS, Rows, SplitPlan, num_splits
+from aioengine.kernels.triton.attention import EVEN_SPLITS, PagedRows, SplitPlan, num_splits
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -109,7 +109,7 @@ class _Step:
     """
 
     slot_mapping: Tensor
-    rows: Rows
+    rows: PagedRows
     tiles: Tensor
     max_splits: int
     num_programs: int
@@ -154,7 +154,7 @@ class TritonAttention:
         query_lengths = np.array(batch.query_lengths, dtype=np.int32)
         page_starts, last_lengths = page_columns(kv_lengths, shared.page_size)
         on_device, page_ids = flat_pages(batch.page_table, page_starts)
-        rows = Rows(self._upload(starts_of(query_lengths)), on_device, self._upload(last_lengths), page_ids)
+        rows = PagedRows(self._upload(starts_of(query_lengths)), on_device, self._upload(last_lengths), page_ids)
         max_splits = num_splits(int(kv_lengths.max()))
         decodes = int(query_lengths.max()) == 1
         num_programs = shared.num_programs(len(kv_lengths), max_splits) if decodes else 1
@@ -195,7 +195,7 @@ class FixedTritonDecode:
         device = buffers.starts.device
         numbers = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
         tiles = torch.stack((numbers[:-1], torch.zeros_like(numbers[:-1])), dim=1)
-        rows = Rows(numbers, buffers.starts, buffers.last_lengths, buffers.page_ids)
+        rows = PagedRows(numbers, buffers.starts, buffers.last_lengths, buffers.page_ids)
         max_splits = num_splits(buffers.max_pages * shared.page_size)
         self._shared = shared
         self._step = _Step(buffers.slot_mapping, rows, tiles, max_splits, shared.num_programs(num_rows, max_splits))

@@ -64,7 +64,7 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
             [E, 2 I, D], gates first, and [E, D, I]. "interleaved": [E, D, 2 I], gates and ups in turn, and [E, I, D],
             with biases. "mxfp4": blocks of [E, 2 I, D], gates and ups in turn, and of [E, D, I], with biases.
         names: of the tensors of gates, ups and downs ("separate"), or of gates with ups and of downs.
-        limit, alpha: as in ``kernels.expert_types.Gate``.
+        limit, alpha: as in ``kernels.expert_types.GateFunction``.
         shared: None: there is none.
         dense_layers: the layers that have an ordinary MLP in the place of experts.
     """

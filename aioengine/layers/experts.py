@@ -10,7 +10,7 @@ import torch
 from aioengine.families._block_config import MlpConfig
 from aioengine.families._experts import CHOICE_BIAS
 from aioengine.kernels import experts
-from aioengine.kernels.expert_types import Routing, Shared
+from aioengine.kernels.expert_types import Routing, SharedOutputs
 from aioengine.kernels.routing import route
 from aioengine.layers import expert_tensors
 from aioengine.layers.linear import Linear
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.families._experts import ExpertsConfig, SharedConfig
-    from aioengine.kernels.expert_types import Chosen
+    from aioengine.kernels.expert_types import ChosenExperts
     from aioengine.kernels.experts import Experts
     from aioengine.layers.adapters import Grouping
     from aioengine.layers.expert_tensors import ExpertTensors
@@ -59,7 +59,7 @@ class Router:
     def open_for_loading(self) -> None:
         self._logits.open_for_loading()
 
-    def __call__(self, x: Tensor) -> Chosen:
+    def __call__(self, x: Tensor) -> ChosenExperts:
         """x [T, D] -> the experts of each token."""
         return route(self._logits(x.float() if self._is_wide else x), self._bias, self._routing)
 
@@ -86,9 +86,9 @@ class SharedExpert:
         if self._gate is not None:
             self._gate.open_for_loading()
 
-    def __call__(self, x: Tensor) -> Shared:
+    def __call__(self, x: Tensor) -> SharedOutputs:
         """x [T, D] -> [T, D] and the logits of its factors."""
-        return Shared(self._mlp(x), None if self._gate is None else self._gate(x))
+        return SharedOutputs(self._mlp(x), None if self._gate is None else self._gate(x))
 
 
 class SparseMLP:

@@ -66,7 +66,7 @@ import torch
 
 from aioengine.kernels.triton import launcher
 
-launcher.Launcher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
+launcher.KernelLauncher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
 
 from aioengine.kernels.triton.merge import add_sinks, merge
 
