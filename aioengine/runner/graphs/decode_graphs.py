@@ -262,8 +262,8 @@ class DecodeGraphs:
         attention = self._attention
         cascade_sizes: list[int] = []
         if isinstance(attention, CascadeAttention):
-            cascade_sizes = cascade_ladder(max_rows, min_rows=attention.sharable.min_rows)
-            self._prefixes = SharedPrefixes(self._table, attention.sharable, page_size=self._page_size)
+            cascade_sizes = cascade_ladder(max_rows, min_rows=attention.cascade_limits.min_rows)
+            self._prefixes = SharedPrefixes(self._table, attention.cascade_limits, page_size=self._page_size)
         rows = {size: attention.fixed_decode(size, self._buffers(size)) for size in reversed(sizes)}
         cascades: dict[int, FixedCascade] = {}
         if isinstance(attention, CascadeAttention):

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from aioengine.attention._base import AttentionShape, Sharable, kv_pool_shape
+from aioengine.attention._base import AttentionShape, CascadeLimits, kv_pool_shape
 from aioengine.attention._gpu_rows import layer_rules
 from aioengine.attention._gpu_splits import max_splits, plan_splits
 from aioengine.attention.torch import TorchAttention
@@ -63,7 +63,7 @@ q, k, v = heads.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
 reference = TorchAttention(shape, pool)
 reference.prepare(batch)
 expected = write_and_attend(reference, q, k, v, 0)
-found = SharedPrefixes(table, Sharable(min_rows=2, min_spared=1, max_groups=4), page_size=PAGE_SIZE).find(rows)
+found = SharedPrefixes(table, CascadeLimits(min_rows=2, min_saved=1, max_groups=4), page_size=PAGE_SIZE).find(rows)
 assert found.pages.num_pages.tolist() == [17, 3]
 
 for cascade in (None, found):
