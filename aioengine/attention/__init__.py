@@ -1,1 +1,1 @@
-"""Attention over the paged KV pool, one backend a file."""
+"""Attention over the paged KV pool. Each file without a leading underscore is a backend."""

@@ -1,7 +1,7 @@
-"""The interface of an attention backend: the batch of a step, the layout of the KV pool, the protocols.
+"""The interface of attention backends: the batch of a step, the layout of the KV pool, the protocols.
 
-Shape letters: T packed tokens of the step, R rows, P pages in the longest page table, S page size, H query heads,
-K kv heads, E head size, L layers, N pages in the pool.
+T packed tokens of the step, R rows, P pages of the longest page table, S page size, H query heads, K kv heads, E head
+size, L layers, N pages of the pool, G groups of rows with shared pages.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 class BackendUnavailableError(ValueError):
-    """A backend cannot compute here; the message says why, and what would help."""
+    """A backend cannot be used on this machine. The message contains the reason and a remedy."""
 
 
-class WholeImage(NamedTuple):
-    """Tokens of a row that are the rest of an image, all of which they attend to.
+class BidirectionalImage(NamedTuple):
+    """The remaining tokens of an image, which attend to all tokens of the image.
 
     Attributes:
-        row: of R. first: index in T of the first of the tokens. start: its position. stop: that behind the last one.
+        row: index of the row. first: index in T of the first token. start: its position. stop: end position.
     """
 
     row: int
@@ -43,17 +43,17 @@ class WholeImage(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch:
-    """The input of attention in one step; the tokens of a row are adjacent, rows in the order of the plan.
+    """The input of attention in one step. Rows are in the order of the plan, and the tokens of a row are adjacent.
 
     Attributes:
-        slot_mapping: [T] int64, where K and V of each token go: page id * page size + offset in the page.
-        page_table: [R, P] int32, page ids of each row in order; entries beyond a row's pages are any valid page id.
-        query_lengths: R host ints, tokens that a row computes in this step, at least 1.
-        kv_lengths: R host ints, positions of the row that have K and V once this step has written its own.
-        host_pages: ``page_table`` on the host, for backends that look for pages that rows share; None: they need not.
-        whole_images: for ``AttentionShape.has_whole_images``.
-        parts: where the groups of layers have page tables of their own, the batch of each: with another
-            ``slot_mapping`` and ``page_table``. What a group does not see any more stands on the padding page there.
+        slot_mapping: [T] int64, the KV slot of each token: page id * page size + offset.
+        page_table: [R, P] int32, page ids of each row; entries beyond a row's pages are any valid page id.
+        query_lengths: R host ints, number of tokens that a row computes in this step, at least 1.
+        kv_lengths: R host ints, number of positions of a row with K and V, including this step's tokens.
+        host_pages: ``page_table`` on the host, for backends that search for shared pages; None: no search.
+        bidirectional_images: for ``AttentionShape.has_bidirectional_images``.
+        parts: if layer groups have separate page tables, the batch of each group, with its own ``slot_mapping`` and
+            ``page_table``. Positions outside of a group's window are on the padding page there.
     """
 
     slot_mapping: Tensor
@@ -61,33 +61,33 @@ class ForwardBatch:
     query_lengths: list[int]
     kv_lengths: list[int]
     host_pages: Ints | None = None
-    whole_images: Sequence[WholeImage] = ()
+    bidirectional_images: Sequence[BidirectionalImage] = ()
     parts: Sequence[ForwardBatch] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """The facts about a model that a backend needs.
+    """The properties of a model that a backend needs.
 
     Attributes:
-        scale: multiplies the dot products of queries and keys.
-        is_causal: a token attends to no later position. Otherwise it attends to all of its row, which is computed in
-            one step and keeps no K and V.
-        windows: for each layer, the number of positions that a token attends to, itself and those before it; where not
-            causal, how far it attends to either side. None: no limit. Empty: so in all layers.
-        soft_cap: a score s (scaled, before the softmax) becomes soft_cap * tanh(s / soft_cap); None: it stays.
-        sinks: for each layer the logits [H] of learned sinks: each takes part in the softmax of its head and has no
-            value. The tensors of the model itself, so that graphs read the weights of the moment. Empty: no sinks.
-        value_size: of latent attention (arXiv 2405.04434), whose values are the first ``value_size`` numbers of the
-            keys; None: values of their own, as large as keys.
-        expansions: of latent attention whose form is the backend's choice: for each layer [H, N + O, V], what makes
-            keys of N and values of O numbers for each head from a latent vector of V. The tensors of the model itself.
-            Queries are [T, H, N + P] then, with P rotated numbers, and results [T, H, O]. Empty: the model multiplies
-            queries and results with them, and attention is computed in the absorbed form.
+        scale: factor of the dot products of queries and keys.
+        is_causal: tokens attend to no later position. Otherwise a token attends to all tokens of its row, which is
+            computed in one step without KV cache.
+        windows: for each layer, the number of positions that a token attends to, including its own; if not causal, the
+            maximum distance to either side. None: no limit. Empty: no limit in all layers.
+        soft_cap: scaled scores s become soft_cap * tanh(s / soft_cap) before the softmax; None: no cap.
+        sinks: for each layer, logits [H] of learned sinks: an additional softmax entry per head without a value. They
+            are the model's own tensors, so graphs read the current weights. Empty: no sinks.
+        value_size: for latent attention (arXiv 2405.04434): the values are the first ``value_size`` elements of the
+            keys; None: separate values, as large as keys.
+        expansions: for latent attention in a form that the backend chooses: for each layer the matrices [H, N + O, V]
+            that expand a latent vector of V elements to keys of N and values of O elements per head; the model's own
+            tensors. Queries are then [T, H, N + P], with P rotated elements, and results [T, H, O]. Empty: the model
+            multiplies queries and results with them, and the backend computes the absorbed form.
         plain_size: with ``expansions``, N.
-        has_whole_images: tokens of an image attend to all of it, though other tokens are causal.
-        batch_invariant: on a GPU, the bits of a token must not depend on its batch and chunk. Backends that can do
-            faster without that are then asked for the slower way.
+        has_bidirectional_images: tokens of an image attend to the whole image, other tokens are causal.
+        batch_invariant: on a GPU, the result of a token must not depend on its batch and chunk. Backends with a faster
+            implementation that is not batch-invariant then use the slower one.
     """
 
     num_layers: int
@@ -102,23 +102,23 @@ class AttentionShape:
     value_size: int | None = None
     expansions: tuple[Tensor, ...] = ()
     plain_size: int = 0
-    has_whole_images: bool = False
+    has_bidirectional_images: bool = False
     batch_invariant: bool = True
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The layers of each part of attention; those of a part have the same window (``layer_groups``)."""
+        """The layers of each part of attention. All layers of a part have the same window (``layer_groups``)."""
         if not self.is_causal or not self.windows:
             return (tuple(range(self.num_layers)),)
         return layer_groups(self.windows)[0]
 
     @property
     def page_windows(self) -> tuple[int | None, ...]:
-        """The window of each of ``groups`` where these have page tables of their own; empty: all have the same."""
+        """The window of each group if the groups have separate page tables; empty: they share one page table."""
         return layer_groups(self.windows)[1] if self.is_causal else ()
 
     def part(self, layers: tuple[int, ...]) -> AttentionShape:
-        """The shape of these layers alone."""
+        """Return the shape of a model with only these layers."""
         return replace(
             self,
             num_layers=len(layers),
@@ -128,90 +128,90 @@ class AttentionShape:
         )
 
     @property
-    def only_window(self) -> int | None:
-        """The window of all layers, which have the same one."""
-        window, *others = self.windows or (None,)
-        assert all(other == window for other in others), "layers of other windows have a backend of their own"
-        return window
+    def common_window(self) -> int | None:
+        """The window of all layers, which must be equal."""
+        windows = set(self.windows or (None,))
+        assert len(windows) == 1, "layers with different windows use separate backends"
+        return windows.pop()
 
     @property
-    def kept_value_size(self) -> int:
-        """Numbers of a value in the pool."""
+    def stored_value_size(self) -> int:
+        """Elements of a value in the pool."""
         return self.head_size if self.value_size is None else self.value_size
 
     @property
     def query_size(self) -> int:
-        """Numbers of a query head."""
-        return self.plain_size + self.head_size - self.kept_value_size if self.expansions else self.head_size
+        """Elements of a query head."""
+        return self.plain_size + self.head_size - self.stored_value_size if self.expansions else self.head_size
 
     @property
     def output_size(self) -> int:
-        """Numbers of what a query head gets."""
-        return self.expansions[0].shape[1] - self.plain_size if self.expansions else self.kept_value_size
+        """Elements of the result per query head."""
+        return self.expansions[0].shape[1] - self.plain_size if self.expansions else self.stored_value_size
 
     @property
-    def num_handed(self) -> int:
-        """Heads of a token that attention gets, of ``query_size`` numbers each: q, k and v; with latent attention q and
-        k, of which v is a part; with ``expansions`` q alone, for keys are read in the pool.
+    def num_input_heads(self) -> int:
+        """Number of heads per token in the attention input, with ``query_size`` elements each: q, k and v. Latent
+        attention has q and k, because v is a part of k; with ``expansions`` only q, because keys are read in the pool.
         """
         return self.num_heads + (0 if self.expansions else self.num_sides * self.num_kv_heads)
 
     @property
     def num_sides(self) -> int:
-        """Tensors that the pool has of each layer: keys and values, or keys alone."""
+        """Tensors per layer in the pool: 2 (keys and values), or 1 (only keys)."""
         return 2 if self.value_size is None else 1
 
     @property
     def num_kv_layers(self) -> int:
-        """Layers that keep K and V for later steps."""
+        """Number of layers with a KV cache."""
         return self.num_layers if self.is_causal else 0
 
     def window(self, layer: int, longest: int) -> int | None:
-        """The window of this layer in rows of up to ``longest`` positions; None: no limit."""
+        """Return the window of this layer in rows of up to ``longest`` positions; None: no limit."""
         window = self.windows[layer] if self.windows else None
         return None if window is None or window >= longest else window
 
 
 def kv_pool_shape(shape: AttentionShape, *, num_pages: int, page_size: int) -> tuple[int, int, int, int, int, int]:
-    """The pool is one tensor [L, 2, N, K, S, E], keys at index 0 of the second axis and values at 1. L is
-    ``num_kv_layers``. With latent attention it is [L, 1, N, K, S, E]: the values are a part of the keys.
+    """Return the shape of the pool: [L, 2, N, K, S, E], with keys at index 0 and values at index 1 of the second axis.
+    L is ``num_kv_layers``. With latent attention it is [L, 1, N, K, S, E], because values are a part of the keys.
 
-    It must start as zeros: unwritten slots of a page are multiplied by zero and so have to be finite.
+    The pool must be initialized with zeros: unwritten slots are multiplied by zero, so they must be finite.
     """
     return (shape.num_kv_layers, shape.num_sides, num_pages, shape.num_kv_heads, page_size, shape.head_size)
 
 
 def keys_and_values(kv_pool: Tensor | Sequence[Tensor], shape: AttentionShape) -> list[tuple[Tensor, Tensor]]:
-    """Of each layer, views of the pool: keys [N, K, S, E] and values [N, K, S, V], where V is ``kept_value_size``."""
-    return [(layer[0], layer[-1][..., : shape.kept_value_size]) for layer in kv_pool]
+    """Return views of the pool for each layer: keys [N, K, S, E], values [N, K, S, V]; V is ``stored_value_size``."""
+    return [(layer[0], layer[-1][..., : shape.stored_value_size]) for layer in kv_pool]
 
 
-def handed_parts(heads: Tensor, shape: AttentionShape) -> Heads:
-    """q, k and v as they stand in one tensor [T, ``num_handed``, ``query_size``]."""
+def split_heads(heads: Tensor, shape: AttentionShape) -> Heads:
+    """Split one tensor [T, ``num_input_heads``, ``query_size``] into q, k and v."""
     num_sides = 1 if shape.expansions else shape.num_sides
-    num_kv_heads = (shape.num_handed - shape.num_heads) // num_sides
-    q, k, *others = heads.split((shape.num_heads, *(num_kv_heads,) * num_sides), dim=1)
-    return q, k, others[0] if others else k[..., : shape.kept_value_size]
+    num_kv_heads = (shape.num_input_heads - shape.num_heads) // num_sides
+    q, k, *v = heads.split((shape.num_heads, *(num_kv_heads,) * num_sides), dim=1)
+    return q, k, v[0] if v else k[..., : shape.stored_value_size]
 
 
 WriteKV = Callable[["Tensor", "Tensor"], None]
-"""Writes k and v of a step's tokens, [T, K, E] and rotated, to their slots."""
+"""Writes rotated k and v of the step's tokens, [T, K, E] each, to their slots."""
 
 
 class StepAttention(Protocol):
-    """Attention of one prepared step, as a model calls it for each layer. ``layer`` counts from 0."""
+    """Attention of one prepared step. The model calls it for each layer; layers count from 0."""
 
     def target(self, layer: int) -> KVTarget | WriteKV:
-        """Where k and v go before ``attend``: memory for a kernel that rotates and writes at once, or a function."""
+        """Return the destination of k and v before ``attend``: memory for a fused kernel, or a function."""
         ...
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        """Attend to the KV pool, where k and v of the step's tokens are already.
+        """Attend to the KV pool, which already contains k and v of the step's tokens.
 
         Args:
             q: [T, H, ``query_size``], rotated.
-            k: [T, K, E], rotated; v likewise. Some backends read them here instead of in the pool. With latent
-                attention, v [T, K, V] is a part of k; with ``expansions``, they are not read here.
+            k: [T, K, E], rotated; v: [T, K, E]. Some backends read them instead of the pool. With latent attention,
+                v [T, K, V] is a part of k; with ``expansions``, k and v are not read.
 
         Returns:
             [T, H * ``output_size``].
@@ -220,27 +220,27 @@ class StepAttention(Protocol):
 
 
 class AttentionBackend(StepAttention, Protocol):
-    """Attention over a paged KV pool; ``PLUGIN`` of its module is the class.
-
-    Built as ``Backend(shape, kv_pool)``, where ``kv_pool`` has the shape of ``kv_pool_shape``.
+    """Attention over a paged KV pool. ``PLUGIN`` of the module creates it: ``PLUGIN(shape, kv_pool)``, where
+    ``kv_pool``
+    has the shape of ``kv_pool_shape``.
     """
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """Compute, once per step, what all layers share. Called before the model's ``forward``."""
+        """Prepare a step for all layers. Called before the model's ``forward``."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeBuffers:
-    """Device memory that captured decode steps of R rows read; all tensors are int32.
+    """Device memory read by captured decode steps of R rows; all tensors are int32.
 
     Attributes:
         slot_mapping: [R].
-        starts: [R + 1], where the pages of each row start in ``page_ids``.
-        last_lengths: [R], positions on the last page of each row.
-        page_ids: the page tables one after the other.
+        starts: [R + 1], start of each row in ``page_ids``.
+        last_lengths: [R], number of positions on the last page of each row.
+        page_ids: the concatenated page tables.
         max_pages: pages of the longest possible row.
-        parts: where the groups of layers have page tables of their own, the buffers of each.
+        parts: if layer groups have separate page tables, the buffers of each group.
     """
 
     slot_mapping: Tensor
@@ -252,42 +252,42 @@ class DecodeBuffers:
 
 
 class FixedDecode(StepAttention, Protocol):
-    """Attention of decode steps with a fixed number of rows, over buffers that the caller fills before each step."""
+    """Attention of decode steps with a fixed number of rows. The caller fills the buffers before each step."""
 
     def plan_first(self, kv_lengths: Ints) -> None:
-        """Before the capture, for rows of ``kv_lengths`` [R] positions. The buffers are filled with an empty page."""
+        """Plan the capture: fill the buffers for rows of ``kv_lengths`` [R] positions, all on page 0."""
         ...
 
     def plan(self, starts: Tensor, last_lengths: Tensor) -> None:
-        """Before each replay, with host copies of the buffers ``starts`` [R + 1] and ``last_lengths`` [R], int32."""
+        """Plan a replay, from host copies of the buffers ``starts`` [R + 1] and ``last_lengths`` [R], int32."""
         ...
 
 
 @runtime_checkable
 class CapturableAttention(AttentionBackend, Protocol):
-    """A backend for steps in CUDA graphs: decode steps as a whole, steps with prompts without their attention."""
+    """A backend for CUDA graphs. Decode steps are captured with attention; steps with prompts in pieces without it."""
 
     def warm_up(self) -> None:
-        """Compile what is not compiled yet."""
+        """Compile all kernels that are not compiled yet."""
         ...
 
     def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> FixedDecode:
-        """Decode steps of ``num_rows`` rows."""
+        """Return attention for decode steps of ``num_rows`` rows."""
         ...
 
     def attend_into(self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, out: Tensor) -> None:
-        """``attend``, to ``out`` [T, H, E]: between the CUDA graphs of all other operations, over their memory."""
+        """``attend`` into ``out`` [T, H, E]. Called between the CUDA graphs of the other operations."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPages:
-    """The first pages of groups of rows. The rows of a group are adjacent, rows of no group come last.
+    """The shared first pages of groups of rows. The rows of a group are adjacent; rows without a group come last.
 
     Attributes:
-        row_ends: [G] int32 on the host, where the rows of each group end.
-        num_pages: [G] int32 on the host, pages that the rows of each group share, all full.
-        page_ids: int32 on the host, the shared pages of one group after the other.
+        row_ends: [G] int32 on the host, end of the rows of each group.
+        num_pages: [G] int32 on the host, number of shared full pages of each group.
+        page_ids: int32 on the host, the concatenated shared pages.
     """
 
     row_ends: Ints
@@ -296,43 +296,42 @@ class SharedPages:
 
 
 @dataclass(frozen=True, slots=True)
-class Sharable:
-    """Limits of cascade attention: a group has ``min_rows`` rows and saves ``min_spared`` page reads at least."""
+class CascadeLimits:
+    """Limits of cascade attention. A group has at least ``min_rows`` rows, and saves ``min_saved`` page reads."""
 
     min_rows: int
-    min_spared: int
+    min_saved: int
     max_groups: int
 
 
 class FixedCascade(FixedDecode, Protocol):
-    """Decode steps whose groups of rows start with the same pages; the buffers hold the other pages of the rows."""
+    """Attention of decode steps with groups of rows that share first pages. The buffers have the other pages."""
 
     def plan_shared(self, pages: SharedPages) -> None:
-        """Before the first replay with these groups."""
+        """Plan these groups, before their first replay."""
         ...
 
 
 @runtime_checkable
 class CascadeAttention(CapturableAttention, Protocol):
-    """A backend with cascade attention: it attends to shared pages once for all rows."""
+    """A backend with cascade attention: shared pages are read once for all rows."""
 
     @property
-    def sharable(self) -> Sharable: ...
+    def cascade_limits(self) -> CascadeLimits: ...
 
     def fixed_cascade(self, num_rows: int, buffers: DecodeBuffers) -> FixedCascade: ...
 
 
 @runtime_checkable
-class WholeAttention(AttentionBackend, Protocol):
-    """A backend whose steps can be captured in a CUDA graph together with all other operations."""
+class FullGraphAttention(AttentionBackend, Protocol):
+    """A backend whose steps can be captured in one CUDA graph together with all other operations."""
 
     device: torch.device
     has_kernel: bool
-    """Whether the kernel that can be captured is used here."""
+    """Whether the kernel that can be captured is used on this device."""
 
     def fixed_rows(self, starts: Tensor, max_length: int) -> StepAttention:
-        """Attention of rows of up to ``max_length`` tokens that begin at ``starts`` [R + 1] int32, which also has the
-        end of the last one. It reads this memory anew in each step. Tokens behind the last row attend to nothing, and
-        what they get is undefined.
+        """Return attention for rows of up to ``max_length`` tokens. ``starts`` [R + 1] int32 has the start of each row
+        and the end of the last one, and is read in each step. Results of tokens after the last row are undefined.
         """
         ...

@@ -1,10 +1,10 @@
-"""Compiling FlashInfer's kernels at the start: named beforehand, with progress, and with an end.
+"""Compile FlashInfer's kernels at the start, with progress reports and a time limit.
 
-By itself FlashInfer compiles a kernel at its first use, without progress or a time limit, under a lock of the package
-filelock in its cache folder. That is ``flock``: the system releases it when its holder dies. (Where a file system has
-no ``flock``, filelock makes a file with the holder's process id and host, and takes it over when that process is gone.)
-So only a live process can hold a lock; the start waits for it and reports it. Here the same ninja builds the same files
-under the same locks, so FlashInfer then finds them up to date.
+FlashInfer itself compiles a kernel at its first use, without progress or a time limit, under a lock of the package
+filelock in its cache folder. The lock uses ``flock``, which the system releases when the holder dies. (If the file
+system has no ``flock``, filelock creates a file with the holder's process id and host, and takes it over when this
+process is gone.) So only a live process can hold a lock; the start reports it and waits. This module runs the same
+ninja build on the same files under the same locks, so FlashInfer then finds them up to date.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
 
 POLL_S = 0.2
 _CUDA_FOLDER = Path("/usr/local/cuda")
-_END_S = 5.0
+_TERMINATE_S = 5.0
 _MAX_LINES = 15
-_TELLING = ("error", "cannot find", "not found", "killed")
+_ERROR_WORDS = ("error", "cannot find", "not found", "killed")
 
 
 class CompilationTimeoutError(RuntimeError):
-    """Compiling took longer than it may."""
+    """Compilation exceeded the time limit."""
 
 
 class Source(Protocol):
-    """A kernel that can be compiled, as FlashInfer's ``JitSpec`` describes it.
+    """A kernel that can be compiled: the interface of FlashInfer's ``JitSpec``.
 
-    is_aot: it came compiled, with a package. is_compiled: there is a library of it, which may be out of date.
+    is_aot: a package contains it compiled. is_compiled: a compiled library exists, possibly out of date.
     """
 
     @property
@@ -63,25 +63,25 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Compilation:
-    """How kernels are compiled. ``deadline``: the time.monotonic() at which to give up."""
+    """Compiles kernels until ``deadline`` (time.monotonic())."""
 
     deadline: float
     report: Callable[[Progress], None]
 
-    def bring_up_to_date(self, sources: Sequence[Source]) -> None:
-        """Compile those that are not compiled, or whose sources have changed since.
+    def compile_missing(self, sources: Sequence[Source]) -> None:
+        """Compile kernels that are not compiled or out of date.
 
         Raises:
-            BackendUnavailableError: a tool is missing, or one does not compile.
-            CompilationTimeoutError: the deadline came first.
+            BackendUnavailableError: a tool is missing, or a kernel does not compile.
+            CompilationTimeoutError: the deadline has passed.
         """
         own = [source for source in sources if not source.is_aot]
         missing = [source for source in own if not source.is_compiled]
         if missing and (tools := missing_tools()):
             message = (
-                f"FlashInfer's kernels for this model ({_titles(missing)}) are not compiled, and {' and '.join(tools)} "
-                "cannot be found to compile them. Install the CUDA toolkit (nvcc) and a C++ compiler, or compiled "
-                "kernels: the package flashinfer-jit-cache of FlashInfer's own index"
+                f"FlashInfer's kernels for this model ({', '.join(title(source.name) for source in missing)}) are not "
+                f"compiled, and {' and '.join(tools)} cannot be found to compile them. Install the CUDA toolkit (nvcc) "
+                "and a C++ compiler, or compiled kernels: the package flashinfer-jit-cache of FlashInfer's own index"
             )
             raise BackendUnavailableError(message)
         for number, source in enumerate(own, 1):
@@ -102,14 +102,14 @@ class Compilation:
                 lock.acquire(timeout=0 if not label else POLL_S, poll_interval=POLL_S / 4)
                 break
             except Timeout:
-                who = holder(source.lock_path)
+                holder = lock_holder(source.lock_path)
             if not label:
-                label = f"waiting for {who}, which compiles FlashInfer's {title(source.name)}"
+                label = f"waiting for {holder}, which compiles FlashInfer's {title(source.name)}"
                 self.report(Progress(label, 0, 1))
             if time.monotonic() > self.deadline:
                 message = (
-                    f"{who} holds the lock of FlashInfer's kernel {source.name} ({source.lock_path}) and has not given "
-                    "it back in time. End it if it hangs, or give it more time with startup_timeout"
+                    f"{holder} holds the lock of FlashInfer's kernel {source.name} ({source.lock_path}) and has not "
+                    "released it in time. End it if it hangs, or increase startup_timeout"
                 )
                 raise CompilationTimeoutError(message)
         if label:
@@ -123,7 +123,7 @@ class Compilation:
         command = ["ninja", "-v", "-C", str(source.build_dir), "-f", str(source.ninja_path)]
         if os.environ.get("MAX_JOBS", "").isdigit():
             command += ["-j", os.environ["MAX_JOBS"]]
-        if shutil.which("setpriv"):  # should this process be killed, ninja is asked to end, and ends its compilers
+        if shutil.which("setpriv"):  # if this process is killed, ninja gets SIGTERM and stops its compilers
             command = ["setpriv", "--pdeathsig", "TERM", *command]
         with tempfile.TemporaryFile() as output:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
@@ -133,48 +133,48 @@ class Compilation:
                     self.report(Progress(label, done, total, "files"))
                 while not _has_ended(process):
                     if time.monotonic() > self.deadline:
-                        raise CompilationTimeoutError(_too_slow(source, done, total))
-                    found = _num_done(output)
-                    if found not in (None, (done, total)):
-                        done, total = found
+                        raise CompilationTimeoutError(_timeout_message(source, done, total))
+                    counts = _num_done(output)
+                    if counts not in (None, (done, total)):
+                        done, total = counts
                         self.report(Progress(label, done, total, "files"))
             finally:
-                _end(process)
+                _terminate(process)
             if process.returncode:
-                raise BackendUnavailableError(_broken(source, output))
+                raise BackendUnavailableError(_failure_message(source, output))
             if done < total:
                 self.report(Progress(label, total, total, "files"))
 
 
 def title(name: str) -> str:
-    """The name of a kernel without the types and sizes that it is made for."""
+    """Return the name of a kernel without dtypes and sizes."""
     return re.sub(r"_dtype_.*?(_sm90)?$", r"\1", name)
 
 
 def missing_tools() -> list[str]:
-    """Which of the tools cannot be found. A ninja that stands beside this Python is put on this process's PATH."""
+    """Return the missing tools. If ninja is installed beside this Python, its folder is added to PATH."""
     if shutil.which("ninja") is None:
         scripts = sysconfig.get_path("scripts")
         if shutil.which("ninja", path=scripts) is not None:
             os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), scripts])
-    found = {
+    paths = {
         "nvcc": shutil.which(os.environ.get("FLASHINFER_NVCC", _nvcc())),
         "ninja": shutil.which("ninja"),
         "c++": shutil.which(os.environ.get("CXX", "c++")),
     }
-    return [tool for tool, path in found.items() if path is None]
+    return [tool for tool, path in paths.items() if path is None]
 
 
 def _nvcc() -> str:
-    """Where FlashInfer looks for it."""
+    """Return the path where FlashInfer looks for nvcc."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if home:
         return f"{home}/bin/nvcc"
     return shutil.which("nvcc") or f"{_CUDA_FOLDER}/bin/nvcc"
 
 
-def holder(lock_path: Path, root: Path = Path("/proc")) -> str:
-    """Who holds a lock, as far as this machine can tell: "process 123 (python train.py)"."""
+def lock_holder(lock_path: Path, root: Path = Path("/proc")) -> str:
+    """Describe the process that holds a lock: "process 123 (python train.py)", or "another process" if unknown."""
     try:
         inode = lock_path.stat().st_ino
         entries = [line.split() for line in (root / "locks").read_text().splitlines()]
@@ -183,15 +183,11 @@ def holder(lock_path: Path, root: Path = Path("/proc")) -> str:
     for entry in entries:  # number: FLOCK ADVISORY WRITE pid device:inode first last
         if len(entry) > 5 and entry[1] == "FLOCK" and entry[5].rpartition(":")[2] == str(inode) and entry[4] != "0":
             try:
-                words = (root / entry[4] / "cmdline").read_bytes().split(b"\0")
+                command = (root / entry[4] / "cmdline").read_bytes().replace(b"\0", b" ")
             except OSError:
                 continue
-            return f"process {entry[4]} ({b' '.join(words).decode(errors='replace').strip()[:200]})"
-    return "another process, perhaps of another container or machine"
-
-
-def _titles(sources: Sequence[Source]) -> str:
-    return ", ".join(title(source.name) for source in sources)
+            return f"process {entry[4]} ({command.decode(errors='replace').strip()[:200]})"
+    return "another process, perhaps in another container or on another machine"
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:
@@ -202,39 +198,39 @@ def _has_ended(process: subprocess.Popen[bytes]) -> bool:
     return True
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """ninja ends its compilers when it is asked to end."""
+def _terminate(process: subprocess.Popen[bytes]) -> None:
+    """Stop ninja. On SIGTERM it stops its compilers too."""
     if process.poll() is None:
         process.terminate()
         try:
-            process.wait(_END_S)
+            process.wait(_TERMINATE_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
 
 
 def _text(output: IO[bytes]) -> str:
-    descriptor = output.fileno()  # whose position is also that at which ninja writes
+    descriptor = output.fileno()  # use pread: ninja writes at the shared file position
     return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
 
 
 def _num_done(output: IO[bytes]) -> tuple[int, int] | None:
-    """What the last line "[3/10] ..." says; None before the first. A line is written when its file is done."""
-    found = re.findall(r"^\[(\d+)/(\d+)\]", _text(output), re.MULTILINE)
-    return (int(found[-1][0]), int(found[-1][1])) if found else None
+    """Parse the last line "[3/10] ..."; None: no file is done yet. ninja writes a line when a file is done."""
+    lines = re.findall(r"^\[(\d+)/(\d+)\]", _text(output), re.MULTILINE)
+    return (int(lines[-1][0]), int(lines[-1][1])) if lines else None
 
 
-def _too_slow(source: Source, done: int, total: int) -> str:
+def _timeout_message(source: Source, done: int, total: int) -> str:
     progress = f"{done} of {total} files were done" if done else "no file was done"
     return (
-        f"compiling FlashInfer's kernel {source.name} in {source.build_dir} took too long: {progress}. It goes on from "
-        "there at the next start; give it more time with startup_timeout, or install compiled kernels (the package "
-        "flashinfer-jit-cache of FlashInfer's own index), or take attention_backend='torch'"
+        f"compiling FlashInfer's kernel {source.name} in {source.build_dir} took too long: {progress}. The next start "
+        "continues from there. Increase startup_timeout, install compiled kernels (the package flashinfer-jit-cache of "
+        "FlashInfer's own index), or use attention_backend='torch'"
     )
 
 
-def _broken(source: Source, output: IO[bytes]) -> str:
+def _failure_message(source: Source, output: IO[bytes]) -> str:
     lines = [line[:400] for line in _text(output).splitlines() if line.strip()]
-    telling = [line for line in lines if any(word in line.lower() for word in _TELLING)] or lines[-_MAX_LINES:]
-    words = "\n  ".join(telling[:_MAX_LINES])
-    return f"FlashInfer's kernel {source.name} does not compile in {source.build_dir}:\n  {words}"
+    errors = [line for line in lines if any(word in line.lower() for word in _ERROR_WORDS)] or lines[-_MAX_LINES:]
+    excerpt = "\n  ".join(errors[:_MAX_LINES])
+    return f"FlashInfer's kernel {source.name} does not compile in {source.build_dir}:\n  {excerpt}"

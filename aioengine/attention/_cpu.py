@@ -1,13 +1,12 @@
-"""How decode rows are divided into units for ``attention/fused.py``.
+"""Division of decode rows into units for ``attention/fused.py``.
 
-A *unit* is one chunk of positions of one row. Many units are one call of the kernel, and a chunk that many rows share
-(the same pages) is a unit of all of them.
+A *unit* is one chunk of positions of one row. One kernel call computes many units. A chunk that many rows share (same
+pages) is computed for all of them at once.
 
-The results of the chunks of a row are merged by their *slots*. Without a window a chunk's slot is its number. With one
-a token sees few chunks, and slots are used in turn: there are no more than these need, and a token's chunks have the
-same slots in any batch.
+The results of the chunks of a row are merged by *slot*. Without a window the slot of a chunk is its index. With a
+window a token sees few chunks, so slots are reused cyclically; the slot of a chunk does not depend on the batch.
 
-Shape letters: R rows, K kv heads, U units, C positions of a chunk, P pages of a chunk, X chunks of the longest row.
+R rows, K kv heads, U units, C positions of a chunk, P pages of a chunk, X chunks of the longest row.
 """
 
 from __future__ import annotations
@@ -25,43 +24,41 @@ if TYPE_CHECKING:
     from aioengine.attention._base import ForwardBatch
 
 CHUNK = 512
-"""Positions that the kernel itself takes at a time."""
+"""Positions that the kernel processes at a time."""
 MASKED = -1.0e30
-"""Added to the score of a position that a token may not see: its weight is zero, and a chunk without any position
-that the token may see loses against all others.
-"""
+"""Added to the score of a hidden position: its weight is 0, and a chunk with only hidden positions has weight 0 too."""
 BLOCK_TOKENS = 128
-"""Tokens of a prefill row that go together: more would see more positions that they may not use."""
+"""Tokens of a prefill row computed in one call. More tokens would compute more masked scores."""
 MIN_SHARING = 4
-"""Rows from which on a shared chunk is worth a call of its own."""
+"""Minimum number of rows for which a shared chunk gets its own call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """Some units that are one call of the kernel, or one chunk that all ``rows`` share.
+    """The units of one kernel call, or one chunk shared by all ``rows``.
 
     Attributes:
         rows: [U] row of each unit, counted among the decode rows.
-        places: [U] slot * R + row.
+        targets: [U] slot * R + row.
         pages: indices into the pool's (page, kv head) pairs: [U * K * P], or [K * P] if shared.
-        width: C, as many positions of the chunk as a unit may need.
-        hidden: [U, 1, C] what to add to the scores, None if shared.
+        width: C, enough positions for all units.
+        hidden: [U, 1, C] mask added to the scores; None if shared.
     """
 
     rows: Tensor
-    places: Tensor
+    targets: Tensor
     pages: Tensor
     width: int
     hidden: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeRows:
-    """The rows of the batch that compute one token.
+class DecodeUnits:
+    """The decode rows of a batch, divided into units.
 
     Attributes:
-        num_slots: of the row with the most.
-        tokens: [R] indices into T, None where these are all of T.
+        num_slots: maximum number of slots of a row.
+        tokens: [R] indices into T; None: the batch has only decode rows.
     """
 
     num_rows: int
@@ -72,12 +69,12 @@ class DecodeRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paging:
-    """How pages hold positions.
+    """The layout of positions in pages and chunks.
 
     Attributes:
         page_size: divides ``CHUNK``.
-        width_of: visible positions of a chunk -> positions that the kernel takes for them.
-        max_units: of one call.
+        padded_width: visible positions of a chunk -> positions that the kernel computes.
+        max_units: maximum units per call.
         window: the number of positions that a token attends to; None: all.
 
     Raises:
@@ -86,44 +83,44 @@ class Paging:
 
     num_kv_heads: int
     page_size: int
-    width_of: Callable[[int], int]
+    padded_width: Callable[[int], int]
     max_units: int
     window: int | None = None
 
     def __post_init__(self) -> None:
         if CHUNK % self.page_size:
-            message = f"page_size {self.page_size} does not divide {CHUNK}, as 'fused' needs; 'torch' takes any"
+            message = f"page_size {self.page_size} does not divide {CHUNK}, as 'fused' requires; 'torch' takes any"
             raise ValueError(message)
 
     @property
-    def most_slots(self) -> int | None:
-        """Enough for the chunks that a block of prefill tokens sees; None: as many as there are chunks."""
+    def max_slots(self) -> int | None:
+        """Number of slots for the chunks that a block of prefill tokens sees; None: one slot per chunk."""
         if self.window is None:
             return None
         return 1 << ((self.window + BLOCK_TOKENS - 2) // CHUNK + 1).bit_length()
 
     def slot(self, chunk: int) -> int:
-        return chunk if self.most_slots is None else chunk % self.most_slots
+        return chunk if self.max_slots is None else chunk % self.max_slots
 
     def num_slots(self, num_chunks: int) -> int:
-        return num_chunks if self.most_slots is None else min(num_chunks, self.most_slots)
+        return num_chunks if self.max_slots is None else min(num_chunks, self.max_slots)
 
     def first_seen(self, position: int) -> int:
-        """The first position that a token at ``position`` attends to."""
+        """Return the first position that a token at ``position`` attends to."""
         return 0 if self.window is None else max(position - self.window + 1, 0)
 
     def new_slots(self, slot_mapping: Tensor) -> Tensor:
-        """[T] slots -> [T * K] indices into the pool's (page, kv head, offset) triples."""
+        """[T] KV slots -> [T * K] indices into the pool's (page, kv head, offset) triples."""
         pages, offsets = slot_mapping // self.page_size, slot_mapping % self.page_size
         heads = (pages * self.num_kv_heads).unsqueeze(1) + torch.arange(self.num_kv_heads, device=slot_mapping.device)
         return (heads * self.page_size + offsets.unsqueeze(1)).flatten()
 
     def chunk_table(self, page_table: Tensor, num_chunks: int) -> Tensor:
         """[R, pages] -> [R, X, P] page ids of each chunk, padded with page 0."""
-        num_rows, given = page_table.shape
+        num_rows, num_columns = page_table.shape
         chunk_pages = CHUNK // self.page_size
         table = page_table.new_zeros(num_rows, num_chunks * chunk_pages, dtype=torch.int64)
-        used = min(given, table.shape[1])
+        used = min(num_columns, table.shape[1])
         table[:, :used] = page_table[:, :used]
         return table.view(num_rows, num_chunks, chunk_pages)
 
@@ -132,16 +129,16 @@ class Paging:
         heads = torch.arange(self.num_kv_heads, device=pages.device)
         return ((pages * self.num_kv_heads).unsqueeze(1) + heads.unsqueeze(1)).flatten()
 
-    def decode_rows(self, batch: ForwardBatch) -> DecodeRows | None:
-        """The rows that compute one token; None where there is none."""
+    def decode_units(self, batch: ForwardBatch) -> DecodeUnits | None:
+        """Divide the rows of one token into units. None: there are no such rows."""
         single = [row for row, length in enumerate(batch.query_lengths) if length == 1]
         if not single:
             return None
-        everything = len(single) == len(batch.query_lengths)
+        is_all = len(single) == len(batch.query_lengths)
         device = batch.page_table.device
         kv_lengths = [batch.kv_lengths[row] for row in single]
         num_chunks = -(-max(kv_lengths) // CHUNK)
-        page_table = batch.page_table if everything else batch.page_table[torch.tensor(single, device=device)]
+        page_table = batch.page_table if is_all else batch.page_table[torch.tensor(single, device=device)]
         table = self.chunk_table(page_table, num_chunks)
         left = torch.tensor(kv_lengths, device=device) - torch.arange(num_chunks, device=device).unsqueeze(1) * CHUNK
         shared, alone = self._find_shared(table, left)
@@ -157,19 +154,20 @@ class Paging:
             if row.numel()
         ]
         starts = first_tokens(batch.query_lengths)
-        tokens = None if everything else torch.tensor([starts[row] for row in single], device=device)
+        tokens = None if is_all else torch.tensor([starts[row] for row in single], device=device)
         num_slots = self.num_slots(num_chunks)
-        return DecodeRows(num_rows=len(single), num_slots=num_slots, tokens=tokens, units=shared + units)
+        return DecodeUnits(num_rows=len(single), num_slots=num_slots, tokens=tokens, units=shared + units)
 
     def _own_chunks(
         self, table: Tensor, left: Tensor, rows: Tensor, chunks: Tensor, *, first_seen: Tensor | None
     ) -> Units:
-        """One call for the chunks [U] of these rows [U]. ``left``: [X, R] positions of each row from each chunk on.
+        """Return the units of one call, for chunks [U] of rows [U].
 
-        first_seen: [R] the first position that each row attends to; None: all of them attend to all.
+        left: [X, R] number of positions of each row from the start of each chunk.
+        first_seen: [R] first position that each row attends to; None: 0.
         """
         visible = left[chunks, rows]
-        width = self.width_of(min(CHUNK, int(visible.max())))
+        width = self.padded_width(min(CHUNK, int(visible.max())))
         pages = self.pairs(table[rows, chunks, : width // self.page_size])
         columns = torch.arange(width, device=table.device)
         is_hidden = columns >= visible.unsqueeze(1)
@@ -181,7 +179,7 @@ class Paging:
         return Units(rows, slots * left.shape[1] + rows, pages, width, hidden)
 
     def _find_shared(self, table: Tensor, left: Tensor) -> tuple[list[Units], Tensor]:
-        """Chunks that several rows have whole and with the same pages; and [X, R] which others there are."""
+        """Return the full chunks that several rows share, and a mask [X, R] of the other chunks."""
         num_rows, num_chunks, _ = table.shape
         alone = left > 0
         shared: list[Units] = []
@@ -198,13 +196,13 @@ class Paging:
             for index in many:
                 rows = candidates[group == index]
                 alone[chunk, rows] = False
-                its_pages = self.pairs(pages[index : index + 1])
-                shared.append(Units(rows, chunk * num_rows + rows, its_pages, CHUNK, None))
+                pairs = self.pairs(pages[index : index + 1])
+                shared.append(Units(rows, chunk * num_rows + rows, pairs, CHUNK, None))
         return shared, alone
 
 
 def first_tokens(query_lengths: list[int]) -> list[int]:
-    """Where the tokens of each row begin among those of the step."""
+    """Return the index in T of the first token of each row."""
     starts = [0]
     for length in query_lengths:
         starts.append(starts[-1] + length)

@@ -1,9 +1,10 @@
-"""FlashInfer's prefill kernels: for rows of several tokens, and for pages that many decode rows share (cascade).
+"""FlashInfer's prefill kernels: for rows of several tokens, and for cascade attention of decode rows.
 
-Rows whose keys and values are all computed in this step read them from the step's tensors, which is a fifth faster than
-through the pages; other rows read the pages. Pages that several decode rows start with are attended to once for all
-these rows, as a prompt that sees all of them; the kernel for decode rows merges the result. So are the pages that rows
-of several tokens start with, from tensors to which their keys and values are gathered first.
+Rows whose keys and values are all computed in this step ("fresh" rows) read them from the step's tensors, which is a
+fifth faster than from pages. Other rows read pages. In cascade attention, decode rows attend to their shared first
+pages
+in one non-causal prefill; the decode kernel merges the result. Prefill rows with shared first pages do the same, with
+keys and values that are first copied from the pages.
 
 T packed tokens, R rows, H query heads, K kv heads, E head size, N pages of the pool, S page size.
 """
@@ -19,7 +20,7 @@ import torch
 from flashinfer import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 from torch import Tensor
 
-from aioengine.attention._base import Sharable, SharedPages
+from aioengine.attention._base import CascadeLimits, SharedPages
 from aioengine.attention._gpu_rows import FixedDecodeRows, flat_pages, layer_rules, page_columns, pinned, starts_of
 from aioengine.attention._shared_rows import SharedRows, find_shared
 from aioengine.kernels.triton.decode import decode
@@ -37,19 +38,21 @@ if TYPE_CHECKING:
 
 WORKSPACE_BYTES = 512 << 20
 _workspaces: WeakValueDictionary[torch.device, Tensor] = WeakValueDictionary()
-"""One for each device, however many backends a model has: kernels of a stream run one after the other."""
+"""One workspace per device, shared by all backends: kernels of a stream run one after the other."""
 PLAN_BYTES = 1 << 20
 """Size of a plan of few rows and tokens, on the device and on the host."""
 MIN_FRESH_TOKENS = 256
-"""Fewer tokens do not pay for a plan of their own."""
+"""With fewer tokens, a separate plan costs more than it saves."""
 MAX_GROUPS = 8
 MIN_ROWS = 48
-MIN_SPARED_BYTES = 256 << 20
-"""Of keys and values of a layer. On an H200, 64 rows of model b that share 1024 tokens take as long either way."""
+MIN_SAVED_BYTES = 256 << 20
+"""Minimum of keys and values of a layer that a group must save. On an H200, 64 rows of an 8B model that share 1024
+tokens take equally long with and without cascade.
+"""
 
 
 class Staging:
-    """Keeps the host from overwriting a plan that is still being copied."""
+    """Prevents the host from overwriting a plan that is being copied."""
 
     def __init__(self) -> None:
         self._copied = torch.cuda.Event()
@@ -63,11 +66,11 @@ class Staging:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """State that all plans of a backend share.
+    """State shared by all plans of a backend.
 
     Attributes:
-        pool: keys and values of each layer, [N, K, S, E].
-        rules: of each layer.
+        pool: for each layer, keys and values [N, K, S, E].
+        rules: for each layer.
     """
 
     shape: AttentionShape
@@ -79,7 +82,7 @@ class Shared:
 
     @classmethod
     def make(cls, shape: AttentionShape, kv_pool: Tensor) -> Shared:
-        """``kv_pool``: [L, 2, N, K, S, E]."""
+        """kv_pool: [L, 2, N, K, S, E]."""
         device = kv_pool.device
         workspace = _workspaces.get(device)
         if workspace is None:
@@ -96,33 +99,33 @@ class Shared:
 
     @property
     def can_share(self) -> bool:
-        """Whether attention to the first pages of rows is merged with that to the others."""
-        return self.shape.only_window is None
+        """Whether rows can attend to shared pages separately."""
+        return self.shape.common_window is None
 
     @property
     def window_left(self) -> int:
-        """Positions before its own that a token attends to; -1: all."""
-        window = self.shape.only_window
+        """Number of earlier positions that a token attends to; -1: all."""
+        window = self.shape.common_window
         return -1 if window is None else window - 1
 
 
-class SharedBeginning:
-    """The pages that adjacent rows of several tokens start with, of one step."""
+class SharedPrefix:
+    """Attention of adjacent prefill rows to their shared first pages."""
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
         self._wrapper = BatchPrefillWithRaggedKVCacheWrapper(shared.workspace, "NHD")
-        self._places = torch.empty(0, dtype=torch.int64, device=shared.workspace.device)
+        self._pool_indices = torch.empty(0, dtype=torch.int64, device=shared.workspace.device)
         self._tokens = slice(0)
 
     def plan(self, page_ids: Ints, first_token: int, num_tokens: int) -> None:
-        """page_ids [P] on the host. The caller waits for the staging and marks it."""
+        """Plan a step. page_ids: [P] on the host. The caller calls ``Staging.wait`` and ``mark``."""
         shared, num_positions = self._shared, len(page_ids) * self._shared.page_size
         _, num_kv_heads, page_size, _ = shared.pool[0][0].shape
         heads = page_ids[:, None].astype(np.int64) * num_kv_heads + np.arange(num_kv_heads)  # [P, K] of the pool
-        places = heads[:, None, :] * page_size + np.arange(page_size)[:, None]
+        indices = heads[:, None, :] * page_size + np.arange(page_size)[:, None]
         self._tokens = slice(first_token, first_token + num_tokens)
-        self._places = pinned(places.reshape(-1)).to(shared.workspace.device, non_blocking=True)
+        self._pool_indices = pinned(indices.reshape(-1)).to(shared.workspace.device, non_blocking=True)
         self._wrapper.plan(
             starts_of(np.array([num_tokens], dtype=np.int32)),
             starts_of(np.array([num_positions], dtype=np.int32)),
@@ -137,27 +140,28 @@ class SharedBeginning:
         )
 
     def add(self, q: Tensor, pool: Pool, out: Tensor, weights: Tensor) -> None:
-        """Merge attention to these pages into ``out``, for q and out [T, H, E] and weights [T, H]."""
+        """Attend to these pages and merge the result into ``out``: q and out [T, H, E], weights [T, H]."""
         _, num_kv_heads, _, head_size = pool[0].shape
         keys, values = (
-            each.view(-1, head_size).index_select(0, self._places).view(-1, num_kv_heads, head_size) for each in pool
+            side.view(-1, head_size).index_select(0, self._pool_indices).view(-1, num_kv_heads, head_size)
+            for side in pool
         )
         tokens = self._tokens
         merge(out[tokens], weights[tokens], *self._wrapper.run(q[tokens], keys, values, return_lse=True))
 
     def warm_up(self) -> None:
-        """Compile the kernel that merges."""
+        """Compile the merge kernel."""
         num_heads, _, head_size = self._shared.heads()
-        out = torch.zeros(1, num_heads, head_size, dtype=self._shared.dtype, device=self._places.device)
-        weights = torch.zeros(1, num_heads, device=self._places.device)
+        out = torch.zeros(1, num_heads, head_size, dtype=self._shared.dtype, device=self._pool_indices.device)
+        weights = torch.zeros(1, num_heads, device=out.device)
         merge(out, weights, out, weights)
 
 
 class PrefillRows:
-    """The rows of several tokens of a step: first those that go through the pages, then the fresh ones."""
+    """The prefill rows of a step: first rows that read pages, then fresh rows."""
 
     def __init__(self, shared: Shared) -> None:
-        self.beginning = SharedBeginning(shared)
+        self.prefix = SharedPrefix(shared)
         self._shared = shared
         self._is_shared = False
         self._paged = BatchPrefillWithPagedKVCacheWrapper(shared.workspace, "HND")
@@ -166,10 +170,10 @@ class PrefillRows:
         self._has_fresh = False
 
     def plan(self, page_table: Tensor, query_lengths: Ints, kv_lengths: Ints, host_pages: Ints | None = None) -> None:
-        """For R rows, at least one: page_table [R, P] on the device, lengths [R] and host_pages [R, P] on the host."""
+        """Plan R >= 1 rows: page_table [R, P] on the device, lengths [R] and host_pages [R, P] on the host."""
         num_rows = len(query_lengths)
-        known = np.flatnonzero(kv_lengths > query_lengths)
-        num_paged = int(known[-1]) + 1 if known.size else 0
+        continued = np.flatnonzero(kv_lengths > query_lengths)
+        num_paged = int(continued[-1]) + 1 if continued.size else 0
         self._has_fresh = int(query_lengths[num_paged:].sum()) >= MIN_FRESH_TOKENS
         if not self._has_fresh:
             num_paged = num_rows
@@ -180,17 +184,20 @@ class PrefillRows:
         if num_paged:
             pages, lengths, queries = page_table[:num_paged], kv_lengths[:num_paged], query_lengths[:num_paged]
             if host_pages is not None and shared.can_share and not shared.shape.sinks:
-                found = find_shared(host_pages[:num_paged], queries, lengths, shared.page_size)
-                if found is not None:
-                    page_ids = host_pages[found.first, : found.num_pages]
+                shared_rows = find_shared(host_pages[:num_paged], queries, lengths, shared.page_size)
+                if shared_rows is not None:
+                    page_ids = host_pages[shared_rows.first, : shared_rows.num_pages]
                     pages, lengths = self._plan_shared(
-                        found, page_ids, page_table=pages, query_lengths=queries, kv_lengths=lengths
+                        shared_rows, page_ids, page_table=pages, query_lengths=queries, kv_lengths=lengths
                     )
-            self._plan_paged(pages, queries, lengths)
+            starts, last_lengths = page_columns(lengths, shared.page_size)
+            plan_paged(shared, self._paged, queries, Pages(lengths, starts, flat_pages(pages, starts)[1], last_lengths))
         if self._has_fresh:
             starts, longest = starts_of(query_lengths[num_paged:]), int(query_lengths[num_paged:].max())
             self._ragged.plan(
-                *(starts, starts, *shared.heads()),
+                starts,
+                starts,
+                *shared.heads(),
                 causal=True,
                 q_data_type=shared.dtype,
                 kv_data_type=shared.dtype,
@@ -203,12 +210,12 @@ class PrefillRows:
         shared.staging.mark()
 
     def attend(self, q: Tensor, kv: Pool, layer: int, out: Tensor) -> None:
-        """q and out [T, H, E] of these rows, and their keys and values [T, K, E], which are in their slots too."""
+        """Attend: q and out [T, H, E] of these rows, keys and values [T, K, E], which are also in their slots."""
         split, pool, sinks = self._num_paged, self._shared.pool[layer], self._shared.rules[layer].sinks
         if split and (self._is_shared or sinks is not None):
             _, weights = self._paged.run(q[:split], pool, out=out[:split], return_lse=True)
             if sinks is None:
-                self.beginning.add(q, pool, out, weights)
+                self.prefix.add(q, pool, out, weights)
             else:
                 add_sinks(out[:split], weights, sinks)
         elif split:
@@ -220,33 +227,27 @@ class PrefillRows:
             self._ragged.run(q[split:], kv[0][split:], kv[1][split:], out=out[split:])
 
     def _plan_shared(
-        self, found: SharedRows, page_ids: Ints, *, page_table: Tensor, query_lengths: Ints, kv_lengths: Ints
+        self, rows: SharedRows, page_ids: Ints, *, page_table: Tensor, query_lengths: Ints, kv_lengths: Ints
     ) -> tuple[Tensor, Ints]:
-        """Plan the shared pages; returns page_table [R, P] and kv_lengths [R] without them."""
-        first, end, num_pages = found
+        """Plan the shared pages. Return page_table [R, P] and kv_lengths [R] without them."""
+        first, end, num_pages = rows
         self._is_shared = True
-        num_before, num_tokens = int(query_lengths[:first].sum()), int(query_lengths[first:end].sum())
-        self.beginning.plan(page_ids, num_before, num_tokens)
+        first_token, num_tokens = int(query_lengths[:first].sum()), int(query_lengths[first:end].sum())
+        self.prefix.plan(page_ids, first_token, num_tokens)
         rest, lengths = page_table.clone(), kv_lengths.copy()
         rest[first:end, : page_table.shape[1] - num_pages] = page_table[first:end, num_pages:]
         lengths[first:end] -= num_pages * self._shared.page_size
         return rest, lengths
-
-    def _plan_paged(self, page_table: Tensor, query_lengths: Ints, kv_lengths: Ints) -> None:
-        """page_table [R, P], lengths [R]: as in ``plan``, of the rows that go through the pages."""
-        starts, last_lengths = page_columns(kv_lengths, self._shared.page_size)
-        pages = Pages(kv_lengths, starts, flat_pages(page_table, starts)[1], last_lengths)
-        plan_paged(self._shared, self._paged, query_lengths, pages)
 
 
 class Pages(NamedTuple):
     """The pages of R rows.
 
     Attributes:
-        lengths: [R] positions of each row, or 0.
-        starts: [R + 1], where the pages of each row start in ``page_ids``.
-        page_ids: one row after the other, on the device.
-        last_lengths: [R] positions on the last page of each row.
+        lengths: [R] number of positions of each row, may be 0.
+        starts: [R + 1], start of each row in ``page_ids``.
+        page_ids: the concatenated page tables, on the device.
+        last_lengths: [R] number of positions on the last page of each row.
     """
 
     lengths: Ints
@@ -263,9 +264,13 @@ def plan_paged(
     *,
     is_causal: bool = True,
 ) -> None:
-    """Plan R rows of ``query_lengths`` [R] tokens, which may be 0. The caller waits for the staging and marks it."""
+    """Plan R rows of ``query_lengths`` [R] tokens, which may be 0. The caller calls ``Staging.wait`` and ``mark``."""
     wrapper.plan(
-        *(starts_of(query_lengths), pages.starts, pages.page_ids, pages.last_lengths, *shared.heads()),
+        starts_of(query_lengths),
+        pages.starts,
+        pages.page_ids,
+        pages.last_lengths,
+        *shared.heads(),
         shared.page_size,
         causal=is_causal,
         q_data_type=shared.dtype,
@@ -279,7 +284,7 @@ def plan_paged(
 
 
 def fixed_wrapper(shared: Shared, *, num_rows: int, num_pages: int) -> BatchPrefillWithPagedKVCacheWrapper:
-    """A wrapper whose kernels can be captured, for ``num_rows`` rows with ``num_pages`` pages in all."""
+    """Return a wrapper whose kernels can be captured, for ``num_rows`` rows with ``num_pages`` pages in total."""
     device = shared.workspace.device
 
     def column(size: int) -> Tensor:
@@ -299,35 +304,35 @@ def fixed_wrapper(shared: Shared, *, num_rows: int, num_pages: int) -> BatchPref
     return wrapper
 
 
-def sharable(shared: Shared) -> Sharable:
+def cascade_limits(shared: Shared) -> CascadeLimits:
     _, num_kv_heads, head_size = shared.heads()
     page_bytes = 2 * shared.page_size * num_kv_heads * head_size * shared.dtype.itemsize
-    return Sharable(MIN_ROWS, MIN_SPARED_BYTES // page_bytes, MAX_GROUPS)
+    return CascadeLimits(MIN_ROWS, MIN_SAVED_BYTES // page_bytes, MAX_GROUPS)
 
 
 class FixedFlashInferCascade:
-    """Implements ``FixedCascade``: the buffers hold the pages that each row does not share."""
+    """Implements ``FixedCascade``. The buffers contain the pages that rows do not share."""
 
     def __init__(self, shared: Shared, num_rows: int, buffers: DecodeBuffers) -> None:
         self._shared = shared
         self._num_rows = num_rows
         self._own = FixedDecodeRows(shared.shape, shared.pool, num_rows, buffers)
         self._slots = buffers.slot_mapping
-        # one more group: the rows that share no pages
+        # one more group, for rows without shared pages
         self._wrapper = fixed_wrapper(shared, num_rows=MAX_GROUPS + 1, num_pages=MAX_GROUPS * buffers.max_pages)
 
     def plan_first(self, kv_lengths: Ints) -> None:
-        """Before the capture, for rows of ``kv_lengths`` [R] positions: all rows share page 0."""
+        """Plan the capture, for rows of ``kv_lengths`` [R] positions. All rows share page 0."""
         self._own.plan_first(kv_lengths)
         one = np.ones(1, dtype=np.int32)
         self.plan_shared(SharedPages(one * self._num_rows, one, np.zeros(1, dtype=np.int32)))
 
     def plan(self, starts: Tensor, last_lengths: Tensor) -> None:
-        """starts [R + 1] and last_lengths [R] of the pages that rows do not share; int32 on the host."""
+        """Plan the pages that rows do not share: starts [R + 1] and last_lengths [R], int32 on the host."""
         self._own.plan(starts, last_lengths)
 
     def plan_shared(self, pages: SharedPages) -> None:
-        """Before the first replay with these groups."""
+        """Plan the shared pages of these groups, before their first replay."""
         shared = self._shared
         missing = MAX_GROUPS + 1 - len(pages.num_pages)
         row_ends = np.append(pages.row_ends, np.int32(self._num_rows))
@@ -336,8 +341,8 @@ class FixedFlashInferCascade:
         starts, last_lengths = page_columns(kv_lengths, shared.page_size)
         page_ids = pinned(pages.page_ids).to(self._slots.device, non_blocking=True)
         shared.staging.wait()
-        planned = Pages(kv_lengths, starts, page_ids, last_lengths)
-        plan_paged(shared, self._wrapper, query_lengths, planned, is_causal=False)
+        shared_pages = Pages(kv_lengths, starts, page_ids, last_lengths)
+        plan_paged(shared, self._wrapper, query_lengths, shared_pages, is_causal=False)
         shared.staging.mark()
 
     def target(self, layer: int) -> KVTarget:
@@ -346,8 +351,8 @@ class FixedFlashInferCascade:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """q [R, H, E], k and v [R, K, E] -> [R, H * E]."""
         pool = self._shared.pool[layer]
-        beginnings = self._wrapper.run(q, pool, return_lse=True)
+        prefix = self._wrapper.run(q, pool, return_lse=True)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         scale, rules = self._shared.shape.scale, self._shared.rules[layer]
-        decode(q, pool, self._own.rows, scale=scale, out=out, other=beginnings, rules=rules)
+        decode(q, pool, self._own.rows, scale=scale, out=out, other=prefix, rules=rules)
         return out.view(q.shape[0], -1)

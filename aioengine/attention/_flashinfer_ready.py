@@ -1,4 +1,4 @@
-"""Which of FlashInfer's kernels ``attention.flashinfer`` uses, and getting them ready before anything else is done."""
+"""Compile and load the FlashInfer kernels that ``attention.flashinfer`` uses, at the start."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NO_ROTATION = 0
 
 
 def kernels(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> list[JitSpec]:
-    """Those of prefill: with a window, or without, or both."""
+    """Return the prefill kernels, with and without a window as the model needs."""
     types = (dtype, dtype, dtype, torch.int32)
     sizes = (shape.head_size, shape.head_size, _NO_ROTATION)
     is_capped = shape.soft_cap is not None
@@ -49,35 +49,35 @@ def make_ready(
     timeout_s: float,
     report: Callable[[Progress], None],
 ) -> None:
-    """Compile what is not compiled, load all of it, and run it once, over a pool of one page.
+    """Compile missing kernels, load all kernels, and run them once with a pool of one page.
 
     Raises:
-        BackendUnavailableError: FlashInfer has no kernels for these types and sizes, or they do not compile, load or
-            run here.
+        BackendUnavailableError: FlashInfer has no kernels for this dtype and head size, or they do not compile, load
+            or run on this machine.
         CompilationTimeoutError: they did not compile in time.
-        RuntimeError: the GPU has not enough memory for them.
+        RuntimeError: the GPU is out of memory.
     """
     if dtype not in DTYPES or shape.head_size not in HEAD_SIZES:
         sizes = ", ".join(map(str, HEAD_SIZES))
         message = (
-            f"FlashInfer has no kernels for heads of {shape.head_size} in {str(dtype).removeprefix('torch.')}; it has "
-            f"some for {sizes} in bfloat16 and float16"
+            f"FlashInfer has no kernels for head size {shape.head_size} in {str(dtype).removeprefix('torch.')}; it "
+            f"supports {sizes} in bfloat16 and float16"
         )
         raise BackendUnavailableError(message)
     try:
         specs = kernels(shape, dtype, device)
         logger.info("FlashInfer's kernels: %s", ", ".join(f"{spec.name} ({_state(spec)})" for spec in specs))
-        Compilation(time.monotonic() + timeout_s, report).bring_up_to_date(specs)
+        Compilation(time.monotonic() + timeout_s, report).compile_missing(specs)
         for layers in shape.groups:
             part = shape.part(layers)
             pool = torch.zeros(kv_pool_shape(part, num_pages=1, page_size=16), dtype=dtype, device=device)
-            with compile_only():  # of our own, that is; FlashInfer's run
+            with compile_only():  # affects our Triton kernels only: FlashInfer's kernels run
                 flashinfer.build(part, pool).warm_up()
         torch.cuda.synchronize(device)
     except (BackendUnavailableError, CompilationTimeoutError):
         raise
     except (OSError, RuntimeError, ImportError, AttributeError) as error:
-        if "out of memory" in str(error):  # of CUDA itself, too: that is no fault of the kernels
+        if "out of memory" in str(error):  # torch's or CUDA's: the kernels are not the cause
             raise
         message = f"FlashInfer's kernels cannot be used: {type(error).__name__}: {error}"
         raise BackendUnavailableError(message) from error
@@ -85,5 +85,5 @@ def make_ready(
 
 def _state(spec: JitSpec) -> str:
     if spec.is_aot:
-        return "came compiled"
-    return "compiled before" if spec.is_compiled else "to be compiled"
+        return "precompiled"
+    return "compiled" if spec.is_compiled else "not compiled"

@@ -1,4 +1,4 @@
-"""Rows of one token on a GPU: the inputs of the kernel in ``kernels/triton/decode.py``, for all backends.
+"""Decode rows on a GPU: the inputs of the kernel in ``kernels/triton/decode.py``, for all backends.
 
 R rows, H query heads, K kv heads, E head size, N pages of the pool, S page size.
 """
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from aioengine.attention._base import ForwardBatch, handed_parts
+from aioengine.attention._base import ForwardBatch, split_heads
 from aioengine.attention._gpu_splits import COLUMNS, max_splits, plan_splits
 from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.kernels.triton.decode import DecodeRows, decode
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import AttentionBackend, AttentionShape, DecodeBuffers
-    from aioengine.kernels.triton.attention import Rows
+    from aioengine.kernels.triton.attention import PagedRows
 
     Ints = npt.NDArray[np.int32]
     Pool = list[tuple[Tensor, Tensor]]
 
 
 def pinned(column: Ints) -> Tensor:
-    """The column [X] in pinned memory: a copy from any other memory makes the host wait for the work queued before."""
+    """Copy the column [X] to pinned memory. A copy to the device from other memory would block the host."""
     return torch.from_numpy(column).pin_memory()
 
 
 def starts_of(lengths: Ints) -> Tensor:
-    """Where each of R runs begins and the last ends: [R + 1] int32 on the host."""
+    """Return the start of each of R runs and the end of the last one: [R + 1] int32 on the host."""
     starts = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=starts[1:])
     return pinned(starts)
 
 
 def tiles_of(query_lengths: Ints, size: int) -> Ints:
-    """[X, 2]: row and first token of each tile of up to ``size`` tokens."""
+    """Return [X, 2]: (row, first token within the row) of each tile of up to ``size`` tokens."""
     counts = -(-query_lengths // size)
     rows = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     first = np.repeat(np.cumsum(counts) - counts, counts)
@@ -49,13 +49,13 @@ def tiles_of(query_lengths: Ints, size: int) -> Ints:
 
 
 def page_columns(kv_lengths: Ints, page_size: int) -> tuple[Tensor, Tensor]:
-    """Where the pages of each row begin [R + 1], and how full the last one is [R]; int32 on the host."""
+    """Return the start of each row's pages [R + 1], and the positions on its last page [R]; int32 on the host."""
     num_pages = -(-kv_lengths // page_size)
     return starts_of(num_pages), pinned(kv_lengths - (num_pages - 1) * page_size)
 
 
-def plan_page_0(rows: Rows, kv_lengths: Ints, page_size: int) -> None:
-    """Before a capture, fill the buffers of ``rows`` for rows of ``kv_lengths`` [R] positions, all on page 0."""
+def plan_page_0(rows: PagedRows, kv_lengths: Ints, page_size: int) -> None:
+    """Fill the buffers of ``rows`` before a capture, for rows of ``kv_lengths`` [R] positions, all on page 0."""
     starts, last_lengths = page_columns(kv_lengths, page_size)
     rows.page_starts.copy_(starts)
     rows.last_lengths.copy_(last_lengths)
@@ -63,7 +63,7 @@ def plan_page_0(rows: Rows, kv_lengths: Ints, page_size: int) -> None:
 
 
 def flat_pages(page_table: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """``starts`` [R + 1] and the page ids of [R, P] one row after the other, both on the device."""
+    """Return ``starts`` [R + 1] and the concatenated page ids of [R, P], both on the device."""
     on_device = starts.to(page_table.device, non_blocking=True)
     indices = torch.empty(int(starts[-1]), dtype=torch.int32, device=page_table.device)
     flatten_pages(page_table, on_device, indices)
@@ -71,7 +71,7 @@ def flat_pages(page_table: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def run_once(attention: AttentionBackend, shape: AttentionShape, keys: Tensor) -> None:
-    """Attend for a row of one token and a row of two, which compiles the kernels. ``keys`` [N, K, S, E]: of a layer."""
+    """Attend for a row of one token and a row of two, to compile the kernels. keys: [N, K, S, E] of one layer."""
     for count in (1, 2):
         batch = ForwardBatch(
             slot_mapping=torch.arange(count, device=keys.device),
@@ -80,59 +80,56 @@ def run_once(attention: AttentionBackend, shape: AttentionShape, keys: Tensor) -
             kv_lengths=[count],
         )
         attention.prepare(batch)
-        attention.attend(*handed_parts(keys.new_zeros(count, shape.num_handed, shape.query_size), shape), 0)
+        attention.attend(*split_heads(keys.new_zeros(count, shape.num_input_heads, shape.query_size), shape), 0)
 
 
 def layer_rules(shape: AttentionShape) -> list[ScoreRules]:
-    """What the kernels do beside scaled dot products, in each layer."""
-    window, sinks = shape.only_window, shape.sinks or (None,) * shape.num_layers
-    return [ScoreRules(window, shape.soft_cap, each) for each in sinks]
+    """Return the score rules of each layer."""
+    window, sinks = shape.common_window, shape.sinks or (None,) * shape.num_layers
+    return [ScoreRules(window, shape.soft_cap, layer_sinks) for layer_sinks in sinks]
 
 
 def decode_rows(shape: AttentionShape, kv_lengths: Ints, page_starts: Tensor, page_ids: Tensor) -> DecodeRows:
-    """For R rows of one step: kv_lengths [R] on the host, page_starts [R + 1] and page_ids on the device."""
+    """Prepare R rows of a step: kv_lengths [R] on the host, page_starts [R + 1] and page_ids on the device."""
     num_rows, device = len(kv_lengths), page_ids.device
-    splits = pinned(plan_splits(kv_lengths, max_splits(num_rows, shape.num_kv_heads), shape.only_window))
+    splits = pinned(plan_splits(kv_lengths, max_splits(num_rows, shape.num_kv_heads), shape.common_window))
     num_done = torch.zeros(num_rows * shape.num_kv_heads, dtype=torch.int32, device=device)
     return DecodeRows(page_starts, page_ids, splits.to(device, non_blocking=True), num_done)
 
 
 class FixedDecodeRows:
-    """Implements ``FixedDecode`` with our decode kernel.
-
-    ``pool``: keys and values of each layer, [N, K, S, E].
-    """
+    """Implements ``FixedDecode`` with our decode kernel. pool: keys and values [N, K, S, E] of each layer."""
 
     def __init__(self, shape: AttentionShape, pool: Pool, num_rows: int, buffers: DecodeBuffers) -> None:
         self._shape = shape
         self._pool = pool
-        self._window = shape.only_window
+        self._window = shape.common_window
         self._rules = layer_rules(shape)
         self._slots = buffers.slot_mapping
-        places = max_splits(num_rows, shape.num_kv_heads)
+        num_entries = max_splits(num_rows, shape.num_kv_heads)
         device = buffers.starts.device
         self.rows = DecodeRows(
             buffers.starts,
             buffers.page_ids,
-            torch.full((COLUMNS, places), -1, dtype=torch.int32, device=device),
+            torch.full((COLUMNS, num_entries), -1, dtype=torch.int32, device=device),
             torch.zeros(num_rows * shape.num_kv_heads, dtype=torch.int32, device=device),
         )
-        self._splits = torch.empty(COLUMNS, places, dtype=torch.int32, pin_memory=True)
+        self._splits = torch.empty(COLUMNS, num_entries, dtype=torch.int32, pin_memory=True)
         self._copied = torch.cuda.Event()
 
     def plan_first(self, kv_lengths: Ints) -> None:
-        """The plan before the capture, for rows of ``kv_lengths`` [R] positions, over page 0 alone."""
+        """Plan the capture, for rows of ``kv_lengths`` [R] positions, all on page 0."""
         starts, last_lengths = page_columns(kv_lengths, self._pool[0][0].shape[2])
         self.rows.page_starts.copy_(starts)
         self.rows.page_ids[: int(starts[-1])].zero_()
         self.plan(starts, last_lengths)
 
     def plan(self, starts: Tensor, last_lengths: Tensor) -> None:
-        """The plan of a step, from host copies of the buffers ``starts`` [R + 1] and ``last_lengths`` [R], int32."""
+        """Plan a step, from host copies of the buffers ``starts`` [R + 1] and ``last_lengths`` [R], int32."""
         page_size = self._pool[0][0].shape[2]
         page_starts = starts.numpy()
         lengths = (page_starts[1:] - page_starts[:-1] - 1) * page_size + last_lengths.numpy()
-        self._copied.synchronize()  # the last plan must not be overwritten while it is still being copied
+        self._copied.synchronize()  # do not overwrite the previous plan while it is being copied
         self._splits.numpy()[:] = plan_splits(lengths, self._splits.shape[1], self._window)
         self.rows.splits.copy_(self._splits, non_blocking=True)
         self._copied.record()

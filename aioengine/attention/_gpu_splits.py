@@ -1,4 +1,4 @@
-"""Split-KV: how the positions of decode rows are divided among the programs of a GPU. R rows, X entries for splits."""
+"""Split-KV: divide the positions of decode rows among the programs of a GPU. R rows, X entries for splits."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ if TYPE_CHECKING:
     Ints = npt.NDArray[np.int32]
 
 ENOUGH_PROGRAMS = 512
-"""Each computes a split for one kv head; with fewer, some of a GPU's processors are idle at the end."""
+"""Number of programs that keeps a GPU busy. A program computes a split for one kv head."""
 MAX_SPLITS = 32
-"""Splits of one row, which one program merges."""
+"""Maximum splits of one row, because one program merges them."""
 STEP = 128
-"""Positions that a program loads at a time; splits start at multiples of this."""
+"""Positions that a program loads at a time. Splits start at multiples of this."""
 COLUMNS = 5
 
 
 def max_splits(num_rows: int, num_kv_heads: int) -> int:
-    """Entries for the splits of ``num_rows`` rows of any lengths; a multiple of 16, to keep one specialization."""
+    """Return the number of entries for ``num_rows`` rows of any length: a multiple of 16, to use one specialization."""
     num_more = min(-(-ENOUGH_PROGRAMS // num_kv_heads), num_rows * (MAX_SPLITS - 1))
     return -(-(num_rows + num_more) // 16) * 16
 
 
-def plan_splits(lengths: Ints, places: int, window: int | None = None) -> Ints:
+def plan_splits(lengths: Ints, num_entries: int, window: int | None = None) -> Ints:
     """Divide rows of ``lengths`` [R] positions into splits; with a ``window``, only the last positions of each row.
 
     Returns:
-        [COLUMNS, X]: row, begin and end of each split, the number of splits of its row, and the index of the first of
-        them. Splits are about equally long, those of the longest rows come first, and those of a row are adjacent. The
-        row of an unused entry is -1.
+        [COLUMNS, X]: row, begin and end of each split, number of splits of the row, index of the row's first split. The
+        splits are about equally long. Splits of a row are adjacent, the longest rows come first. The row of an unused
+        entry is -1.
     """
     hidden = None if window is None else np.maximum(lengths - window, 0)
     if hidden is not None:
         lengths = lengths - hidden
-    spare = places - len(lengths)
+    spare = num_entries - len(lengths)
     most = max(-(-int(lengths.sum()) // spare), -(-int(lengths.max()) // MAX_SPLITS))
     counts = -(-lengths // (-(-most // STEP) * STEP))
     sizes = -(-lengths // (counts * STEP)) * STEP
@@ -45,11 +45,11 @@ def plan_splits(lengths: Ints, places: int, window: int | None = None) -> Ints:
     order = np.argsort(-sizes, kind="stable")
     rows = np.repeat(order, counts[order])
     num_splits = len(rows)
-    numbers = np.arange(num_splits)
+    indices = np.arange(num_splits)
     firsts = np.empty(len(lengths), dtype=np.int64)
     firsts[order] = np.cumsum(counts[order]) - counts[order]
-    begins = (numbers - firsts[rows]) * sizes[rows]
-    splits = np.full((COLUMNS, places), -1, dtype=np.int32)
+    begins = (indices - firsts[rows]) * sizes[rows]
+    splits = np.full((COLUMNS, num_entries), -1, dtype=np.int32)
     splits[0, :num_splits] = rows
     splits[1, :num_splits] = begins
     splits[2, :num_splits] = np.minimum(begins + sizes[rows], lengths[rows])

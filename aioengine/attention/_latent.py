@@ -1,12 +1,12 @@
-"""Latent attention (arXiv 2405.04434) on a GPU whose form depends on the rows of a step.
+"""Latent attention (arXiv 2405.04434) on a GPU, in the absorbed or expanded form depending on the rows of a step.
 
-In the absorbed form, queries and results are multiplied with the expansion, and attention goes to the latent vectors:
-few numbers to read, many to multiply. In the expanded form, the latent vectors of a row become keys and values of its
-heads before: worth it where many tokens of a row are computed at once. The result of a token has other bits in each, so
-this is for steps that do not promise ``AttentionShape.batch_invariant``.
+In the absorbed form, queries and results are multiplied by the expansion, and attention reads latent vectors: little
+memory traffic, many multiplications. In the expanded form, the latent vectors of a row are first expanded to keys and
+values per head. This is faster if many tokens of a row are computed at once. The two forms round differently, so they
+are not used with ``AttentionShape.batch_invariant``.
 
-T tokens, R rows, H query heads, N and P numbers of a query head that are not and that are rotated, V latent size, E = V
-+ P key size, O value size of a head, B pages of the pool, S page size, C positions of rows that are expanded.
+T tokens, R rows, H query heads, N plain and P rotated elements of a query head, V latent size, E = V + P key size,
+O value size of a head, B pages of the pool, S page size, C positions of expanded rows.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from aioengine.attention._base import ForwardBatch, handed_parts, keys_and_values
+from aioengine.attention._base import ForwardBatch, keys_and_values, split_heads
 from aioengine.attention._gpu_rows import flat_pages, page_columns, pinned, plan_page_0, starts_of, tiles_of
 from aioengine.kernels import head_linear
 from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.kernels.triton import expanded_attention, latent_attention, latent_decode
-from aioengine.kernels.triton.attention import Rows
-from aioengine.kernels.triton.expanded_attention import Expanded, Tiles
+from aioengine.kernels.triton.attention import PagedRows
+from aioengine.kernels.triton.expanded_attention import ExpandedKV, ExpandedTiles
 from aioengine.kernels.triton.latent_decode import Parts
 
 if TYPE_CHECKING:
@@ -36,38 +36,37 @@ if TYPE_CHECKING:
 
 TOKEN_PAIRS = 150
 POSITION_PAIRS = 80
-"""What the matmuls with the expansion cost on an H200, for a token in the absorbed form and for a position that is
-expanded: as much as attention gains with that many pairs of a token and a position. A pair takes 0.15 ns absorbed and
-0.03 ns expanded, with 16 heads.
+"""Cost of the matmuls with the expansion on an H200, per token in the absorbed form and per expanded position, in units
+of the gain per (token, position) pair. With 16 heads, a pair takes 0.15 ns absorbed and 0.03 ns expanded.
 """
 MAX_COPY_BYTES = 192 << 20
-"""Of the latent vectors of rows that are expanded, which are copied from their pages."""
+"""Limit of the latent vectors of expanded rows, which are copied from their pages."""
 MAX_EXPANDED_BYTES = 128 << 20
-"""Of the keys and values that are there at a time, unless those of one head are more."""
+"""Limit of the expanded keys and values in memory. One head is always expanded."""
 ENOUGH_PROGRAMS = 256
-"""Programs that keep a GPU busy with rows of one token."""
+"""Number of programs that keeps a GPU busy with rows of one token."""
 MAX_PARTS = 64
 MAX_PARTS_BYTES = 128 << 20
-"""Of the parts of rows before they are merged."""
+"""Limit of the results of parts before they are merged."""
 LONG_ROW_PARTS = 8
-"""Of rows that are longer than others may be."""
+"""Minimum number of parts of long rows."""
 
 
-def parts_of(shape: AttentionShape, num_rows: int, longest: int) -> Parts:
-    """Of ``num_rows`` rows of one token, the longest of which may have ``longest`` positions."""
-    num_tiles = -(-shape.num_heads // latent_decode.tile_of(num_rows, shape.num_heads).heads)
+def plan_parts(shape: AttentionShape, num_rows: int, longest: int) -> Parts:
+    """Return how ``num_rows`` rows of one token, with up to ``longest`` positions, are divided into parts."""
+    num_tiles = -(-shape.num_heads // latent_decode.tile_for(num_rows, shape.num_heads).heads)
     few = min(max(ENOUGH_PROGRAMS // (num_rows * num_tiles), 1), MAX_PARTS)
-    row_bytes = 4 * num_rows * shape.num_heads * shape.kept_value_size
-    room = max(MAX_PARTS_BYTES // row_bytes, 1)
+    row_bytes = 4 * num_rows * shape.num_heads * shape.stored_value_size
+    limit = max(MAX_PARTS_BYTES // row_bytes, 1)
     most = max(few, LONG_ROW_PARTS) if longest > latent_decode.LONG.value else few
-    few, most = (1 << (min(each, room).bit_length() - 1) for each in (few, most))
+    few, most = (1 << (min(count, limit).bit_length() - 1) for count in (few, most))
     return Parts(few, most)
 
 
 def first_expanded(query_lengths: Ints, kv_lengths: Ints, page_size: int, most: int) -> int:
-    """The first row of those that are expanded: all rows behind it are, so that each form has adjacent tokens.
+    """Return the first expanded row. All rows after it are expanded too, so that the tokens of each form are adjacent.
 
-    query_lengths, kv_lengths: [R]. most: of the positions of their pages, how many can be expanded.
+    query_lengths, kv_lengths: [R]. most: maximum number of expanded positions, in whole pages.
     """
     tokens, lengths = query_lengths[::-1].astype(np.int64), kv_lengths[::-1].astype(np.int64)
     positions = -(-lengths // page_size) * page_size
@@ -79,32 +78,31 @@ def first_expanded(query_lengths: Ints, kv_lengths: Ints, page_size: int, most: 
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
-    """Rows of a prepared step: first those of one token, then others in the absorbed form, then expanded ones.
+class _LatentStep:
+    """A prepared step: first rows of one token, then other rows in the absorbed form, then expanded rows.
 
     Attributes:
-        slots: [T] of the step's tokens. rows: all rows.
-        num_ones: rows of one token.
-        parts: how these are divided.
-        num_absorbed: tokens in the absorbed form.
-        absorbed_tiles: [X, 2] int32, of the other rows in that form, as ``latent_attention.attend`` takes them.
-        expanded_tiles: of the rows that are expanded.
-        first_page: of ``rows.page_ids``, the first of these rows.
-        num_together: heads whose keys and values are there at a time.
+        slots: [T], KV slots of the step's tokens. rows: all rows.
+        num_decode: number of rows of one token. parts: how these rows are divided.
+        num_absorbed: number of tokens in the absorbed form.
+        absorbed_tiles: [X, 2] int32, tiles of the other absorbed rows, as for ``latent_attention.attend``.
+        expanded_tiles: tiles of the expanded rows.
+        first_page: start of the expanded rows in ``rows.page_ids``.
+        heads_at_once: number of heads that are expanded at once.
     """
 
     slots: Tensor
-    rows: Rows
-    num_ones: int
+    rows: PagedRows
+    num_decode: int
     parts: Parts
     num_absorbed: int
     absorbed_tiles: Tensor | None = None
-    expanded_tiles: Tiles | None = None
+    expanded_tiles: ExpandedTiles | None = None
     first_page: int = 0
-    num_together: int = 1
+    heads_at_once: int = 1
 
     def attend(self, shape: AttentionShape, q: Tensor, keys: Tensor, expansion: Tensor, *, out: Tensor) -> None:
-        """q [T, H, N + P] over keys [B, 1, S, E], with the expansion [H, N + O, V], into ``out`` [T, H, O]."""
+        """Attend with q [T, H, N + P] and expansion [H, N + O, V] to keys [B, 1, S, E] into ``out`` [T, H, O]."""
         count = self.num_absorbed
         if count:
             self._attend_absorbed(shape, q[:count], keys, expansion, out=out[:count])
@@ -114,40 +112,40 @@ class _Step:
     def _attend_absorbed(
         self, shape: AttentionShape, q: Tensor, keys: Tensor, expansion: Tensor, *, out: Tensor
     ) -> None:
-        """q [T, H, N + P] to out [T, H, O], of the tokens in the absorbed form."""
-        (num_tokens, num_heads, _), ones = q.shape, self.num_ones
+        """Attend in the absorbed form: q [T, H, N + P] -> out [T, H, O]."""
+        (num_tokens, num_heads, _), num_decode = q.shape, self.num_decode
         plain, rotated = q[..., : shape.plain_size], q[..., shape.plain_size :]
         attended = q.new_empty(num_tokens, num_heads, expansion.shape[2])
         absorbed = q.new_empty(num_tokens, num_heads, shape.head_size)
-        latent, others = absorbed.tensor_split((expansion.shape[2],), dim=2)
+        latent, absorbed_rotated = absorbed.tensor_split((expansion.shape[2],), dim=2)
         head_linear.reference(plain, expansion[:, : shape.plain_size], latent)
         if self.absorbed_tiles is not None:
-            others.copy_(rotated)
+            absorbed_rotated.copy_(rotated)
             tensors = absorbed, (keys, keys[..., : latent.shape[2]]), self.rows, self.absorbed_tiles
             latent_attention.attend(*tensors, scale=shape.scale, out=attended, batch_invariant=False)
-        if ones:
-            queries = latent[:ones], rotated[:ones]
-            latent_decode.attend(queries, keys, self.rows, self.parts, scale=shape.scale, out=attended[:ones])
+        if num_decode:
+            queries = latent[:num_decode], rotated[:num_decode]
+            latent_decode.attend(queries, keys, self.rows, self.parts, scale=shape.scale, out=attended[:num_decode])
         head_linear.reference(attended, expansion[:, shape.plain_size :].transpose(1, 2), out)
 
     def _attend_expanded(
         self, shape: AttentionShape, q: Tensor, keys: Tensor, expansion: Tensor, *, out: Tensor
     ) -> None:
-        """Those of q [T, H, N + P] that are expanded to out [T, H, O], some heads at a time."""
+        """Attend in the expanded form, some heads at a time: q [T, H, N + P] -> out [T, H, O]."""
         assert self.expanded_tiles is not None, "no row is expanded"
         num_heads, size, value_size = expansion.shape
         pages = keys.flatten(1).index_select(0, self.rows.page_ids[self.first_page :])
         latents, rotated = pages.view(-1, keys.shape[3]).tensor_split((value_size,), dim=1)
-        for first in range(0, num_heads, self.num_together):
-            heads = slice(first, first + self.num_together)
+        for first in range(0, num_heads, self.heads_at_once):
+            heads = slice(first, first + self.heads_at_once)
             expanded = torch.mm(latents, expansion[heads].flatten(0, 1).t()).view(len(latents), -1, size)
-            positions = Expanded(expanded, rotated, keys.shape[2], self.first_page)
+            kv = ExpandedKV(expanded, rotated, keys.shape[2], self.first_page)
             expanded_attention.attend(
-                q[:, heads], positions, self.rows, self.expanded_tiles, scale=shape.scale, out=out[:, heads]
+                q[:, heads], kv, self.rows, self.expanded_tiles, scale=shape.scale, out=out[:, heads]
             )
 
 
-class LatentFormsAttention:
+class AdaptiveLatentAttention:
     """Implements ``CapturableAttention`` for shapes with ``expansions``, in 16 bits."""
 
     def __init__(self, shape: AttentionShape, kv_pool: Tensor) -> None:
@@ -155,7 +153,7 @@ class LatentFormsAttention:
         self._shape = shape
         self._pool = keys_and_values(kv_pool, shape)
         self._device = kv_pool.device
-        self._step: _Step | None = None
+        self._step: _LatentStep | None = None
 
     def prepare(self, batch: ForwardBatch) -> None:
         shape, keys = self._shape, self._pool[0][0]
@@ -163,46 +161,48 @@ class LatentFormsAttention:
         query_lengths = np.array(batch.query_lengths, dtype=np.int32)
         page_starts, last_lengths = page_columns(kv_lengths, keys.shape[2])
         on_device, page_ids = flat_pages(batch.page_table, page_starts)
-        rows = Rows(self._upload(starts_of(query_lengths)), on_device, self._upload(last_lengths), page_ids)
+        rows = PagedRows(self._upload(starts_of(query_lengths)), on_device, self._upload(last_lengths), page_ids)
         longer = np.flatnonzero(query_lengths > 1)
-        num_ones = int(longer[0]) if longer.size else len(query_lengths)
+        num_decode = int(longer[0]) if longer.size else len(query_lengths)
         most = MAX_COPY_BYTES // (shape.head_size * keys.itemsize)
-        expanded = max(first_expanded(query_lengths, kv_lengths, keys.shape[2], most), num_ones)
-        step = _Step(
+        expanded = max(first_expanded(query_lengths, kv_lengths, keys.shape[2], most), num_decode)
+        step = _LatentStep(
             slots=batch.slot_mapping,
             rows=rows,
-            num_ones=num_ones,
-            parts=parts_of(shape, max(num_ones, 1), int(kv_lengths[: max(num_ones, 1)].max())),
+            num_decode=num_decode,
+            parts=plan_parts(shape, max(num_decode, 1), int(kv_lengths[: max(num_decode, 1)].max())),
             num_absorbed=int(query_lengths[:expanded].sum()),
         )
-        if expanded > num_ones:
-            few = query_lengths[:expanded].copy()
-            few[:num_ones] = 0
+        if expanded > num_decode:
+            absorbed_lengths = query_lengths[:expanded].copy()
+            absorbed_lengths[:num_decode] = 0
             tokens_of_tile = latent_attention.tokens_of_tile(shape.num_heads, keys.dtype)
-            step = replace(step, absorbed_tiles=self._upload(pinned(tiles_of(few, tokens_of_tile))))
+            step = replace(step, absorbed_tiles=self._upload(pinned(tiles_of(absorbed_lengths, tokens_of_tile))))
         if expanded < len(query_lengths):
             step = self._with_expanded(step, query_lengths, page_starts, expanded)
         self._step = step
 
-    def _with_expanded(self, step: _Step, query_lengths: Ints, page_starts: Tensor, first_row: int) -> _Step:
-        """The step with the rows from ``first_row`` on expanded. page_starts: [R + 1] on the host."""
+    def _with_expanded(
+        self, step: _LatentStep, query_lengths: Ints, page_starts: Tensor, first_row: int
+    ) -> _LatentStep:
+        """Return the step with rows from ``first_row`` on expanded. page_starts: [R + 1] on the host."""
         shape, keys = self._shape, self._pool[0][0]
         first_page, last_page = int(page_starts[first_row]), int(page_starts[-1])
         head_bytes = (last_page - first_page) * keys.shape[2] * shape.expansions[0].shape[1] * keys.itemsize
-        num_together = min(max(MAX_EXPANDED_BYTES // head_bytes, 1), shape.num_heads)
+        heads_at_once = min(max(MAX_EXPANDED_BYTES // head_bytes, 1), shape.num_heads)
         lengths = query_lengths.copy()
         lengths[:first_row] = 0
-        tile = expanded_attention.tile_of(int(lengths.sum()), num_together)
-        places = tiles_of(lengths, tile.rows)[::-1].copy()  # those that take longest first
-        tiles = Tiles(self._upload(pinned(places)), tile)
-        return replace(step, expanded_tiles=tiles, first_page=first_page, num_together=num_together)
+        tile = expanded_attention.tile_for(int(lengths.sum()), heads_at_once)
+        starts = tiles_of(lengths, tile.rows)[::-1].copy()  # slowest tiles first
+        tiles = ExpandedTiles(self._upload(pinned(starts)), tile)
+        return replace(step, expanded_tiles=tiles, first_page=first_page, heads_at_once=heads_at_once)
 
     def target(self, layer: int) -> KVTarget:
         assert self._step is not None, "prepare was not called"
         return KVTarget(self._step.slots, *self._pool[layer])
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        """q [T, H, N + P] -> [T, H * O]; k and v are read in the pool."""
+        """Attend with q [T, H, N + P] -> [T, H * O]; k and v are read in the pool."""
         out = q.new_empty(*q.shape[:2], self._shape.output_size)
         self.attend_into(q, k, v, layer, out=out)
         return out.flatten(1)
@@ -213,11 +213,11 @@ class LatentFormsAttention:
         self._step.attend(self._shape, q, self._pool[layer][0], self._shape.expansions[layer], out=out)
 
     def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> FixedLatentDecode:
-        """Decode steps of ``num_rows`` rows."""
+        """Return attention for decode steps of ``num_rows`` rows."""
         return FixedLatentDecode(self._shape, self._pool, num_rows, buffers)
 
     def warm_up(self) -> None:
-        """Compile the kernels of all forms: of rows of one token, and of a row of few and of many."""
+        """Compile the kernels of all forms: rows of one token, and one row of few and of many tokens."""
         shape, keys = self._shape, self._pool[0][0]
         small, large = (tile.rows for tile in (expanded_attention.SMALL, expanded_attention.LARGE))
         enough = large * -(-expanded_attention.ENOUGH_PROGRAMS // shape.num_heads)
@@ -230,11 +230,11 @@ class LatentFormsAttention:
                 kv_lengths=[count] * num_rows,
             )
             self.prepare(batch)
-            heads = keys.new_zeros(num_rows * count, shape.num_handed, shape.query_size)
-            self.attend(*handed_parts(heads, shape), 0)
+            heads = keys.new_zeros(num_rows * count, shape.num_input_heads, shape.query_size)
+            self.attend(*split_heads(heads, shape), 0)
 
     def _upload(self, column: Tensor) -> Tensor:
-        """A pinned column [X] to the device."""
+        """Copy a pinned column [X] to the device."""
         return column.to(self._device, non_blocking=True)
 
 
@@ -244,30 +244,30 @@ class FixedLatentDecode:
     def __init__(
         self, shape: AttentionShape, pool: list[tuple[Tensor, Tensor]], num_rows: int, buffers: DecodeBuffers
     ) -> None:
-        """pool: of each layer, keys [B, 1, S, E] and values [B, 1, S, V]."""
+        """pool: for each layer, keys [B, 1, S, E] and values [B, 1, S, V]."""
         numbers = torch.arange(num_rows + 1, dtype=torch.int32, device=buffers.starts.device)
         self._shape = shape
         self._pool = pool
-        self._step = _Step(
+        self._step = _LatentStep(
             slots=buffers.slot_mapping,
-            rows=Rows(numbers, buffers.starts, buffers.last_lengths, buffers.page_ids),
-            num_ones=num_rows,
-            parts=parts_of(shape, num_rows, buffers.max_pages * pool[0][0].shape[2]),
+            rows=PagedRows(numbers, buffers.starts, buffers.last_lengths, buffers.page_ids),
+            num_decode=num_rows,
+            parts=plan_parts(shape, num_rows, buffers.max_pages * pool[0][0].shape[2]),
             num_absorbed=num_rows,
         )
 
     def plan_first(self, kv_lengths: Ints) -> None:
-        """Before the capture, for rows of ``kv_lengths`` [R] positions; page 0 alone is read."""
+        """Fill the buffers for rows of ``kv_lengths`` [R] positions, all on page 0."""
         plan_page_0(self._step.rows, kv_lengths, self._pool[0][0].shape[2])
 
     def plan(self, starts: Tensor, last_lengths: Tensor) -> None:
-        """Nothing: the kernels read starts [R + 1] and last_lengths [R] on the device."""
+        """Do nothing: the kernels read starts [R + 1] and last_lengths [R] on the device."""
 
     def target(self, layer: int) -> KVTarget:
         return KVTarget(self._step.slots, *self._pool[layer])
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        """q [R, H, N + P] -> [R, H * O]; k and v are read in the pool."""
+        """Attend with q [R, H, N + P] -> [R, H * O]; k and v are read in the pool."""
         out = q.new_empty(*q.shape[:2], self._shape.output_size)
         self._step.attend(self._shape, q, self._pool[layer][0], self._shape.expansions[layer], out=out)
         return out.flatten(1)

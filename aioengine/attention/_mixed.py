@@ -1,7 +1,6 @@
-"""Attention of models whose layers have different windows: the layers of each window have backends of their own.
+"""Attention of models with different windows per layer: each layer group with one window has its own backend.
 
-So a backend plans for one window and one page table, and models with one window for all layers pay nothing for the
-others.
+So a backend has one window and one page table, and models with one window have no overhead.
 T packed tokens, H query heads, K kv heads, E head size, L layers of a part, N pages of the pool, S page size.
 """
 
@@ -35,28 +34,28 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 class _Layers(Generic[Part]):
-    """Implements ``StepAttention`` over the parts for ``groups`` of layers."""
+    """Implements ``StepAttention``: calls the part of each layer's group."""
 
     def __init__(self, parts: Sequence[Part], groups: Groups) -> None:
         self.parts = parts
         self.groups = groups
-        self._places = {
+        self._part_of_layer = {
             layer: (part, index)
             for part, layers in zip(parts, groups, strict=True)
             for index, layer in enumerate(layers)
         }
 
-    def place(self, layer: int) -> tuple[Part, int]:
-        """The part of a layer, and the layer's index among those of the part."""
-        return self._places[layer]
+    def part_of(self, layer: int) -> tuple[Part, int]:
+        """Return the part of a layer, and the layer's index in this part."""
+        return self._part_of_layer[layer]
 
     def target(self, layer: int) -> KVTarget | WriteKV:
-        part, index = self._places[layer]
+        part, index = self._part_of_layer[layer]
         return part.target(index)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """q [T, H, E], k and v [T, K, E] -> [T, H * E]."""
-        part, index = self._places[layer]
+        part, index = self._part_of_layer[layer]
         return part.attend(q, k, v, index)
 
 
@@ -64,20 +63,20 @@ class MixedAttention(_Layers[AttentionBackend]):
     """Implements ``AttentionBackend``."""
 
     def prepare(self, batch: ForwardBatch) -> None:
-        for part, its_batch in zip(self.parts, batch.parts or repeat(batch), strict=False):
-            part.prepare(its_batch)
+        for part, part_batch in zip(self.parts, batch.parts or repeat(batch), strict=False):
+            part.prepare(part_batch)
 
 
 class MixedGPUAttention(_Layers[CapturableAttention]):
     """Implements ``CapturableAttention``."""
 
     def prepare(self, batch: ForwardBatch) -> None:
-        for part, its_batch in zip(self.parts, batch.parts or repeat(batch), strict=False):
-            part.prepare(its_batch)
+        for part, part_batch in zip(self.parts, batch.parts or repeat(batch), strict=False):
+            part.prepare(part_batch)
 
     def attend_into(self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, out: Tensor) -> None:
         """q [T, H, E], k and v [T, K, E] -> out [T, H, E]."""
-        part, index = self.place(layer)
+        part, index = self.part_of(layer)
         part.attend_into(q, k, v, index, out=out)
 
     def warm_up(self) -> None:
@@ -85,21 +84,21 @@ class MixedGPUAttention(_Layers[CapturableAttention]):
             part.warm_up()
 
     def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> MixedDecode:
-        """Decode steps of ``num_rows`` rows."""
-        each = zip(self.parts, buffers.parts or repeat(buffers), strict=False)
-        return MixedDecode([part.fixed_decode(num_rows, its_buffers) for part, its_buffers in each], self.groups)
+        """Return attention for decode steps of ``num_rows`` rows."""
+        pairs = zip(self.parts, buffers.parts or repeat(buffers), strict=False)
+        return MixedDecode([part.fixed_decode(num_rows, part_buffers) for part, part_buffers in pairs], self.groups)
 
 
 class MixedDecode(_Layers[FixedDecode]):
     """Implements ``FixedDecode``."""
 
     def plan_first(self, kv_lengths: Ints) -> None:
-        """Before the capture, for rows of ``kv_lengths`` [R] positions."""
+        """Plan the capture, for rows of ``kv_lengths`` [R] positions."""
         for part in self.parts:
             part.plan_first(kv_lengths)
 
     def plan(self, starts: Tensor, last_lengths: Tensor) -> None:
-        """Before each replay, with host copies of the buffers ``starts`` [R + 1] and ``last_lengths`` [R]."""
+        """Plan a replay, from host copies of the buffers ``starts`` [R + 1] and ``last_lengths`` [R]."""
         for part in self.parts:
             part.plan(starts, last_lengths)
 
@@ -107,7 +106,7 @@ class MixedDecode(_Layers[FixedDecode]):
 def build(
     plugin: Callable[[AttentionShape, Tensor], AttentionBackend], shape: AttentionShape, kv_pools: Sequence[Tensor]
 ) -> AttentionBackend:
-    """The backend over the pools [L, 1 or 2, N, K, S, E] of the groups of layers (``AttentionShape.groups``)."""
+    """Build the backend for the pools [L, 1 or 2, N, K, S, E] of the layer groups (``AttentionShape.groups``)."""
     groups = shape.groups
     parts = [plugin(shape.part(layers), kv_pool) for layers, kv_pool in zip(groups, kv_pools, strict=True)]
     if len(parts) == 1:

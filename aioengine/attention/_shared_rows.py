@@ -1,4 +1,4 @@
-"""Which rows of a step with prompts begin with the same pages. R rows, P pages of the longest row."""
+"""Find rows of a step with prompts that start with the same pages. R rows, P pages of the longest row."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 MIN_ROWS = 4
 MIN_PAIRS = 1 << 20
-"""Queries times shared positions: for fewer, two more kernels in each layer take longer than they spare."""
+"""Minimum of queries times shared positions: with fewer, two more kernels per layer cost more time than they save."""
 MAX_POSITIONS = 8192
-"""Shared positions whose keys and values are gathered, which takes memory beside the pool."""
+"""Maximum of shared positions, because their keys and values are copied."""
 
 
 class SharedRows(NamedTuple):
-    """Adjacent rows, from ``first`` to before ``end``, that begin with the same ``num_pages`` full pages."""
+    """Adjacent rows, ``first`` to ``end`` - 1, that start with the same ``num_pages`` full pages."""
 
     first: int
     end: int
@@ -28,23 +28,23 @@ class SharedRows(NamedTuple):
 
 
 def num_common(pages_RP: Ints) -> int:
-    """The number of leading columns of [R, P] in which all rows are equal."""
+    """Return the number of leading columns of [R, P] in which all rows are equal."""
     differs_P = (pages_RP != pages_RP[0]).any(0)
     return int(differs_P.argmax()) if differs_P.any() else pages_RP.shape[1]
 
 
 def find_shared(pages_RP: Ints, query_lengths: Ints, kv_lengths: Ints, page_size: int) -> SharedRows | None:
-    """The rows with most to share, of page tables [R, P] and lengths [R]; None where it does not pay."""
+    """Return the rows with the largest shared prefix, for page tables [R, P] and lengths [R]; None: too little."""
     if len(pages_RP) < MIN_ROWS:
         return None
     num_full = np.minimum((kv_lengths - query_lengths) // page_size, MAX_POSITIONS // page_size)
     first_pages = np.where(num_full > 0, pages_RP[:, 0], -1)
-    borders = [0, *(np.flatnonzero(np.diff(first_pages)) + 1).tolist(), len(pages_RP)]
-    found, most = None, MIN_PAIRS - 1
-    for first, end in pairwise(borders):
+    bounds = [0, *(np.flatnonzero(np.diff(first_pages)) + 1).tolist(), len(pages_RP)]
+    best, most_pairs = None, MIN_PAIRS - 1
+    for first, end in pairwise(bounds):
         if end - first >= MIN_ROWS and first_pages[first] >= 0:
             num_pages = num_common(pages_RP[first:end, : num_full[first:end].min()])
             num_pairs = num_pages * page_size * int(query_lengths[first:end].sum())
-            if num_pairs > most:
-                found, most = SharedRows(first, end, num_pages), num_pairs
-    return found
+            if num_pairs > most_pairs:
+                best, most_pairs = SharedRows(first, end, num_pages), num_pairs
+    return best

@@ -1,17 +1,17 @@
-"""Attention with FlashInfer's kernels on an NVIDIA GPU, and a kernel of our own for rows that compute one token.
+"""Attention on an NVIDIA GPU with FlashInfer's prefill kernels and our own decode kernel.
 
-A step is planned once for all layers. Rows of one token at the front of the batch go through
-``kernels/triton/decode.py``: FlashInfer's decode kernels have a higher cost per row (on an H200, 256 rows of 576
-positions: 154 to 207 us a layer, our kernel 148), and their plan costs the host more. All other rows go through
-FlashInfer's prefill kernel.
+A step is planned once for all layers. Rows of one token at the front of the batch use ``kernels/triton/decode.py``:
+FlashInfer's decode kernels have a higher cost per row (on an H200, 256 rows of 576 positions take 154 to 207 us per
+layer, with our kernel 148), and their plan costs more host time. All other rows use FlashInfer's prefill kernel.
 
-At the start ``_flashinfer_ready`` checks that FlashInfer has kernels for the types and sizes of the model, and compiles
-them. Learned sinks are added to their results (``kernels/triton/merge.py``). FlashInfer's plans are written to pinned
-memory and copied from there; a plan must not be written before the copy of the last one has ended, for which
-``Staging`` of ``_flashinfer`` waits. ``_flashinfer`` also has cascade attention: pages that many rows share are read
-once for all of them.
+At the start ``_flashinfer_ready`` checks that FlashInfer has kernels for the model's dtype and sizes, and compiles
+them.
+Learned sinks are applied to their results (``kernels/triton/merge.py``). FlashInfer writes plans to pinned memory and
+copies them to the device. A plan must not be overwritten during the copy: ``Staging`` waits for it. ``_flashinfer``
+also
+implements cascade attention: pages that many rows share are read once for all of them.
 
-Shape letters: T packed tokens, R rows, H query heads, K kv heads, E head size, N pages of the pool, S page size.
+T packed tokens, R rows, H query heads, K kv heads, E head size, N pages of the pool, S page size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from aioengine.attention._flashinfer import FixedFlashInferCascade, PrefillRows, Shared, sharable
+from aioengine.attention._flashinfer import FixedFlashInferCascade, PrefillRows, Shared, cascade_limits
 from aioengine.attention._gpu_rows import FixedDecodeRows, decode_rows, flat_pages, page_columns, run_once
 from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.kernels.triton.decode import decode
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionShape, DecodeBuffers, ForwardBatch, Sharable
+    from aioengine.attention._base import AttentionShape, CascadeLimits, DecodeBuffers, ForwardBatch
     from aioengine.kernels.triton.decode import DecodeRows
 
     Ints = npt.NDArray[np.int32]
@@ -83,31 +83,31 @@ class FlashInferAttention:
             self._prefill.attend(q[split:], (k[split:], v[split:]), layer, out[split:])
 
     def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> FixedDecodeRows:
-        """Decode steps of ``num_rows`` rows."""
+        """Return attention for decode steps of ``num_rows`` rows."""
         return FixedDecodeRows(self._shared.shape, self._shared.pool, num_rows, buffers)
 
     def warm_up(self) -> None:
-        """Compile what is not compiled yet: a plan of each kind, and a first run."""
+        """Plan and run each kind of step once, to compile kernels."""
         run_once(self, self._shared.shape, self._shared.pool[0][0])
         if self._shared.can_share:
-            self._prefill.beginning.warm_up()
+            self._prefill.prefix.warm_up()
 
 
 class CascadeFlashInferAttention(FlashInferAttention):
-    """Implements ``CascadeAttention`` too, for models without windows: what many rows share, all of them attend to."""
+    """Implements ``CascadeAttention``, for models without windows."""
 
     @property
-    def sharable(self) -> Sharable:
-        return sharable(self._shared)
+    def cascade_limits(self) -> CascadeLimits:
+        return cascade_limits(self._shared)
 
     def fixed_cascade(self, num_rows: int, buffers: DecodeBuffers) -> FixedFlashInferCascade:
-        """Decode steps of ``num_rows`` rows of which groups start with the same pages."""
+        """Return attention for decode steps of ``num_rows`` rows with groups that share first pages."""
         return FixedFlashInferCascade(self._shared, num_rows, buffers)
 
 
 def build(shape: AttentionShape, kv_pool: Tensor) -> FlashInferAttention:
-    """kv_pool: [L, 2, N, K, S, E]."""
-    return (CascadeFlashInferAttention if shape.only_window is None else FlashInferAttention)(shape, kv_pool)
+    """Return the backend for this model. kv_pool: [L, 2, N, K, S, E]."""
+    return (CascadeFlashInferAttention if shape.common_window is None else FlashInferAttention)(shape, kv_pool)
 
 
 PLUGIN = build

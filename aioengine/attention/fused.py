@@ -1,14 +1,16 @@
-"""Attention with torch's fused kernel for the CPU, where it gives a row the same bits in any company.
+"""Attention with torch's fused CPU kernel, used in a way that makes it batch-invariant.
 
-As in ``attention/torch.py``, every token's result is the same bits alone or in any batch, as a decode step or inside
-any prefill chunk. Keys are taken in chunks of ``CHUNK`` positions that are aligned from position 0; the kernel gives
-the output of a chunk and the logarithm of its sum of exponentials, and a token's chunks are put together in an order
-that chunks without weight do not change. With which numbers of query rows and of positions the kernel gives a row the
-bits of a whole chunk is found out by trying (``find_limits``); where there are none, ``attention/torch.py`` computes.
+As in ``attention/torch.py``, the result of a token has the same bits alone, in any batch, in a decode step and in any
+prefill chunk. Keys are processed in chunks of ``CHUNK`` positions aligned from position 0. The kernel returns the
+output
+of a chunk and the logarithm of its sum of exponentials. The chunks of a token are merged in an order that chunks
+without
+weight do not change. ``find_limits`` tries which numbers of query rows and positions give the bits of a full chunk; if
+there are none, ``attention/torch.py`` is used instead.
 
-Shape letters: T packed tokens, R rows, H query heads, K kv heads, G query heads of a kv head, E head size, U units,
-C positions of a chunk, N pages of the pool, S page size, P pages of a chunk, M padded query rows of a kv head,
-X chunks of the longest row.
+T packed tokens, R rows, H query heads, K kv heads, G query heads per kv head, E head size, U units, C positions of a
+chunk, N pages of the pool, S page size, P pages of a chunk, M padded query rows per kv head, X chunks of the longest
+row.
 """
 
 from __future__ import annotations
@@ -27,32 +29,32 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import AttentionShape, ForwardBatch, WriteKV
-    from aioengine.attention._cpu import DecodeRows, Units
+    from aioengine.attention._cpu import DecodeUnits, Units
 
 UNIT_BYTES = 8 << 20
-"""Keys and values that are worked on at a time: few enough to stay near the caches."""
+"""Size of keys and values per call; they fit the caches."""
 TRIED_ROWS = (4, 8, 16)
 TRIED_TIMES = (1, 2, 3, 5, 9, 12)
 TRIED_WIDTHS = tuple(range(64, CHUNK, 64))
 MOST_ROWS = 200
-"""Above 192 rows, and below it, the kernel takes blocks of other sizes."""
+"""Above 192 rows, the kernel uses another block size than below."""
 TRIED_OFFSETS = (0, 16, 37)
-"""Where a row is among many: without AVX-512, its bits depend on that."""
+"""Indices of a row among many: without AVX-512, results depend on the index."""
 
 Sums = tuple["Tensor", "Tensor"]
-"""Of one chunk: outputs [..., M, E] and logarithms of the sums of exponentials [..., M]."""
+"""The result of one chunk: outputs [..., M, E] and logarithms of the sums of exponentials [..., M]."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """``rows``: query rows come in multiples of this. ``widths``: numbers of positions that a chunk may be cut to."""
+class FusedLimits:
+    """rows: the number of query rows must be a multiple of this. widths: allowed numbers of positions of a chunk."""
 
     rows: int
     widths: tuple[int, ...]
 
 
 def serves(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this backend can compute there; the kernel has no soft cap, and no values of another size."""
+    """Return whether this backend can be used. The kernel supports neither soft caps nor smaller values than keys."""
     if shape.soft_cap is not None or shape.value_size is not None:
         return False
     if device.type != "cpu" or not hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
@@ -61,22 +63,23 @@ def serves(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> b
 
 
 @lru_cache(maxsize=64)
-def find_limits(head_size: int, dtype: torch.dtype, num_threads: int) -> Limits | None:
-    """Those with which a row is seen to be the same bits as among many rows over a whole chunk, or None.
+def find_limits(head_size: int, dtype: torch.dtype, num_threads: int) -> FusedLimits | None:
+    """Return the limits with which the kernel is batch-invariant in trials, or None.
 
-    ``num_threads`` only tells apart what was tried with other numbers of threads.
+    num_threads: only part of the cache key, because the trials depend on it.
     """
-    rows = next((rows for rows in TRIED_ROWS if _agree(rows, CHUNK, head_size, dtype)), None)
+    rows = next((rows for rows in TRIED_ROWS if _matches(rows, CHUNK, head_size, dtype)), None)
     if rows is None:
         return None
-    return Limits(rows, (*(width for width in TRIED_WIDTHS if _agree(rows, width, head_size, dtype)), CHUNK))
+    return FusedLimits(rows, (*(width for width in TRIED_WIDTHS if _matches(rows, width, head_size, dtype)), CHUNK))
 
 
-def _agree(rows: int, width: int, head_size: int, dtype: torch.dtype) -> bool:
-    """Whether queries in multiples of ``rows`` over ``width`` positions give what many give over a whole chunk.
+def _matches(rows: int, width: int, head_size: int, dtype: torch.dtype) -> bool:
+    """Return whether multiples of ``rows`` queries over ``width`` positions give the bits of many over a full chunk.
 
-    The second half of the positions takes back what the first adds to the output: what is left is the rounding, so
-    that a sum in another order shows. With the large scale a row sees one key alone, and its score shows.
+    The values of the second half of the positions cancel those of the first half. Only the rounding error remains,
+    which
+    reveals another summation order. With the large scale a row attends to one key, which reveals its score.
     """
     generator = torch.Generator().manual_seed(0)
     queries = torch.randn(2, 2, MOST_ROWS, head_size, generator=generator).to(dtype)
@@ -91,15 +94,15 @@ def _agree(rows: int, width: int, head_size: int, dtype: torch.dtype) -> bool:
             inside = slice(offset, offset + rows * times)
             few = queries[:batch, :heads, inside].contiguous()
             cut_keys, cut_values = keys[:batch, :heads, :width], values[:batch, :heads, :width]
-            found = _attend(few, cut_keys, cut_values, hidden=hidden[..., :width], scale=scale)
-            for part, whole in zip(found, expected, strict=True):
-                if not torch.equal(part, whole[:batch, :heads, inside]):
+            result = _attend(few, cut_keys, cut_values, hidden=hidden[..., :width], scale=scale)
+            for part, full in zip(result, expected, strict=True):
+                if not torch.equal(part, full[:batch, :heads, inside]):
                     return False
     return True
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, *, hidden: Tensor | None, scale: float) -> Sums:
-    """[B, H, M, E] queries over [B, H, C, E] keys and values; ``hidden`` [1 or B, 1, 1 or M, C] is added to scores."""
+    """Attend with queries [B, H, M, E] to keys, values [B, H, C, E]. hidden: mask [1 or B, 1, 1 or M, C]."""
     if hidden is None:
         hidden = torch.zeros(1, 1, 1, 1)
     mask = hidden.expand(queries.shape[0], 1, queries.shape[2], keys.shape[2])
@@ -110,14 +113,14 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, *, hidden: Tensor | N
 
 
 def _combine(outputs: Tensor, sums: Tensor) -> Tensor:
-    """Outputs of chunks [X, ..., E] and logarithms of their sums of exponentials [X, ...] -> fp32 [..., E]."""
+    """Merge outputs of chunks [X, ..., E] by the logarithms of their sums of exponentials [X, ...] -> fp32 [..., E]."""
     weights = torch.exp(sums - sums.amax(0))
     weights = weights.div_(_sum_by_halves(weights.clone()))
     return _sum_by_halves(weights.unsqueeze(-1) * outputs)
 
 
 def _sum_by_halves(terms: Tensor) -> Tensor:
-    """[X, ...] -> [...], the sum over the first axis, in place. Zeros at its end change no bit of the sum."""
+    """Sum [X, ...] over the first axis in place -> [...]. Trailing zeros do not change a bit of the sum."""
     count = terms.shape[0]
     while count > 1:
         half = 1 << (count - 1).bit_length() - 1
@@ -127,22 +130,22 @@ def _sum_by_halves(terms: Tensor) -> Tensor:
 
 
 def _by_slot(parts: dict[int, Sums]) -> Sums:
-    """Sums [...] of slots -> [X, ...] of all slots up to the last; one that is not there has no weight."""
+    """Stack the sums [...] of slots -> [X, ...]. Missing slots have no weight."""
     outputs, sums = next(iter(parts.values()))
-    nothing = torch.zeros_like(outputs), torch.full_like(sums, MASKED)
-    outputs, sums = zip(*(parts.get(slot, nothing) for slot in range(max(parts) + 1)), strict=True)
+    missing = torch.zeros_like(outputs), torch.full_like(sums, MASKED)
+    outputs, sums = zip(*(parts.get(slot, missing) for slot in range(max(parts) + 1)), strict=True)
     return torch.stack(outputs), torch.stack(sums)
 
 
 def _with_sinks(outputs: Tensor, sums: Tensor, sinks: Tensor) -> Sums:
-    """Outputs [X, ..., E] and sums [X, ...] of chunks with those of learned sinks before them; sinks: as sums[0]."""
-    of_sinks = torch.broadcast_to(sinks, sums.shape[1:]).unsqueeze(0)
-    return torch.cat((torch.zeros_like(outputs[:1]), outputs)), torch.cat((of_sinks, sums))
+    """Prepend learned sinks to outputs [X, ..., E] and sums [X, ...]. sinks: broadcast to the shape of sums[0]."""
+    sink_sums = torch.broadcast_to(sinks, sums.shape[1:]).unsqueeze(0)
+    return torch.cat((torch.zeros_like(outputs[:1]), outputs)), torch.cat((sink_sums, sums))
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
-    """Some tokens of a prefill row. ``chunks``: those that they see."""
+class _TokenBlock:
+    """Tokens ``start`` to ``stop`` - 1 of the step, a part of a prefill row, and the chunks that they see."""
 
     start: int
     stop: int
@@ -150,11 +153,9 @@ class _Block:
 
 
 class _Chunk(NamedTuple):
-    """A chunk that a block sees: its number among those of the row that are gathered, its slot, its width C, and what
-    hides some of it [M, C], if anything does.
-    """
+    """A chunk that a block sees: index among the gathered chunks of the row, slot, width C, mask [M, C] or None."""
 
-    number: int
+    index: int
     slot: int
     width: int
     hidden: Tensor | None
@@ -162,26 +163,27 @@ class _Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _PrefillRow:
-    """A row that computes several tokens. ``pages``: [2 * X * K * P] as in ``_both``."""
+    """A row of several tokens. pages: [2 * X * K * P], as returned by ``_kv_indices``."""
 
     pages: Tensor
-    blocks: list[_Block]
+    blocks: list[_TokenBlock]
 
 
 class FusedAttention:
-    """See the module. ``kv_pool``: [L, 2, N, K, S, E], zeros at first; the page size divides ``CHUNK``."""
+    """Implements ``AttentionBackend``. The page size must divide ``CHUNK``."""
 
     def __init__(self, shape: AttentionShape, kv_pool: Tensor) -> None:
         """kv_pool: [L, 2, N, K, S, E].
 
         Raises:
-            ValueError: the kernel's results depend on the batch here, or the page size does not divide ``CHUNK``.
+            ValueError: the kernel is not batch-invariant on this machine, or the page size does not divide ``CHUNK``.
         """
         num_layers, _, num_pages, num_kv_heads, page_size, head_size = kv_pool.shape
         limits = find_limits(head_size, kv_pool.dtype, torch.get_num_threads())
         if limits is None:
-            message = f"torch's fused attention gives heads of {head_size} other bits in other batches here"
-            raise ValueError(message)
+            raise ValueError(
+                f"torch's fused attention is not batch-invariant for head size {head_size} on this machine"
+            )
         self.page_size = page_size
         self._limits = limits
         self._num_kv_heads = num_kv_heads
@@ -193,23 +195,23 @@ class FusedAttention:
         self._paging = Paging(
             num_kv_heads=num_kv_heads,
             page_size=page_size,
-            width_of=self._width_of,
+            padded_width=self._padded_width,
             max_units=max(1, UNIT_BYTES // (2 * num_kv_heads * CHUNK * head_size * kv_pool.itemsize)),
-            window=shape.only_window,
+            window=shape.common_window,
         )
         self._num_pairs = num_pages * num_kv_heads
         self._pages = kv_pool.view(num_layers, 2 * self._num_pairs, page_size * head_size).unbind(0)
         self._slots = kv_pool.view(num_layers, 2 * self._num_pairs * page_size, head_size).unbind(0)
         self._new_slots = torch.empty(0)
-        self._decode: DecodeRows | None = None
-        self._pages_of: list[Tensor] = []
+        self._decode: DecodeUnits | None = None
+        self._unit_pages: list[Tensor] = []
         self._prefill: list[_PrefillRow] = []
 
     def prepare(self, batch: ForwardBatch) -> None:
-        self._new_slots = self._both(self._paging.new_slots(batch.slot_mapping), self._num_pairs * self.page_size)
-        self._decode = self._paging.decode_rows(batch)
-        self._pages_of = (
-            [self._both(units.pages, self._num_pairs) for units in self._decode.units] if self._decode else []
+        self._new_slots = self._kv_indices(self._paging.new_slots(batch.slot_mapping), self._num_pairs * self.page_size)
+        self._decode = self._paging.decode_units(batch)
+        self._unit_pages = (
+            [self._kv_indices(units.pages, self._num_pairs) for units in self._decode.units] if self._decode else []
         )
         starts = first_tokens(batch.query_lengths)
         self._prefill = [
@@ -220,7 +222,7 @@ class FusedAttention:
         return partial(self._write, self._slots[layer])
 
     def _write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """k and v [T, K, E] to their slots, [2 * N * K * S, E] of a layer: keys, then values."""
+        """Write k and v [T, K, E] to the slots [2 * N * K * S, E] of a layer: keys, then values."""
         slots.index_copy_(0, self._new_slots, torch.stack((k, v)).view(-1, self._head_size))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
@@ -235,57 +237,57 @@ class FusedAttention:
             self._attend_prefill(row, q, layer, out)
         return out
 
-    def _both(self, of_keys: Tensor, offset: int) -> Tensor:
-        """Indices [X] of keys -> [2 X], those of keys, then those of values, which stand ``offset`` behind them."""
-        return torch.cat((of_keys, of_keys + offset))
+    def _kv_indices(self, key_indices: Tensor, offset: int) -> Tensor:
+        """Indices [X] of keys -> indices [2 X] of keys, then of values, which are stored ``offset`` later."""
+        return torch.cat((key_indices, key_indices + offset))
 
-    def _width_of(self, visible: int) -> int:
+    def _padded_width(self, visible: int) -> int:
         return next(width for width in self._limits.widths if width >= visible and width % self.page_size == 0)
 
     def _gather(self, layer: int, pages: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Keys and values, [chunks, K, C, E] each, where C is ``width``."""
+        """Return keys and values, [chunks, K, C, E] each, where C is ``width``."""
         gathered = self._pages[layer].index_select(0, pages)
         keys, values = gathered.view(2, -1, self._num_kv_heads, width, self._head_size).unbind(0)
         return keys, values
 
-    def _attend_decode(self, decode: DecodeRows, q: Tensor, layer: int) -> Tensor:
-        """[R, H, E] -> [R, H * E]."""
+    def _attend_decode(self, decode: DecodeUnits, q: Tensor, layer: int) -> Tensor:
+        """q [R, H, E] -> [R, H * E]."""
         queries = q.reshape(decode.num_rows, self._num_kv_heads, self._group, self._head_size)
         if self._padding:
             queries = functional.pad(queries, (0, 0, 0, self._padding))
         if decode.num_slots == 1 and not self._sinks:
-            each = zip(decode.units, self._pages_of, strict=True)
-            found = [self._attend_units(queries, units, pages, layer)[0] for units, pages in each]
-            merged = torch.cat(found) if len(found) > 1 else found[0]
+            calls = zip(decode.units, self._unit_pages, strict=True)
+            outputs = [self._attend_units(queries, units, pages, layer)[0] for units, pages in calls]
+            merged = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         else:
-            outputs, sums = self._decode_sums(decode, queries, layer)
+            slots = self._decode_sums(decode, queries, layer)
             if self._sinks:
                 sinks = functional.pad(self._grouped_sinks(layer), (0, self._padding))
-                outputs, sums = _with_sinks(outputs, sums, sinks)
-            merged = _combine(outputs, sums).to(q.dtype)
+                slots = _with_sinks(*slots, sinks)
+            merged = _combine(*slots).to(q.dtype)
         return merged[:, :, : self._group].reshape(decode.num_rows, -1)
 
-    def _decode_sums(self, decode: DecodeRows, queries: Tensor, layer: int) -> Sums:
-        """[R, K, M, E] queries -> sums [X, R, K, M, ...], with no weight where a row has no such chunk."""
-        num_places = decode.num_slots * decode.num_rows
-        outputs = queries.new_zeros(num_places, *queries.shape[1:])
-        sums = queries.new_full((num_places, *queries.shape[1:3]), MASKED, dtype=torch.float32)
-        for units, pages in zip(decode.units, self._pages_of, strict=True):
-            of_units = self._attend_units(queries, units, pages, layer)
-            outputs.index_copy_(0, units.places, of_units[0])
-            sums.index_copy_(0, units.places, of_units[1])
+    def _decode_sums(self, decode: DecodeUnits, queries: Tensor, layer: int) -> Sums:
+        """queries [R, K, M, E] -> sums [X, R, K, M, ...], without weight in slots that a row does not use."""
+        num_targets = decode.num_slots * decode.num_rows
+        outputs = queries.new_zeros(num_targets, *queries.shape[1:])
+        sums = queries.new_full((num_targets, *queries.shape[1:3]), MASKED, dtype=torch.float32)
+        for units, pages in zip(decode.units, self._unit_pages, strict=True):
+            unit_outputs, unit_sums = self._attend_units(queries, units, pages, layer)
+            outputs.index_copy_(0, units.targets, unit_outputs)
+            sums.index_copy_(0, units.targets, unit_sums)
         shape = (decode.num_slots, decode.num_rows)
         return torch.unflatten(outputs, 0, shape), torch.unflatten(sums, 0, shape)
 
     def _attend_units(self, queries: Tensor, units: Units, pages: Tensor, layer: int) -> Sums:
-        """[R, K, M, E] queries -> [U, K, M, ...]."""
+        """queries [R, K, M, E] -> sums [U, K, M, ...]."""
         keys, values = self._gather(layer, pages, units.width)
         num_units = units.rows.shape[0]
         chosen = queries.index_select(0, units.rows)
         if units.hidden is not None:
             return _attend(chosen, keys, values, hidden=units.hidden.unsqueeze(1), scale=self._scale)
-        together = chosen.transpose(0, 1).reshape(1, self._num_kv_heads, -1, self._head_size)
-        outputs, sums = _attend(together, keys, values, hidden=None, scale=self._scale)
+        joined = chosen.transpose(0, 1).reshape(1, self._num_kv_heads, -1, self._head_size)
+        outputs, sums = _attend(joined, keys, values, hidden=None, scale=self._scale)
         shape = (num_units, -1)
         return torch.unflatten(outputs[0], 1, shape).transpose(0, 1), torch.unflatten(sums[0], 1, shape).transpose(0, 1)
 
@@ -299,21 +301,21 @@ class FusedAttention:
             size = min(BLOCK_TOKENS, count - offset)
             position = first + offset
             last = position + torch.arange(size + -size % self._limits.rows)
-            blocks.append(_Block(start + offset, start + offset + size, self._chunks(last, size, first_chunk)))
+            blocks.append(_TokenBlock(start + offset, start + offset + size, self._chunks(last, size, first_chunk)))
         pages = self._paging.pairs(table[0, first_chunk:])
-        return _PrefillRow(pages=self._both(pages, self._num_pairs), blocks=blocks)
+        return _PrefillRow(pages=self._kv_indices(pages, self._num_pairs), blocks=blocks)
 
     def _chunks(self, last: Tensor, size: int, first_chunk: int) -> list[_Chunk]:
-        """What ``size`` tokens see of each chunk; ``last`` [padded M]: the last position that each attends to.
+        """Return the chunks that ``size`` tokens see.
 
-        first_chunk: of those that the row gathers.
+        last: [padded M] last position that each token attends to. first_chunk: the first gathered chunk of the row.
         """
         paging = self._paging
         num_visible, num_visible_to_all = int(last[size - 1]) + 1, int(last[0]) + 1
         first_visible_to_all = paging.first_seen(num_visible - 1)
         chunks: list[_Chunk] = []
         for begin in range(paging.first_seen(int(last[0])) // CHUNK * CHUNK, num_visible, CHUNK):
-            chunk, width = begin // CHUNK, self._width_of(min(CHUNK, num_visible - begin))
+            chunk, width = begin // CHUNK, self._padded_width(min(CHUNK, num_visible - begin))
             hidden: Tensor | None = None
             if begin + width > num_visible_to_all or begin < first_visible_to_all:
                 columns = torch.arange(begin, begin + width)
@@ -325,11 +327,11 @@ class FusedAttention:
         return chunks
 
     def _grouped_sinks(self, layer: int) -> Tensor:
-        """[K, G] in fp32."""
+        """Return the sinks [K, G] in fp32."""
         return self._sinks[layer].float().view(self._num_kv_heads, self._group)
 
     def _attend_prefill(self, row: _PrefillRow, q: Tensor, layer: int, out: Tensor) -> None:
-        """The tokens of a prefill row: q [T, H, E] of the step -> their rows of out [T, H * E]."""
+        """Attend for the tokens of a prefill row: q [T, H, E] of the step -> their rows of out [T, H * E]."""
         kv_heads, group, head_size = self._num_kv_heads, self._group, self._head_size
         keys, values = self._gather(layer, row.pages, CHUNK)
         for block in row.blocks:
@@ -339,9 +341,9 @@ class FusedAttention:
                 queries = functional.pad(queries, (0, 0, 0, padding))
             parts: dict[int, Sums] = {}
             for chunk in block.chunks:
-                seen = (part[chunk.number, :, None, : chunk.width].expand(-1, group, -1, -1) for part in (keys, values))
+                kv = (part[chunk.index, :, None, : chunk.width].expand(-1, group, -1, -1) for part in (keys, values))
                 mask = None if chunk.hidden is None else chunk.hidden.view(1, 1, *chunk.hidden.shape)
-                parts[chunk.slot] = _attend(queries, *seen, hidden=mask, scale=self._scale)
+                parts[chunk.slot] = _attend(queries, *kv, hidden=mask, scale=self._scale)
             if len(parts) == 1 and not self._sinks:
                 [(merged, _)] = parts.values()
             else:

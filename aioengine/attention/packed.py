@@ -1,9 +1,9 @@
-"""Attention in both directions: every row is whole in one step, so nothing is kept for later steps.
+"""Bidirectional attention for encoders: each row is computed in one step, so there is no KV cache.
 
-On a GPU in 16 bits one kernel (torch's flash attention) computes all rows of a step. Elsewhere rows of one length that
-stand together are one call of torch's attention; a row's numbers are the same bits in any such call.
+On a GPU in 16 bits, one kernel (torch's flash attention) computes all rows of a step. Otherwise, adjacent rows of equal
+length are computed in one call of torch's attention, whose results do not depend on the number of rows.
 
-Shape letters: T packed tokens, H query heads, K kv heads, E head size, B rows of one length, L tokens of such a row.
+T packed tokens, H query heads, K kv heads, E head size, R rows.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
 
 
 class _Rows(NamedTuple):
-    """``number`` adjacent rows of ``length`` tokens each, of which the first is the token ``start`` of the step."""
+    """Adjacent rows of equal length. start: index of the first token in the step."""
 
     start: int
-    number: int
+    num_rows: int
     length: int
 
     @property
     def tokens(self) -> slice:
-        return slice(self.start, self.start + self.number * self.length)
+        return slice(self.start, self.start + self.num_rows * self.length)
 
 
-def _nothing(k: Tensor, v: Tensor) -> None:
-    """k and v [T, K, E] are not kept."""
+def _discard(k: Tensor, v: Tensor) -> None:
+    """Ignore k and v [T, K, E]: there is no KV cache."""
 
 
 class _PackedRows:
-    """Attends with the kernel to rows that begin at ``starts`` and have up to ``longest`` tokens."""
+    """Attention of rows with up to ``longest`` tokens, by the kernel."""
 
     def __init__(self, shape: AttentionShape, starts: Tensor, longest: int) -> None:
         """starts: [R + 1] int32 on the device."""
@@ -46,26 +46,35 @@ class _PackedRows:
         self._longest = longest
 
     def target(self, layer: int) -> WriteKV:
-        return _nothing
+        return _discard
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """q [T, H, E], k and v [T, K, E] -> [T, H * E]."""
         window = self._shape.window(layer, self._longest)
         reach = -1 if window is None else window
-        found: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward.default(
-            *(q, k, v, self._starts, self._starts, self._longest, self._longest, 0.0, False, False),
+        outputs: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward.default(
+            q,
+            k,
+            v,
+            cum_seq_q=self._starts,
+            cum_seq_k=self._starts,
+            max_q=self._longest,
+            max_k=self._longest,
+            dropout_p=0.0,
+            is_causal=False,
+            return_debug_mask=False,
             scale=self._shape.scale,
             window_size_left=reach,
             window_size_right=reach,
         )
-        return found[0].flatten(1)
+        return outputs[0].flatten(1)
 
 
 class PackedAttention:
-    """Implements ``AttentionBackend``; its pool has no layers."""
+    """Implements ``AttentionBackend`` with an empty pool."""
 
     def __init__(self, shape: AttentionShape, kv_pool: Tensor) -> None:
-        """kv_pool: [0, 2, N, K, S, E], for its dtype and device alone."""
+        """kv_pool: [0, 2, N, K, S, E], only for its dtype and device."""
         self._shape = shape
         self.device = kv_pool.device
         self.has_kernel = kv_pool.is_cuda and kv_pool.dtype != torch.float32
@@ -75,7 +84,7 @@ class PackedAttention:
 
     def prepare(self, batch: ForwardBatch) -> None:
         lengths = batch.query_lengths
-        assert lengths == batch.kv_lengths, "a row that attends in both directions is computed in one step"
+        assert lengths == batch.kv_lengths, "bidirectional rows must be computed in one step"
         self._longest = max(lengths)
         if self.has_kernel:
             ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -89,11 +98,11 @@ class PackedAttention:
             start = rows.tokens.stop
 
     def fixed_rows(self, starts: Tensor, max_length: int) -> _PackedRows:
-        """See ``WholeAttention``; where there is the kernel (``has_kernel``). starts: [R + 1] int32."""
+        """See ``FullGraphAttention``. Needs ``has_kernel``. starts: [R + 1] int32."""
         return _PackedRows(self._shape, starts, max_length)
 
     def target(self, layer: int) -> WriteKV:
-        return _nothing
+        return _discard
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """q [T, H, E], k and v [T, K, E] -> [T, H * E]."""
@@ -106,14 +115,14 @@ class PackedAttention:
         return out.flatten(1)
 
     def _attend_rows(self, rows: _Rows, heads: tuple[Tensor, ...], window: int | None, out: Tensor) -> None:
-        """q [T, H, E], k and v [T, K, E], of which these rows are computed to out [T, H, E]."""
-        q, k, v = (part[rows.tokens].unflatten(0, (rows.number, rows.length)).transpose(1, 2) for part in heads)
-        seen: Tensor | None = None
+        """Attend for these rows: q [T, H, E], k and v [T, K, E] -> out [T, H, E]."""
+        q, k, v = (part[rows.tokens].unflatten(0, (rows.num_rows, rows.length)).transpose(1, 2) for part in heads)
+        mask: Tensor | None = None
         if window is not None and window < rows.length:
             positions = torch.arange(rows.length, device=out.device)
-            seen = (positions - positions.unsqueeze(1)).abs() <= window
+            mask = (positions - positions.unsqueeze(1)).abs() <= window
         attended = functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=seen, scale=self._shape.scale, enable_gqa=k.shape[1] != q.shape[1]
+            q, k, v, attn_mask=mask, scale=self._shape.scale, enable_gqa=k.shape[1] != q.shape[1]
         )
         out[rows.tokens] = attended.transpose(1, 2).flatten(0, 1)
 

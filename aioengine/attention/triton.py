@@ -1,10 +1,9 @@
-"""Attention on a GPU with Triton's kernels, for any head size and dtype, without a C++ compiler.
+"""Attention on a GPU with Triton kernels, for any head size and dtype, without a C++ compiler.
 
-It is batch-invariant: a token's result has the same bits whatever else is in the batch (``kernels/triton/attention.py``
-says how). FlashInfer is faster and does not promise that.
+It is batch-invariant (see ``kernels/triton/attention.py``). FlashInfer is faster, but not batch-invariant.
 
-Latent attention has kernels of its own (``kernels/triton/latent_attention.py``), and is batch-invariant where the shape
-asks for it; where it does not, and leaves the form to attention, the backend is that of ``_latent``.
+Latent attention has separate kernels (``kernels/triton/latent_attention.py``), which are batch-invariant if the shape
+requires it. Otherwise, if the shape has ``expansions``, the backend is ``AdaptiveLatentAttention``.
 
 T packed tokens, R rows, H query heads, K kv heads, E head size, V value size, N pages of the pool, S page size.
 """
@@ -28,11 +27,11 @@ from aioengine.attention._gpu_rows import (
     starts_of,
     tiles_of,
 )
-from aioengine.attention._latent import LatentFormsAttention
+from aioengine.attention._latent import AdaptiveLatentAttention
 from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.kernels.triton import attention as attention_kernels
 from aioengine.kernels.triton import latent_attention as latent_kernels
-from aioengine.kernels.triton.attention import EVEN_SPLITS, Rows, SplitPlan, num_splits
+from aioengine.kernels.triton.attention import EVEN_SPLITS, PagedRows, SplitPlan, num_splits
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -44,24 +43,25 @@ if TYPE_CHECKING:
     Ints = npt.NDArray[np.int32]
 
 ENOUGH_PROGRAMS = 256
-"""Programs that keep a GPU busy. With fewer pairs of a row and a kv head, several programs compute each pair."""
+"""Number of programs that keeps a GPU busy. With fewer (row, kv head) pairs, several programs compute each pair."""
 LONG_ROW_PROGRAMS = 8
-"""Minimum for each pair where rows may be long: one long row among short ones would finish long after them."""
+"""Minimum programs per pair if rows may be long: one long row among short rows would finish much later than they do."""
 MANY_PROGRAMS = 1024
-"""From this number of pairs on, long rows get one program too: merging the splits would cost short rows too much, a
-tenth of attention's time on an H200.
+"""With this number of pairs or more, long rows have one program too: merging splits would cost short rows a tenth of
+the
+attention time on an H200.
 """
 MAX_SPLITS_BYTES = 256 << 20
-"""Limit of the results of single splits before they are merged."""
+"""Limit of the results of splits before they are merged."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """What all steps have in common.
+    """Data shared by all steps.
 
     Attributes:
-        pool: of each layer, keys [N, K, S, E] and values [N, K, S, V].
-        rules: of each layer.
+        pool: for each layer, keys [N, K, S, E] and values [N, K, S, V].
+        rules: for each layer.
     """
 
     shape: AttentionShape
@@ -70,7 +70,7 @@ class _Shared:
 
     @property
     def tiles_of_token(self) -> int:
-        """Tiles that share the query heads of a token."""
+        """Number of tiles among which the query heads of a token are divided."""
         if self.shape.value_size is None:
             return self.shape.num_kv_heads
         return latent_kernels.head_tiles(self.shape.num_heads, self.pool[0][0].dtype)
@@ -87,36 +87,36 @@ class _Shared:
         return self.pool[0][0].shape[2]
 
     def num_programs(self, num_rows: int, max_splits: int) -> int:
-        """Programs that share the splits of a decode row and kv head; 1: one program computes them in turn."""
+        """Return the number of programs for the splits of a decode row and kv head; 1: one after the other."""
         pairs = num_rows * self.tiles_of_token
         num_bytes = 4 * num_rows * max_splits * self.shape.num_heads * (self.shape.output_size + 2)
         is_long = max_splits > EVEN_SPLITS.value and pairs < MANY_PROGRAMS
         wanted = max(-(-ENOUGH_PROGRAMS // pairs), LONG_ROW_PROGRAMS if is_long else 1)
         if wanted == 1 or num_bytes > MAX_SPLITS_BYTES:
             return 1
-        return max(min(max_splits, wanted), 2)  # not 1, which selects other kernels, even where rows have one split
+        return max(min(max_splits, wanted), 2)  # at least 2: 1 selects other kernels
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _TritonStep:
     """A prepared step.
 
     Attributes:
         slot_mapping: [T] KV slots of the step's tokens.
         tiles: [X, 2] int32, as in ``kernels.triton.attention.attend``.
-        max_splits: splits of the longest row.
-        num_programs: ``_Shared.num_programs`` if each row has one token, else 1; 1 selects the kernel over ``tiles``.
+        max_splits: number of splits of the longest row.
+        num_programs: ``_Shared.num_programs`` if each row has one token, else 1. 1 selects the kernel over ``tiles``.
     """
 
     slot_mapping: Tensor
-    rows: Rows
+    rows: PagedRows
     tiles: Tensor
     max_splits: int
     num_programs: int
 
 
-def _attend_into(shared: _Shared, step: _Step, q: Tensor, layer: int, *, out: Tensor) -> None:
-    """q [T, H, E] over the pool of a layer -> out [T, H, V]."""
+def _attend_into(shared: _Shared, step: _TritonStep, q: Tensor, layer: int, *, out: Tensor) -> None:
+    """Attend with q [T, H, E] to the pool of a layer -> out [T, H, V]."""
     pool, rows, scale = shared.pool[layer], step.rows, shared.shape.scale
     splits = SplitPlan(step.max_splits, step.num_programs)
     if shared.shape.value_size is None:
@@ -132,21 +132,21 @@ def _attend_into(shared: _Shared, step: _Step, q: Tensor, layer: int, *, out: Te
         latent_kernels.attend_splits(q, pool, rows, splits, scale=scale, out=out)
 
 
-def _attended(shared: _Shared, step: _Step, q: Tensor, layer: int) -> Tensor:
-    """q [T, H, E] over the pool of a layer -> [T, H * V]."""
+def _attended(shared: _Shared, step: _TritonStep, q: Tensor, layer: int) -> Tensor:
+    """Attend with q [T, H, E] to the pool of a layer -> [T, H * V]."""
     out = torch.empty(*q.shape[:2], shared.shape.output_size, dtype=q.dtype, device=q.device)
     _attend_into(shared, step, q, layer, out=out)
     return out.view(q.shape[0], -1)
 
 
 class TritonAttention:
-    """Implements ``CapturableAttention``. ``kv_pool``: of ``kv_pool_shape``."""
+    """Implements ``CapturableAttention``."""
 
     def __init__(self, shape: AttentionShape, kv_pool: Tensor) -> None:
         """kv_pool: [L, 1 or 2, N, K, S, E]."""
         self._shared = _Shared(shape, keys_and_values(kv_pool, shape), layer_rules(shape))
         self._device = kv_pool.device
-        self._step: _Step | None = None
+        self._step: _TritonStep | None = None
 
     def prepare(self, batch: ForwardBatch) -> None:
         shared = self._shared
@@ -154,12 +154,12 @@ class TritonAttention:
         query_lengths = np.array(batch.query_lengths, dtype=np.int32)
         page_starts, last_lengths = page_columns(kv_lengths, shared.page_size)
         on_device, page_ids = flat_pages(batch.page_table, page_starts)
-        rows = Rows(self._upload(starts_of(query_lengths)), on_device, self._upload(last_lengths), page_ids)
+        rows = PagedRows(self._upload(starts_of(query_lengths)), on_device, self._upload(last_lengths), page_ids)
         max_splits = num_splits(int(kv_lengths.max()))
-        decodes = int(query_lengths.max()) == 1
-        num_programs = shared.num_programs(len(kv_lengths), max_splits) if decodes else 1
+        is_decode = int(query_lengths.max()) == 1
+        num_programs = shared.num_programs(len(kv_lengths), max_splits) if is_decode else 1
         tiles = self._upload(pinned(tiles_of(query_lengths, shared.tokens_of_tile)))
-        self._step = _Step(batch.slot_mapping, rows, tiles, max_splits, num_programs)
+        self._step = _TritonStep(batch.slot_mapping, rows, tiles, max_splits, num_programs)
 
     def target(self, layer: int) -> KVTarget:
         assert self._step is not None, "prepare was not called"
@@ -176,15 +176,15 @@ class TritonAttention:
         _attend_into(self._shared, self._step, q, layer, out=out)
 
     def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> FixedTritonDecode:
-        """Decode steps of ``num_rows`` rows."""
+        """Return attention for decode steps of ``num_rows`` rows."""
         return FixedTritonDecode(self._shared, num_rows, buffers)
 
     def warm_up(self) -> None:
-        """Compile the kernels of steps without a graph: prefill chunks and decode rows."""
+        """Compile the kernels of steps without a CUDA graph: prefill chunks and decode rows."""
         run_once(self, self._shared.shape, self._shared.pool[0][0])
 
     def _upload(self, column: Tensor) -> Tensor:
-        """A pinned column [X] to the device."""
+        """Copy a pinned column [X] to the device."""
         return column.to(self._device, non_blocking=True)
 
 
@@ -195,17 +195,18 @@ class FixedTritonDecode:
         device = buffers.starts.device
         numbers = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
         tiles = torch.stack((numbers[:-1], torch.zeros_like(numbers[:-1])), dim=1)
-        rows = Rows(numbers, buffers.starts, buffers.last_lengths, buffers.page_ids)
+        rows = PagedRows(numbers, buffers.starts, buffers.last_lengths, buffers.page_ids)
         max_splits = num_splits(buffers.max_pages * shared.page_size)
         self._shared = shared
-        self._step = _Step(buffers.slot_mapping, rows, tiles, max_splits, shared.num_programs(num_rows, max_splits))
+        num_programs = shared.num_programs(num_rows, max_splits)
+        self._step = _TritonStep(buffers.slot_mapping, rows, tiles, max_splits, num_programs)
 
     def plan_first(self, kv_lengths: Ints) -> None:
-        """Before the capture, for rows of ``kv_lengths`` [R] positions; page 0 alone is read."""
+        """Fill the buffers for rows of ``kv_lengths`` [R] positions, all on page 0."""
         plan_page_0(self._step.rows, kv_lengths, self._shared.page_size)
 
     def plan(self, starts: Tensor, last_lengths: Tensor) -> None:
-        """Nothing: the kernels read starts [R + 1] and last_lengths [R] on the device."""
+        """Do nothing: the kernels read starts [R + 1] and last_lengths [R] on the device."""
 
     def target(self, layer: int) -> KVTarget:
         return KVTarget(self._step.slot_mapping, *self._shared.pool[layer])
@@ -215,9 +216,9 @@ class FixedTritonDecode:
         return _attended(self._shared, self._step, q, layer)
 
 
-def build(shape: AttentionShape, kv_pool: Tensor) -> TritonAttention | LatentFormsAttention:
-    """The backend for this model; kv_pool [L, 1 or 2, N, K, S, E]."""
-    return LatentFormsAttention(shape, kv_pool) if shape.expansions else TritonAttention(shape, kv_pool)
+def build(shape: AttentionShape, kv_pool: Tensor) -> TritonAttention | AdaptiveLatentAttention:
+    """Return the backend for this model. kv_pool: [L, 1 or 2, N, K, S, E]."""
+    return AdaptiveLatentAttention(shape, kv_pool) if shape.expansions else TritonAttention(shape, kv_pool)
 
 
 PLUGIN = build

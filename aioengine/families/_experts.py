@@ -66,7 +66,7 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
             alternating, down [E, I, D], and biases. "mxfp4": MXFP4 blocks of gate_up [E, 2 I, D] with gate and up
             rows alternating and of down [E, D, I], and biases.
         names: of the gate, up and down tensors ("separate"), or of the gate_up and down tensors.
-        limit, alpha: see ``kernels.expert_types.Gate``.
+        limit, alpha: see ``kernels.expert_types.GateFunction``.
         shared: the shared expert; None if there is none.
         dense_layers: indices of layers with an MLP instead of experts.
     """

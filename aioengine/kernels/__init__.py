@@ -1,1 +1,1 @@
-"""Operations, one a file: the reference, the fast implementations and the condition of each."""
+"""Operations, one per file: a reference, faster implementations, and the condition for each of them."""

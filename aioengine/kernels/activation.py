@@ -1,6 +1,6 @@
-"""Activations by name: x [...] -> [...], and of a gated MLP, x [T, 2 I] -> activation(gates) * others [T, I].
+"""Activations by name: x [...] -> [...], and for a gated MLP: x [T, 2 I] -> activation(gates) * ups [T, I].
 
-On a CPU a row's bits do not depend on the other rows, as those of ``gelu`` and ``silu_and_mul``.
+On a CPU they are batch-invariant, like ``gelu`` and ``silu_and_mul``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _APPROXIMATE: Final = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
 def reference(x: Tensor, activation: Activation) -> Tensor:
-    """x [...] -> [...], as transformers computes it."""
+    """Return the activation of x [...] as transformers computes it."""
     match activation:
         case "silu":
             return functional.silu(x)
@@ -36,7 +36,7 @@ def reference(x: Tensor, activation: Activation) -> Tensor:
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
-    """As ``reference``: [...] -> [...]; may use the memory of x."""
+    """Return the activation of x [...]. The result may reuse the memory of x."""
     match activation:
         case "silu" if x.dtype == torch.float32 and x.device.type == "cpu":
             return torch.div(x, torch.neg(x).exp_().add_(1.0))
@@ -51,18 +51,18 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
 
 
 def activate_and_mul(x: Tensor, activation: Activation) -> Tensor:
-    """x [T, 2 I], gates first -> activation(gates) * others [T, I]."""
+    """x [T, 2 I], gates first -> activation(gates) * ups [T, I]."""
     if activation == "silu":
         return silu_and_mul(x)
     if launcher.serves(x) and activation in _APPROXIMATE:
         from aioengine.kernels.triton import rows
 
         return rows.gelu_and_mul(x, approximate=_APPROXIMATE[activation])
-    gates, others = x.chunk(2, dim=-1)
-    return activate(gates, activation).mul_(others)
+    gates, ups = x.chunk(2, dim=-1)
+    return activate(gates, activation).mul_(ups)
 
 
 def reference_and_mul(x: Tensor, activation: Activation) -> Tensor:
-    """As ``activate_and_mul``: [T, 2 I] -> [T, I]."""
-    gates, others = x.chunk(2, dim=-1)
-    return reference(gates, activation) * others
+    """Compute ``activate_and_mul`` in torch: [T, 2 I] -> [T, I]."""
+    gates, ups = x.chunk(2, dim=-1)
+    return reference(gates, activation) * ups

@@ -1,7 +1,6 @@
-"""What LoRA adapters add to a matmul, for rows of several adapters at once: y [T, O] += B (A x), x [T, I].
+"""LoRA for rows with different adapters: y [T, O] += B (A x), x [T, I].
 
-A row of the result depends on the other rows only through the number of rows of a tile, which is always the same with
-``batch_invariant``.
+A row of the result depends on the other rows only through the tile size, which is constant with ``batch_invariant``.
 """
 
 from __future__ import annotations
@@ -15,26 +14,26 @@ from aioengine.kernels.triton import launcher
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.kernels.adapter_slots import AdapterWeights, Tiles
+    from aioengine.kernels.adapter_slots import AdapterTiles, AdapterWeights
     from aioengine.kernels.linear import Matmul
 
 
-def add(matmul: Matmul, x: Tensor, weights: AdapterWeights, tiles: Tiles, *, is_gated: bool) -> Tensor:
-    """The result y [T, O] of ``matmul`` for x [T, I], contiguous, with what the adapters add to it.
+def add(matmul: Matmul, x: Tensor, weights: AdapterWeights, tiles: AdapterTiles, *, is_gated: bool) -> Tensor:
+    """Compute y [T, O] = ``matmul`` of contiguous x [T, I], and add the adapters' results.
 
-    Returns y; with ``is_gated`` silu(gate) * up [T, O / 2] of its two halves.
+    Returns y, or with ``is_gated`` silu(gate) * up [T, O / 2] of its two halves.
     """
     if launcher.serves(x):
         from aioengine.kernels.triton import adapter_linear
 
-        is_one_part = len(weights.sizes) == 1  # gates and others are one layer of the checkpoint
+        is_one_part = len(weights.sizes) == 1  # the checkpoint fuses gate and up
         y = adapter_linear.add(matmul, x, weights, tiles, is_gated=is_gated and not is_one_part)
         return silu_and_mul.silu_and_mul(y) if is_gated and is_one_part else y
     return reference(matmul, x, weights, tiles, is_gated=is_gated)
 
 
-def reference(matmul: Matmul, x: Tensor, weights: AdapterWeights, tiles: Tiles, *, is_gated: bool) -> Tensor:
-    """As ``add``: x [T, I] -> [T, O], or [T, O / 2]."""
+def reference(matmul: Matmul, x: Tensor, weights: AdapterWeights, tiles: AdapterTiles, *, is_gated: bool) -> Tensor:
+    """Compute ``add`` in torch: x [T, I] -> [T, O], or [T, O / 2]."""
     y = matmul(x)
     for rows, slot in zip(tiles.order, tiles.slots.tolist(), strict=True):
         if slot < 1:
@@ -42,11 +41,11 @@ def reference(matmul: Matmul, x: Tensor, weights: AdapterWeights, tiles: Tiles, 
         chosen = rows[rows >= 0].long()
         first_output = 0
         for part, num_outputs in enumerate(weights.sizes):
-            place = (weights.first_part + part) * TABLE_COLUMNS
-            num_ranks, first_a, first_b, _ = weights.table[slot - 1, place : place + TABLE_COLUMNS].tolist()
-            rank, numbers = num_ranks * RANKS, weights.pool[slot - 1]
-            a = numbers[first_a * UNIT :][: rank * weights.size].view(rank, weights.size)
-            b = numbers[first_b * UNIT :][: num_outputs * rank].view(num_outputs, rank)
+            entry = (weights.first_part + part) * TABLE_COLUMNS
+            num_ranks, first_a, first_b, _ = weights.table[slot - 1, entry : entry + TABLE_COLUMNS].tolist()
+            rank, elements = num_ranks * RANKS, weights.pool[slot - 1]
+            a = elements[first_a * UNIT :][: rank * weights.size].view(rank, weights.size)
+            b = elements[first_b * UNIT :][: num_outputs * rank].view(num_outputs, rank)
             y[chosen, first_output : first_output + num_outputs] += x[chosen] @ a.T @ b.T
             first_output += num_outputs
     return silu_and_mul.reference(y) if is_gated else y

@@ -1,4 +1,4 @@
-"""The sum of two tensors, normed with its mean taken away: delta and residual [T, D] -> [T, D], computed in fp32."""
+"""LayerNorm of a sum, computed in fp32: delta and residual [T, D] -> [T, D]."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def reference(
     delta: Tensor, residual: Tensor, *, weight: Tensor, bias: Tensor | None, epsilon: float, keeps_sum: bool
 ) -> Tensor:
-    """delta and residual [T, D], weight and bias [D] -> [T, D]. ``keeps_sum``: the residual becomes the sum."""
+    """delta and residual [T, D], weight and bias [D] -> [T, D]. keeps_sum: store the sum in the residual."""
     total = residual.add_(delta) if keeps_sum else residual + delta
     return functional.layer_norm(total, weight.shape, weight, bias, epsilon)
 
@@ -23,7 +23,7 @@ def reference(
 def add_layer_norm(
     delta: Tensor, residual: Tensor, *, weight: Tensor, bias: Tensor | None, epsilon: float, keeps_sum: bool
 ) -> Tensor:
-    """As ``reference``: delta and residual [T, D] -> [T, D]."""
+    """Return the norm of delta + residual [T, D]. keeps_sum: store the sum in the residual."""
     if not launcher.serves(residual):
         return reference(delta, residual, weight=weight, bias=bias, epsilon=epsilon, keeps_sum=keeps_sum)
     from aioengine.kernels.triton import rows

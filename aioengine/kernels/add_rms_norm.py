@@ -1,6 +1,6 @@
-"""A residual stream takes in what a layer gave, and is normed: delta and residual [T, D], weight [D] -> [T, D].
+"""Add a layer's output to the residual stream and return RMSNorm of the sum: delta, residual [T, D] -> [T, D].
 
-The residual is changed in place. What it gives is ``rms_norm`` of the sum, computed in fp32.
+The residual is changed in place. The norm is computed in fp32.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def reference(delta: Tensor, residual: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
-    """delta and residual [T, D], weight [D] -> [T, D]; the residual is changed in place."""
+    """Compute ``add_rms_norm`` in torch: delta and residual [T, D], weight [D] -> [T, D]."""
     return rms_norm(residual.add_(delta), weight, epsilon)
 
 
 def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
-    """delta and residual [T, D], weight [D], epsilon [] fp32 -> [T, D]; the residual is changed in place."""
+    """Return the norm of delta + residual [T, D], and store the sum in the residual. weight [D], epsilon [] fp32."""
     if not launcher.serves(residual):
         return reference(delta, residual, weight, epsilon)
     from aioengine.kernels.triton import rows

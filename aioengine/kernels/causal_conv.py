@@ -1,6 +1,6 @@
-"""Causal convolution of each channel over the last W tokens of its row, then SiLU where it is wanted.
+"""Causal depthwise convolution over the last W tokens of a row, optionally followed by SiLU.
 
-T packed tokens, C channels, W tokens of the filter, N slots.
+T packed tokens, C channels, W filter width, N slots.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 def reference(
     x: Tensor, weight: Tensor, state: Tensor, rows: StateRows, *, bias: Tensor | None = None, activates: bool = True
 ) -> Tensor:
-    """As ``causal_conv``: x [T, C], weight [C, W], state [N, W - 1, C], bias [C] -> [T, C].
+    """Compute ``causal_conv`` in torch: x [T, C], weight [C, W], state [N, W - 1, C], bias [C] -> [T, C].
 
-    One product after the other is added up, in fp32, so a token's bits do not depend on the chunk that it is in.
+    Adds the products one by one in fp32, so that the result of a token does not depend on the chunk that contains it.
     """
     width = weight.shape[1]
     filters = weight.float().unbind(1)
@@ -32,12 +32,12 @@ def reference(
         seen = torch.cat((past, x[first:end]))
         wide = seen.float()
         total = wide[: end - first] * filters[0]
-        for place in range(1, width):
-            total.addcmul_(wide[place : place + end - first], filters[place])
+        for tap in range(1, width):
+            total.addcmul_(wide[tap : tap + end - first], filters[tap])
         if bias is not None:
             total.add_(bias)
         if activates:
-            total.div_(torch.neg(total).exp_().add_(1.0))  # not torch's silu: see silu_and_mul
+            total.div_(torch.neg(total).exp_().add_(1.0))  # torch's silu is not batch-invariant: see silu_and_mul
         out[first:end] = total
         state[slot] = seen[len(seen) - width + 1 :]
     return out
@@ -46,14 +46,14 @@ def reference(
 def causal_conv(
     x: Tensor, weight: Tensor, state: Tensor, rows: StateRows, *, bias: Tensor | None = None, activates: bool = True
 ) -> Tensor:
-    """Convolve the channels and store the last inputs of each row.
+    """Convolve the channels and store the last W - 1 inputs of each row.
 
     Args:
-        x: [T, C], whose rows may be parts of longer ones.
-        weight: [C, W], that of the newest token last.
-        state: [N, W - 1, C] in the dtype of x, the last inputs of each row, the newest last; changed in place.
+        x: [T, C], any row stride.
+        weight: [C, W]; the last column multiplies the newest token.
+        state: [N, W - 1, C] in the dtype of x, the last inputs of each row, newest last; changed in place.
         bias: [C].
-        activates: whether SiLU follows.
+        activates: apply SiLU.
 
     Returns:
         [T, C] in the dtype of x.

@@ -1,4 +1,4 @@
-"""What decides how much of its past a head forgets, and how much of a token it takes in. T tokens, H heads."""
+"""Gates of the gated delta rule: the decay of the state and the update strength. T tokens, H heads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _LINEAR_FROM: Final = 20.0
-"""softplus(x) counts as x from here on."""
+"""For larger x, softplus(x) is computed as x."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +19,7 @@ class DeltaGates:
     """The decay g = -exp(log_rate) * softplus(steps + bias), and beta = sigmoid(scores).
 
     Attributes:
-        steps, scores: [T, H], whose rows may be parts of longer ones, of equal lengths.
+        steps, scores: [T, H], any row stride, the same for both.
         log_rate, bias: [H] fp32.
     """
 
@@ -29,9 +29,9 @@ class DeltaGates:
     bias: Tensor
 
     def values(self) -> tuple[Tensor, Tensor]:
-        """exp(g) [T, H] and beta [T, H], in fp32."""
+        """Return exp(g) [T, H] and beta [T, H], in fp32."""
         steps = self.steps.float() + self.bias
-        # by exp and log1p, for torch's softplus and sigmoid round the last elements of a range differently
+        # exp and log1p, because torch's softplus and sigmoid are not batch-invariant (see silu_and_mul)
         positive = torch.where(steps > _LINEAR_FROM, steps, steps.exp().log1p_())
         decays = positive.mul_(self.log_rate.exp()).neg_().exp_()
         betas = torch.neg(self.scores.float()).exp_().add_(1.0).reciprocal_()

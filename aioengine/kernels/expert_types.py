@@ -1,6 +1,6 @@
-"""What the kernels of mixtures of experts are given.
+"""Types of the mixture-of-experts kernels.
 
-T tokens, D model size, I inner size, E experts, K experts of a token.
+T tokens, D model size, I inner size, E experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ class Routing(NamedTuple):
 
     Attributes:
         top_k: K.
-        scoring: the function that makes scores of logits: over all experts, or for each on its own.
-        is_normalized: whether the weights of a token are divided by their sum.
-        scale: a factor of all weights.
-        num_groups: groups of equal size that experts are divided into; 1: no groups.
-        top_groups: the groups from which a token's experts are chosen.
-        group_top: the best experts of a group whose scores, added up, are the score of the group.
+        scoring: "softmax" over all experts, or "sigmoid" of each logit.
+        is_normalized: divide the weights of a token by their sum.
+        scale: factor of all weights.
+        num_groups: number of equal groups of experts; 1: no groups.
+        top_groups: number of groups from which the experts of a token are chosen.
+        group_top: the score of a group is the sum of its ``group_top`` best scores.
     """
 
     top_k: int
@@ -33,8 +33,8 @@ class Routing(NamedTuple):
     group_top: int = 1
 
 
-class Chosen(NamedTuple):
-    """The experts of tokens, the best first.
+class ChosenExperts(NamedTuple):
+    """The experts of each token, best first.
 
     Attributes:
         experts: [T, K] int32.
@@ -45,38 +45,38 @@ class Chosen(NamedTuple):
     weights: Tensor
 
 
-class Gate(NamedTuple):
-    """The function of gates and the values that they gate.
+class GateFunction(NamedTuple):
+    """The activation of gated MLPs.
 
     Attributes:
-        limit: 0: silu(gate) * up. Else (up + 1) * gate * sigmoid(alpha * gate), of a gate of at most ``limit`` and an
-            up between -``limit`` and ``limit``.
-        alpha: as above.
+        limit: 0: silu(gate) * up. Else (up + 1) * gate * sigmoid(alpha * gate), where gate is clamped to at most
+            ``limit``, and up to -``limit`` ... ``limit``.
+        alpha: see ``limit``.
     """
 
     limit: float = 0.0
     alpha: float = 1.0
 
 
-SILU = Gate()
+SILU = GateFunction()
 
 
 class ExpertWeights(NamedTuple):
-    """Attributes: gate_up [E, 2 I, D], gates first; down [E, D, I]; their biases [E, 2 I] and [E, D], if there are."""
+    """The weights of all experts: gate_up [E, 2 I, D], gates first; down [E, D, I]; biases [E, 2 I] and [E, D]."""
 
     gate_up: Tensor
     down: Tensor
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
-    gate: Gate = SILU
+    gate: GateFunction = SILU
 
 
-class Shared(NamedTuple):
-    """Results of experts that all tokens share.
+class SharedOutputs(NamedTuple):
+    """Outputs of the shared experts, which process all tokens.
 
     Attributes:
         values: [T, D].
-        gates: [T, 1], logits of a factor of each token; None: no factor.
+        gates: [T, 1]; the values are multiplied by the sigmoid of these logits. None: no factor.
     """
 
     values: Tensor

@@ -1,10 +1,10 @@
-"""The gated MLPs of experts: x [T, D], and for each row K experts and their weights [T, K] -> the weighted sum [T, D].
+"""The gated MLPs of a mixture of experts: x [T, D], K experts and weights per row [T, K] -> the weighted sum [T, D].
 
-On a CPU the rows of an expert are multiplied together, by matmuls that give a row the same bits for any number of
-rows, and the results of a row are added up in the order in which its experts were chosen. So a row's bits do not depend
-on the other rows. On a GPU the same holds with ``batch_invariant``.
+On a CPU the rows of an expert are multiplied together by matmuls whose results do not depend on the number of rows. The
+K results of a token are added in the order in which its experts were chosen. So the result of a row does not depend on
+the other rows. On a GPU this holds with ``batch_invariant``.
 
-T tokens, D model size, I inner size, E experts, K experts of a token, P = T * K pairs of a token and an expert.
+T tokens, D model size, I inner size, E experts, K experts per token, P = T * K (token, expert) pairs.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from aioengine.kernels.triton import launcher
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.kernels.expert_types import Chosen, Gate, Shared
+    from aioengine.kernels.expert_types import ChosenExperts, GateFunction, SharedOutputs
     from aioengine.kernels.linear import Matmul
 
 
 class Experts(Protocol):
-    """Computes the experts; holds their weights."""
+    """A callable that computes the experts. It holds their weights."""
 
-    def __call__(self, x: Tensor, chosen: Chosen, shared: Shared | None = None) -> Tensor:
-        """x [T, D], and the experts of each row -> [T, D], with ``shared`` added."""
+    def __call__(self, x: Tensor, chosen: ChosenExperts, shared: SharedOutputs | None = None) -> Tensor:
+        """Return [T, D] for x [T, D] and the experts of each row, with ``shared`` added."""
         ...
 
     def weights(self) -> ExpertWeights:
-        """The weights as they were given to ``prepare``; on a GPU the same tensors, else new ones."""
+        """Return the weights in the layout that ``prepare`` takes. On a GPU the same tensors, else copies."""
         ...
 
     def update(self, weights: ExpertWeights) -> None:
-        """Use other weights from now on. On a GPU they are copied, so that addresses in CUDA graphs stay valid."""
+        """Replace the weights. On a GPU they are copied in place, so that addresses in CUDA graphs stay valid."""
         ...
 
 
-def activate(gate_up: Tensor, gate: Gate) -> Tensor:
-    """[..., 2 I], gates first -> [..., I]."""
+def activate(gate_up: Tensor, gate: GateFunction) -> Tensor:
+    """Apply the gate function: [..., 2 I], gates first -> [..., I]."""
     if not gate.limit:
         return silu_and_mul.reference(gate_up)
     gates, ups = gate_up.chunk(2, dim=-1)
@@ -50,44 +50,44 @@ def activate(gate_up: Tensor, gate: Gate) -> Tensor:
     return (ups + 1) * (gates * sigmoid(gates * gate.alpha))
 
 
-def add_shared(total: Tensor, shared: Shared | None) -> Tensor:
-    """total [T, D] with the results of shared experts."""
+def add_shared(total: Tensor, shared: SharedOutputs | None) -> Tensor:
+    """Add the results of shared experts to total [T, D]."""
     if shared is None:
         return total
     return total + (shared.values if shared.gates is None else sigmoid(shared.gates) * shared.values)
 
 
-def reference(x: Tensor, chosen: Chosen, weights: ExpertWeights, shared: Shared | None = None) -> Tensor:
-    """As ``Experts``, x [T, D] -> [T, D], token by token: an expert's weight is copied for every token that uses it."""
-    numbers = chosen.experts.long()
-    gate_up = torch.einsum("td,tkid->tki", x, weights.gate_up[numbers])
+def reference(x: Tensor, chosen: ChosenExperts, weights: ExpertWeights, shared: SharedOutputs | None = None) -> Tensor:
+    """Compute ``Experts`` in torch: x [T, D] -> [T, D]. Copies the weight of an expert for each token that uses it."""
+    indices = chosen.experts.long()
+    gate_up = torch.einsum("td,tkid->tki", x, weights.gate_up[indices])
     if weights.gate_up_bias is not None:
-        gate_up = gate_up + weights.gate_up_bias[numbers]
-    parts = torch.einsum("tki,tkdi->tkd", activate(gate_up, weights.gate), weights.down[numbers])
+        gate_up = gate_up + weights.gate_up_bias[indices]
+    parts = torch.einsum("tki,tkdi->tkd", activate(gate_up, weights.gate), weights.down[indices])
     if weights.down_bias is not None:
-        parts = parts + weights.down_bias[numbers]
+        parts = parts + weights.down_bias[indices]
     return add_shared((parts * chosen.weights.unsqueeze(-1)).sum(1).to(x.dtype), shared)
 
 
 def prepare(weights: ExpertWeights, *, batch_invariant: bool = False) -> Experts:
-    """The fastest way to compute these experts.
+    """Return the fastest implementation for these experts.
 
     Args:
-        weights: on a CPU they may be copied and are then not needed any more.
+        weights: on a CPU they may be copied; the caller can then free them.
         batch_invariant: on a GPU, a row of the result must not depend on the number of rows.
 
     Raises:
-        ValueError: they are on a GPU, and Triton is not installed.
+        ValueError: the weights are on a GPU and Triton is not installed.
     """
     if launcher.serves(weights.down):
         return DeviceExperts(weights, batch_invariant=batch_invariant)
     if weights.down.device.type != "cpu":
-        raise ValueError("mixtures of experts on a GPU are computed by Triton's kernels; pip install triton brings it")
+        raise ValueError("mixture-of-experts models on a GPU need Triton, which is not installed: pip install triton")
     return GroupedExperts(weights)
 
 
 class DeviceExperts:
-    """On a GPU, by kernels that need no word from the host about who goes where."""
+    """Experts on a GPU. The kernels read the routing on the device, so the host never waits for it."""
 
     def __init__(self, weights: ExpertWeights, *, batch_invariant: bool) -> None:
         from aioengine.kernels.triton.experts import compute
@@ -96,8 +96,8 @@ class DeviceExperts:
         self._batch_invariant = batch_invariant
         self._compute = compute
 
-    def __call__(self, x: Tensor, chosen: Chosen, shared: Shared | None = None) -> Tensor:
-        """x [T, D] -> [T, D]; see ``Experts``."""
+    def __call__(self, x: Tensor, chosen: ChosenExperts, shared: SharedOutputs | None = None) -> Tensor:
+        """Compute the experts: x [T, D] -> [T, D]."""
         return self._compute(x.contiguous(), chosen, self._weights, shared, batch_invariant=self._batch_invariant)
 
     def weights(self) -> ExpertWeights:
@@ -110,7 +110,7 @@ class DeviceExperts:
 
 
 class GroupedExperts:
-    """Expert by expert: the rows of each are multiplied together."""
+    """Experts on a CPU, one after the other: all rows of an expert are multiplied together."""
 
     def __init__(self, weights: ExpertWeights) -> None:
         self.update(weights)
@@ -127,14 +127,14 @@ class GroupedExperts:
         gate_up, down = (torch.stack([linear.unpack(own) for own in packed]) for packed in (gate_ups, downs))
         return ExpertWeights(gate_up, down, gate_up_bias, down_bias, gate)
 
-    def __call__(self, x: Tensor, chosen: Chosen, shared: Shared | None = None) -> Tensor:
-        """x [T, D] -> [T, D]; see ``Experts``."""
+    def __call__(self, x: Tensor, chosen: ChosenExperts, shared: SharedOutputs | None = None) -> Tensor:
+        """Compute the experts: x [T, D] -> [T, D]."""
         num_tokens, top_k = chosen.experts.shape
-        numbers, order = chosen.experts.flatten().sort(stable=True)
-        hit, counts = numbers.unique_consecutive(return_counts=True)
+        sorted_experts, order = chosen.experts.flatten().sort(stable=True)
+        used, counts = sorted_experts.unique_consecutive(return_counts=True)
         parts = x.new_empty((num_tokens * top_k, x.shape[1]))
         gate = self._packed[-1]
-        for expert, pairs in zip(hit.tolist(), order.split(counts.tolist()), strict=True):
+        for expert, pairs in zip(used.tolist(), order.split(counts.tolist()), strict=True):
             gate_up = self._gate_up[expert](x.index_select(0, pairs // top_k))
             inner = activate(gate_up, gate) if gate.limit else silu_and_mul.silu_and_mul(gate_up)
             parts.index_copy_(0, pairs, self._down[expert](inner))
@@ -146,6 +146,6 @@ class GroupedExperts:
 
 
 def _matmuls(packed: list[Tensor], bias: Tensor | None) -> list[Matmul]:
-    """Of each expert, for its weight [O, I] and bias [E, O]."""
+    """Return one matmul per expert, for packed weights [O, I] and bias [E, O]."""
     biases = [None] * len(packed) if bias is None else list(bias)
     return [linear.prepare(own, own_bias) for own, own_bias in zip(packed, biases, strict=True)]

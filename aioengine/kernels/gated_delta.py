@@ -1,11 +1,11 @@
-"""The gated delta rule (Gated Delta Networks, arXiv 2412.06464): attention whose past is one matrix a head.
+"""The gated delta rule (Gated Delta Networks, arXiv 2412.06464): linear attention with one state matrix S per head.
 
-For each token, in fp32, with unit vectors q and k, and q scaled by ``K ** -0.5``:
+For each token, in fp32, with q and k normalized to length 1, and q scaled by ``K ** -0.5``:
 
     S = exp(g) S;   S = S + k (beta (v - S^T k))^T;   output = S^T q
 
-T packed tokens, H value heads, G key heads (H / G value heads share one), K and V sizes of a head's keys and values,
-C = 2 G K + H V channels, N slots.
+T packed tokens, H value heads, G key heads (H / G value heads share one), K key size, V value size, C = 2 G K + H V
+channels, N slots.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ if TYPE_CHECKING:
     from aioengine.kernels.delta_gates import DeltaGates
     from aioengine.kernels.state_rows import StateRows
 
-EPSILON = 1e-6
-"""Of the norm of q and k."""
+EPSILON = 1e-6  # of the norm of q and k
 
 
 def reference(channels: Tensor, gates: DeltaGates, state: Tensor, rows: StateRows) -> Tensor:
-    """As ``gated_delta``: channels [T, C], state [N, H, K, V] -> [T, H, V].
+    """Compute ``gated_delta`` in torch: channels [T, C], state [N, H, K, V] -> [T, H, V].
 
-    Token after token, each with the same operations on tensors of the same shape, so that a token's bits depend neither
-    on the chunk that it is in nor on the other rows.
+    Computes token after token with operations on tensors of the same shape, so that the result of a token depends
+    neither on the chunk that contains it nor on other rows.
     """
     num_heads, key_size, value_size = state.shape[1:]
     num_key_heads = (channels.shape[1] - num_heads * value_size) // (2 * key_size)
@@ -61,20 +60,20 @@ def reference(channels: Tensor, gates: DeltaGates, state: Tensor, rows: StateRow
 
 
 def _unit(x: Tensor) -> Tensor:
-    """x [..., K] -> [..., K] of length 1."""
+    """Normalize x [..., K] to length 1."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON)
 
 
 def gated_delta(
     channels: Tensor, gates: DeltaGates, state: Tensor, rows: StateRows, *, in_blocks: bool = False
 ) -> Tensor:
-    """The outputs of each token's heads.
+    """Compute the output of each head, and update the state.
 
     Args:
         channels: [T, C], q of all key heads, then k, then v of all value heads.
         state: [N, H, K, V] fp32, changed in place.
-        in_blocks: on a GPU, long rows may be computed in blocks of tokens, with products in tf32, so that the bits of a
-            token depend on the chunks in which they come.
+        in_blocks: on a GPU, long rows may be computed in blocks of tokens with tf32 products. The result of a token
+            then depends on the chunks of its prompt.
 
     Returns:
         [T, H, V] in the dtype of ``channels``.

@@ -1,4 +1,4 @@
-"""RMSNorm of each head, times SiLU of its gates. T tokens, H heads, V size of a head."""
+"""RMSNorm of each head, multiplied by SiLU of its gates. T tokens, H heads, V head size."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 
 
 def reference(heads: Tensor, gates: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
-    """As ``gated_rms_norm``: heads [T, H, V], gates [T, H * V], weight [V] -> [T, H * V]."""
+    """Compute ``gated_rms_norm`` in torch: heads [T, H, V], gates [T, H * V], weight [V] -> [T, H * V]."""
     wide = gates.float()
     active = torch.div(wide, torch.neg(wide).exp_().add_(1.0))
     return rms_norm(heads, weight, epsilon).float().flatten(1).mul_(active).to(heads.dtype)
 
 
 def gated_rms_norm(heads: Tensor, gates: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
-    """The norm of each head, times SiLU of its gates, which are computed in fp32.
+    """Return the norm of each head, multiplied by SiLU of its gates. SiLU is computed in fp32.
 
     Args:
         heads: [T, H, V].
-        gates: [T, H * V], whose rows may be parts of longer ones.
+        gates: [T, H * V], any row stride.
         weight: [V].
         epsilon: [] fp32.
 

@@ -1,6 +1,6 @@
-"""Matmuls of single heads with weights that never change: x [T, H, I], weight [H, I, O] -> [T, H, O].
+"""One matmul per head with constant weights: x [T, H, I], weight [H, I, O] -> [T, H, O].
 
-As in ``kernels/linear.py``, on a CPU a row of the result is the same bits for every T; on a GPU with
+As in ``kernels/linear.py``, a row of the result does not depend on T: always on a CPU, on a GPU with
 ``batch_invariant``.
 """
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 
 class HeadMatmul(Protocol):
-    """[T, H, I] -> [T, H, O]; holds its weight."""
+    """A callable [T, H, I] -> [T, H, O] that holds its weight."""
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
-        """x [T, H, I] to out [T, H, O], both of any strides with their last dimension contiguous."""
+        """Multiply x [T, H, I] into out [T, H, O]. The last dimension of both is contiguous."""
         ...
 
 
 def reference(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """x [T, H, I] and weight [H, I, O] to out [T, H, O]."""
+    """Multiply x [T, H, I] by weight [H, I, O] into out [T, H, O]."""
     torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
 
 
 def prepare(weight: Tensor, *, batch_invariant: bool = False) -> HeadMatmul:
-    """For weight [H, I, O], of any strides; on a GPU its memory is read in each call."""
+    """Return the fastest callable for weight [H, I, O], any strides. On a GPU each call reads the weight's memory."""
     if weight.device.type == "cpu":
         return _head_by_head(weight)
     if batch_invariant:
@@ -42,12 +42,12 @@ def prepare(weight: Tensor, *, batch_invariant: bool = False) -> HeadMatmul:
 
 
 def _head_by_head(weight: Tensor) -> HeadMatmul:
-    """For weight [H, I, O] on a CPU, which is copied."""
+    """Return a callable for a CPU that copies weight [H, I, O]."""
     matmuls = [linear.prepare(linear.pack(head.t().contiguous()), None) for head in weight]
 
     def matmul(x: Tensor, out: Tensor) -> None:
-        """x [T, H, I] to out [T, H, O]."""
-        for head, of_head in enumerate(matmuls):
-            out[:, head] = of_head(x[:, head].contiguous())
+        """Multiply x [T, H, I] into out [T, H, O]."""
+        for head, head_matmul in enumerate(matmuls):
+            out[:, head] = head_matmul(x[:, head].contiguous())
 
     return matmul

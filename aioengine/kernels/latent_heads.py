@@ -1,7 +1,7 @@
-"""From the projections to what latent attention takes: the key of each token, and the rotated part of its queries.
+"""Inputs of latent attention: the key of each token, and the rotated part of its queries.
 
-A head of a query is N numbers that are not rotated and P that are. A key, the same for all heads, is a latent vector of
-V numbers, which is normed, and P rotated ones.
+A query head has N plain and P rotated elements. All heads share one key: a normalized latent vector of V elements and P
+rotated elements.
 
 T tokens, H query heads, E = V + P key size, B pages of the pool, S page size.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def reference(q: Tensor, latents: Tensor, heads: Tensor, *, norm: Norm, tables: Tables) -> None:
-    """See ``latent_heads``: q [T, H, N + P], latents [T, V + P], heads [T, H + 1, E]; no pages are written."""
+    """Compute ``latent_heads`` in torch, without pages: q [T, H, N + P], latents [T, V + P], heads [T, H + 1, E]."""
     weight, epsilon = norm
     size, rotated_size = weight.shape[0], latents.shape[1] - weight.shape[0]
     heads[:, :-1, size:] = rope(q[..., q.shape[2] - rotated_size :], *tables)
@@ -33,36 +33,36 @@ def reference(q: Tensor, latents: Tensor, heads: Tensor, *, norm: Norm, tables: 
 
 
 def rotated_queries(q: Tensor, latents: Tensor, *, norm: Norm, tables: Tables, target: KVTarget) -> Tensor:
-    """q [T, H, N + P] with its last P numbers rotated, in ``target.heads`` [T, H, N + P] or else in its own memory.
+    """Rotate the last P elements of q [T, H, N + P] and write the keys to the target; arguments as ``latent_heads``.
 
-    The keys go to the target; the other arguments are those of ``latent_heads``.
+    Returns the queries [T, H, N + P], in ``target.heads`` if there is one, else in the memory of q.
     """
-    found = q if target.heads is None else target.heads
+    out = q if target.heads is None else target.heads
     if launcher.serves(q):
         from aioengine.kernels.triton.latent_heads import rotate_queries
 
-        rotate_queries(q, latents, found, norm=norm, tables=tables, target=(target.slots, target.keys))
-        return found
+        rotate_queries(q, latents, out, norm=norm, tables=tables, target=(target.slots, target.keys))
+        return out
     heads = q.new_empty(q.shape[0], q.shape[1] + 1, latents.shape[1])
     reference(q, latents, heads, norm=norm, tables=tables)
     size, latent_size = q.shape[2] - latents.shape[1] + norm[0].shape[0], norm[0].shape[0]
-    found[..., :size] = q[..., :size]
-    found[..., size:] = heads[:, :-1, latent_size:]
+    out[..., :size] = q[..., :size]
+    out[..., size:] = heads[:, :-1, latent_size:]
     _write(heads[:, -1:], target)
-    return found
+    return out
 
 
 def latent_heads(
     q: Tensor, latents: Tensor, heads: Tensor, *, norm: Norm, tables: Tables, target: KVTarget | None
 ) -> None:
-    """Write to ``heads`` [T, H + 1, E] the last P numbers of each query, and as the last head the key.
+    """Write the rotated P elements of each query, and the key as last head, to ``heads`` [T, H + 1, E].
 
     Args:
-        q: [T, H, N + P]; the first N numbers of a head are not read.
-        latents: [T, V + P], of any row stride.
-        norm: of the latent vectors, weight [V] and epsilon [] fp32.
-        tables: cos and sin [T, 1, P], as ``rope`` takes them.
-        target: the slots [T] of the keys [B, 1, S, E] to which the keys are written too; None: to none.
+        q: [T, H, N + P]; the first N elements of a head are not read.
+        latents: [T, V + P], any row stride.
+        norm: weight [V] and epsilon [] fp32 of the norm of latent vectors.
+        tables: cos and sin [T, 1, P], as for ``rope``.
+        target: slots [T] of the keys [B, 1, S, E] to which the keys are written too; None: no such tensor.
     """
     if launcher.serves(q):
         from aioengine.kernels.triton.latent_heads import rotate
@@ -76,6 +76,6 @@ def latent_heads(
 
 
 def _write(keys: Tensor, target: KVTarget) -> None:
-    """keys [T, 1, E] to their slots."""
+    """Write keys [T, 1, E] to their slots."""
     slots, page_size = target.slots.long(), target.keys.shape[2]
     target.keys[slots // page_size, :, slots % page_size] = keys

@@ -1,16 +1,15 @@
-"""Matmul with weights that never change: x [T, I], weight [O, I], bias [O] -> [T, O].
+"""Matmul with constant weights: x [T, I], weight [O, I], bias [O] -> [T, O].
 
-On a CPU a row of the result is the same bits for every T. The order in which a library adds up a row can depend on T
-(one row often has another kernel than many, and matrix units split the columns into other blocks), so it is tested at
-the start. A packed weight is multiplied with few row counts only, those of ``ROW_COUNTS`` that gave the same bits: rows
-are padded to one of them, or split. Where few row counts agree in bf16 (with several threads, a library may divide a
-long sum among them, and add up the parts in another order for other rows), the matmul is done in fp32. In other dtypes
-rows are padded, with copies of themselves, to a row count from which on the bits do not change, and split where they
-are more than were tried. Where nothing agrees, rows are computed one by one. On a GPU the same holds with
-``batch_invariant``.
+On a CPU a row of the result has the same bits for every T. Libraries may sum a row in an order that depends on T: one
+row often uses another kernel than many, and matrix units split the columns into other blocks. So each weight shape is
+tried at the start. A packed weight is multiplied only with the row counts of ``ROW_COUNTS`` that gave equal bits: rows
+are padded to such a count, or split. If few counts agree in bf16 (with several threads a library may divide a long sum
+among them, and add the parts in another order for other row counts), the matmul runs in fp32. In other dtypes, rows are
+padded with copies to the smallest row count from which all counts agree, and split above the largest tried count. If
+no counts agree, rows are computed one by one. On a GPU, results are independent of T only with ``batch_invariant``.
 
-oneDNN compiles code for every row count and weight shape, at least 0.5 MB in 0.5 to 4 ms, and keeps it: few row counts
-also save memory and time. ``processes.host.limit_kernel_cache`` limits the code that is kept.
+oneDNN compiles code for each pair of row count and weight shape, at least 0.5 MB in 0.5 to 4 ms, and keeps it. So using
+few row counts also saves memory and time. ``processes.host.limit_kernel_cache`` limits the cached code.
 """
 
 from __future__ import annotations
@@ -29,42 +28,42 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BLOCK = 64
-"""Rows of a matmul with a weight that is not packed: more are split."""
+"""Maximum rows of a matmul with a weight that is not packed; more rows are split."""
 ROW_COUNTS = (
     *(*range(1, 9), 10, 12, 14, 16, *range(20, 65, 4)),
     *(*range(72, 129, 8), *range(144, 257, 16), *range(288, 513, 32)),
 )
-"""Row counts of a matmul with a packed weight: rows are padded by 3 % on average."""
+"""Row counts of a matmul with a packed weight. Padding adds 3 % of rows on average."""
 TILED_COUNTS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-"""Row counts for matrix units, which multiply 16 rows in the time of one. All are tried with every weight."""
+"""Row counts for matrix units, which multiply 16 rows in the time of one. All are tried with each weight."""
 COMMON_ROWS = 8
-"""The row counts that give the same bits as this one are used."""
+"""Only row counts that give the same bits as this one are used."""
 LEAST_COUNT = 16
-"""Where fewer rows than these would be multiplied at a time, another dtype is tried."""
+"""If the largest usable row count is smaller, another dtype is tried."""
 FEW_ROWS = 32
 """Up to this row count, rows are padded rather than split."""
-MAX_TRIED_NUMBERS = 2 << 20
-"""Numbers in the largest result of more than ``BLOCK`` rows that is tried at the start, to limit time and memory."""
+MAX_TRIED_ELEMENTS = 2 << 20
+"""Maximum size of a result of more than ``BLOCK`` rows in the trials, to limit time and memory."""
 FAST_ROWS = 4
 """oneDNN reads packed bf16 weights fastest with 3 to 6 rows: 31 GB/s with one row, 26 with two, 37 with four, on two
-cores that can read 38. So fewer rows are padded to four where the weight does not fit the cache.
+cores with 38 GB/s. So fewer rows are padded to four if the weight exceeds the cache.
 """
 CACHED_BYTES = 1 << 20
 LONG_INPUTS = 8192
 FEW_ROWS_OF_LONG_INPUTS = 128
 TRIED_ROWS = (1, 2, 3, 4, 6, 8, 11, 12, 16, 17, 32, 33, BLOCK)
 DIFFERENT_OUTPUTS = 64
-"""Outputs of a weight that is tried; more are copies of these."""
+"""Different outputs in the weight of a trial; further outputs are copies."""
 TRIED_TERMS = 1 << 13
-"""Terms of all sums of a trial, at least."""
+"""Minimum number of terms in all sums of a trial."""
 TRIED_POWERS = 4
-"""Numbers of a trial are larger or smaller by up to this power of two. In fp16, results stay finite."""
+"""The elements of a trial are scaled by up to plus or minus this power of two. In fp16, results stay finite."""
 ROUNDING = 2.0**-14
-"""About what is rounded off in sums of such numbers in fp32."""
+"""About the rounding error of sums of such numbers in fp32."""
 
 
 class Matmul(Protocol):
-    """[T, I] -> [T, O]; holds its weight."""
+    """A callable [T, I] -> [T, O] that holds its weight."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, I] -> [T, O]."""
@@ -72,19 +71,19 @@ class Matmul(Protocol):
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [T, I], weight [O, I], bias [O] -> [T, O]."""
+    """Compute x [T, I], weight [O, I], bias [O] -> [T, O] in torch."""
     return functional.linear(x, weight, bias)
 
 
 def packs(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether oneDNN's packed weights are used: on a CPU, for the dtypes that it supports there."""
+    """Return whether oneDNN's packed weights are used: on a CPU, for the dtypes that oneDNN supports."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def pack(weight: Tensor, *, has_bias: bool = False) -> Tensor:
-    """The weight [O, I] in oneDNN's layout where ``prepare`` takes that as it is, else the weight itself."""
+    """Return the weight [O, I] in oneDNN's layout if ``prepare`` would use it unchanged, else the weight itself."""
     if weight.is_mkldnn or not packs(weight.dtype, weight.device):
         return weight
     out_features, in_features = weight.shape
@@ -93,15 +92,15 @@ def pack(weight: Tensor, *, has_bias: bool = False) -> Tensor:
 
 
 def unpack(weight: Tensor) -> Tensor:
-    """The weight [O, I] before ``pack``: an equal tensor if it was packed, else the weight itself."""
+    """Undo ``pack``: return an equal plain tensor [O, I] if the weight is packed, else the weight itself."""
     return weight.to_dense() if weight.is_mkldnn else weight
 
 
 def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = False) -> Matmul:
-    """The fastest callable [T, I] -> [T, O] for weight [O, I] and bias [O].
+    """Return the fastest callable [T, I] -> [T, O] for weight [O, I] and bias [O].
 
     Args:
-        weight: packed already, by ``pack``, or plain; a plain one may be copied and is then not needed any more.
+        weight: the result of ``pack``, or a plain tensor. A plain tensor may be copied; the caller can then free it.
         batch_invariant: on a GPU, a row of the result must not depend on the number of rows.
     """
     if weight.device.type != "cpu":
@@ -122,9 +121,9 @@ class Packing(NamedTuple):
     """How a weight is packed.
 
     Attributes:
-        for_rows: the row count that oneDNN packs it for; None: any.
-        counts: the row counts that then give the same bits, ascending.
-        dtype: in which it is multiplied.
+        for_rows: the row count for which oneDNN packs it; None: any.
+        counts: the row counts that give the same bits, ascending.
+        dtype: dtype of the matmul.
     """
 
     for_rows: int | None
@@ -136,9 +135,9 @@ class Packing(NamedTuple):
 def choose_packing(
     out_features: int, in_features: int, dtype: torch.dtype, num_threads: int, *, has_bias: bool = False
 ) -> Packing:
-    """The packing in ``dtype`` where enough row counts agree there, else in fp32; row by row where they do not there.
+    """Return a packing in ``dtype`` if enough row counts agree, else one in fp32, else one that computes row by row.
 
-    ``num_threads`` only tells apart what was tried with other numbers of threads.
+    num_threads: only part of the cache key, because the trials depend on it.
     """
     for tried in dict.fromkeys((dtype, torch.float32)):
         packing = _try_packings(out_features, in_features, tried, has_bias=has_bias)
@@ -148,12 +147,13 @@ def choose_packing(
 
 
 def _try_packings(out_features: int, in_features: int, dtype: torch.dtype, *, has_bias: bool) -> Packing:
-    """The usual packing, and with a matrix unit for bf16 that for one row where not all numbers of rows agree with the
-    usual one: more of them agree then, but many rows take a third longer.
+    """Try the default packing. With a matrix unit for bf16, if not all row counts agree, return the packing for one
+    row:
+    more row counts agree with it, but many rows take a third longer.
     """
     is_slow_with_few = dtype == torch.bfloat16 and 2 * out_features * in_features > CACHED_BYTES
     least = FAST_ROWS if is_slow_with_few else 1
-    most = max(BLOCK, MAX_TRIED_NUMBERS // out_features)
+    most = max(BLOCK, MAX_TRIED_ELEMENTS // out_features)
     counts = [count for count in TILED_COUNTS if least <= count <= most]
     trial = Trial(out_features, in_features, dtype)
 
@@ -173,16 +173,16 @@ def _try_packings(out_features: int, in_features: int, dtype: torch.dtype, *, ha
 
 
 def _has_matrix_unit() -> bool:
-    """Whether this CPU has one for bf16 (AMX)."""
+    """Return whether this CPU has a matrix unit for bf16 (AMX)."""
     return torch.cpu._is_amx_tile_supported()
 
 
 class Trial:
-    """Rows whose results show in which order a matmul of a weight [O, I] and a bias [O] adds up.
+    """Inputs whose results reveal the summation order of a matmul with weight [O, I] and bias [O].
 
-    The terms of a result cancel in pairs, at random places: what is left is the rounding of the sums on the way, and
-    the bias and a term without a pair, which are about as large. The terms are of very different sizes, so that sums of
-    few terms are rounded too; and there are more rows where results have few terms, or are few.
+    The terms of each sum cancel in random pairs. The result is the accumulated rounding error, plus the bias and the
+    term without a pair, which are about as large. The terms have very different magnitudes, so that sums of few terms
+    are rounded too. If sums are short or few, there are more rows.
 
     Attributes:
         weight: [O, I]. bias: [O]. x: [R, I].
@@ -195,7 +195,7 @@ class Trial:
         added, taken_back, alone = order.split([num_pairs, num_pairs, in_features % 2])
 
         def random(num_rows: int, size: int) -> Tensor:
-            """[num_rows, size] numbers, large and small ones."""
+            """Return [num_rows, size] numbers of very different magnitudes."""
             powers = torch.randint(-TRIED_POWERS, TRIED_POWERS + 1, (num_rows, size), generator=generator)
             return torch.randn(num_rows, size, generator=generator) * 2.0**powers
 
@@ -211,12 +211,12 @@ class Trial:
         self.x = x.to(dtype)
 
     def agreeing(self, matmul: Matmul, common: int) -> Callable[[int], bool]:
-        """Tells of a row count whether with it all rows get the bits that they get ``common`` at a time."""
+        """Return a test of row counts: do all rows get the same bits as when they are computed ``common`` at a time?"""
         num_rows = self.x.shape[0]
         expected = self._results(matmul, common, torch.arange(-(-num_rows // common) * common) % num_rows)[:num_rows]
 
         def agrees(count: int) -> bool:
-            """Each row is computed at another place than before."""
+            """Compute each row at another position than before."""
             chosen = (torch.arange(-(-num_rows // count) * count) + (count + 1) // 2) % num_rows
             wanted = expected[chosen] if num_rows > 1 else expected.expand(len(chosen), -1)
             return torch.equal(self._results(matmul, count, chosen), wanted)
@@ -224,16 +224,16 @@ class Trial:
         return agrees
 
     def _results(self, matmul: Matmul, count: int, chosen: Tensor) -> Tensor:
-        """[N, O] of the chosen rows [N], ``count`` at a time."""
+        """Return the results [N, O] of the chosen rows [N], computed ``count`` at a time."""
         results = [matmul(self.x[rows]) for rows in chosen.split(count)]
         return torch.cat(results) if len(results) > 1 else results[0]
 
 
 @lru_cache(maxsize=256)
 def independent_rows(out_features: int, in_features: int, dtype: torch.dtype, num_threads: int) -> range:
-    """From how many up to how many rows a row's result is seen not to depend on their number; empty: none.
+    """Return the range of row counts that give equal bits in the trials; empty: there are none.
 
-    ``num_threads`` only tells apart what was tried with other numbers of threads.
+    num_threads: only part of the cache key, because the trials depend on it.
     """
     trial = Trial(out_features, in_features, dtype)
     agrees = trial.agreeing(_plain(trial.weight, None), BLOCK)
@@ -246,29 +246,29 @@ def independent_rows(out_features: int, in_features: int, dtype: torch.dtype, nu
 
 
 def _plain(weight: Tensor, bias: Tensor | None) -> Matmul:
-    """torch's own for weight [O, I] and bias [O]."""
+    """Return torch's matmul for weight [O, I] and bias [O]."""
     return lambda x: functional.linear(x, weight, bias)
 
 
 def _pack(weight: Tensor, for_rows: int | None) -> Tensor:
-    """The weight [O, I] in oneDNN's layout for ``for_rows`` rows; None: for any number."""
+    """Return the weight [O, I] in oneDNN's layout for ``for_rows`` rows; None: for any number."""
     return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), for_rows)
 
 
 def _packed(weight: Tensor, bias: Tensor | None, for_rows: int | None) -> Matmul:
-    """oneDNN's for weight [O, I], which may be packed already, and bias [O]."""
+    """Return oneDNN's matmul for weight [O, I], packed or plain, and bias [O]."""
     operation = torch.ops.mkldnn._linear_pointwise.default
     packed = weight if weight.is_mkldnn else _pack(weight, for_rows)
     return lambda x: operation(x, packed, bias, "none", [], "")
 
 
 class DeviceMatmul:
-    """For weight [O, I] and bias [O] on a GPU: up to 64 rows go through kernels that read the weight at full speed,
-    more through torch's library.
+    """Matmul for weight [O, I] and bias [O] on a GPU. Up to 64 rows use our own kernels, which read the weight at full
+    bandwidth; more rows use torch.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """weight [O, I], contiguous; bias [O]."""
+        """weight: contiguous [O, I]. bias: [O]."""
         from aioengine.kernels.triton import skinny_linear, vector_linear
 
         self.weight = weight
@@ -295,15 +295,17 @@ class DeviceMatmul:
 
 
 def _on_device(weight: Tensor, bias: Tensor | None) -> Matmul:
-    """For weight [O, I] and bias [O] on a GPU."""
+    """Return the fastest matmul for weight [O, I] and bias [O] on a GPU."""
     if not launcher.serves(weight) or not weight.is_contiguous():
         return lambda x: functional.linear(x, weight, bias)
     return DeviceMatmul(weight, bias)
 
 
 def _by_library(weight: Tensor, bias: Tensor | None) -> Matmul:
-    """torch's own for weight [O, I] and bias [O], with a bias of zeros where that is faster: torch then calls a library
-    that splits long inputs better for few rows, which saves 3 of 230 us in a layer of a model of 8 billion parameters.
+    """Return torch's matmul for weight [O, I] and bias [O], with a bias of zeros if that is faster.
+
+    With a bias torch calls a library that splits long inputs better for few rows. This saves 3 of 230 us per layer of
+    an 8B model.
     """
     if bias is not None or weight.shape[1] < LONG_INPUTS or weight.dtype == torch.float32:
         return lambda x: functional.linear(x, weight, bias)
@@ -312,15 +314,15 @@ def _by_library(weight: Tensor, bias: Tensor | None) -> Matmul:
 
 
 def _invariant(weight: Tensor, bias: Tensor | None) -> Matmul:
-    """For weight [O, I] and bias [O] on a GPU, with rows that do not depend on their number."""
+    """Return a batch-invariant matmul for weight [O, I] and bias [O] on a GPU."""
     from aioengine.kernels.triton import invariant_linear
 
-    invariant_matmul, whole = invariant_linear.matmul, weight.contiguous()
-    return lambda x: invariant_matmul(x.contiguous(), whole, bias)
+    invariant_matmul, weight = invariant_linear.matmul, weight.contiguous()
+    return lambda x: invariant_matmul(x.contiguous(), weight, bias)
 
 
 def _in_pieces(matmul: Matmul, counts: tuple[int, ...]) -> Matmul:
-    """``matmul``, of as many rows as one of ``counts`` (from few to many): padded, or split where they are more."""
+    """Wrap ``matmul`` so that it only sees the row counts in ``counts`` (ascending): pads or splits the rows."""
     most = counts[-1]
     sizes = [_first_piece(num_rows, counts) for num_rows in range(most + 1)]
 
@@ -328,11 +330,11 @@ def _in_pieces(matmul: Matmul, counts: tuple[int, ...]) -> Matmul:
         """[T, I] -> [T, O]."""
         num_rows = x.shape[0]
         if num_rows <= most and sizes[num_rows] >= num_rows:
-            return _of_rows(matmul, x, sizes[num_rows])
+            return _padded(matmul, x, sizes[num_rows])
         pieces: list[Tensor] = []
         while num_rows := x.shape[0]:
             size = sizes[min(num_rows, most)]
-            pieces.append(_of_rows(matmul, x[:size], size))
+            pieces.append(_padded(matmul, x[:size], size))
             x = x[size:]
         return torch.cat(pieces)
 
@@ -340,14 +342,14 @@ def _in_pieces(matmul: Matmul, counts: tuple[int, ...]) -> Matmul:
 
 
 def _first_piece(num_rows: int, counts: tuple[int, ...]) -> int:
-    """The next larger of ``counts``; or, where a third of its rows would be padding, the next smaller one."""
+    """Return the next larger of ``counts``, or the next smaller one if a third of the rows would be padding."""
     larger = next(count for count in counts if count >= num_rows)
     smaller = max((count for count in counts if count <= num_rows), default=larger)
     return smaller if smaller >= FEW_ROWS and 2 * larger >= 3 * num_rows else larger
 
 
 def _in_rows(matmul: Matmul, counts: range) -> Matmul:
-    """``matmul``, of as many rows as one of ``counts``: padded, or split where they are more; one by one if empty."""
+    """Wrap ``matmul`` so that it only sees row counts in ``counts``: pads or splits the rows. Empty: one by one."""
     if not counts:
         return _in_pieces(matmul, (1,))
     least, most = counts[0], counts[-1]
@@ -355,16 +357,16 @@ def _in_rows(matmul: Matmul, counts: range) -> Matmul:
     def in_rows(x: Tensor) -> Tensor:
         """[T, I] -> [T, O]."""
         if x.shape[0] <= most:
-            return _of_rows(matmul, x, max(least, x.shape[0]))
-        return torch.cat([_of_rows(matmul, piece, max(least, piece.shape[0])) for piece in x.split(most)])
+            return _padded(matmul, x, max(least, x.shape[0]))
+        return torch.cat([_padded(matmul, piece, max(least, piece.shape[0])) for piece in x.split(most)])
 
     return in_rows
 
 
-def _of_rows(matmul: Matmul, x: Tensor, wanted: int) -> Tensor:
-    """``matmul`` of x [T, I], padded to ``wanted`` rows with copies of its first rows -> [T, O]."""
+def _padded(matmul: Matmul, x: Tensor, padded_rows: int) -> Tensor:
+    """Compute ``matmul`` of x [T, I], padded to ``padded_rows`` with copies of its first rows -> [T, O]."""
     num_rows = x.shape[0]
-    if wanted == num_rows:
+    if padded_rows == num_rows:
         return matmul(x)
-    copies, rest = divmod(wanted, num_rows)
+    copies, rest = divmod(padded_rows, num_rows)
     return matmul(torch.cat((*(x,) * copies, x[:rest])))[:num_rows]

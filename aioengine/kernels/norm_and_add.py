@@ -1,6 +1,6 @@
-"""The norm of a layer's output is added to a residual stream, which is normed in turn: two tensors [T, D] -> [T, D].
+"""Post-norm residual: add RMSNorm of a layer's output to the residual stream, then return RMSNorm of the sum.
 
-Both are ``rms_norm`` with one epsilon. The residual is changed in place.
+Tensors are [T, D]. Both norms use the same epsilon. The residual is changed in place.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def reference(delta: Tensor, residual: Tensor, behind: Tensor, before: Tensor | None, *, epsilon: Tensor) -> Tensor:
-    """delta and residual [T, D], weights [D] of the norm behind the layer and of that before the next one -> [T, D].
+def reference(delta: Tensor, residual: Tensor, post: Tensor, pre: Tensor | None, *, epsilon: Tensor) -> Tensor:
+    """Add the norm of delta to the residual, [T, D] each, and return the norm of the sum [T, D].
 
-    Without the latter, it returns the residual.
+    post: weight [D] of the norm after this layer. pre: weight [D] of the norm before the next layer; None: the sum
+    itself is returned.
     """
-    residual.add_(rms_norm(delta, behind, epsilon))
-    return residual if before is None else rms_norm(residual, before, epsilon)
+    residual.add_(rms_norm(delta, post, epsilon))
+    return residual if pre is None else rms_norm(residual, pre, epsilon)
 
 
-def norm_and_add(delta: Tensor, residual: Tensor, behind: Tensor, before: Tensor | None, *, epsilon: Tensor) -> Tensor:
-    """As ``reference``: [T, D], both contiguous -> [T, D]."""
+def norm_and_add(delta: Tensor, residual: Tensor, post: Tensor, pre: Tensor | None, *, epsilon: Tensor) -> Tensor:
+    """Compute ``reference``: contiguous [T, D] -> [T, D]."""
     if not launcher.serves(residual):
-        return reference(delta, residual, behind, before, epsilon=epsilon)
+        return reference(delta, residual, post, pre, epsilon=epsilon)
     from aioengine.kernels.triton import rows
 
-    return rows.norm_and_add(delta, residual, behind, before, epsilon=epsilon)
+    return rows.norm_and_add(delta, residual, post, pre, epsilon=epsilon)

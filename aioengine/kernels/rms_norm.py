@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def reference(x: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
-    """x [..., D], weight [D] -> [..., D]."""
+    """Compute x [..., D], weight [D] -> [..., D] in torch."""
     wide = x.float()
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
     if weight.dtype == torch.float32:
@@ -24,9 +24,8 @@ def reference(x: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
     """x [..., D], weight [D], epsilon [] fp32 on the device of x -> [..., D].
 
-    A weight in fp32 is multiplied in fp32, and the result is rounded once.
-    On a CPU with fewer operations than ``reference``, since at one token each costs as much as its work: a row's sum of
-    squares is the square of its norm.
+    An fp32 weight is multiplied in fp32, and the result is rounded once. On a CPU this uses fewer operations than
+    ``reference`` (the sum of squares is the squared norm), because with one token the call overhead dominates.
     """
     if x.ndim == 2 and launcher.serves(x):
         from aioengine.kernels.triton import rows

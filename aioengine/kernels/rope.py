@@ -1,4 +1,4 @@
-"""Rotary embedding: x [T, H, E], tables [T, 1, E] -> [T, H, E]; the first half of a head is paired with the second."""
+"""Rotary embedding (half-split pairing): x [T, H, E], tables [T, 1, E] -> [T, H, E]."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, H, E], cos and sin [T, 1, E] -> [T, H, E], computed in fp32; ``sin`` is negative in its first half."""
+    """x [T, H, E], cos and sin [T, 1, E] -> [T, H, E], computed in fp32. The first half of ``sin`` is negated."""
     wide = x.float()
     half = x.shape[-1] // 2
     swapped = torch.cat((wide[..., half:], wide[..., :half]), dim=-1)

@@ -1,6 +1,6 @@
-"""The fused matmul's heads [T, H + 2 K, E] are rotated; k and v [T, K, E] go to their pages [N, K, S, E] too.
+"""``rotate_heads`` fused with the write of k and v [T, K, E] to the KV pool [N, K, S, E].
 
-What ``rotate_heads`` does, and the way into the KV pool, in one pass over the memory.
+Heads are the fused QKV projection [T, H + 2 K, E]. One pass over the memory does both.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KVTarget:
-    """Where k and v of a step's tokens go: slots [T], page id * S + offset, of keys and values [N, K, S, E].
+    """The destination of k and v: slots [T] (page id * S + offset) of keys and values [N, K, S, E].
 
-    heads: contiguous [T, H + 2 K, E], where q, k and v are to stand then; None: anywhere.
+    heads: contiguous [T, H + 2 K, E] that also receives q, k and v; None: no such tensor.
     """
 
     slots: Tensor
@@ -34,7 +34,7 @@ class KVTarget:
 
 
 def reference(heads: Tensor, num_heads: int, tables: Tables, norms: Norms, *, target: KVTarget) -> Heads:
-    """heads [T, H + 2 K, E] -> q [T, H, E], k and v [T, K, E], which are in the target too."""
+    """Rotate heads [T, H + 2 K, E], write them to the target, and return q [T, H, E], k and v [T, K, E]."""
     q, k, v = rotated(heads, num_heads, tables, norms)
     slots, page_size = target.slots.long(), target.keys.shape[2]
     target.keys[slots // page_size, :, slots % page_size] = k
@@ -46,7 +46,7 @@ def reference(heads: Tensor, num_heads: int, tables: Tables, norms: Norms, *, ta
 
 
 def rotate_and_write(heads: Tensor, num_heads: int, tables: Tables, norms: Norms, *, target: KVTarget) -> Heads:
-    """heads [T, H + 2 K, E] -> q [T, H, E], k and v [T, K, E]; may use the memory of ``heads``."""
+    """Compute ``reference``: heads [T, H + 2 K, E] -> q [T, H, E], k and v [T, K, E]. May change ``heads``."""
     if not launcher.serves(heads):
         return reference(heads, num_heads, tables, norms, target=target)
     from aioengine.kernels.triton.heads import rotate

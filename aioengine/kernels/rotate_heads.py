@@ -1,6 +1,6 @@
-"""From the fused matmul to what attention takes: heads [T, H + 2 K, E] -> q [T, H, E], k and v [T, K, E].
+"""Split the fused QKV projection, and rotate queries and keys: heads [T, H + 2 K, E] -> q [T, H, E], k, v [T, K, E].
 
-Queries and keys are normed, each head on its own, where the model has weights for that, and rotated.
+If the model has QK norms, each query and key head is normalized before the rotation.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def reference(heads: Tensor, num_heads: int, tables: Tables, norms: Norms) -> Heads:
-    """heads [T, H + 2 K, E] -> q [T, H, E], k and v [T, K, E].
+    """Split heads [T, H + 2 K, E] into q [T, H, E], k and v [T, K, E], and rotate q and k.
 
     Args:
-        tables: cos and sin [T, 1, E], as ``rope`` takes them.
+        tables: cos and sin [T, 1, E], as for ``rope``.
         norms: weights [E] for query and key heads, and epsilon [] fp32; None: no norms.
     """
     num_kv_heads = (heads.shape[1] - num_heads) // 2
@@ -37,7 +37,7 @@ def reference(heads: Tensor, num_heads: int, tables: Tables, norms: Norms) -> He
 
 
 def rotate_heads(heads: Tensor, num_heads: int, tables: Tables, norms: Norms) -> Heads:
-    """As ``reference``: [T, H + 2 K, E] -> [T, H, E], [T, K, E], [T, K, E]. May use the memory of ``heads``."""
+    """Compute ``reference``: [T, H + 2 K, E] -> [T, H, E], [T, K, E], [T, K, E]. May change ``heads``."""
     if not launcher.serves(heads):
         return reference(heads, num_heads, tables, norms)
     from aioengine.kernels.triton.heads import rotate
@@ -47,7 +47,7 @@ def rotate_heads(heads: Tensor, num_heads: int, tables: Tables, norms: Norms) ->
 
 
 def as_parts(heads: Tensor, num_heads: int) -> Heads:
-    """q, k and v as they stand in [T, H + 2 K, E]."""
+    """Return q, k and v as views of heads [T, H + 2 K, E]."""
     num_kv_heads = (heads.shape[1] - num_heads) // 2
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     return q, k, v

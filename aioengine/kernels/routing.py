@@ -1,7 +1,7 @@
-"""Routing of tokens to experts: logits [T, E] -> the experts of each token [T, K] and their weights [T, K].
+"""Routing of tokens to experts: logits [T, E] -> experts [T, K] and weights [T, K].
 
-The scores are computed in fp32. Of experts with equal scores, the one with the lower number is chosen, so that a
-token's experts do not depend on the device. T tokens, E experts, K experts of a token.
+Scores are computed in fp32. Ties go to the expert with the lower index, so the result does not depend on the device.
+T tokens, E experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aioengine.kernels.expert_types import Chosen
+from aioengine.kernels.expert_types import ChosenExperts
 from aioengine.kernels.sigmoid import sigmoid
 from aioengine.kernels.triton import launcher
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from aioengine.kernels.expert_types import Routing
 
 _SMALLEST = 1e-20
-"""Added to the sum that weights are divided by, so that scores of 0 alone give weights of 0."""
+"""Added to the sum in the normalization of weights, to avoid a division by 0."""
 
 
-def reference(logits: Tensor, bias: Tensor | None, routing: Routing) -> Chosen:
-    """As ``route``: logits [T, E] and bias [E] -> [T, K]."""
+def reference(logits: Tensor, bias: Tensor | None, routing: Routing) -> ChosenExperts:
+    """Compute ``route`` in torch: logits [T, E] and bias [E] -> [T, K]."""
     wide = logits.float()
     scores = wide.softmax(-1) if routing.scoring == "softmax" else sigmoid(wide)
     chosen_by = scores if bias is None else scores + bias.float()
@@ -38,18 +38,18 @@ def reference(logits: Tensor, bias: Tensor | None, routing: Routing) -> Chosen:
     weights = scores.gather(-1, experts)
     if routing.is_normalized:
         weights = weights / (weights.sum(-1, keepdim=True) + _SMALLEST)
-    return Chosen(experts.int(), weights * routing.scale)
+    return ChosenExperts(experts.int(), weights * routing.scale)
 
 
 def _best(scores: Tensor, count: int) -> Tensor:
-    """scores [T, N] -> the indices [T, count] of the largest; of equal ones, the first."""
+    """Return the indices [T, count] of the largest scores [T, N]. Ties go to the lower index."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
-def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> Chosen:
-    """logits [T, E] -> the experts of each token.
+def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> ChosenExperts:
+    """Choose the experts of each token from logits [T, E].
 
-    ``bias`` [E] is added to the scores to choose experts, and not to weight them; None: nothing is added.
+    bias: [E], added to the scores for the choice of experts but not for their weights; None: no bias.
     """
     if not launcher.serves(logits):
         return reference(logits, bias, routing)

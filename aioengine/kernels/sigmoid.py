@@ -11,15 +11,14 @@ if TYPE_CHECKING:
 
 
 def reference(x: Tensor) -> Tensor:
-    """x [...] -> [...]."""
+    """Return torch.sigmoid of x [...]."""
     return torch.sigmoid(x)
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """As ``reference``: [...] -> [...].
+    """Return the sigmoid of x [...].
 
-    On a CPU without torch's own, which rounds the last few elements of a range differently from the others, so that a
-    token's bits would depend on the batch; its exp does not.
+    On a CPU torch's sigmoid is not batch-invariant (see ``silu_and_mul``), but its exp is.
     """
     if x.device.type != "cpu":
         return torch.sigmoid(x)

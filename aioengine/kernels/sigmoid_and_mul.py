@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 def sigmoid_and_mul(gates: Tensor, x: Tensor) -> Tensor:
-    """gates and x [T, I] -> [T, I].
+    """Return sigmoid(gates) * x: [T, I] each -> [T, I].
 
-    In fp32 on a CPU without torch's sigmoid, which rounds the last elements of a range differently (``silu_and_mul``).
+    In fp32 on a CPU it avoids torch's sigmoid, which is not batch-invariant: see ``silu_and_mul``.
     """
     if gates.dtype == torch.float32 and gates.device.type == "cpu":
         return torch.div(x, torch.neg(gates).exp_().add_(1.0))

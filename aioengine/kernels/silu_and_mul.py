@@ -22,8 +22,8 @@ def reference(x: Tensor) -> Tensor:
 def silu_and_mul(x: Tensor) -> Tensor:
     """x [T, 2 I] -> [T, I].
 
-    In fp32 on a CPU without torch's silu, which rounds the last few elements of a thread's range differently from the
-    others, so that a token's bits would depend on the batch; its exp does not. In bf16 all 65,536 inputs agree.
+    In fp32 on a CPU, torch's silu is not batch-invariant: it rounds the last few elements of each thread's range
+    differently from the others. Its exp does not. In bf16 all 65,536 inputs agree.
     """
     if launcher.serves(x):
         from aioengine.kernels.triton import rows

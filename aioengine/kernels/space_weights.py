@@ -1,7 +1,7 @@
-"""The weights of a state space: how fast it fades, its time steps, and what passes it by. H heads.
+"""The weights of a Mamba 2 layer, read by the operation and by its kernels. H heads.
 
-Beside the operation, since its kernels read them too: time steps are dt = softplus(step + bias), the state fades by
-exp(-exp(log_rate) dt), and skip times its input is added to the output of a head.
+The time step is dt = softplus(step + bias). The state decays by exp(-exp(log_rate) dt). skip * x is added to the
+output.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ class SpaceWeights:
     """The weights of a layer.
 
     Attributes:
-        log_rate: [H] fp32, the logarithm of the rate at which the matrix of a head fades.
-        bias: [H] fp32, of the time steps.
-        skip: [H] fp32, the factor of what passes the state by.
-        limits: the least and the most of a time step.
+        log_rate: [H] fp32, logarithm of the decay rate.
+        bias: [H] fp32, bias of the time steps.
+        skip: [H] fp32, factor of the skip connection.
+        limits: minimum and maximum time step.
     """
 
     log_rate: Tensor

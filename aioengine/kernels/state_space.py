@@ -1,6 +1,6 @@
-"""The selective state space of Mamba 2 (arXiv 2405.21060): attention whose past is one matrix a head, which fades.
+"""The selective state space of Mamba 2 (arXiv 2405.21060): one decaying state matrix S per head.
 
-For each token, in fp32, with dt = softplus(step + bias), within limits:
+For each token, in fp32, with dt = softplus(step + bias) clamped to limits:
 
     S = exp(-exp(log_rate) dt) S + b (dt x)^T;   output = S^T c + skip x
 
@@ -23,13 +23,14 @@ if TYPE_CHECKING:
     from aioengine.kernels.state_rows import StateRows
 
 _LINEAR_FROM: Final = 20.0
-"""softplus(x) counts as x from here on."""
+"""For larger x, softplus(x) is computed as x."""
 
 
 def reference(channels: Tensor, steps: Tensor, weights: SpaceWeights, state: Tensor, *, rows: StateRows) -> Tensor:
-    """As ``state_space``: channels [T, C], steps [T, H], state [N, H, K, V] -> [T, H, V].
+    """Compute ``state_space`` in torch: channels [T, C], steps [T, H], state [N, H, K, V] -> [T, H, V].
 
-    Token after token, as ``gated_delta.reference``, so that a token's bits depend neither on its chunk nor on others.
+    Computes token after token, as ``gated_delta.reference``, so that results depend neither on chunks nor on other
+    rows.
     """
     num_heads, key_size, value_size = state.shape[1:]
     num_groups = (channels.shape[1] - num_heads * value_size) // (2 * key_size)
@@ -41,10 +42,10 @@ def reference(channels: Tensor, steps: Tensor, weights: SpaceWeights, state: Ten
         for part in keys.chunk(2, dim=1)
     )
     times = steps.float() + weights.bias
-    # by exp and log1p, for torch's softplus rounds the last elements of a range differently
+    # exp and log1p, because torch's softplus is not batch-invariant (see silu_and_mul)
     times = torch.where(times > _LINEAR_FROM, times, times.exp().log1p_()).clamp_(*weights.limits)
     decays = (times * weights.log_rate.exp()).neg_().exp_()[:, :, None, None]
-    given = (x * times.unsqueeze(-1)).unsqueeze(2)
+    inputs = (x * times.unsqueeze(-1)).unsqueeze(2)
     out = torch.zeros(x.shape, dtype=channels.dtype, device=channels.device)
     skipped = x * weights.skip.unsqueeze(-1)
     products = torch.empty_like(state[0])
@@ -53,7 +54,7 @@ def reference(channels: Tensor, steps: Tensor, weights: SpaceWeights, state: Ten
         if not start:
             matrix.zero_()
         for token in range(first, end):
-            matrix.mul_(decays[token]).addcmul_(b[token], given[token])
+            matrix.mul_(decays[token]).addcmul_(b[token], inputs[token])
             out[token] = torch.mul(matrix, c[token], out=products).sum(1).add_(skipped[token])
     return out
 
@@ -61,11 +62,11 @@ def reference(channels: Tensor, steps: Tensor, weights: SpaceWeights, state: Ten
 def state_space(
     channels: Tensor, steps: Tensor, weights: SpaceWeights, state: Tensor, *, rows: StateRows, in_blocks: bool = False
 ) -> Tensor:
-    """The outputs of each token's heads.
+    """Compute the output of each head, and update the state.
 
     Args:
         channels: [T, C], x of all heads, then b, then c of all groups.
-        steps: [T, H], whose rows may be parts of longer ones.
+        steps: [T, H], any row stride.
         state: [N, H, K, V] fp32, changed in place.
         in_blocks: as in ``gated_delta``.
 

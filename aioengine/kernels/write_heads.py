@@ -1,4 +1,4 @@
-"""q [T, H, E], k and v [T, K, E], rotated elsewhere, to where attention reads them."""
+"""Write q [T, H, E], k and v [T, K, E], which are already rotated, to the KV pool and the attention input."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, *, target: KVTarget) -> Heads:
-    """q [T, H, E], k and v [T, K, E] -> the same, which are in the target too."""
+    """Write q [T, H, E], k and v [T, K, E] to the target, and return them."""
     slots, page_size = target.slots.long(), target.keys.shape[2]
     target.keys[slots // page_size, :, slots % page_size] = k
     target.values[slots // page_size, :, slots % page_size] = v
@@ -30,7 +30,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, *, target: KVTarget) -> Heads:
 
 
 def write_heads(q: Tensor, k: Tensor, v: Tensor, *, target: KVTarget | Callable[[Tensor, Tensor], None]) -> Heads:
-    """q [T, H, E], k and v [T, K, E] of any strides -> the same, which are in the target too."""
+    """Write q [T, H, E], k and v [T, K, E], any strides, to the target, and return them."""
     if not isinstance(target, KVTarget):
         k, v = k.contiguous(), v.contiguous()
         target(k, v)
@@ -39,6 +39,6 @@ def write_heads(q: Tensor, k: Tensor, v: Tensor, *, target: KVTarget | Callable[
         return reference(q, k, v, target=target)
     from aioengine.kernels.triton.heads import write
 
-    q, k, v = (each if each.stride(-1) == 1 else each.contiguous() for each in (q, k, v))
+    q, k, v = (heads if heads.stride(-1) == 1 else heads.contiguous() for heads in (q, k, v))
     write(q, k, v, target=(target.slots, target.keys, target.values), out=target.heads)
     return (q.contiguous(), k, v) if target.heads is None else as_parts(target.heads, q.shape[1])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from aioengine.kernels import adapter_linear, linear, silu_and_mul
-from aioengine.kernels.adapter_slots import Tiles
+from aioengine.kernels.adapter_slots import AdapterTiles
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +29,7 @@ class Groups:
     groups: tuple[tuple[int, Tensor], ...]
 
 
-Grouping = Groups | Tiles
+Grouping = Groups | AdapterTiles
 
 
 class AdapterRows(Protocol):
@@ -66,7 +66,7 @@ class PooledAdapters:
 
     def add(self, matmul: Matmul, x: Tensor, rows: Grouping) -> Tensor:
         """x [T, D] -> [T, O], or [T, O / 2]; see ``LayerAdapters``."""
-        assert isinstance(rows, Tiles), "rows are grouped for a CPU"
+        assert isinstance(rows, AdapterTiles), "rows are grouped for a CPU"
         return adapter_linear.add(matmul, x.contiguous(), self._weights, rows, is_gated=self._is_gated)
 
 

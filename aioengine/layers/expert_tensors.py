@@ -11,7 +11,7 @@ import torch
 
 from aioengine.families._experts import MXFP4_BLOCK
 from aioengine.kernels import mxfp4
-from aioengine.kernels.expert_types import ExpertWeights, Gate
+from aioengine.kernels.expert_types import ExpertWeights, GateFunction
 from aioengine.layers.placement import Target
 
 if TYPE_CHECKING:
@@ -171,5 +171,5 @@ class _Mxfp4Tensors:
         return weights
 
 
-def gate_of(config: ExpertsConfig) -> Gate:
-    return Gate(config.limit, config.alpha)
+def gate_of(config: ExpertsConfig) -> GateFunction:
+    return GateFunction(config.limit, config.alpha)

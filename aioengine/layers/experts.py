@@ -13,7 +13,7 @@ import torch
 from aioengine.families._block_config import MlpConfig
 from aioengine.families._experts import CHOICE_BIAS
 from aioengine.kernels import experts
-from aioengine.kernels.expert_types import Routing, Shared
+from aioengine.kernels.expert_types import Routing, SharedOutputs
 from aioengine.kernels.routing import route
 from aioengine.layers import expert_tensors
 from aioengine.layers.layer import Layer
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.families._experts import ExpertsConfig, SharedConfig
-    from aioengine.kernels.expert_types import Chosen
+    from aioengine.kernels.expert_types import ChosenExperts
     from aioengine.kernels.experts import Experts
     from aioengine.layers.adapters import Grouping
     from aioengine.layers.expert_tensors import ExpertTensors
@@ -57,7 +57,7 @@ class ExpertRouter(Layer):
     def tensors(self) -> dict[str, Target]:
         return {} if self._bias is None else {f"{self._name}.{CHOICE_BIAS}": Target(self._bias)}
 
-    def __call__(self, x: Tensor) -> Chosen:
+    def __call__(self, x: Tensor) -> ChosenExperts:
         """x [T, D] -> experts and weights of each token."""
         return route(self._logits(x.float() if self._in_fp32 else x), self._bias, self._routing)
 
@@ -70,9 +70,9 @@ class SharedExpert(Layer):
         self._gate = Linear(hidden_size, {config.gate: 1}, placement) if config.gate else None
         self.parts = (f"{config.name}.", self._mlp), ("", self._gate)
 
-    def __call__(self, x: Tensor) -> Shared:
+    def __call__(self, x: Tensor) -> SharedOutputs:
         """x [T, D] -> [T, D], and the logits of the factors."""
-        return Shared(self._mlp(x), None if self._gate is None else self._gate(x))
+        return SharedOutputs(self._mlp(x), None if self._gate is None else self._gate(x))
 
 
 class SparseMLP(Layer):

@@ -24,8 +24,8 @@ from torch.nn import functional
 from aioengine.families._block_config import Activation
 from aioengine.kernels import linear as matmuls
 from aioengine.kernels.activation import activate_and_mul, reference_and_mul
-from aioengine.kernels.rotate_apart import reference as rotated
-from aioengine.kernels.rotate_apart import rotate_apart, takes
+from aioengine.kernels.rotate_qk import reference as rotated
+from aioengine.kernels.rotate_qk import rotate_qk, takes
 from aioengine.layers.layer import Layer
 from aioengine.layers.linear import Linear
 from aioengine.layers.norm import RMSNorm
@@ -476,7 +476,7 @@ def _rotate_by_kernel(module: nn.Module) -> bool:
         """q [1, H, T, E], k [1, K, T, E], cos and sin [1, T, E] -> q and k."""
         if args or kwargs or not takes(q, k, cos, sin):
             return original(q, k, cos, sin, *args, **kwargs)
-        return rotate_apart(q, k, cos, sin)
+        return rotate_qk(q, k, cos, sin)
 
     names = {**forward.__globals__, _ROTATION: rotate}
     bound = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
@@ -486,7 +486,7 @@ def _rotate_by_kernel(module: nn.Module) -> bool:
 
 
 def _rotates_halves(function: Callable[..., object]) -> bool:
-    """Return whether the function computes the same as ``rotate_apart``."""
+    """Return whether the function computes the same as ``rotate_qk``."""
     for dtype in (torch.float32, torch.bfloat16):
         q, k, cos, sin = (_random(*shape, dtype=dtype) for shape in ((1, 6, 5, 8), (1, 2, 5, 8), (1, 5, 8), (1, 5, 8)))
         actual = _result(function, q, k, cos, sin + 0.5)

@@ -20,7 +20,7 @@ class Gemma3(ImageDecoder):
 
     def __init__(self, config: Mapping[str, object], options: ModelOptions) -> None:
         super().__init__(config, options)
-        self.attention_shape = replace(self.attention_shape, has_whole_images=True)
+        self.attention_shape = replace(self.attention_shape, has_bidirectional_images=True)
 
     def encode_image(self, arrays: Mapping[str, Tensor]) -> Tensor:
         """Return [N, D], see ``VisionModel``. ``num_crops`` is dropped: images are not cropped."""

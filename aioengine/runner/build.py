@@ -14,7 +14,7 @@ import torch
 from msgspec.structs import replace
 
 from aioengine import models, plugins
-from aioengine.attention import _mixed, _whole_images, fused
+from aioengine.attention import _image_attention, _mixed, fused
 from aioengine.attention._base import BackendUnavailableError
 from aioengine.config import TRANSFORMERS
 from aioengine.families._config import Task, as_embedder
@@ -341,7 +341,7 @@ class AttentionChoice:
     def build(self, shape: AttentionShape, kv_pools: list[Tensor]) -> AttentionBackend:
         """The backend over the pools [L, 1 or 2, N, K, S, E] of the groups of layers."""
         backend = _mixed.build(plugins.load("attention", self.name), shape, kv_pools)
-        return _whole_images.build(backend, shape, kv_pools) if shape.has_whole_images else backend
+        return _image_attention.build(backend, shape, kv_pools) if shape.has_bidirectional_images else backend
 
 
 def choose_attention(

@@ -186,7 +186,7 @@ def captured_bytes(model: Model, largest: LargestStep, step_bytes: int) -> int:
     step of ``largest.num_tokens`` without graphs.
     """
     shape = model.attention_shape
-    token_size = shape.num_handed * shape.query_size
+    token_size = shape.num_input_heads * shape.query_size
     token_size += shape.num_heads * shape.output_size + (model.hidden_size if model.input_spec.embeddings else 0)
     kept = largest.num_captured * token_size * model.dtype.itemsize
     return kept + step_bytes * largest.num_captured // largest.num_tokens

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 import torch
 
-from aioengine.attention._base import WholeImage
+from aioengine.attention._base import BidirectionalImage
 from aioengine.models._base import VisionModel
 from aioengine.runner.tensor_files import read_arrays
 
@@ -171,15 +171,15 @@ class Images:
         deepstack = (where, features[:, size:].unflatten(1, (-1, size))) if self._model.num_deepstack else None
         return replace(inputs, embeddings=embeddings, deepstack=deepstack)
 
-    def whole(self, spans: Sequence[Span]) -> list[WholeImage]:
+    def whole(self, spans: Sequence[Span]) -> list[BidirectionalImage]:
         """The images in the step, of a model whose tokens of an image attend to all of it."""
-        found: list[WholeImage] = []
+        found: list[BidirectionalImage] = []
         for row, uid, _, start, end, first in spans:
             for image in self._opened[uid].images:
                 begin, stop = int(image.places[0]), int(image.places[-1]) + 1
                 if begin < end and start < stop:
                     assert stop <= end, "the scheduler does not divide images of this model"
-                    found.append(WholeImage(row, first + max(begin - start, 0), max(begin, start), stop))
+                    found.append(BidirectionalImage(row, first + max(begin - start, 0), max(begin, start), stop))
         return found
 
     def _places(self, media: Media, prompt: Ints) -> Ints:

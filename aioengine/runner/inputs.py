@@ -249,8 +249,8 @@ class InputBuilder:
         if images and spans:
             inputs = images.fill_in(spans, inputs, upload)
         batch = self._batch(rows, kv_lengths, row_of_token, positions, upload=upload)
-        if images and spans and model.attention_shape.has_whole_images:
-            batch = replace(batch, whole_images=images.whole(spans))
+        if images and spans and model.attention_shape.has_bidirectional_images:
+            batch = replace(batch, bidirectional_images=images.whole(spans))
         return inputs, batch
 
     def _batch(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from aioengine.attention._base import CapturableAttention, WholeAttention
+from aioengine.attention._base import CapturableAttention, FullGraphAttention
 from aioengine.config import TRANSFORMERS
 from aioengine.families._config import Task
 from aioengine.protocol.messages import Progress, Sampling
@@ -182,7 +182,7 @@ def _prompt_graphs(parts: DeviceParts) -> PieceGraphs | EncoderGraphs | None:
             adapters=tiles,
             states=parts.states,
         )
-    if isinstance(attention, WholeAttention) and attention.has_kernel:
+    if isinstance(attention, FullGraphAttention) and attention.has_kernel:
         return EncoderGraphs(
             *(parts.model, attention),
             max_rows=max_rows,

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from aioengine.config import Settings
     from aioengine.families._config import DecoderConfig
-    from aioengine.kernels.expert_types import Chosen
+    from aioengine.kernels.expert_types import ChosenExperts
     from aioengine.runner.model_runner import ModelRunner
 
 SHAPES = "a3b", "oss", "gemma", "lite", "next"
@@ -182,12 +182,12 @@ class Shape:
 
 
 @contextmanager
-def routed() -> Iterator[list[Chosen]]:
+def routed() -> Iterator[list[ChosenExperts]]:
     """The experts that were chosen inside, in each layer of each step."""
-    seen: list[Chosen] = []
+    seen: list[ChosenExperts] = []
     route = expert_layers.route
 
-    def noted(*arguments: object) -> Chosen:
+    def noted(*arguments: object) -> ChosenExperts:
         seen.append(route(*arguments))  # type: ignore[arg-type]
         return seen[-1]
 
@@ -198,7 +198,7 @@ def routed() -> Iterator[list[Chosen]]:
         expert_layers.route = route
 
 
-def count(chosen: Chosen, num_tokens: int | None = None) -> int:
+def count(chosen: ChosenExperts, num_tokens: int | None = None) -> int:
     """Experts that the first tokens go through."""
     return len(chosen.experts[:num_tokens].unique())
 

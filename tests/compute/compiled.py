@@ -1,4 +1,4 @@
-"""Compiles Triton's kernels for a GPU that is not there: its interpreter takes more than its compiler does."""
+"""Compile Triton kernels for Hopper without a GPU. The interpreter accepts code that the compiler refuses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 232_448
-"""Shared memory of a program on Hopper."""
+"""Shared memory per program on Hopper."""
 TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -29,10 +29,7 @@ TYPES = {
 def compile_for_hopper(
     launcher: Any, _grid: tuple[int, int, int], _key: Hashable, arguments: tuple[Any, ...], options: Mapping[str, Any]
 ) -> Any:
-    """Stands in for ``Launcher.__call__``: compiles the specialization of these arguments, and launches nothing.
-
-    Returns Triton's compiled kernel.
-    """
+    """Replaces ``KernelLauncher.__call__``: compile the specialization without launching it, and return it."""
     kernel = launcher._kernel
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}

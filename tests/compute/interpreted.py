@@ -1,4 +1,4 @@
-"""Programs whose Triton kernels run in its interpreter, on the CPU: a process each, since it is chosen at import."""
+"""Run programs in processes where Triton uses its interpreter on the CPU, because it is chosen at import."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 
 def run_interpreted(program: str) -> None:
-    """Fails with what the program says, where that does not end well; skips the test where there is no Triton."""
+    """Run a program, and fail with its stderr if it fails. Skips the test if Triton is not installed."""
     if find_spec("triton") is None:
         pytest.skip("Triton is not installed")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}

@@ -12,7 +12,7 @@ import torch
 from aioengine.config import LoraSettings
 from aioengine.kernels import linear
 from aioengine.kernels.adapter_linear import add, reference
-from aioengine.kernels.adapter_slots import RANKS, TABLE_COLUMNS, UNIT, AdapterWeights, Tiles, rows_of_tile
+from aioengine.kernels.adapter_slots import RANKS, TABLE_COLUMNS, UNIT, AdapterTiles, AdapterWeights, rows_of_tile
 from aioengine.protocol.messages import Adapter, Sampling
 from aioengine.runner.build import build
 from aioengine.runner.lora.grouping import tile
@@ -58,10 +58,10 @@ def weights_of(size: int, sizes: tuple[int, ...], ranks: list[tuple[int, ...]], 
     return AdapterWeights(pool, table, 0, size, sizes, max_rank)
 
 
-def tiles_of(slots: np.ndarray, *, batch_invariant: bool = False) -> Tiles:
+def tiles_of(slots: np.ndarray, *, batch_invariant: bool = False) -> AdapterTiles:
     size = rows_of_tile(len(slots), batch_invariant=batch_invariant)
     order, tile_slots = tile(slots, num_slots=NUM_SLOTS, size=size)
-    return Tiles(torch.from_numpy(order).cuda(), torch.from_numpy(tile_slots).cuda())
+    return AdapterTiles(torch.from_numpy(order).cuda(), torch.from_numpy(tile_slots).cuda())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

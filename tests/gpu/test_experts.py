@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
 from aioengine.kernels import experts, routing
-from aioengine.kernels.expert_types import SILU, Chosen, ExpertWeights, Gate, Routing, Shared
+from aioengine.kernels.expert_types import SILU, ChosenExperts, ExpertWeights, GateFunction, Routing, SharedOutputs
 from tests.compute.runner_world import World, check_greedy
 from tests.kit.settings import small_settings
 
@@ -18,7 +18,7 @@ NUM_EXPERTS, SIZE, INNER = 12, 256, 192
 PROMPTS = [[(7 * i + 3 * j) % 90 + 1 for j in range(3 + 6 * i)] for i in range(5)]
 
 
-def make_weights(gate: Gate, *, has_bias: bool, dtype: torch.dtype) -> ExpertWeights:
+def make_weights(gate: GateFunction, *, has_bias: bool, dtype: torch.dtype) -> ExpertWeights:
     torch.manual_seed(0)
     gate_up = torch.randn(NUM_EXPERTS, 2 * INNER, SIZE) * SIZE**-0.5
     down = torch.randn(NUM_EXPERTS, SIZE, INNER) * INNER**-0.5
@@ -37,20 +37,20 @@ def on_gpu(weights: ExpertWeights) -> ExpertWeights:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("gate", "has_bias"), [(SILU, False), (Gate(0.7, 1.702), True)])
-def test_kernels_compute_what_torch_computes(gate: Gate, has_bias: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("gate", "has_bias"), [(SILU, False), (GateFunction(0.7, 1.702), True)])
+def test_kernels_compute_what_torch_computes(gate: GateFunction, has_bias: bool, dtype: torch.dtype) -> None:
     weights = make_weights(gate, has_bias=has_bias, dtype=dtype)
     computed = experts.prepare(on_gpu(weights))
     tolerance = 2e-4 if dtype == torch.float32 else 5e-2
     for num_tokens in (1, 3, 20, 200, 700):
         x, logits = torch.randn(num_tokens, SIZE, dtype=dtype), torch.randn(num_tokens, NUM_EXPERTS)
         gates = torch.randn(num_tokens, 1, dtype=dtype)
-        shared = Shared(torch.randn(num_tokens, SIZE, dtype=dtype), gates)
+        shared = SharedOutputs(torch.randn(num_tokens, SIZE, dtype=dtype), gates)
         chosen = routing.route(logits, None, Routing(3))
         there = routing.route(logits.cuda(), None, Routing(3))
         assert torch.equal(there.experts.cpu(), chosen.experts)
         expected = experts.prepare(weights)(x, chosen, shared)
-        found = computed(x.cuda(), there, Shared(shared.values.cuda(), gates.cuda()))
+        found = computed(x.cuda(), there, SharedOutputs(shared.values.cuda(), gates.cuda()))
         torch.testing.assert_close(found.cpu(), expected, atol=tolerance, rtol=tolerance)
 
 
@@ -61,7 +61,7 @@ def test_a_row_has_the_same_bits_with_any_other_rows(dtype: torch.dtype) -> None
     chosen = routing.route(torch.randn(600, NUM_EXPERTS, device="cuda"), None, Routing(3))
     whole = computed(x, chosen)
     for rows in (slice(0, 1), slice(7, 9), slice(20, 60), slice(3, 500)):
-        assert torch.equal(computed(x[rows], Chosen(chosen.experts[rows], chosen.weights[rows])), whole[rows])
+        assert torch.equal(computed(x[rows], ChosenExperts(chosen.experts[rows], chosen.weights[rows])), whole[rows])
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])

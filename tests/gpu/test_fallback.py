@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Mixtra
 from aioengine import models
 from aioengine.config import LoraSettings
 from aioengine.families._config import Task
-from aioengine.kernels import rotate_apart, write_heads
+from aioengine.kernels import rotate_qk, write_heads
 from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.models._base import ModelOptions
 from aioengine.protocol.messages import Adapter
@@ -125,8 +125,8 @@ def test_kernels_of_heads_in_tensors_of_their_own(
     sizes = [num_heads * size, num_kv_heads * size, num_kv_heads * size]
     q, k, v = (part.view(1, 5, -1, size).transpose(1, 2) for part in whole.split(sizes, dim=1))
     cos, sin = torch.randn(2, 1, 5, size, device=CUDA).to(dtype)
-    assert rotate_apart.takes(q, k, cos, sin)
-    found, expected = rotate_apart.rotate_apart(q, k, cos, sin), rotate_apart.reference(q, k, cos, sin)
+    assert rotate_qk.takes(q, k, cos, sin)
+    found, expected = rotate_qk.rotate_qk(q, k, cos, sin), rotate_qk.reference(q, k, cos, sin)
     if dtype == torch.bfloat16:
         assert all(map(torch.equal, found, expected))
     torch.testing.assert_close(found, expected)

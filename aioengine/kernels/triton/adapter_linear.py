@@ -1,10 +1,10 @@
 """``kernels.adapter_linear`` on a GPU, in two kernels: x [T, I] -> A x in partial sums -> y [T, O] += B (A x).
 
-The inputs are split among programs, and how depends on I and the rows of a tile alone; the second kernel adds the
-partial sums up, always in the same order. Both load what they read of the adapters while the kernel before is still at
-work. The first one runs beside the layer's own matmul where that has few rows: x is there when that matmul lets the
-next kernel begin. It only ends after it, so that the second one waits for both. For one row, the kernel that
-multiplies the layer's weight takes A too. T rows in N tiles of R rows.
+The inputs are split among programs; the split depends only on I and the tile size. The second kernel adds the partial
+sums in a fixed order. Both kernels load adapter weights while the previous kernel still runs. With few rows, the first
+kernel runs concurrently with the layer's own matmul: x is complete when this matmul lets the next kernel start. The
+first kernel ends only after the matmul, so the second kernel waits for both. With one row, the kernel that multiplies
+the layer's weight also multiplies A. T rows in N tiles of R rows.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from aioengine.kernels.adapter_slots import FEW_ROWS_OF_TILE, RANKS, TABLE_COLUMNS, UNIT
 from aioengine.kernels.linear import DeviceMatmul
-from aioengine.kernels.triton.launcher import Launcher, has_dependent_launch, next_power_of_2, options
+from aioengine.kernels.triton.launcher import KernelLauncher, has_dependent_launch, next_power_of_2, options
 from aioengine.kernels.triton.vector_linear import products, shape_of_programs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.kernels.adapter_slots import AdapterWeights, Tiles
+    from aioengine.kernels.adapter_slots import AdapterTiles, AdapterWeights
     from aioengine.kernels.linear import Matmul
 
 _UNIT = tl.constexpr(UNIT)
@@ -35,18 +35,17 @@ _COLUMNS = tl.constexpr(TABLE_COLUMNS)
 
 LARGE_OUTPUTS = 4096
 MAX_AHEAD_ROWS = 64
-"""The most rows with which the first kernel runs beside the matmul: ``kernels.linear`` then takes kernels that let the
-next one begin when their input is there, or only at their end.
+"""Maximum rows with which the first kernel runs concurrently with the matmul. Up to this number, the kernels of
+``kernels.linear`` let the next kernel start when their input is complete, or only at their end.
 """
 
 
 class _Shape(NamedTuple):
-    """Of the programs for one layer and tiles of some rows.
+    """The program sizes for one layer and tile size.
 
     Attributes:
-        ranks, block: ranks and inputs that a program of the first kernel loads at a time. split: inputs of a partial
-            sum.
-        outputs: of a program of the second kernel. expand_ranks: those that it loads at a time.
+        ranks, block: ranks and inputs that a program of the first kernel loads at once. split: inputs per partial sum.
+        outputs: outputs per program of the second kernel. expand_ranks: ranks that it loads at once.
     """
 
     ranks: int
@@ -60,7 +59,7 @@ class _Shape(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _shape(size: int, num_outputs: int, max_rank: int, num_rows: int, *, is_narrow: bool) -> _Shape:
-    """Measured on an H200 for the layers of a model of 8 billion parameters. ``num_rows``: of a tile."""
+    """Return the program sizes, measured on an H200 for the layers of an 8B model. num_rows: rows per tile."""
     ranks = min(next_power_of_2(max_rank), 64)
     if not is_narrow:
         return _Shape(min(ranks, 32), 32, 512, 64, 16, 4, 4)
@@ -75,7 +74,7 @@ def _shape(size: int, num_outputs: int, max_rank: int, num_rows: int, *, is_narr
 def _entry(
     table: tl.tensor, place: tl.tensor, part: tl.tensor, slot: tl.tensor, WORDS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The address of a part's entry, and its rank; 0 for rows of the base model."""
+    """Return the address of a part's table entry, and its rank; 0 for rows of the base model."""
     entry = table + place * WORDS + part * _COLUMNS
     return entry, tl.where(slot > 0, tl.load(entry), 0) * _RANKS
 
@@ -139,7 +138,7 @@ def _first_lines(
     pool: tl.tensor, place: tl.tensor, entry: tl.tensor, num_ranks: tl.tensor, outputs: tl.tensor, size: tl.tensor,
     BLOCK_RANKS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """Where B of a part begins, and its first columns for these outputs, [BLOCK_RANKS, outputs]."""
+    """Return the address of B of a part, and its first columns for these outputs, [BLOCK_RANKS, outputs]."""
     matrix = pool + (place + tl.load(entry + 2)) * _UNIT
     ranks = tl.arange(0, BLOCK_RANKS)
     inside = (ranks < num_ranks)[:, None] & (outputs < size)[None, :]
@@ -152,7 +151,7 @@ def _product(
     size: tl.tensor, stride: tl.tensor, ROWS: tl.constexpr, BLOCK_RANKS: tl.constexpr, OUTPUTS: tl.constexpr,
     SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """B (A x) [ROWS, OUTPUTS] of one part; ``partials``: of its first rank and the tile's first row."""
+    """Return B (A x) [ROWS, OUTPUTS] of one part. partials: address of its first rank and the first row of the tile."""
     total = tl.zeros((ROWS, OUTPUTS), tl.float32)
     splits = tl.arange(0, SPLIT_BLOCK)[:, None, None]
     rows = tl.arange(0, ROWS)[None, :, None]
@@ -253,62 +252,64 @@ def _vector_kernel(
         tl.store(partials + part * MAX_RANK + ranks, result, mask=ranks < num_ranks)
 
 
-_shrink = Launcher(_shrink_kernel)
-_vector = Launcher(_vector_kernel)
-_expand = Launcher(_expand_kernel)
+_shrink = KernelLauncher(_shrink_kernel)
+_vector = KernelLauncher(_vector_kernel)
+_expand = KernelLauncher(_expand_kernel)
 
 
 class _Call(NamedTuple):
-    """What the kernels of one call share.
+    """Common values of the kernels of one call.
 
     Attributes:
-        sizes: of three parts; 0: there are fewer. width: of a row of ``partials`` [K, N, R, width].
-        words: int32 numbers of a unit of the pool.
+        sizes: outputs of three parts; 0 for a missing part. width: length of a row of ``partials`` [K, N, R, width].
+        unit_words: size of a unit of the pool in int32 words.
     """
 
     weights: AdapterWeights
-    tiles: Tiles
+    tiles: AdapterTiles
     shape: _Shape
     sizes: tuple[int, int, int]
     width: int
-    words: int
+    unit_words: int
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Of specializations."""
+        """Return the common part of the ``KernelLauncher`` keys."""
         weights, tiles = self.weights, self.tiles
         alignments = tiles.order.data_ptr() % 16, tiles.slots.data_ptr() % 16
         return (weights.pool.dtype, weights.size, self.sizes, weights.max_rank, tiles.order.shape[1], alignments)
 
     def partials(self, num_splits: int) -> Tensor:
-        """Memory for partial sums [K, N, R, width]."""
+        """Return uninitialized memory for partial sums [K, N, R, width]."""
         return self.weights.pool.new_empty((num_splits, *self.tiles.order.shape, self.width), dtype=torch.float32)
 
 
-def add(matmul: Matmul, x: Tensor, weights: AdapterWeights, tiles: Tiles, *, is_gated: bool) -> Tensor:
-    """As ``kernels.adapter_linear.add``: x [T, I] -> [T, O], or [T, O / 2] with ``is_gated``."""
+def add(matmul: Matmul, x: Tensor, weights: AdapterWeights, tiles: AdapterTiles, *, is_gated: bool) -> Tensor:
+    """Compute ``kernels.adapter_linear.add``: x [T, I] -> [T, O], or [T, O / 2] with ``is_gated``."""
     num_parts, is_narrow = len(weights.sizes), x.dtype != torch.float32
     shape = _shape(weights.size, max(weights.sizes), weights.max_rank, tiles.order.shape[1], is_narrow=is_narrow)
     first, second, third, *_ = (*weights.sizes, 0, 0)
-    words = UNIT * x.dtype.itemsize // 4
-    call = _Call(weights, tiles, shape, (first, second, third), num_parts * weights.max_rank, words)
+    unit_words = UNIT * x.dtype.itemsize // 4
+    call = _Call(weights, tiles, shape, (first, second, third), num_parts * weights.max_rank, unit_words)
     if x.shape[0] == 1 and isinstance(matmul, DeviceMatmul):
         return _add_expanded(*_multiply_with_a(matmul, x, call), call, is_gated=is_gated)
-    partials = call.partials(-(-weights.size // shape.split))  # before y: its kernel may still use memory that is freed
+    partials = call.partials(
+        -(-weights.size // shape.split)
+    )  # allocate before y: the matmul may still use freed memory
     y = matmul(x)
     _multiply_a(x, partials, call)
     return _add_expanded(y, partials, call, is_gated=is_gated)
 
 
 def _multiply_a(x: Tensor, partials: Tensor, call: _Call) -> None:
-    """x [T, I] -> A x, in partial sums [K, N, R, width]."""
+    """Multiply A: x [T, I] -> partial sums [K, N, R, width]."""
     weights, tiles, shape = call.weights, call.tiles, call.shape
     num_tiles, num_rows = tiles.order.shape
     is_ahead = x.shape[0] <= MAX_AHEAD_ROWS
     arguments = (
         *(x, weights.pool, weights.table, tiles.order, tiles.slots, partials),
         *(weights.first_part, weights.pool.shape[1] // UNIT, num_tiles),
-        *(weights.size, num_rows, shape.ranks, shape.block, shape.split, weights.max_rank, call.width, call.words),
+        *(weights.size, num_rows, shape.ranks, shape.block, shape.split, weights.max_rank, call.width, call.unit_words),
         *(is_ahead, has_dependent_launch()),
     )
     num_chunks = len(weights.sizes) * -(-weights.max_rank // shape.ranks)
@@ -317,7 +318,7 @@ def _multiply_a(x: Tensor, partials: Tensor, call: _Call) -> None:
 
 
 def _multiply_with_a(matmul: DeviceMatmul, x: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
-    """x [1, I] -> the result [1, O] of ``matmul``, and A x [1, 1, R, width], of which the first row is set."""
+    """Return ``matmul`` [1, O] of x [1, I], and A x [1, 1, R, width]. Only the first row of A x is set."""
     weights, weight, bias = call.weights, matmul.weight, matmul.bias
     num_outputs, size = weight.shape
     rows, block, num_warps = shape_of_programs(num_outputs, size)
@@ -326,7 +327,7 @@ def _multiply_with_a(matmul: DeviceMatmul, x: Tensor, call: _Call) -> tuple[Tens
     arguments = (
         *(x, weight, weight if bias is None else bias, y, weights.pool, weights.table, call.tiles.slots, partials),
         *(weights.first_part, weights.pool.shape[1] // UNIT, num_outputs, num_programs),
-        *(size, rows, block, weights.max_rank, call.words, bias is not None, has_dependent_launch()),
+        *(size, rows, block, weights.max_rank, call.unit_words, bias is not None, has_dependent_launch()),
     )
     key = call.key, weight.shape, bias is None, x.data_ptr() % 16, weight.data_ptr() % 16
     _vector((num_programs + call.width // rows, 1, 1), key, arguments, options(num_warps))
@@ -334,7 +335,7 @@ def _multiply_with_a(matmul: DeviceMatmul, x: Tensor, call: _Call) -> tuple[Tens
 
 
 def _add_expanded(y: Tensor, partials: Tensor, call: _Call, *, is_gated: bool) -> Tensor:
-    """y [T, O] += B of the partial sums [K, N, R, width]; with ``is_gated`` silu(gate) * up [T, O / 2]."""
+    """Add B times the partial sums [K, N, R, width] to y [T, O]. Returns y, or silu(gate) * up [T, O / 2]."""
     weights, tiles, shape = call.weights, call.tiles, call.shape
     num_tiles, num_rows = tiles.order.shape
     num_splits = len(partials)
@@ -343,7 +344,7 @@ def _add_expanded(y: Tensor, partials: Tensor, call: _Call, *, is_gated: bool) -
         *(y, out, weights.pool, weights.table, tiles.order, tiles.slots, partials),
         *(weights.first_part, weights.pool.shape[1] // UNIT, num_tiles),
         *(*call.sizes, num_rows, shape.expand_ranks, shape.outputs, num_splits, next_power_of_2(num_splits)),
-        *(weights.max_rank, call.width, call.words, is_gated, has_dependent_launch()),
+        *(weights.max_rank, call.width, call.unit_words, is_gated, has_dependent_launch()),
     )
     num_blocks = sum(-(-size // shape.outputs) for size in (call.sizes[:1] if is_gated else call.sizes))
     key = call.key, num_splits, y.data_ptr() % 16, is_gated

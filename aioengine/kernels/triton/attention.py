@@ -1,16 +1,16 @@
-"""Batch-invariant attention over pages on a GPU: every number of the result depends on its own row alone.
+"""Batch-invariant attention over pages on a GPU: the result of a row does not depend on other rows.
 
-A row's positions are cut into splits, and the splits of a token are merged in their order. Splits start at the same
-positions for all rows: every 256 up to position 8192; beyond it each doubling of the positions is cut into 16, so that
-a long row has not too many. A split is computed in one way only, by a tile of ``ROWS`` query rows in blocks of
-``BLOCK`` positions, whatever else is in the batch, whether the token is decoded or part of a prefill chunk. So neither
-the batch nor chunks, prefix hits or preemption change a bit of it.
+The positions of a row are divided into splits, and the splits of a token are merged in order. Splits start at the same
+positions in all rows: every 256 positions up to position 8192. After that, each doubling of the positions has 16
+splits, so that long rows do not have too many. A split is always computed by a tile of ``ROWS`` query rows in blocks of
+``BLOCK`` positions, in decode steps and in prefill chunks. So neither the batch nor chunks, prefix hits or preemption
+change a bit of the result.
 
-With a window, splits and blocks that no token of a tile sees are left out: they would add nothing, not a bit, for the
-weights of positions that a token does not see become exactly zero with the first one that it sees.
+With a window, splits and blocks that no token of a tile sees are skipped. This does not change a bit either, because
+the weights of positions before the window become exactly zero at the first visible position.
 
-A tile is some tokens of one row with all query heads of one kv head. ``attend`` goes through the splits of a tile one
-after the other; ``attend_splits`` is for few rows of one token each, whose splits are computed side by side.
+A tile is several tokens of one row with all query heads of one kv head. ``attend`` computes the splits of a tile one
+after the other. ``attend_splits`` is for few rows of one token; it computes their splits in parallel.
 
 T tokens, R rows, H query heads, K kv heads, E head size, N pages of the pool, S page size, X splits of the longest row.
 """
@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from aioengine.kernels.triton.launcher import Launcher, next_power_of_2
+from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2
 from aioengine.kernels.triton.scores import NO_RULES, capped, with_sinks
 
 if TYPE_CHECKING:
@@ -33,24 +33,24 @@ if TYPE_CHECKING:
     from aioengine.kernels.triton.scores import ScoreRules
 
 SPLIT = tl.constexpr(256)
-"""Positions of each of the first splits; splits are multiples of ``BLOCK``."""
+"""Positions per split at the start of a row. Splits are multiples of ``BLOCK``."""
 EVEN_SPLITS = tl.constexpr(32)
-"""The number of splits of that size; then half as many for each doubling of the positions."""
+"""Number of splits of this size. After that, each doubling of the positions has half as many splits."""
 ROWS = 64
-"""Query rows of a tile, unless one token has more: the fewest for the tensor cores of Hopper."""
+"""Query rows of a tile, unless one token has more. 64 is the minimum for Hopper's tensor cores."""
 BLOCK = 64
 MASKED = tl.constexpr(-1.0e30)
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """Where the tokens and the pages of R rows are; all int32.
+class PagedRows:
+    """The tokens and pages of R rows; all int32.
 
     Attributes:
-        query_starts: [R + 1] first tokens among T.
-        page_starts: [R + 1] first pages in ``page_ids``.
-        last_lengths: [R] positions on the last page.
-        page_ids: the page tables one after the other.
+        query_starts: [R + 1] start of each row among the T tokens.
+        page_starts: [R + 1] start of each row in ``page_ids``.
+        last_lengths: [R] number of positions on the last page.
+        page_ids: the concatenated page tables.
     """
 
     query_starts: Tensor
@@ -60,9 +60,9 @@ class Rows:
 
 
 def num_splits(length: int) -> int:
-    """Splits of a row of ``length`` positions."""
+    """Return the number of splits of a row of ``length`` positions."""
     half, even = EVEN_SPLITS.value // 2, EVEN_SPLITS.value * SPLIT.value
-    doublings = max((length - 1) // even, 0).bit_length()  # of all positions until there is room for the row
+    doublings = max((length - 1) // even, 0).bit_length()  # of ``even`` until it covers the row
     if not doublings:
         return -(-length // SPLIT.value)
     before = even << (doublings - 1)
@@ -71,7 +71,7 @@ def num_splits(length: int) -> int:
 
 @triton.jit
 def split_start(index: tl.tensor) -> tl.tensor:
-    """The first position of a split."""
+    """Return the first position of a split."""
     HALF: tl.constexpr = EVEN_SPLITS // 2
     doublings = tl.maximum(index // HALF - 1, 0)
     return (index - doublings * HALF) * SPLIT << doublings
@@ -79,7 +79,7 @@ def split_start(index: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def first_split(first_seen: tl.tensor) -> tl.tensor:
-    """The split of position ``first_seen``."""
+    """Return the split that contains position ``first_seen``."""
     index = tl.full((), 0, tl.int32)
     while split_start(index + 1) <= first_seen:
         index += 1
@@ -90,14 +90,14 @@ def first_split(first_seen: tl.tensor) -> tl.tensor:
 def pages_of(
     row: tl.tensor, page_starts: tl.tensor, last_lengths: tl.tensor, PAGE_SIZE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The index of a row's first page, and its positions."""
+    """Return the index of a row's first page, and its number of positions."""
     first_page = tl.load(page_starts + row)
     return first_page, (tl.load(page_starts + row + 1) - first_page - 1) * PAGE_SIZE + tl.load(last_lengths + row)
 
 
 @triton.jit
 def load_part(pointers: tl.tensor, is_there: tl.tensor, SIZE: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tensor:
-    """[X, COLUMNS], of which SIZE are there; ``pointers`` [X, 1]: where they begin."""
+    """Load [X, COLUMNS] from pointers [X, 1] to rows of SIZE elements; padded with 0."""
     columns = tl.arange(0, COLUMNS)[None, :]
     return tl.load(pointers + columns, mask=is_there[:, None] & (columns < SIZE), other=0.0)
 
@@ -120,8 +120,8 @@ def _attend_split(
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Of positions start to stop: highest score, sum of weights and weighted values of each query row, which sees
-    positions up to ``last``. ``first_seen``: the first position that any of them sees.
+    """Return the highest score, sum of weights and weighted values of each query row over positions start to stop. A
+    query row attends to positions up to ``last``. first_seen: the first position that any query row attends to.
     """
     COLUMNS: tl.constexpr = queries.shape[1]
     columns = tl.arange(0, COLUMNS)[None, :]
@@ -165,8 +165,8 @@ def merged(
     split_total: tl.tensor,
     split_sums: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """What came of the splits before, and the next split. The multiplications and additions are named one by one, so
-    that no compiler joins them in two ways in two kernels.
+    """Merge the next split into the result of the previous splits. FMAs are explicit, so that the compiler cannot fuse
+    operations differently in two kernels.
     """
     higher = tl.maximum(highest, split_highest)
     shrink = tl.exp2(highest - higher)
@@ -337,31 +337,31 @@ def _merge_kernel(
     tl.store(out + targets, (sums / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
-_attend = Launcher(_attend_kernel)
-_splits = Launcher(_splits_kernel)
-_merge = Launcher(_merge_kernel)
+_attend = KernelLauncher(_attend_kernel)
+_splits = KernelLauncher(_splits_kernel)
+_merge = KernelLauncher(_merge_kernel)
 
 _MERGED_HEADS = 4
 
 
 def rows_of_tile(group: int) -> int:
-    """Query rows of a tile of tokens with ``group`` query heads each."""
+    """Return the number of query rows per tile, for ``group`` query heads per kv head."""
     return max(ROWS, next_power_of_2(group))
 
 
 def tokens_of_tile(group: int) -> int:
-    """How many tokens a tile takes, with ``group`` query heads each."""
+    """Return the number of tokens per tile, for ``group`` query heads per kv head."""
     return rows_of_tile(group) // group
 
 
 def _options(head_size: int, dtype: torch.dtype) -> dict[str, object]:
-    """All kernels that compute splits are compiled alike."""
+    """Return the compile options of all kernels that compute splits, which must be equal."""
     is_wide = next_power_of_2(head_size) * dtype.itemsize > 256
     return {"num_warps": 8 if is_wide else 4, "num_stages": 2 if is_wide else 3}
 
 
 def _sizes(q: Tensor, pool: tuple[Tensor, Tensor]) -> tuple[int, ...]:
-    """The constants of the kernels that compute splits, for q [T, H, E] and keys and values [N, K, S, E]."""
+    """Return the constants of the kernels that compute splits, for q [T, H, E], keys and values [N, K, S, E]."""
     _, num_kv_heads, page_size, head_size = pool[0].shape
     group, columns = q.shape[1] // num_kv_heads, max(next_power_of_2(head_size), 16)
     return q.stride(0), num_kv_heads, group, page_size, head_size, columns, rows_of_tile(group), BLOCK
@@ -370,15 +370,16 @@ def _sizes(q: Tensor, pool: tuple[Tensor, Tensor]) -> tuple[int, ...]:
 def attend(
     q: Tensor,
     pool: tuple[Tensor, Tensor],
-    rows: Rows,
+    rows: PagedRows,
     tiles: Tensor,
     *,
     scale: float,
     out: Tensor,
     rules: ScoreRules = NO_RULES,
 ) -> None:
-    """q [T, H, E] over keys and values [N, K, S, E] into ``out`` [T, H, E]. tiles: [X, 2] int32, the row of a tile and
-    its first token, counted among those of the row.
+    """Attend with q [T, H, E] to keys and values [N, K, S, E] into ``out`` [T, H, E].
+
+    tiles: [X, 2] int32, (row, first token within the row) of each tile.
     """
     sizes = _sizes(q, pool)
     sizes = *sizes, rules.window or 0, rules.cap, rules.sinks is not None
@@ -390,7 +391,7 @@ def attend(
 
 
 class SplitPlan(NamedTuple):
-    """How rows of one token are split: ``max_splits`` of the longest row, and programs for a row and kv head."""
+    """How rows of one token are split: ``max_splits`` of the longest row; programs per row and kv head."""
 
     max_splits: int
     num_programs: int
@@ -399,32 +400,32 @@ class SplitPlan(NamedTuple):
 def attend_splits(
     q: Tensor,
     pool: tuple[Tensor, Tensor],
-    rows: Rows,
+    rows: PagedRows,
     splits: SplitPlan,
     *,
     scale: float,
     out: Tensor,
     rules: ScoreRules = NO_RULES,
 ) -> None:
-    """The same bits for R rows of one token, q and out [R, H, E]."""
+    """Compute ``attend`` with the same bits for R rows of one token, q and out [R, H, E]."""
     num_rows, num_heads, head_size = q.shape
     max_splits, num_programs = splits
     sums = torch.empty(num_rows, max_splits, num_heads, head_size, dtype=torch.float32, device=q.device)
-    marks = torch.empty(num_rows, max_splits, num_heads, 2, dtype=torch.float32, device=q.device)
+    stats = torch.empty(num_rows, max_splits, num_heads, 2, dtype=torch.float32, device=q.device)
     sizes = *_sizes(q, pool), rules.window or 0, rules.cap
-    tensors = (q, *pool, rows.page_starts, rows.last_lengths, rows.page_ids, sums, marks)
-    alignments = tuple(tensor.data_ptr() % 16 for tensor in (q, *pool, sums, marks))
+    tensors = (q, *pool, rows.page_starts, rows.last_lengths, rows.page_ids, sums, stats)
+    alignments = tuple(tensor.data_ptr() % 16 for tensor in (q, *pool, sums, stats))
     options = _options(head_size, q.dtype)
     grid = num_rows, pool[0].shape[1], num_programs
     numbers = rules.factor(scale), max_splits, num_programs
     _splits(grid, (q.dtype, sizes, alignments), (*tensors, *numbers, *sizes), options)
-    merge_splits(sums, marks, rows, out, max_splits=max_splits, page_size=pool[0].shape[2], rules=rules)
+    merge_splits(sums, stats, rows, out, max_splits=max_splits, page_size=pool[0].shape[2], rules=rules)
 
 
 def merge_splits(
     sums: Tensor,
-    marks: Tensor,
-    rows: Rows,
+    stats: Tensor,
+    rows: PagedRows,
     out: Tensor,
     *,
     max_splits: int,
@@ -435,12 +436,12 @@ def merge_splits(
 
     Args:
         sums: [R, X, H, E] fp32, the weighted values of each split.
-        marks: [R, X, H, 2] fp32, its highest score and the sum of its weights.
+        stats: [R, X, H, 2] fp32, the highest score and the sum of weights of each split.
     """
     num_rows, num_heads, head_size = out.shape
     sizes = num_heads, page_size, head_size, max(next_power_of_2(head_size), 16), _MERGED_HEADS
     sizes = *sizes, rules.window or 0, rules.sinks is not None
-    tensors = sums, marks, rows.page_starts, rows.last_lengths, out, out if rules.sinks is None else rules.sinks
-    key = (out.dtype, sizes, rules.sinks_key, *(tensor.data_ptr() % 16 for tensor in (sums, marks, out)))
+    tensors = sums, stats, rows.page_starts, rows.last_lengths, out, out if rules.sinks is None else rules.sinks
+    key = (out.dtype, sizes, rules.sinks_key, *(tensor.data_ptr() % 16 for tensor in (sums, stats, out)))
     grid = num_rows, -(-num_heads // _MERGED_HEADS), 1
     _merge(grid, key, (*tensors, max_splits, *sizes), {"num_warps": 4})

@@ -1,6 +1,6 @@
-"""Causal convolution over the tokens of each row, whose last inputs are kept in a pool of states.
+"""Causal depthwise convolution on a GPU. The last inputs of each row are kept in a state pool.
 
-T packed tokens, C channels, W tokens of the filter, N slots, R rows, B blocks of tokens.
+T packed tokens, C channels, W filter width, N slots, R rows, B blocks of tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from aioengine.kernels.state_rows import BLOCK_TOKENS
-from aioengine.kernels.triton.launcher import Launcher
+from aioengine.kernels.triton.launcher import KernelLauncher
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from aioengine.kernels.state_rows import StateRows
 
 _CHANNELS = 256
-"""Of a program, where each token has programs of its own; a quarter of them in blocks of tokens."""
+"""Channels per program of ``_step_kernel``. A program of ``_block_kernel`` has a quarter of them."""
 
 
 @triton.jit
 def _result(
     total: tl.tensor, places: tl.tensor, inside: tl.tensor, BIAS: tl.constexpr, SILU: tl.constexpr
 ) -> tl.tensor:
-    """``places``: of the biases, in the shape of ``total`` or one that fits it."""
+    """Add biases to ``total`` and apply SiLU. places: addresses of the biases, broadcast to the shape of ``total``."""
     if BIAS:
         total += tl.load(places, mask=inside, other=0.0).to(tl.float32)
     if SILU:
@@ -51,7 +51,7 @@ def _step_kernel(
     BIAS: tl.constexpr,
     SILU: tl.constexpr,
 ) -> None:
-    """One token of a row. A thread reads and writes the state of its channels alone, so none needs to wait."""
+    """Compute one token of a row. Each thread only reads and writes the state of its own channels."""
     row = tl.program_id(0).to(tl.int64)
     channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channels < num_channels
@@ -91,7 +91,7 @@ def _block_kernel(
     BIAS: tl.constexpr,
     SILU: tl.constexpr,
 ) -> None:
-    """A block of tokens of a row. The states stay as they are: other programs read them too."""
+    """Compute a block of tokens of a row. Does not change states, because other programs read them too."""
     block = tl.program_id(0)
     row = tl.load(blocks + 2 * block)
     first = tl.load(blocks + 2 * block + 1)
@@ -132,7 +132,7 @@ def _state_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The last inputs of a row into its state. What stays of the old state moves towards its start, oldest first."""
+    """Store the last inputs of a row in its state. The remaining old inputs move towards the start, oldest first."""
     row = tl.program_id(0).to(tl.int64)
     channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channels < num_channels
@@ -150,9 +150,9 @@ def _state_kernel(
         tl.store(inputs + place * num_channels, new, mask=inside)
 
 
-_step = Launcher(_step_kernel)
-_block = Launcher(_block_kernel)
-_state = Launcher(_state_kernel)
+_step = KernelLauncher(_step_kernel)
+_block = KernelLauncher(_block_kernel)
+_state = KernelLauncher(_state_kernel)
 
 
 def causal_conv(
@@ -163,16 +163,16 @@ def causal_conv(
     out = torch.empty((x.shape[0], num_channels), dtype=x.dtype, device=x.device)
     sizes = x.stride(0), num_channels
     last = bias is not None, activates
-    given = weight if bias is None else bias
-    key = (x.dtype, *sizes, *last, width, x.data_ptr() % 16, state.data_ptr() % 16, *keys_of(rows))
+    any_bias = weight if bias is None else bias  # the kernel does not read it without a bias
+    key = (x.dtype, *sizes, *last, width, x.data_ptr() % 16, state.data_ptr() % 16, *rows_key(rows))
     num_parts = -(-num_channels // _CHANNELS)
     if rows.blocks is None:
-        arguments = (x, weight, state, rows.slots, rows.starts, given, out, *sizes, width, _CHANNELS, *last)
+        arguments = (x, weight, state, rows.slots, rows.starts, any_bias, out, *sizes, width, _CHANNELS, *last)
         _step((len(rows.slots), num_parts, 1), key, arguments, {"num_warps": 2})
         return out
     channels = _CHANNELS // 4
     arguments = (
-        *(x, weight, state, rows.slots, rows.starts, rows.ends, rows.blocks, given, out),
+        *(x, weight, state, rows.slots, rows.starts, rows.ends, rows.blocks, any_bias, out),
         *(*sizes, width, BLOCK_TOKENS, channels, *last),
     )
     _block((len(rows.blocks), -(-num_channels // channels), 1), key, arguments, {"num_warps": 8})
@@ -181,8 +181,8 @@ def causal_conv(
     return out
 
 
-def keys_of(rows: StateRows) -> tuple[object, ...]:
-    """The part of the key of a ``Launcher`` that depends on the rows."""
+def rows_key(rows: StateRows) -> tuple[object, ...]:
+    """Return the part of a ``KernelLauncher`` key that depends on the rows."""
     tensors = rows.slots, rows.starts, rows.ends
     dtypes = tuple(tensor.dtype for tensor in tensors)
     return (*dtypes, *(tensor.data_ptr() % 16 for tensor in tensors), rows.blocks is None)

@@ -1,4 +1,4 @@
-"""Set NaN and inf to 0 in pages of the KV pool, on a GPU: programs of rows whose mark is not negative end at once.
+"""Set NaN and inf to 0 in KV pages on a GPU. The programs of rows with a token id >= 0 return immediately.
 
 L layers, N pages of the pool, K kv heads, S page size, E head size, X rows.
 """
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from aioengine.kernels.triton.launcher import Launcher
+from aioengine.kernels.triton.launcher import KernelLauncher
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,13 +42,13 @@ def _clean_kernel(
                 tl.store(page + offsets, tl.where(is_finite, elements, 0.0), mask=inside)
 
 
-_clean = Launcher(_clean_kernel)
+_clean = KernelLauncher(_clean_kernel)
 
 
-def clean(pool: Tensor, marks: Tensor, rows: Tensor, page_ids: Tensor) -> None:
-    """pool [L, 2, N, K, S, E], marks [M], rows [X, 3], page_ids [Y]: see ``kernels.clean_pages``."""
+def clean(pool: Tensor, token_ids: Tensor, rows: Tensor, page_ids: Tensor) -> None:
+    """See ``kernels.clean_pages``: pool [L, 2, N, K, S, E], token_ids [M], rows [X, 3], page_ids [Y]."""
     num_layers, num_sides, _, num_kv_heads, page_size, head_size = pool.shape
     sizes = num_kv_heads * page_size * head_size, BLOCK
-    tensors = pool, marks, rows, page_ids
+    tensors = pool, token_ids, rows, page_ids
     key = (pool.dtype, sizes, *(tensor.data_ptr() % 16 for tensor in tensors))
     _clean((rows.shape[0], num_layers * num_sides, 1), key, (*tensors, pool.stride(1), *sizes), {"num_warps": 4})

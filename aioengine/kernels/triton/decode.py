@@ -1,8 +1,8 @@
-"""Attention of rows that compute one token, over pages on a GPU.
+"""Attention of rows of one token, over pages on a GPU.
 
-A row's positions are cut into splits (split-KV, ``attention/_gpu_splits.py``). One program computes a split for one kv
-head: it reads the keys and values once for all query heads of that kv head. The program that finishes last merges the
-splits of a row, always in their order, so that the sum is the same in every run.
+The positions of a row are divided into splits (split-KV, ``attention/_gpu_splits.py``). A program computes a split for
+one kv head: it reads keys and values once for all query heads of this kv head. The program that finishes last merges
+the splits of a row in order, so that the sum is the same in every run.
 
 R rows, H query heads, K kv heads, G query heads of a kv head, E head size, N pages, S page size, X entries for splits.
 """
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from aioengine.kernels.triton.launcher import Launcher, has_dependent_launch, next_power_of_2
+from aioengine.kernels.triton.launcher import KernelLauncher, has_dependent_launch, next_power_of_2
 from aioengine.kernels.triton.scores import NO_RULES, capped, with_sinks
 
 if TYPE_CHECKING:
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
     from aioengine.kernels.triton.scores import ScoreRules
 
 LEAST_ROWS = 16
-"""Rows of the smallest matmul on tensor cores; a kv head with fewer query heads is padded."""
+"""Rows of the smallest tensor core matmul. Fewer query heads per kv head are padded."""
 STAGES = tl.constexpr(3)
 LOWEST = tl.constexpr(-1.0e30)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """Where the pages of R rows are, and their splits; all int32.
+    """The pages of R rows, and their splits; all int32.
 
     Attributes:
-        page_starts: [R + 1] first pages in ``page_ids``.
-        page_ids: the page tables one after the other.
-        splits: [5, X] of ``attention._gpu_splits.plan_splits``, X a multiple of 16.
-        num_done: [R * K] zeros; a kernel leaves them as zeros.
+        page_starts: [R + 1] start of each row in ``page_ids``.
+        page_ids: the concatenated page tables.
+        splits: [5, X], the result of ``attention._gpu_splits.plan_splits``. X is a multiple of 16.
+        num_done: [R * K] zeros, which are zeros again after the kernel.
     """
 
     page_starts: Tensor
@@ -63,7 +63,7 @@ def _attended(
     BLOCK: tl.constexpr,
     CAP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Highest score, sum of weights and weighted values of each query over positions begin to end."""
+    """Return the highest score, sum of weights and weighted values of each query over positions begin to end."""
     columns = tl.arange(0, HEAD_SIZE)[None, :]
     highest = tl.full((queries.shape[0],), LOWEST, tl.float32)
     total = tl.zeros((queries.shape[0],), tl.float32)
@@ -81,7 +81,7 @@ def _attended(
         weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(highest - higher)
         total = total * shrink + tl.sum(weights, 1)
-        # values past the end have weight zero, but may be NaN
+        # values beyond the end have weight 0, but may be NaN
         block_values = tl.load(values + offsets, mask=inside[:, None], other=0.0)
         sums = tl.dot(weights.to(queries.dtype), block_values, sums * shrink[:, None])
         highest = higher
@@ -98,8 +98,8 @@ def _merge(
     NUM_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Highest score, sum of weights and weighted values over all splits of a row. They come from other programs, past
-    this processor's cache.
+    """Return the highest score, sum of weights and weighted values over all splits of a row. Loads bypass L1, because
+    other programs wrote them.
     """
     columns = tl.arange(0, HEAD_SIZE)[None, :]
     highest = tl.full(first_source.shape, LOWEST, tl.float32)
@@ -134,7 +134,7 @@ def _finish(
     MERGES: tl.constexpr,
     SINKS: tl.constexpr,
 ) -> None:
-    """Store the result of attention, merged with ``other`` where there is one, and with its ``sinks``."""
+    """Store the attention result, after merging it with ``other`` and with the sinks if there are any."""
     targets = out_heads[:, None] * HEAD_SIZE + tl.arange(0, HEAD_SIZE)[None, :]
     if SINKS:
         highest, total, sums = with_sinks(highest, total, sums, sinks, is_member)
@@ -202,7 +202,7 @@ def _decode_kernel(
             tl.store(sums + split_heads[:, None] * HEAD_SIZE + columns, attended, mask=inside)
             tl.store(marks + 2 * split_heads, highest, mask=is_member)
             tl.store(marks + 2 * split_heads + 1, total, mask=is_member)
-            tl.debug_barrier()  # all threads have stored when the one that counts does
+            tl.debug_barrier()  # all threads must have stored before one increments the counter
             done = num_done + row * NUM_KV_HEADS + head
             if tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == count - 1:
                 split_heads = first_split * (NUM_KV_HEADS * GROUP) + heads
@@ -211,7 +211,7 @@ def _decode_kernel(
                 tl.store(done, 0)
 
 
-_decode = Launcher(_decode_kernel)
+_decode = KernelLauncher(_decode_kernel)
 
 
 def decode(
@@ -224,23 +224,23 @@ def decode(
     other: tuple[Tensor, Tensor] | None = None,
     rules: ScoreRules = NO_RULES,
 ) -> None:
-    """q [R, H, E], heads of a row together, over keys and values [N, K, S, E] into ``out`` [R, H, E].
+    """Attend with q [R, H, E] (contiguous heads) to keys and values [N, K, S, E] into ``out`` [R, H, E].
 
-    other: what attention over further positions gave, contiguous [R, H, E], and the logarithm to base 2 of its sum of
-    exponentials, [R, H] in fp32: the result is over both. A row that has none there has numbers, and a low logarithm.
-    rules: their window is that of the splits of ``rows``.
+    other: the attention result over further positions, contiguous [R, H, E], and log2 of its sum of exponentials,
+    [R, H] fp32. It is merged into the result. A row without such positions has finite numbers and a low logarithm.
+    rules: the window must be the one of ``rows.splits``.
     """
     num_heads, head_size = q.shape[1:]
     _, num_kv_heads, page_size, _ = pool[0].shape
     group, max_splits = num_heads // num_kv_heads, rows.splits.shape[1]
     sums = torch.empty(max_splits, num_heads, head_size, dtype=torch.float32, device=q.device)
-    marks = torch.empty(max_splits, num_heads, 2, dtype=torch.float32, device=q.device)
+    stats = torch.empty(max_splits, num_heads, 2, dtype=torch.float32, device=q.device)
     padded = max(next_power_of_2(group), LEAST_ROWS)
     block = 128 if head_size <= 128 else 64
     sizes = q.stride(0), num_kv_heads, group, padded, page_size, head_size, block
     sizes = (*sizes, other is not None, rules.cap, rules.sinks is not None, has_dependent_launch())
-    rest = *(other or (out, marks)), out if rules.sinks is None else rules.sinks
-    tensors = (q, *pool, rows.page_starts, rows.page_ids, rows.splits, rows.num_done, sums, marks, out, *rest)
-    key = (q.dtype, sizes, rules.sinks_key, *(tensor.data_ptr() % 16 for tensor in (q, *pool, sums, marks, out, *rest)))
+    rest = *(other or (out, stats)), out if rules.sinks is None else rules.sinks
+    tensors = (q, *pool, rows.page_starts, rows.page_ids, rows.splits, rows.num_done, sums, stats, out, *rest)
+    key = (q.dtype, sizes, rules.sinks_key, *(tensor.data_ptr() % 16 for tensor in (q, *pool, sums, stats, out, *rest)))
     options = {"num_warps": 4, "launch_pdl": has_dependent_launch()}
     _decode((num_kv_heads, max_splits, 1), key, (*tensors, max_splits, rules.factor(scale), *sizes), options)

@@ -1,10 +1,9 @@
-"""The gated delta rule for rows of many tokens, in blocks (arXiv 2412.06464, section 3.3).
+"""The gated delta rule for rows with many tokens, in blocks (arXiv 2412.06464, section 3.3).
 
-Within a block, the changes that its tokens make to the matrix depend on one another linearly. So they are solved for at
-once, for any matrix S before the block: token i writes the value u_i - S^T w_i for its key. All blocks are solved side
-by side; then the matrix goes from block to block, with four matmuls for each. Their operands are in bf16 where the
-channels are, else in tf32; all sums are in fp32. q and k go into them as they are: that they are to have length 1 is
-left to factors of their tokens.
+Within a block, the updates of the state matrix form a linear system. It is solved for any state S before the block:
+token i writes the value u_i - S^T w_i for its key. All blocks are solved in parallel. Then the state is passed from
+block to block, with four matmuls per block. The operands are in bf16 if the channels are, else in tf32; sums are in
+fp32. q and k enter the matmuls unnormalized; their normalization is a factor per token.
 
 T packed tokens, C channels, H value heads, K and V sizes of a head, N slots, R rows, B blocks.
 """
@@ -18,7 +17,7 @@ import triton
 import triton.language as tl
 
 from aioengine.kernels.state_rows import BLOCK_TOKENS
-from aioengine.kernels.triton.launcher import Launcher, next_power_of_2
+from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from aioengine.kernels.state_rows import StateRows
 
 LEAST_TOKENS: Final = 32
-"""Tokens of a row from which on blocks are faster than one token after the other."""
+"""Rows with at least this many tokens are faster in blocks than token by token."""
 
 TOKENS = tl.constexpr(BLOCK_TOKENS)
 LEAST = tl.constexpr(LEAST_TOKENS)
@@ -35,16 +34,16 @@ LEVELS = tl.constexpr(BLOCK_TOKENS.bit_length() - 1)
 EPSILON = tl.constexpr(1e-6)
 
 _VALUES = 32
-"""Columns of a head's matrix that a program has."""
+"""State matrix columns per program."""
 _FACTORS: Final = 3
-"""Numbers of a token and head, see ``_store_reading``."""
+"""Factors per token and head, see ``_store_reading``."""
 
 
 @triton.jit
 def load_gates(
     steps: tl.tensor, scores: tl.tensor, places: tl.tensor, inside: tl.tensor, rate: tl.tensor, bias: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The logarithms of the decays, and beta; both 0 where not ``inside``."""
+    """Return log(decay) and beta; both are 0 where not ``inside``."""
     given = tl.load(scores + places, mask=inside, other=0.0)
     beta = (1.0 / (1.0 + tl.exp(-given.to(tl.float32)))).to(given.dtype).to(tl.float32)
     step = tl.load(steps + places, mask=inside, other=0.0).to(tl.float32) + bias
@@ -54,14 +53,14 @@ def load_gates(
 
 @triton.jit
 def decayed(products: tl.tensor, total: tl.tensor, is_chosen: tl.tensor) -> tl.tensor:
-    """products [tokens, tokens] times the decays between them, where chosen, else 0."""
+    """Multiply products [tokens, tokens] by the decay between the two tokens; 0 where not chosen."""
     between = tl.exp(tl.where(is_chosen, total[:, None] - total[None, :], 0.0))
     return tl.where(is_chosen, products * between, 0.0)
 
 
 @triton.jit
 def span_of(ends: tl.tensor, row: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """The first token of a row, and how many it has."""
+    """Return the first token of a row and its number of tokens."""
     begin = tl.load(ends + row - 1, mask=row > 0, other=0).to(tl.int64)
     return begin, tl.load(ends + row).to(tl.int64) - begin
 
@@ -80,8 +79,8 @@ def load_matrix(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Pointers to the entries [keys, values] of the matrix of a head in the state of a row, and the entries: 0 where
-    the row begins at position 0, and outside the sizes of the head.
+    """Return pointers to the elements [keys, values] of a head's state matrix, and the elements. They are 0 if the row
+    starts at position 0, and outside of the head size.
     """
     slot = tl.load(slots + row).to(tl.int64)
     has_past = keys < tl.where(tl.load(starts + row) > 0, KEYS, 0)
@@ -98,8 +97,8 @@ def _inverse_length(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _inverted(system: tl.tensor, NARROW: tl.constexpr) -> tl.tensor:
-    """The inverse of 1 + system, which has numbers below its diagonal alone: first of blocks of 2 on the diagonal, then
-    of blocks of 4 made of two of these, and so on. No number in it is above 1, so fp16 is as good as tf32, and faster.
+    """Return the inverse of 1 + system, where system is strictly lower triangular: first for diagonal blocks of size 2,
+    then of size 4, and so on. No element exceeds 1, so fp16 is as accurate as tf32, and faster.
     """
     order = tl.arange(0, TOKENS)
     apart = order[:, None] ^ order[None, :]
@@ -114,7 +113,7 @@ def _inverted(system: tl.tensor, NARROW: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _times(factors: tl.tensor, x: tl.tensor) -> tl.tensor:
-    """factors [tokens, tokens] fp32 times x [tokens, N], with 16 bits of the factors where x is in bf16."""
+    """Return factors [tokens, tokens] fp32 times x [tokens, N]. If x is bf16, factors are split into two bf16 parts."""
     if x.dtype == tl.float32:
         return tl.dot(factors, x, input_precision="tf32")
     high = factors.to(x.dtype)
@@ -127,8 +126,8 @@ def _store_reading(
     weights_out: tl.tensor, factors_out: tl.tensor, is_token: tl.tensor, num_factors: tl.tensor, stride: tl.tensor,
     scale: tl.tensor,
 ) -> None:  # fmt: skip
-    """The weights [tokens, tokens] with which the tokens of a block read what these write; and three factors of each:
-    of what it reads of the matrix before the block, of what is left of its own behind it, and of what is of the matrix.
+    """Store the attention weights [tokens, tokens] within a block, and three factors per token: for reading the state
+    before the block, for the decay of its update until the end of the block, and for the decay of the state.
     """
     order = tl.arange(0, TOKENS)
     total, whole = tl.cumsum(decays, 0), tl.sum(decays, 0)
@@ -152,7 +151,7 @@ def _solve_kernel(
     GROUP: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     PRODUCT: tl.constexpr,
 ) -> None:  # fmt: skip
-    """w and u of the tokens of a block, and what ``_store_reading`` stores."""
+    """Store w and u of the tokens of a block, then call ``_store_reading``."""
     block, head = tl.program_id(0), tl.program_id(1)
     row = tl.load(blocks + 2 * block)
     first = tl.load(blocks + 2 * block + 1)
@@ -193,7 +192,7 @@ def _solve_kernel(
     )
 
 
-# The outputs and the matrix of a row, one block after the other.
+# Computes the outputs and the state of a row, block after block.
 @triton.jit(do_not_specialize=["num_tokens"])
 def _rows_kernel(
     channels: tl.tensor, state: tl.tensor, slots: tl.tensor, starts: tl.tensor, ends: tl.tensor, solved_keys: tl.tensor,
@@ -241,16 +240,16 @@ def _rows_kernel(
     tl.store(places, matrix, mask=(keys < KEYS)[:, None] & is_value[None, :])
 
 
-_solve = Launcher(_solve_kernel)
-_rows = Launcher(_rows_kernel)
+_solve = KernelLauncher(_solve_kernel)
+_rows = KernelLauncher(_rows_kernel)
 
 
 def compute(
     channels: Tensor, gates: DeltaGates, state: Tensor, rows: StateRows, *, out: Tensor, key: tuple[object, ...]
 ) -> None:
-    """Write the outputs [T, H, V] and the states of the rows with at least ``LEAST_TOKENS`` tokens.
+    """Write the outputs [T, H, V] and the states of rows with at least ``LEAST_TOKENS`` tokens.
 
-    channels: [T, C]. state: [N, H, K, V]. key: as in ``Launcher``, for these tensors.
+    channels: [T, C]. state: [N, H, K, V]. key: the ``KernelLauncher`` key of these tensors.
     """
     assert rows.blocks is not None, "no row has several tokens"
     num_heads, key_size, value_size = state.shape[1:]
@@ -270,7 +269,7 @@ def compute(
     )
     _solve((len(rows.blocks), num_heads, 1), key, arguments, {"num_warps": 4})
     block_v = min(block_v, _VALUES)
-    num_warps, stages = (4, 3) if is_narrow else (8, 1)  # what fits into registers and shared memory
+    num_warps, stages = (4, 3) if is_narrow else (8, 1)  # limited by registers and shared memory
     arguments = (
         *(channels, state, rows.slots, rows.starts, rows.ends, keys, values, weights, factors, out),
         *(num_channels, num_heads, num_tokens, *sizes, block_v, product, stages),

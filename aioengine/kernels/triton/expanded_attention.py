@@ -1,11 +1,10 @@
-"""Latent attention (arXiv 2405.04434) of rows of many tokens on a GPU, with the keys and values of heads.
+"""Latent attention (arXiv 2405.04434) of rows with many tokens on a GPU, in its expanded form.
 
-These are made of the latent vectors before, by one matmul, and lie one row after the other as its positions do. A key
-is what is made of the latent vector, N numbers, and P rotated ones that all heads share. Beside the absorbed form this
-multiplies N + P + O numbers a head, query and position, rather than 2 V + P.
+One matmul first expands the latent vectors to keys and values per head, packed in the order of rows and positions. A
+key has N expanded elements and P rotated elements shared by all heads. Per head, query and position this needs
+N + P + O multiplications, the absorbed form 2 V + P.
 
-T tokens, C positions of all rows, H query heads, N and P numbers of a key that are not and that are rotated, O of a
-value, V of a latent vector.
+T tokens, C positions of all rows, H query heads, N plain and P rotated elements of a key, O value size, V latent size.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ import triton
 import triton.language as tl
 
 from aioengine.kernels.triton.attention import MASKED, load_part, pages_of
-from aioengine.kernels.triton.launcher import Launcher, next_power_of_2
+from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.kernels.triton.attention import Rows
+    from aioengine.kernels.triton.attention import PagedRows
 
 
-class Tile(NamedTuple):
-    """Tokens of a tile, positions that it takes at a time, and how the kernel is compiled."""
+class ExpandedTile(NamedTuple):
+    """Tokens of a tile, positions per block, and compile options."""
 
     rows: int
     block: int
@@ -36,16 +35,16 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-LARGE = Tile(128, 64, 8, 3)
-"""On an H200, a prompt of 4096 tokens with 16 heads takes 185 us, which is 0.47 of what the tensor cores can do."""
-SMALL = Tile(64, 64, 4, 3)
-"""Where large tiles are too few: 512 tokens behind 3584 positions take 63 us, with large ones 87."""
+LARGE = ExpandedTile(128, 64, 8, 3)
+"""On an H200, a prompt of 4096 tokens with 16 heads takes 185 us: 47 % of the tensor cores' peak."""
+SMALL = ExpandedTile(64, 64, 4, 3)
+"""For fewer tokens: 512 tokens after 3584 positions take 63 us, with large tiles 87."""
 ENOUGH_PROGRAMS = 256
 HOPPER_BYTES = 232_448
 
 
-def tile_of(num_tokens: int, num_heads: int) -> Tile:
-    """For rows of ``num_tokens`` tokens in all."""
+def tile_for(num_tokens: int, num_heads: int) -> ExpandedTile:
+    """Return the tile for rows with ``num_tokens`` tokens in total."""
     return LARGE if -(-num_tokens // LARGE.rows) * num_heads >= ENOUGH_PROGRAMS else SMALL
 
 
@@ -71,7 +70,7 @@ def _block(
     BLOCK: tl.constexpr,
     MASKS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Highest score, sum of weights and weighted values with positions from ``first`` on."""
+    """Update the highest score, sum of weights and weighted values with the block of positions from ``first``."""
     positions = first + tl.arange(0, BLOCK)
     key_columns = tl.arange(0, queries.shape[1])[None, :]
     columns = tl.arange(0, COLUMNS)[None, :]
@@ -104,7 +103,7 @@ def _block(
 
 
 @triton.jit(
-    do_not_specialize=["first_page"],  # the stride has two specializations: multiples of 16, and others
+    do_not_specialize=["first_page"],  # the stride has two specializations: multiples of 16, and other values
     do_not_specialize_on_alignment=["query_starts", "page_starts", "last_lengths", "tiles"],
 )
 def _attend_kernel(
@@ -168,17 +167,17 @@ def _attend_kernel(
     tl.store(targets, attended, mask=is_there[:, None] & (columns < VALUE_SIZE))
 
 
-_attend = Launcher(_attend_kernel)
+_attend = KernelLauncher(_attend_kernel)
 
 
-class Expanded(NamedTuple):
-    """The positions of rows.
+class ExpandedKV(NamedTuple):
+    """Expanded keys and values of rows, for all positions of their pages.
 
     Attributes:
         heads: [C, H, N + O], keys and values of heads.
         rotated: [C, P], the rotated parts of keys.
-        page_size: C are the positions of whole pages.
-        first_page: of ``Rows.page_ids``, the first of these pages.
+        page_size: positions per page.
+        first_page: index of the first page in ``PagedRows.page_ids``.
     """
 
     heads: Tensor
@@ -187,47 +186,45 @@ class Expanded(NamedTuple):
     first_page: int
 
 
-class Tiles(NamedTuple):
-    """Tokens of rows in tiles of one size. places: [Y, 2] int32, the row of a tile and its first token, counted among
-    those of the row.
-    """
+class ExpandedTiles(NamedTuple):
+    """Tiles of one size. starts: [Y, 2] int32, (row, first token within the row) of each tile."""
 
-    places: Tensor
-    tile: Tile
+    starts: Tensor
+    tile: ExpandedTile
 
 
-def _num_stages(tile: Tile, query_columns: int, columns: int, itemsize: int) -> int:
-    """How many blocks of positions can be read ahead: as many as the fast memory of a core has room for."""
-    room = _shared_bytes() - tile.rows * query_columns * itemsize
-    return max(min(tile.num_stages, room // (tile.block * (query_columns + columns) * itemsize)), 1)
+def _num_stages(tile: ExpandedTile, query_columns: int, columns: int, itemsize: int) -> int:
+    """Return how many blocks of positions can be prefetched into shared memory."""
+    free = _shared_bytes() - tile.rows * query_columns * itemsize
+    return max(min(tile.num_stages, free // (tile.block * (query_columns + columns) * itemsize)), 1)
 
 
 @lru_cache(maxsize=1)
 def _shared_bytes() -> int:
-    """Of a program; of Hopper's where there is no GPU."""
+    """Return the shared memory of a program; without a GPU, that of Hopper."""
     if not torch.cuda.is_available():
         return HOPPER_BYTES
     return int(torch.cuda.get_device_properties().shared_memory_per_block_optin)
 
 
-def attend(q: Tensor, positions: Expanded, rows: Rows, tiles: Tiles, *, scale: float, out: Tensor) -> None:
-    """q [T, H, N + P] over the positions into ``out`` [T, H, O]."""
-    expanded, rotated, page_size, first_page = positions
-    places, tile = tiles
+def attend(q: Tensor, kv: ExpandedKV, rows: PagedRows, tiles: ExpandedTiles, *, scale: float, out: Tensor) -> None:
+    """Attend with q [T, H, N + P] to the expanded keys and values into ``out`` [T, H, O]."""
+    expanded, rotated, page_size, first_page = kv
+    starts, tile = tiles
     num_heads, size = q.shape[1:]
     rotated_size, value_size = rotated.shape[1], out.shape[2]
     key_size = size - rotated_size
     sizes = (
         *(*q.stride()[:2], out.stride(0), rotated.stride(0), page_size),
         *(key_size, rotated_size, value_size),
-        *(max(next_power_of_2(each), 16) for each in (key_size, rotated_size, value_size)),
+        *(max(next_power_of_2(width), 16) for width in (key_size, rotated_size, value_size)),
         *(tile.rows, tile.block),
     )
-    tensors = q, expanded, rotated, rows.query_starts, rows.page_starts, rows.last_lengths, places, out
+    tensors = q, expanded, rotated, rows.query_starts, rows.page_starts, rows.last_lengths, starts, out
     stride = expanded.stride(0)
     key = q.dtype, sizes, tile, stride % 16 == 0, *(tensor.data_ptr() % 16 for tensor in (q, expanded, rotated, out))
     *query_columns, columns = sizes[-5:-2]
     num_stages = _num_stages(tile, sum(query_columns), columns, q.itemsize)
     options = {"num_warps": tile.num_warps, "num_stages": num_stages}
     numbers = scale / math.log(2), first_page, stride
-    _attend((num_heads, len(places), 1), key, (*tensors, *numbers, *sizes), options)
+    _attend((num_heads, len(starts), 1), key, (*tensors, *numbers, *sizes), options)

@@ -1,10 +1,10 @@
-"""The gated MLPs of experts on a GPU: rows of a step, each through the K experts that were chosen for it.
+"""The gated MLPs of a mixture of experts on a GPU.
 
-One or a few tokens are multiplied pair by pair: a program reads some lines of an expert's weight. More are multiplied
-in tiles of one expert's pairs: the weight is the left operand, so that its outputs are the rows of the tensor core
-instruction. The results of a token's experts are added up in the order in which they were chosen.
+With few tokens, pairs are multiplied one by one: a program reads several rows of an expert's weight. More tokens are
+multiplied in tiles of pairs of one expert. The weight is the left operand, so that its outputs are the rows of the
+tensor core instruction. The K results of a token are added in the order in which its experts were chosen.
 
-T tokens, D model size, I inner size, E experts, K experts of a token, P = T * K pairs.
+T tokens, D model size, I inner size, E experts, K experts per token, P = T * K (token, expert) pairs.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from aioengine.kernels.triton.launcher import Launcher, has_dependent_launch, options
+from aioengine.kernels.triton.launcher import KernelLauncher, has_dependent_launch, options
 from aioengine.kernels.triton.routing import align
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.kernels.expert_types import Chosen, ExpertWeights, Gate, Shared
+    from aioengine.kernels.expert_types import ChosenExperts, ExpertWeights, GateFunction, SharedOutputs
     from aioengine.kernels.triton.routing import Tiling
 
 
-class Tile(NamedTuple):
-    """Pairs, outputs, block of inputs, stages and warps of a program."""
+class ExpertTile(NamedTuple):
+    """Pairs, outputs, inputs per block, stages and warps of a program."""
 
     rows: int
     outputs: int
@@ -42,7 +42,7 @@ class Tile(NamedTuple):
 def _activate(
     gate: tl.tensor, up: tl.tensor, limit: tl.constexpr, alpha: tl.constexpr, narrow: tl.constexpr
 ) -> tl.tensor:
-    """gate and up [...] fp32 -> [...], rounded as often as the matmul and the activation are apart."""
+    """gate and up [...] fp32 -> [...]. Rounds like a separate matmul and activation."""
     gate, up = gate.to(narrow).to(tl.float32), up.to(narrow).to(tl.float32)
     if limit > 0:
         gate = tl.minimum(gate, limit)
@@ -53,13 +53,13 @@ def _activate(
 
 @triton.jit
 def _loaded(pointers: tl.tensor, inside: tl.tensor, IS_WHOLE: tl.constexpr) -> tl.tensor:
-    """What is at the pointers [...]; 0 where it is not ``inside``, which is known to be everywhere if ``IS_WHOLE``."""
+    """Load from pointers [...]; 0 outside of the mask. IS_WHOLE: the mask is true everywhere."""
     return tl.load(pointers) if IS_WHOLE else tl.load(pointers, mask=inside, other=0.0)
 
 
 @triton.jit
 def _biased(total: tl.tensor, bias: tl.tensor, HAS_BIAS: tl.constexpr) -> tl.tensor:
-    """total [outputs, rows] plus what is at ``bias`` [outputs]."""
+    """Return total [outputs, rows] plus the bias at the pointers [outputs]."""
     return total + tl.load(bias).to(tl.float32)[:, None] if HAS_BIAS else total
 
 
@@ -77,10 +77,10 @@ def _tiled_kernel(
         gdc_wait()
         gdc_launch_dependents()
     expert, first, end = tl.load(tiles + tile), tl.load(tiles + max_tiles + tile), tl.load(tiles + 2 * max_tiles + tile)
-    if tile < tl.load(num_tiles):  # else what was loaded is undefined
+    if tile < tl.load(num_tiles):  # otherwise the loaded numbers are undefined
         rows = first + tl.arange(0, ROWS)
         is_row = rows < end
-        rows = tl.where(is_row, rows, first)  # beyond the end the first row is repeated, which costs no mask
+        rows = tl.where(is_row, rows, first)  # beyond the end, repeat the first row, which avoids a mask
         pairs = tl.load(order + rows)
         vectors = (pairs // TOP_K if IS_GATED else rows).to(tl.int64) * SIZE
         lines = expert.to(tl.int64) * ((2 if IS_GATED else 1) * NUM_OUTPUTS)
@@ -150,7 +150,7 @@ def _add_shared(
     total: tl.tensor, shared: tl.tensor, gates: tl.tensor, token: tl.tensor, places: tl.tensor, is_inside: tl.tensor,
     HAS_GATE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """total [N] += what the shared experts made of the token, by its gate."""
+    """Return total [N] plus the shared experts' output for the token, multiplied by its gate."""
     more = tl.load(shared + places, mask=is_inside, other=0.0).to(tl.float32)
     if HAS_GATE:
         more = more / (1.0 + tl.exp(-tl.load(gates + token).to(tl.float32)))
@@ -218,32 +218,34 @@ def _sum_kernel(
     tl.store(out + places, total.to(out.dtype.element_ty), mask=is_output)
 
 
-_tiled = Launcher(_tiled_kernel)
-_vector_gated = Launcher(_vector_gated_kernel)
-_vector_down = Launcher(_vector_down_kernel)
-_sum = Launcher(_sum_kernel)
+_tiled = KernelLauncher(_tiled_kernel)
+_vector_gated = KernelLauncher(_vector_gated_kernel)
+_vector_down = KernelLauncher(_vector_down_kernel)
+_sum = KernelLauncher(_sum_kernel)
 
 MAX_VECTOR_TOKENS = 4
-"""Up to this number of tokens, each pair reads its expert on its own: few of them share one."""
-FP32 = Tile(16, 32, 32, 2, 4)
-"""The only tile in fp32, which runs without tensor cores."""
-INVARIANT = Tile(64, 64, 64, 4, 4)
-"""The only tile where the bits of a row must not depend on how many there are."""
+"""Up to this number of tokens, each pair reads its expert separately, because few pairs share an expert."""
+FP32 = ExpertTile(16, 32, 32, 2, 4)
+"""The tile for fp32, which runs without tensor cores."""
+INVARIANT = ExpertTile(64, 64, 64, 4, 4)
+"""The tile for batch-invariant results."""
 TILES = (
-    (8, Tile(16, 64, 128, 3, 4), Tile(16, 64, 128, 3, 4)),
-    (20, Tile(32, 64, 64, 5, 4), Tile(32, 128, 64, 3, 4)),
-    (48, Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 3, 4)),
-    (math.inf, Tile(128, 128, 64, 4, 8), Tile(128, 256, 64, 3, 8)),
+    (8, ExpertTile(16, 64, 128, 3, 4), ExpertTile(16, 64, 128, 3, 4)),
+    (20, ExpertTile(32, 64, 64, 5, 4), ExpertTile(32, 128, 64, 3, 4)),
+    (48, ExpertTile(64, 64, 64, 4, 4), ExpertTile(64, 128, 64, 3, 4)),
+    (math.inf, ExpertTile(128, 128, 64, 4, 8), ExpertTile(128, 256, 64, 3, 8)),
 )
-"""The tiles of both matmuls, with equal numbers of rows, by the most pairs that an expert has on average. The fastest
-on an H200 for the sizes of Qwen3-30B-A3B, among the fastest for those of gpt-oss-20b and Qwen3-Next-80B.
+"""(maximum average pairs per expert, tile of the first matmul, tile of the second). Both tiles have the same number of
+rows. The fastest on an H200 for the sizes of Qwen3-30B-A3B; among the fastest for gpt-oss-20b and Qwen3-Next-80B.
 """
 VECTOR_PARTS = 48
-"""The most parts of 256 numbers of lines that a program for vectors reads before it goes on; also the fastest there."""
+"""Maximum pieces of 256 weights that a program loads per iteration with few tokens; the fastest for the same models."""
 
 
-def tiles_for(num_pairs: int, num_experts: int, dtype: torch.dtype, *, batch_invariant: bool) -> tuple[Tile, Tile]:
-    """The tiles of both matmuls, with equal numbers of rows."""
+def tiles_for(
+    num_pairs: int, num_experts: int, dtype: torch.dtype, *, batch_invariant: bool
+) -> tuple[ExpertTile, ExpertTile]:
+    """Return the tiles of both matmuls. They have the same number of rows."""
     if dtype == torch.float32:
         return FP32, FP32
     if batch_invariant:
@@ -252,9 +254,9 @@ def tiles_for(num_pairs: int, num_experts: int, dtype: torch.dtype, *, batch_inv
 
 
 def compute(
-    x: Tensor, chosen: Chosen, weights: ExpertWeights, shared: Shared | None, *, batch_invariant: bool
+    x: Tensor, chosen: ChosenExperts, weights: ExpertWeights, shared: SharedOutputs | None, *, batch_invariant: bool
 ) -> Tensor:
-    """As ``kernels.experts.Experts``: x [T, D], contiguous -> [T, D]."""
+    """Compute ``kernels.experts.Experts`` for contiguous x [T, D] -> [T, D]."""
     if x.shape[0] <= MAX_VECTOR_TOKENS and not batch_invariant:
         return multiply_vectors_down(multiply_vectors(x, chosen, weights), chosen, weights, shared)
     num_experts = weights.down.shape[0]
@@ -265,21 +267,20 @@ def compute(
     )
 
 
-def multiply_tiles(x: Tensor, weights: ExpertWeights, tiling: Tiling, tile: Tile) -> Tensor:
+def multiply_tiles(x: Tensor, weights: ExpertWeights, tiling: Tiling, tile: ExpertTile) -> Tensor:
     """x [T, D] -> activated [P, I], in the order of the tiling."""
     return _multiply_tiles(x, (weights.gate_up, weights.gate_up_bias, weights.gate), tiling, tile)
 
 
-def multiply_tiles_down(x: Tensor, weights: ExpertWeights, tiling: Tiling, tile: Tile) -> Tensor:
+def multiply_tiles_down(x: Tensor, weights: ExpertWeights, tiling: Tiling, tile: ExpertTile) -> Tensor:
     """x [P, I], in the order of the tiling -> [P, D], in the order of pairs."""
     return _multiply_tiles(x, (weights.down, weights.down_bias, None), tiling, tile)
 
 
-def _multiply_tiles(x: Tensor, layer: tuple[Tensor, Tensor | None, Gate | None], tiling: Tiling, tile: Tile) -> Tensor:
-    """x [T, D] or [P, I] -> [P, I] or [P, D].
-
-    ``layer``: weight, bias, and the function of gates where it has some.
-    """
+def _multiply_tiles(
+    x: Tensor, layer: tuple[Tensor, Tensor | None, GateFunction | None], tiling: Tiling, tile: ExpertTile
+) -> Tensor:
+    """x [T, D] or [P, I] -> [P, I] or [P, D]. layer: weight, bias, and gate function if it has gates."""
     weight, bias, gate = layer
     num_pairs, top_k = len(tiling.order), tiling.chosen.experts.shape[1]
     size = weight.shape[2]
@@ -297,22 +298,22 @@ def _multiply_tiles(x: Tensor, layer: tuple[Tensor, Tensor | None, Gate | None],
     return out
 
 
-def add_up(parts: Tensor, shared: Shared | None, tiling: Tiling) -> Tensor:
-    """parts [P, D] -> [T, D]: the weighted sum of the pairs of each token, with the results of shared experts."""
+def add_up(parts: Tensor, shared: SharedOutputs | None, tiling: Tiling) -> Tensor:
+    """Return the weighted sum [T, D] of the pairs [P, D] of each token, plus the outputs of shared experts."""
     (num_tokens, top_k), num_outputs = tiling.chosen.experts.shape, parts.shape[1]
     out = parts.new_empty((num_tokens, num_outputs))
     block = 1024 if num_tokens > 64 else 512
-    tensors = parts, tiling.chosen.weights, out, *_of_shared(shared, out)
+    tensors = parts, tiling.chosen.weights, out, *_shared_tensors(shared, out)
     arguments = (*tensors, num_outputs, top_k, block, *_flags(shared))
-    key = parts.dtype, num_outputs, top_k, block, _key_of(shared)
+    key = parts.dtype, num_outputs, top_k, block, _shared_key(shared)
     _sum((num_tokens, -(-num_outputs // block), 1), key, arguments, options(4))
     return out
 
 
 class Programs(NamedTuple):
-    """Outputs, block of inputs and warps of a program for vectors, and blocks that are read at a time.
+    """Outputs, inputs per block, blocks per iteration and warps of a program that multiplies vectors.
 
-    Each warp reads x for its lines on its own: to hand it over from one to the other, all would wait for each other.
+    Each warp loads x for its own weight rows: sharing x would need a barrier.
     """
 
     outputs: int
@@ -323,13 +324,15 @@ class Programs(NamedTuple):
 
 @lru_cache(maxsize=64)
 def programs_for(size: int, num_matrices: int, block: int) -> Programs:
-    """For lines of ``size`` numbers, of ``num_matrices`` matrices each, ``block`` numbers at a time."""
+    """Return the programs for weight rows of ``size`` elements in ``num_matrices`` matrices, loaded in blocks."""
     num_blocks = -(-size // block)
     num_rounds = -(-num_blocks * num_matrices * block // (256 * VECTOR_PARTS))
     return Programs(4, block, -(-num_blocks // num_rounds), 4)
 
 
-def multiply_vectors(x: Tensor, chosen: Chosen, weights: ExpertWeights, programs: Programs | None = None) -> Tensor:
+def multiply_vectors(
+    x: Tensor, chosen: ChosenExperts, weights: ExpertWeights, programs: Programs | None = None
+) -> Tensor:
     """x [T, D] -> activated [P, I], in the order of pairs."""
     weight, bias = weights.gate_up, weights.gate_up_bias
     num_outputs, size, (num_tokens, top_k) = weight.shape[1] // 2, weight.shape[2], chosen.experts.shape
@@ -347,39 +350,39 @@ def multiply_vectors(x: Tensor, chosen: Chosen, weights: ExpertWeights, programs
 
 def multiply_vectors_down(
     x: Tensor,
-    chosen: Chosen,
+    chosen: ChosenExperts,
     weights: ExpertWeights,
-    shared: Shared | None,
+    shared: SharedOutputs | None,
     *,
     programs: Programs | None = None,
 ) -> Tensor:
-    """x [P, I] -> [T, D], with the results of shared experts."""
+    """x [P, I] -> [T, D], plus the outputs of shared experts."""
     weight, bias = weights.down, weights.down_bias
     (num_tokens, top_k), (_, num_outputs, size) = chosen.experts.shape, weight.shape
     programs = programs or programs_for(size, top_k, 256)
     outputs, block, unroll, num_warps = programs
     out = x.new_empty((num_tokens, num_outputs))
     arguments = (
-        *(x, weight, weight if bias is None else bias, out, *chosen, *_of_shared(shared, out)),
+        *(x, weight, weight if bias is None else bias, out, *chosen, *_shared_tensors(shared, out)),
         *(num_outputs, size, top_k, outputs, block, unroll, bias is not None, *_flags(shared)),
     )
-    key = x.dtype, weight.shape, programs, top_k, bias is None, _key_of(shared), weight.data_ptr() % 16
+    key = x.dtype, weight.shape, programs, top_k, bias is None, _shared_key(shared), weight.data_ptr() % 16
     _vector_down((-(-num_outputs // outputs), num_tokens, 1), key, arguments, options(num_warps))
     return out
 
 
-def _of_shared(shared: Shared | None, unused: Tensor) -> tuple[Tensor, Tensor]:
-    """The tensors of the shared experts, [T, D] and [T, 1]; ``unused`` stands for those that there are not."""
+def _shared_tensors(shared: SharedOutputs | None, unused: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tensors [T, D] and [T, 1] of the shared experts; ``unused`` replaces missing tensors."""
     if shared is None:
         return unused, unused
     return shared.values, unused if shared.gates is None else shared.gates
 
 
-def _flags(shared: Shared | None) -> tuple[bool, bool, bool]:
+def _flags(shared: SharedOutputs | None) -> tuple[bool, bool, bool]:
     return shared is not None, shared is not None and shared.gates is not None, has_dependent_launch()
 
 
-def _key_of(shared: Shared | None) -> tuple[object, ...]:
+def _shared_key(shared: SharedOutputs | None) -> tuple[object, ...]:
     if shared is None:
         return ()
     return shared.values.data_ptr() % 16, None if shared.gates is None else shared.gates.data_ptr() % 16

@@ -1,6 +1,6 @@
-"""The gated delta rule token after token, with a part of a head's matrix in registers; and its gated norm.
+"""The gated delta rule token after token, with a part of the state matrix in registers; and the gated norm.
 
-Rows of many tokens are left to ``delta_blocks``, where blocks of tokens are allowed.
+If blocks of tokens are allowed, rows with many tokens are computed by ``delta_blocks``.
 
 T packed tokens, C channels, H value heads, G key heads, K and V sizes of a head, N slots, R rows.
 """
@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from aioengine.kernels.triton import delta_blocks
-from aioengine.kernels.triton.causal_conv import keys_of
-from aioengine.kernels.triton.launcher import Launcher, next_power_of_2
+from aioengine.kernels.triton.causal_conv import rows_key
+from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from aioengine.kernels.state_rows import StateRows
 
 _VALUES = 16
-"""Columns of a head's matrix that a program has: with one warp a sum over keys needs no shared memory."""
+"""State matrix columns per program: with one warp a sum over keys needs no shared memory."""
 _NORMED_HEADS = 8
-"""Heads of a token that a program norms."""
+"""Heads per program of the norm."""
 
 
 @triton.jit
@@ -118,8 +118,8 @@ def _norm_kernel(
     tl.store(out + places, (normed.to(tl.float32) * (gate / (1.0 + tl.exp(-gate)))).to(given.dtype), mask=inside)
 
 
-_scan = Launcher(_scan_kernel)
-_norm = Launcher(_norm_kernel)
+_scan = KernelLauncher(_scan_kernel)
+_norm = KernelLauncher(_norm_kernel)
 
 
 def gated_delta(channels: Tensor, gates: DeltaGates, state: Tensor, rows: StateRows, *, in_blocks: bool) -> Tensor:
@@ -127,7 +127,7 @@ def gated_delta(channels: Tensor, gates: DeltaGates, state: Tensor, rows: StateR
     num_heads, key_size, value_size = state.shape[1:]
     num_channels = channels.shape[1]
     num_key_heads = (num_channels - num_heads * value_size) // (2 * key_size)
-    make = torch.empty if rows.blocks is None else torch.zeros  # there may be tokens of no row
+    make = torch.empty if rows.blocks is None else torch.zeros  # padding tokens belong to no row
     out = make((channels.shape[0], num_heads, value_size), dtype=channels.dtype, device=channels.device)
     group, block_k = num_heads // num_key_heads, next_power_of_2(key_size)
     stride = gates.steps.stride(0)
@@ -141,7 +141,7 @@ def gated_delta(channels: Tensor, gates: DeltaGates, state: Tensor, rows: StateR
     )
     alignments = gates.steps.data_ptr() % 16, gates.scores.data_ptr() % 16, state.data_ptr() % 16
     key = (channels.dtype, num_channels, stride, num_heads, group, key_size, value_size, alignments)
-    key = (*key, has_blocks, *keys_of(rows))
+    key = (*key, has_blocks, *rows_key(rows))
     _scan((-(-value_size // block_v), num_heads, len(rows.slots)), key, arguments, {"num_warps": 1})
     if has_blocks:
         delta_blocks.compute(channels, gates, state, rows, out=out, key=key)

@@ -1,6 +1,6 @@
-"""Masks of grammars, packed to one bit a token, applied to logits on a GPU.
+"""Apply grammar masks, packed to one bit per token, to logits on a GPU.
 
-S rows of logits, X of which are constrained, N of these by a mask, V vocabulary.
+S rows of logits, X constrained rows, N masks, V vocabulary.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from aioengine.kernels.triton.launcher import Launcher
+from aioengine.kernels.triton.launcher import KernelLauncher
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,17 +39,16 @@ def _mask_kernel(
     tl.store(logits + row * logits_stride + columns, float("-inf"), mask=is_token & is_banned)
 
 
-_mask = Launcher(_mask_kernel)
+_mask = KernelLauncher(_mask_kernel)
 
 
-def mask(logits: Tensor, rules: Tensor, words: Tensor) -> None:
-    """Rule tokens out of logits [S, V]: set them to -inf.
+def mask(logits: Tensor, rules: Tensor, masks: Tensor) -> None:
+    """Set the logits [S, V] of forbidden tokens to -inf.
 
-    rules: [X, 2] int32, for each constrained row its index, and the only token that is allowed there, or -1 - n where
-    the bits of words [N, at most ceil(V / 32)] int32 at n are the allowed ones. Tokens beyond the words keep their
-    logits.
+    masks: [N, at most ceil(V / 32)] int32, one bit per allowed token. Tokens beyond the masks keep their logits.
+    rules: [X, 2] int32, (row, the only allowed token, or -1 - index of its mask) of each constrained row.
     """
-    num_tokens = min(logits.shape[1], 32 * words.shape[1])
-    key = logits.dtype, logits.data_ptr() % 16, words.data_ptr() % 16
-    arguments = logits, logits.stride(0), words, words.stride(0), rules, num_tokens, _BLOCK
+    num_tokens = min(logits.shape[1], 32 * masks.shape[1])
+    key = logits.dtype, logits.data_ptr() % 16, masks.data_ptr() % 16
+    arguments = logits, logits.stride(0), masks, masks.stride(0), rules, num_tokens, _BLOCK
     _mask((len(rules), -(-num_tokens // _BLOCK), 1), key, arguments, {"num_warps": 4})

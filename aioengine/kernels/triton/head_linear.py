@@ -1,7 +1,7 @@
-"""Matmuls of single heads on a GPU whose rows do not depend on how many there are: x [T, H, I], weight [H, I, O].
+"""Batch-invariant matmuls per head on a GPU: x [T, H, I], weight [H, I, O] -> [T, H, O].
 
-As in ``kernels/triton/invariant_linear.py``, a number of the result is added up over the inputs from the first to the
-last, and here always in tiles of one size.
+As in ``kernels/triton/invariant_linear.py``, each element is summed over the inputs from first to last. All tiles have
+the same size.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import torch
 import triton
 import triton.language as tl
 
-from aioengine.kernels.triton.launcher import Launcher
+from aioengine.kernels.triton.launcher import KernelLauncher
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 NARROW = 64, 64, 64, 4
-"""Rows, outputs, block of inputs and warps for 16-bit numbers."""
+"""(rows, outputs, inputs per block, warps) for 16-bit dtypes."""
 WIDE = 32, 32, 32, 4
 """For fp32, which is multiplied without tensor cores."""
 
@@ -62,14 +62,11 @@ def _matmul_kernel(
     tl.store(targets, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
 
 
-_matmul = Launcher(_matmul_kernel)
+_matmul = KernelLauncher(_matmul_kernel)
 
 
 def matmul(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """x [T, H, I] and weight [H, I, O], of any strides, to out [T, H, O].
-
-    The last dimension of x and out is contiguous.
-    """
+    """Multiply x [T, H, I] by weight [H, I, O] into out [T, H, O]. The last dimension of x and out is contiguous."""
     num_rows = x.shape[0]
     num_heads, size, num_outputs = weight.shape
     rows, outputs, block, num_warps = WIDE if x.dtype == torch.float32 else NARROW

@@ -1,4 +1,4 @@
-"""What happens to heads on a GPU: norm, rotation, and the way of K and V into their pages, in one pass.
+"""Norm and rotation of heads, and the write of K and V to their pages, in one pass on a GPU.
 
 T tokens, H query heads, K kv heads, E head size, N pages, S page size.
 """
@@ -12,21 +12,20 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from aioengine.kernels.triton.launcher import Launcher, has_dependent_launch, next_power_of_2, options
+from aioengine.kernels.triton.launcher import KernelLauncher, has_dependent_launch, next_power_of_2, options
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-HEADS = 8
-"""Heads that one program works on."""
+HEADS = 8  # per program
 
 
 @triton.jit
 def _norm_weights(
     query_weight: tl.tensor, key_weight: tl.tensor, is_query: tl.tensor, columns: tl.tensor, HALF: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Of each head, both halves."""
+    """Return the norm weights of each head, in two halves."""
     inside = columns < HALF
     query_low = tl.load(query_weight + columns, mask=inside, other=0.0)[None, :]
     query_high = tl.load(query_weight + HALF + columns, mask=inside, other=0.0)[None, :]
@@ -59,7 +58,7 @@ def _normed(
 def _rotated(
     low: tl.tensor, high: tl.tensor, cos: tl.tensor, sin: tl.tensor, columns: tl.tensor, HALF: tl.constexpr
 ) -> tl.tensor:
-    """``cos`` and ``sin`` of the token."""
+    """Rotate both halves by cos and sin of the token."""
     inside = columns < HALF
     cosine = tl.load(cos + columns, mask=inside, other=0.0)[None, :]
     sine = tl.load(sin + HALF + columns, mask=inside, other=0.0)[None, :]
@@ -98,7 +97,7 @@ def _rotate_kernel(
     is_rotated = head < NUM_QUERY + NUM_KV
     inside = ((head < NUM_QUERY + 2 * NUM_KV) if WRITES else is_rotated) & (columns < HALF)[None, :]
     pointers = heads + token * token_stride + head * (2 * HALF) + columns[None, :]
-    if NORMS:  # no kernel before makes the weights: they need not wait
+    if NORMS:  # the weights are constant, so they need not wait for the previous kernel
         weight_low, weight_high = _norm_weights(query_weight, key_weight, head < NUM_QUERY, columns, HALF)
         least = tl.load(epsilon)
     if DEPENDENT:
@@ -182,12 +181,12 @@ def _write_kernel(
 
 @triton.jit
 def _rounded(wide: tl.tensor, like: tl.tensor) -> tl.tensor:
-    """To the type of ``like`` and back."""
+    """Round to the dtype of ``like``, and convert back to fp32."""
     return wide.to(like.dtype).to(tl.float32)
 
 
 @triton.jit
-def _rotate_apart_kernel(
+def _rotate_qk_kernel(
     queries: tl.tensor,
     query_token: tl.tensor,
     query_head: tl.tensor,
@@ -249,9 +248,9 @@ def _pages_kernel(
         tl.store(out + start + columns, tl.load(page_table + row * row_stride + columns, mask=inside), mask=inside)
 
 
-_rotate = Launcher(_rotate_kernel)
-_write = Launcher(_write_kernel)
-_rotate_apart = Launcher(_rotate_apart_kernel)
+_rotate = KernelLauncher(_rotate_kernel)
+_write = KernelLauncher(_write_kernel)
+_rotate_qk = KernelLauncher(_rotate_qk_kernel)
 
 
 def rotate(
@@ -263,11 +262,12 @@ def rotate(
     target: tuple[Tensor, Tensor, Tensor] | None = None,
     out: Tensor | None = None,
 ) -> None:
-    """Norm (weights of query and key heads, epsilon) and rotate the first heads of [T, H + 2 K, E], in place.
+    """Normalize and rotate the query and key heads of [T, H + 2 K, E] in place. Value heads are unchanged.
 
-    The heads after the queries and keys, the values, stay as they are. ``tables`` are those of ``kernels.rope``.
-    target: slots [T] of keys and values [N, K, S, E], where rotated keys and values go too. out: contiguous
-    [T, H + 2 K, E], with a target: all heads go there, and nothing is changed in place.
+    tables: as for ``kernels.rope``.
+    norms: weights of query and key heads, and epsilon.
+    target: slots [T] of keys and values [N, K, S, E] to which keys and values are written too.
+    out: contiguous [T, H + 2 K, E], only with a target: all heads are written there, and ``heads`` is not changed.
     """
     num_tokens, num_heads, head_size = heads.shape
     num_kv = (num_heads - num_query) // 2
@@ -290,12 +290,13 @@ def rotate(
 
 
 def write(q: Tensor, k: Tensor, v: Tensor, *, target: tuple[Tensor, Tensor, Tensor], out: Tensor | None = None) -> None:
-    """k and v [T, K, E] to slots [T] of keys and values [N, K, S, E]; with ``out`` [T, H + 2 K, E], q [T, H, E] and
-    both to it. The numbers of a head are adjacent; ``out`` is contiguous.
+    """Write k and v [T, K, E] to slots [T] of keys and values [N, K, S, E], and q [T, H, E], k and v to ``out``.
+
+    out: contiguous [T, H + 2 K, E]; None: only the target is written. The elements of a head are adjacent.
     """
     (num_tokens, num_query, size), num_kv = q.shape, k.shape[1]
     slots, keys, values = target
-    strides = [each.stride(dim) for each in (q, k, v) for dim in (0, 1)]
+    strides = [x.stride(dim) for x in (q, k, v) for dim in (0, 1)]
     moves, page_size = out is not None, keys.shape[2]
     arguments = (
         *(q, *strides[:2], k, *strides[2:4], v, *strides[4:], slots, keys, values, keys if out is None else out),
@@ -306,12 +307,14 @@ def write(q: Tensor, k: Tensor, v: Tensor, *, target: tuple[Tensor, Tensor, Tens
     _write((num_tokens, -(-((num_query if moves else 0) + 2 * num_kv) // HEADS), 1), key, arguments, options(4))
 
 
-def rotate_apart(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """q [T, H, E] and k [T, K, E], whose heads have adjacent numbers, cos and sin [T, E] -> both, contiguous."""
+def rotate_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate q [T, H, E] and k [T, K, E] by cos and sin [T, E] into contiguous results. Elements of a head are
+    adjacent.
+    """
     (num_tokens, num_query, size), num_kv = q.shape, k.shape[1]
     cos, sin = cos.contiguous(), sin.contiguous()
-    out_q, out_k = (torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in (q, k))
-    strides = [each.stride(dim) for each in (q, k) for dim in (0, 1)]
+    out_q, out_k = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    strides = [x.stride(dim) for x in (q, k) for dim in (0, 1)]
     half = size // 2
     arguments = (
         *(q, *strides[:2], k, *strides[2:], cos, sin, out_q, out_k),
@@ -319,17 +322,18 @@ def rotate_apart(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
     )
     key = (q.dtype, num_query, num_kv, half, _forms((q, k, cos, sin), strides))
     grid = num_tokens, -(-(num_query + num_kv) // HEADS), 1
-    _rotate_apart(grid, key, arguments, options(4, fuses=False))
+    _rotate_qk(grid, key, arguments, options(4, fuses=False))
     return out_q, out_k
 
 
 def _forms(tensors: tuple[Tensor, ...], strides: list[int]) -> tuple[object, ...]:
-    """The facts about addresses of tensors [...] and about strides that Triton compiles another form for."""
+    """Return the properties of tensors [...] and strides for which Triton compiles separate specializations."""
     wide = tuple(stride > (1 << 31) - 1 for stride in strides)
-    return (*(each.data_ptr() % 16 == 0 for each in tensors), *((each % 16 == 0, each == 1) for each in strides), wide)
+    alignments = [tensor.data_ptr() % 16 == 0 for tensor in tensors]
+    return (*alignments, *((stride % 16 == 0, stride == 1) for stride in strides), wide)
 
 
 def flatten_pages(page_table: Tensor, starts: Tensor, out: Tensor) -> None:
-    """Row r of the page table [R, P] goes to ``out[starts[r] : starts[r + 1]]``, without asking the device for R."""
+    """Copy row r of the page table [R, P] to ``out[starts[r] : starts[r + 1]]``, for all r, without synchronization."""
     num_rows = page_table.shape[0]
     _pages_kernel[(num_rows,)](page_table, page_table.stride(0), starts, out, BLOCK=128, num_warps=1)

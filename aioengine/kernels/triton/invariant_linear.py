@@ -1,7 +1,7 @@
-"""Matmul on a GPU whose rows do not depend on how many there are: x [T, I], weight [O, I], bias [O] -> [T, O].
+"""Batch-invariant matmul on a GPU: x [T, I], weight [O, I], bias [O] -> [T, O].
 
-Every number of the result is added up over the inputs from the first to the last, in tensor core instructions of the
-same depth, whatever the tile that it stands in; so tiles can be chosen for speed.
+Each element is summed over the inputs from first to last, by tensor core instructions of the same depth in every tile
+size. So the tile size can be chosen for speed.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ import torch
 import triton
 import triton.language as tl
 
-from aioengine.kernels.triton.launcher import Launcher
+from aioengine.kernels.triton.launcher import KernelLauncher
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Tile = tuple[int, int, int, int, int]
-"""Rows, outputs, block of inputs, stages, warps."""
+"""(rows, outputs, inputs per block, stages, warps)."""
 
 SMALL: Tile = 64, 64, 128, 4, 4
 MEDIUM: Tile = 64, 128, 64, 4, 4
 LARGE: Tile = 128, 256, 64, 3, 8
 FP32: Tile = 32, 32, 32, 2, 4
-"""The only tile of fp32 matmuls, which run without tensor cores."""
+"""The tile of fp32 matmuls, which run without tensor cores."""
 ENOUGH_TILES = 128
-"""The number of tiles that fills a GPU."""
+"""Number of tiles that fills a GPU."""
 BAND = 8
-"""Row tiles that are computed side by side for the same outputs, so that the weights are read from the cache."""
+"""Row tiles that are computed together for the same outputs, so that they read the weights from the cache."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # one specialization serves all counts
@@ -54,7 +54,7 @@ def _matmul_kernel(
     rows = (first_tile + index_in_band % tiles_of_band) * ROWS + tl.arange(0, ROWS)
     outputs = index_in_band // tiles_of_band * OUTPUTS + tl.arange(0, OUTPUTS)
     columns = tl.arange(0, BLOCK)
-    # rows and outputs beyond the end repeat the first ones, which costs no mask in the loop
+    # rows and outputs beyond the end repeat the first one, which avoids a mask in the loop
     x_pointers = x + (tl.where(rows < num_rows, rows, 0).to(tl.int64) * SIZE)[:, None] + columns[None, :]
     weight_pointers = (
         weight + (tl.where(outputs < num_outputs, outputs, 0).to(tl.int64) * SIZE)[:, None] + columns[None, :]
@@ -76,7 +76,7 @@ def _matmul_kernel(
     tl.store(target, total.to(out.dtype.element_ty), mask=(rows < num_rows)[:, None] & is_output)
 
 
-_matmul = Launcher(_matmul_kernel)
+_matmul = KernelLauncher(_matmul_kernel)
 
 
 def _num_tiles(num_rows: int, num_outputs: int, tile: Tile) -> int:
@@ -84,7 +84,7 @@ def _num_tiles(num_rows: int, num_outputs: int, tile: Tile) -> int:
 
 
 def tile_for(num_rows: int, num_outputs: int, dtype: torch.dtype) -> Tile:
-    """The largest tile that still gives enough tiles to fill the GPU."""
+    """Return the largest tile size that still fills the GPU."""
     if dtype == torch.float32:
         return FP32
     fitting = (tile for tile in (LARGE, MEDIUM) if _num_tiles(num_rows, num_outputs, tile) >= ENOUGH_TILES)
@@ -98,7 +98,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | None = N
     tile = tile or tile_for(num_rows, num_outputs, x.dtype)
     rows, outputs, block, num_stages, num_warps = tile
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
-    any_bias = weight if bias is None else bias  # without a bias it is never read
+    any_bias = weight if bias is None else bias  # the kernel does not read it without a bias
     arguments = (x, weight, any_bias, out, num_rows, num_outputs, size, rows, outputs, block, BAND, bias is not None)
     alignments = tuple(tensor.data_ptr() % 16 for tensor in (x, weight, any_bias))
     key = x.dtype, weight.shape, tile, bias is None, alignments

@@ -1,11 +1,11 @@
 """Batch-invariant latent attention (arXiv 2405.04434) over pages on a GPU, in its absorbed form.
 
-All query heads share one key of each position, and its first numbers are the value: so a key is read once, for the
-scores and for the sums. The splits of a row are those of ``kernels/triton/attention.py``, and again a split is computed
-in one way only: the result of a token has the same bits in any batch, chunk or decode step, unless ``attend`` may take
-a row in one go.
+All query heads share one key per position, and the value is the first part of the key. So a key is read once, for the
+scores and for the weighted sums. Rows are split as in ``kernels/triton/attention.py``, and a split is always computed
+in the same way. So the result of a token has the same bits in every batch, chunk and decode step, unless ``attend``
+is called with ``batch_invariant=False``.
 
-A tile is some tokens of one row with all of their heads, or one token with ``ROWS`` of them.
+A tile is several tokens of one row with all their heads, or one token with ``ROWS`` heads.
 
 T tokens, R rows, H query heads, E key size, V value size, N pages of the pool, S page size, X splits of the longest
 row.
@@ -21,16 +21,16 @@ import triton
 import triton.language as tl
 
 from aioengine.kernels.triton.attention import MASKED, merge_splits, merged, pages_of, split_start
-from aioengine.kernels.triton.launcher import Launcher, next_power_of_2
+from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.kernels.triton.attention import Rows, SplitPlan
+    from aioengine.kernels.triton.attention import PagedRows, SplitPlan
 
 
-class Tile(NamedTuple):
-    """Query rows of a tile, positions that it takes at a time, and how its kernels are compiled."""
+class AbsorbedTile(NamedTuple):
+    """Query rows of a tile, positions per block, and compile options."""
 
     rows: int
     block: int
@@ -38,11 +38,11 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-NARROW = Tile(64, 64, 8, 2)
-"""For 16-bit numbers. 64 rows are the fewest for the tensor cores of Hopper. All queries are read for each block of
-positions, so it is as large as the fast memory of a core allows.
+NARROW = AbsorbedTile(64, 64, 8, 2)
+"""For 16-bit dtypes. 64 rows are the minimum for Hopper's tensor cores. Each block of positions reads all queries, so
+blocks are as large as shared memory allows.
 """
-WIDE = Tile(16, 32, 4, 1)
+WIDE = AbsorbedTile(16, 32, 4, 1)
 """For fp32, which is multiplied without tensor cores."""
 
 
@@ -61,8 +61,8 @@ def _attend_split(
     VALUE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Of positions start to stop: highest score, sum of weights and weighted values of each query row, which sees
-    positions up to ``last``.
+    """Return the highest score, sum of weights and weighted values of each query row over positions start to stop. A
+    query row attends to positions up to ``last``.
     """
     COLUMNS: tl.constexpr = queries.shape[1]
     MORE: tl.constexpr = rotated.shape[1]
@@ -100,7 +100,7 @@ def _load_queries(
     COLUMNS: tl.constexpr,
     MORE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The two parts of the queries at ``offsets``: what meets the values, and the rest."""
+    """Load the two parts of the queries at ``offsets``: the part multiplied with the values, and the rest."""
     columns = tl.arange(0, COLUMNS)[None, :]
     more = VALUE_SIZE + tl.arange(0, MORE)[None, :]
     pointers = q + offsets[:, None]
@@ -219,26 +219,26 @@ def _splits_kernel(
         index += num_programs
 
 
-_attend = Launcher(_attend_kernel)
-_splits = Launcher(_splits_kernel)
+_attend = KernelLauncher(_attend_kernel)
+_splits = KernelLauncher(_splits_kernel)
 
 
-def _tile(dtype: torch.dtype) -> Tile:
+def _tile(dtype: torch.dtype) -> AbsorbedTile:
     return WIDE if dtype == torch.float32 else NARROW
 
 
 def tokens_of_tile(num_heads: int, dtype: torch.dtype) -> int:
-    """How many tokens a tile takes."""
+    """Return the number of tokens per tile."""
     return max(_tile(dtype).rows // num_heads, 1)
 
 
 def head_tiles(num_heads: int, dtype: torch.dtype) -> int:
-    """Tiles of one token."""
+    """Return the number of tiles per token."""
     return -(-num_heads // _tile(dtype).rows)
 
 
 def _sizes(q: Tensor, pool: tuple[Tensor, Tensor]) -> tuple[int, ...]:
-    """The constants of both kernels, for q [T, H, E], keys [N, 1, S, E] and values [N, 1, S, V]."""
+    """Return the constants of both kernels, for q [T, H, E], keys [N, 1, S, E] and values [N, 1, S, V]."""
     num_heads, key_size = q.shape[1:]
     page_size, value_size = pool[1].shape[2:]
     tile = _tile(q.dtype)
@@ -248,7 +248,7 @@ def _sizes(q: Tensor, pool: tuple[Tensor, Tensor]) -> tuple[int, ...]:
 
 
 def _options(dtype: torch.dtype) -> dict[str, object]:
-    """Both kernels are compiled alike."""
+    """Return the compile options of both kernels, which must be equal."""
     tile = _tile(dtype)
     return {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
 
@@ -256,18 +256,18 @@ def _options(dtype: torch.dtype) -> dict[str, object]:
 def attend(
     q: Tensor,
     pool: tuple[Tensor, Tensor],
-    rows: Rows,
+    rows: PagedRows,
     tiles: Tensor,
     *,
     scale: float,
     out: Tensor,
     batch_invariant: bool = True,
 ) -> None:
-    """q [T, H, E] over keys [N, 1, S, E], whose first numbers are the values [N, 1, S, V], into ``out`` [T, H, V].
+    """Attend with q [T, H, E] to keys [N, 1, S, E] and values [N, 1, S, V] (a view of the keys) into out [T, H, V].
 
     Args:
-        tiles: [Y, 2] int32, the row of a tile and its first token, counted among those of the row.
-        batch_invariant: False: in one go, which is faster; ``attend_splits`` gives other bits then.
+        tiles: [Y, 2] int32, (row, first token within the row) of each tile.
+        batch_invariant: False: compute rows without splits, which is faster, but differs from ``attend_splits``.
     """
     sizes, keys = (*_sizes(q, pool), batch_invariant), pool[0]
     tensors = (q, keys, rows.query_starts, rows.page_starts, rows.last_lengths, rows.page_ids, tiles, out)
@@ -277,17 +277,17 @@ def attend(
 
 
 def attend_splits(
-    q: Tensor, pool: tuple[Tensor, Tensor], rows: Rows, splits: SplitPlan, *, scale: float, out: Tensor
+    q: Tensor, pool: tuple[Tensor, Tensor], rows: PagedRows, splits: SplitPlan, *, scale: float, out: Tensor
 ) -> None:
-    """The same bits for R rows of one token, q [R, H, E] and out [R, H, V]."""
+    """Compute ``attend`` with the same bits for R rows of one token, q [R, H, E] and out [R, H, V]."""
     num_rows, num_heads, _ = q.shape
     max_splits, num_programs = splits
     sizes, keys = _sizes(q, pool), pool[0]
     sums = torch.empty(num_rows, max_splits, num_heads, out.shape[2], dtype=torch.float32, device=q.device)
-    marks = torch.empty(num_rows, max_splits, num_heads, 2, dtype=torch.float32, device=q.device)
-    tensors = (q, keys, rows.page_starts, rows.last_lengths, rows.page_ids, sums, marks)
-    key = (q.dtype, sizes, *(tensor.data_ptr() % 16 for tensor in (q, keys, sums, marks)))
+    stats = torch.empty(num_rows, max_splits, num_heads, 2, dtype=torch.float32, device=q.device)
+    tensors = (q, keys, rows.page_starts, rows.last_lengths, rows.page_ids, sums, stats)
+    key = (q.dtype, sizes, *(tensor.data_ptr() % 16 for tensor in (q, keys, sums, stats)))
     grid = num_rows, head_tiles(num_heads, q.dtype), num_programs
     numbers = scale / math.log(2), max_splits, num_programs
     _splits(grid, key, (*tensors, *numbers, *sizes), _options(q.dtype))
-    merge_splits(sums, marks, rows, out, max_splits=max_splits, page_size=keys.shape[2])
+    merge_splits(sums, stats, rows, out, max_splits=max_splits, page_size=keys.shape[2])

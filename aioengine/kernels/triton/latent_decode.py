@@ -1,10 +1,10 @@
 """Latent attention (arXiv 2405.04434) of rows of one token, in its absorbed form, on a GPU.
 
-Faster than ``kernels/triton/latent_attention.py``, which gives a token the same bits in any batch and chunk: a tile has
-as many rows as one token has heads, and the positions of a row are divided among more programs where there are few
-rows. Parts of a row are merged by another kernel; a row in one part is written at once.
+Faster than the batch-invariant ``kernels/triton/latent_attention.py``: a tile has the heads of one token, and if there
+are few rows, the positions of a row are divided among more programs. A second kernel merges the parts of a row. The
+result of a row with one part is written directly.
 
-R rows, H query heads, V latent size, P rotated numbers, E = V + P key size, N pages of the pool, S page size, X parts
+R rows, H query heads, V latent size, P rotated elements, E = V + P key size, N pages of the pool, S page size, X parts
 of a row.
 """
 
@@ -18,18 +18,18 @@ import triton
 import triton.language as tl
 
 from aioengine.kernels.triton.attention import MASKED, load_part, pages_of
-from aioengine.kernels.triton.launcher import Launcher, next_power_of_2
+from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.kernels.triton.attention import Rows
+    from aioengine.kernels.triton.attention import PagedRows
 
     Queries = tuple[Tensor, Tensor]
 
 
-class Tile(NamedTuple):
-    """Heads of a tile, positions that it takes at a time, and how its kernel is compiled."""
+class LatentTile(NamedTuple):
+    """Heads of a tile, positions per block, and compile options."""
 
     heads: int
     block: int
@@ -37,37 +37,37 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-NARROW = Tile(16, 32, 4, 3)
+NARROW = LatentTile(16, 32, 4, 3)
 """On an H200, 16 heads over 1024 positions take 8 us with one row, 21 us with 32 and 94 us with 256."""
-BROAD = Tile(64, 64, 8, 2)
-"""For many heads and rows: 64 rows are the fewest for the tensor cores of Hopper."""
+BROAD = LatentTile(64, 64, 8, 2)
+"""For many heads and rows. 64 rows are the minimum for Hopper's tensor cores."""
 MOST_HEADS = 32
 FEW_ROWS = 2
 LONG = tl.constexpr(2048)
-"""Positions of a part from which on a row is divided into more parts than are needed to keep the GPU busy: one long row
-among short ones would finish long after them.
+"""Positions. Longer parts are divided further, even if the GPU is busy: a long row among short rows would finish much
+later than they do.
 """
-MERGED_NUMBERS = 8192
-"""Numbers of parts that one program merges."""
+MERGED_ELEMENTS = 8192
+"""Elements of parts that one program merges."""
 
 
 class Parts(NamedTuple):
-    """How rows are divided: into up to ``few`` parts, and those with parts longer than ``LONG`` into up to ``most``, a
-    power of 2.
+    """How rows are divided: into up to ``few`` parts; if these are longer than ``LONG``, into up to ``most`` parts (a
+    power of 2).
     """
 
     few: int
     most: int
 
 
-def tile_of(num_rows: int, num_heads: int) -> Tile:
-    """For R rows of H heads."""
+def tile_for(num_rows: int, num_heads: int) -> LatentTile:
+    """Return the tile for R rows of H heads."""
     return NARROW if num_heads <= MOST_HEADS or num_rows <= FEW_ROWS else BROAD
 
 
 @triton.jit
 def part_size(length: tl.tensor, few_parts: tl.tensor, most_parts: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
-    """Positions of each part of a row, but the last."""
+    """Return the number of positions per part of a row. The last part may be shorter."""
     return tl.minimum(
         tl.cdiv(tl.cdiv(length, few_parts), BLOCK) * BLOCK,
         tl.maximum(tl.cdiv(tl.cdiv(length, most_parts), BLOCK) * BLOCK, LONG),
@@ -89,8 +89,10 @@ def _attend_part(
     VALUE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Of positions start to stop: highest score, sum of weights and weighted values of each head. ``pages``: those of
-    the first block. Those of the next are read with the keys of each, which would have to wait for them.
+    """Return the highest score, sum of weights and weighted values of each head over positions start to stop.
+
+    pages: page ids of the first block. The page ids of the next block are loaded together with the keys of a block,
+    so that the keys never wait for them.
     """
     columns = tl.arange(0, queries.shape[1])[None, :]
     more = tl.arange(0, turned.shape[1])[None, :]
@@ -216,36 +218,36 @@ def _merge_kernel(
     tl.store(out + (row * NUM_HEADS + head) * VALUE_SIZE + columns, merged.to(out.dtype.element_ty), mask=is_column)
 
 
-_parts = Launcher(_parts_kernel)
-_merge = Launcher(_merge_kernel)
+_parts = KernelLauncher(_parts_kernel)
+_merge = KernelLauncher(_merge_kernel)
 
 
-def attend(queries: Queries, keys: Tensor, rows: Rows, parts: Parts, *, scale: float, out: Tensor) -> None:
-    """R rows of one token, queries [R, H, V] and rotated [R, H, P], over keys [N, 1, S, E] into ``out`` [R, H, V].
+def attend(queries: Queries, keys: Tensor, rows: PagedRows, parts: Parts, *, scale: float, out: Tensor) -> None:
+    """Attend with queries [R, H, V] and rotated [R, H, P] of R rows to keys [N, 1, S, E] into ``out`` [R, H, V].
 
-    The last dimensions of the queries are contiguous, and all of ``out``.
+    ``out`` is contiguous, and the last dimension of the queries.
     """
     latent, rotated = queries
     num_rows, num_heads, value_size = latent.shape
     page_size, key_size = keys.shape[2:]
-    tile = tile_of(num_rows, num_heads)
+    tile = tile_for(num_rows, num_heads)
     columns, more = (max(next_power_of_2(size), 16) for size in (value_size, key_size - value_size))
-    many = 0 if parts.most == 1 else num_rows
-    sums = torch.empty(many, parts.most, num_heads, value_size, dtype=torch.float32, device=latent.device)
-    marks = torch.empty(many, parts.most, num_heads, 2, dtype=torch.float32, device=latent.device)
-    tensors = latent, rotated, keys, rows.page_starts, rows.last_lengths, rows.page_ids, sums, marks, out
+    num_merged = 0 if parts.most == 1 else num_rows
+    sums = torch.empty(num_merged, parts.most, num_heads, value_size, dtype=torch.float32, device=latent.device)
+    stats = torch.empty(num_merged, parts.most, num_heads, 2, dtype=torch.float32, device=latent.device)
+    tensors = latent, rotated, keys, rows.page_starts, rows.last_lengths, rows.page_ids, sums, stats, out
     sizes = (
         *(*latent.stride()[:2], *rotated.stride()[:2], num_heads, page_size, key_size, value_size, columns, more),
         *(tile.heads, tile.block),
     )
-    key = latent.dtype, sizes, tile, *(tensor.data_ptr() % 16 for tensor in (latent, rotated, keys, sums, marks, out))
+    key = latent.dtype, sizes, tile, *(tensor.data_ptr() % 16 for tensor in (latent, rotated, keys, sums, stats, out))
     grid = -(-num_heads // tile.heads), num_rows, parts.most
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     _parts(grid, key, (*tensors, scale / math.log(2), *parts, *sizes), options)
-    if not many:
+    if not num_merged:
         return
-    merged = max(min(MERGED_NUMBERS // parts.most, columns), 32)
+    merged = max(min(MERGED_ELEMENTS // parts.most, columns), 32)
     sizes = num_heads, page_size, value_size, parts.most, merged, tile.block
-    key = out.dtype, sizes, *(tensor.data_ptr() % 16 for tensor in (sums, marks, out))
-    tensors = sums, marks, rows.page_starts, rows.last_lengths, out
+    key = out.dtype, sizes, *(tensor.data_ptr() % 16 for tensor in (sums, stats, out))
+    tensors = sums, stats, rows.page_starts, rows.last_lengths, out
     _merge((-(-value_size // merged), num_heads, num_rows), key, (*tensors, *parts, *sizes), {"num_warps": 4})

@@ -1,6 +1,6 @@
-"""The key of each token and the rotated part of its queries for latent attention, on a GPU, in one pass.
+"""Inputs of latent attention on a GPU, in one pass: the key of each token and the rotated part of its queries.
 
-T tokens, H query heads, V size of the latent vector, P rotated numbers, E = V + P, B pages, S page size.
+T tokens, H query heads, V latent size, N plain and P rotated elements of a query, E = V + P, B pages, S page size.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from aioengine.kernels.triton.launcher import Launcher, has_dependent_launch, next_power_of_2, options
+from aioengine.kernels.triton.launcher import KernelLauncher, has_dependent_launch, next_power_of_2, options
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     Norm = tuple[Tensor, Tensor]
 
-HEADS = 16
-"""Query heads that one program works on."""
+HEADS = 16  # query heads per program
 
 
 @triton.jit
@@ -32,7 +31,7 @@ def _rotated(
     HALF: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Both halves of the rotated vectors at ``offsets`` [Y, 1]; ``cos`` and ``sin`` of the token."""
+    """Return both halves of the vectors at ``offsets`` [Y, 1], rotated by cos and sin of the token."""
     columns = tl.arange(0, COLUMNS)[None, :]
     is_column = columns < HALF
     cosine = tl.load(cos + columns, mask=is_column, other=0.0)
@@ -57,7 +56,7 @@ def _store_queries(
     COLUMNS: tl.constexpr,
     COPIED: tl.constexpr,
 ) -> None:
-    """The rotated part of heads at ``source`` [Y, 1], and with ``COPIED`` the other part too."""
+    """Store the rotated part of the heads at ``source`` [Y, 1], and with ``COPIED`` also the plain part."""
     columns = tl.arange(0, COLUMNS)[None, :]
     inside = is_head & (columns < HALF)
     first = QUERY_SIZE - 2 * HALF
@@ -80,7 +79,7 @@ def _store_key(
     VALUE_SIZE: tl.constexpr,
     HALF: tl.constexpr,
 ) -> None:
-    """The normed latent vector, and both halves of what is rotated."""
+    """Store the normalized latent vector and both halves of the rotated part."""
     values = tl.arange(0, latent.shape[0])
     columns = tl.arange(0, low.shape[1])[None, :]
     tl.store(target + values, latent, mask=values < VALUE_SIZE)
@@ -140,7 +139,7 @@ def _heads_kernel(
         wide = latent.to(tl.float32)
         inverse = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 0) / VALUE_SIZE + least)
         normed = (wide * inverse).to(latent.dtype) * scale
-        # names of their own: Triton joins what both branches name
+        # names differ from the other branch, because Triton merges variables of both branches
         place = tl.zeros((1, 1), tl.int64) + token * LATENT_STRIDE + VALUE_SIZE
         columns = tl.arange(0, COLUMNS)[None, :]
         key_low, key_high = _rotated(latents, cos, sin, place, columns < HALF, HALF, COLUMNS)
@@ -151,16 +150,16 @@ def _heads_kernel(
             _store_key(slot, normed, key_low, key_high, VALUE_SIZE, HALF)
 
 
-_heads = Launcher(_heads_kernel)
+_heads = KernelLauncher(_heads_kernel)
 
 
 class _Out(NamedTuple):
-    """What is written of queries and keys.
+    """The outputs.
 
     Attributes:
-        heads: of any token stride; the rotated part of a query is the last of its head.
-        copies: the other part of queries too. keeps: keys too, as the last head.
-        pages: slots [T] of the keys [B, 1, S, E], where the keys go; None: to none.
+        heads: any token stride. The rotated part of a query is at the end of its head.
+        copies: also write the plain part of queries. keeps: also write the key, as the last head.
+        pages: slots [T] of the keys [B, 1, S, E] to which keys are written; None: no such tensor.
     """
 
     heads: Tensor
@@ -170,7 +169,7 @@ class _Out(NamedTuple):
 
 
 def _launch(q: Tensor, latents: Tensor, out: _Out, *, norm: Norm, tables: tuple[Tensor, Tensor]) -> None:
-    """q [T, H, N + P] and latents [T, V + P]; the other arguments are those of ``rotate``."""
+    """Launch the kernel for q [T, H, N + P] and latents [T, V + P]; other arguments as in ``rotate``."""
     num_tokens, num_heads, query_size = q.shape
     value_size = norm[0].shape[0]
     half = (latents.shape[1] - value_size) // 2
@@ -197,9 +196,9 @@ def rotate(
     tables: tuple[Tensor, Tensor],
     target: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """q [T, H, N + P] and latents [T, V + P] to contiguous heads [T, H + 1, E]: see ``kernels.latent_heads``.
+    """See ``kernels.latent_heads``: q [T, H, N + P] and latents [T, V + P] -> contiguous heads [T, H + 1, E].
 
-    norm: weight [V] and epsilon []. target: slots [T] of the keys [B, 1, S, E], where the keys of the tokens go too.
+    norm: weight [V] and epsilon []. target: slots [T] of the keys [B, 1, S, E] to which keys are written too.
     """
     _launch(q, latents, _Out(heads, copies=False, keeps=True, pages=target), norm=norm, tables=tables)
 
@@ -213,6 +212,6 @@ def rotate_queries(
     tables: tuple[Tensor, Tensor],
     target: tuple[Tensor, Tensor],
 ) -> None:
-    """q [T, H, N + P] with its last P numbers rotated to ``out`` [T, H, N + P], which may be q itself."""
+    """Rotate the last P elements of q [T, H, N + P] into ``out`` [T, H, N + P], which may be q itself."""
     copies = out.data_ptr() != q.data_ptr()
     _launch(q, latents, _Out(out, copies=copies, keeps=False, pages=target), norm=norm, tables=tables)

@@ -1,8 +1,8 @@
-"""What Triton's kernels share: launching, and compilation before the first launch.
+"""Launch Triton kernels, and compile them before the first launch.
 
-Triton compiles a specialization of a kernel when it is first launched, without a C++ compiler; the runner launches each
-once before it is ready. One takes about a third of a second, most of it outside Python: so the start first requests all
-that will be needed (``compile_only``), and these are compiled in parallel (``compiled_in_threads``).
+Triton compiles a specialization at its first launch, without a C++ compiler. This takes about a third of a second,
+mostly outside Python. So at the start the runner requests all specializations that it will need (``compile_only``), and
+compiles them in parallel (``compiled_in_threads``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     Grid = tuple[int, int, int]
 
     class Compiled(Protocol):
-        """What Triton compiled."""
+        """A compiled specialization."""
 
         def __getitem__(self, grid: Grid, /) -> Callable[..., None]: ...
 
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 
 
 MAX_COMPILERS = 16
-"""Threads; Python's part of the work runs in one at a time."""
+"""Maximum number of compiler threads. The Python part of a compilation holds the GIL."""
 
 _requested: ContextVar[set[Hashable] | None] = ContextVar("_requested", default=None)
-"""Specializations requested inside ``compile_only``; None outside: kernels are launched."""
+"""Specializations requested inside ``compile_only``. None outside of it: kernels are launched."""
 
 
 @lru_cache(maxsize=1)
@@ -51,16 +51,15 @@ def is_installed() -> bool:
 
 
 def serves(x: Tensor) -> bool:
-    """Whether Triton's kernels run on the device of x [...]."""
+    """Return whether Triton kernels run on the device of x [...]."""
     return x.is_cuda and is_installed()
 
 
-class Launcher:
-    """A kernel with a table of its compiled specializations: Triton's own lookup takes longer than many kernels run.
+class KernelLauncher:
+    """Launches a kernel. Looks up its specializations in a table, because Triton's lookup is slower than many kernels.
 
-    The table is indexed by ``key``, which must differ wherever Triton compiles another specialization: in dtypes,
-    constants, and in whether numbers and addresses are multiples of 16. ``arguments`` are all parameters in order,
-    constants too.
+    The ``key`` of a specialization must differ whenever Triton compiles another one: it contains dtypes, constants, and
+    whether numbers and addresses are multiples of 16. ``arguments`` are all parameters in order, including constants.
     """
 
     def __init__(self, kernel: Kernel) -> None:
@@ -84,7 +83,7 @@ class Launcher:
 
 @contextmanager
 def compile_only() -> Iterator[None]:
-    """Inside, launchers compile what they are called with and launch nothing: results are undefined."""
+    """Inside, launchers compile kernels but do not launch them. Results are undefined."""
     token = _requested.set(set())
     try:
         yield
@@ -94,7 +93,7 @@ def compile_only() -> Iterator[None]:
 
 @contextmanager
 def compiled_in_threads(device: torch.device) -> Iterator[None]:
-    """Compile in several threads inside. A launch waits for its own specialization alone."""
+    """Inside, compile in several threads. A launch waits only for its own specialization."""
     if device.type == "cpu" or not is_installed():
         yield
         return
@@ -105,19 +104,21 @@ def compiled_in_threads(device: torch.device) -> Iterator[None]:
 
 @lru_cache(maxsize=1)
 def has_dependent_launch() -> bool:
-    """Whether a kernel may begin while the one before it still runs, and wait for it inside (Hopper and newer)."""
+    """Return whether the GPU supports programmatic dependent launch (Hopper and newer).
+
+    A kernel then starts while the previous kernel still runs, and waits for it inside.
+    """
     return torch.cuda.get_device_capability() >= (9, 0)
 
 
 @lru_cache(maxsize=32)
 def options(num_warps: int, *, fuses: bool = True) -> dict[str, object]:
-    """Launch options of a kernel that itself waits for the one before it.
+    """Return the launch options of a kernel that uses programmatic dependent launch.
 
-    fuses: a sum may be computed in one instruction with a product in it, which is not rounded then: not even where the
-    kernel asks for that, if the product is one of 16-bit numbers.
+    fuses: allow fused multiply-add. It skips the rounding of the product, even an explicit rounding to 16 bits.
     """
-    found: dict[str, object] = {"num_warps": num_warps, "launch_pdl": has_dependent_launch()}
-    return found if fuses else found | {"enable_fp_fusion": False}
+    base: dict[str, object] = {"num_warps": num_warps, "launch_pdl": has_dependent_launch()}
+    return base if fuses else base | {"enable_fp_fusion": False}
 
 
 @lru_cache(maxsize=64)

@@ -1,4 +1,4 @@
-"""Attention over two parts of the same rows' positions, merged on a GPU, or over one part and learned sinks.
+"""Merge two attention results of the same rows over different positions, or add learned sinks, on a GPU.
 
 T tokens, H query heads, E head size.
 """
@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from aioengine.kernels.triton.launcher import Launcher, next_power_of_2
+from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2
 from aioengine.kernels.triton.scores import LOG2_E
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-HEADS = 16
-"""Heads of tokens that one program works on."""
+HEADS = 16  # per program
 
 
 @triton.jit(do_not_specialize=["num_heads"])
@@ -66,14 +65,14 @@ def _sinks_kernel(
     tl.store(out + targets, (own.to(tl.float32) * share[:, None]).to(own.dtype), mask=inside)
 
 
-_merge = Launcher(_merge_kernel)
-_sinks = Launcher(_sinks_kernel)
+_merge = KernelLauncher(_merge_kernel)
+_sinks = KernelLauncher(_sinks_kernel)
 
 
 def merge(out: Tensor, weights: Tensor, other: Tensor, other_weights: Tensor) -> None:
-    """Merge ``other`` into ``out``, both contiguous [T, H, E], each the result of attention over some positions.
+    """Merge ``other`` into ``out``, contiguous [T, H, E] each: results of attention over different positions.
 
-    weights, other_weights: [T, H] in fp32, the logarithm to base 2 of the sum of exponentials of each.
+    weights, other_weights: [T, H] fp32, log2 of the sum of exponentials.
     """
     num_heads, head_size = weights.numel(), out.shape[-1]
     tensors = out, weights, other, other_weights
@@ -83,9 +82,9 @@ def merge(out: Tensor, weights: Tensor, other: Tensor, other_weights: Tensor) ->
 
 
 def add_sinks(out: Tensor, weights: Tensor, sinks: Tensor) -> None:
-    """Give contiguous ``out`` [T, H, E], the result of attention, the learned sinks [H] of its heads.
+    """Apply the learned sinks [H] to the attention result ``out``, contiguous [T, H, E].
 
-    weights: [T, H] in fp32, the logarithm to base 2 of the sum of exponentials.
+    weights: [T, H] fp32, log2 of the sum of exponentials.
     """
     num_rows, (num_heads, head_size) = weights.numel(), out.shape[1:]
     tensors = out, weights, sinks

@@ -1,6 +1,6 @@
-"""Penalties on a GPU, from tables of how often a request has which token.
+"""Penalties on a GPU, from a table of token counts per request.
 
-S rows of logits, X of which are penalized, N rows of the table of counts, V vocabulary.
+S rows of logits, X penalized rows, N rows of the count table, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 IN_PROMPT = 1 << 30
-"""This bit of a count says that the prompt has the token; the bits below it, how often the output has it."""
+"""This bit of a count is set if the token is in the prompt. The lower bits count the token in the output."""
 
 _BLOCK = 2048
 
 
 class PenalizedRows(NamedTuple):
-    """Columns [X] on the device: rows of the logits and of the table of counts (int32), and the penalties (fp32)."""
+    """Columns [X] on the device: row in the logits, row in the count table (int32), and penalties (fp32)."""
 
     rows: Tensor
     count_rows: Tensor
@@ -58,9 +58,9 @@ def _penalties_kernel(
 
 
 def penalize(logits: Tensor, counts: Tensor, rows: PenalizedRows) -> None:
-    """Frequency and presence penalties over the output, then the repetition penalty over prompt and output.
+    """Apply frequency and presence penalties for output tokens, then the repetition penalty for all tokens.
 
-    logits [S, V] fp32 are changed in place; counts [N, at least V] int32.
+    Changes logits [S, V] fp32 in place. counts: [N, at least V] int32.
     """
     num_tokens = logits.shape[1]
     _penalties_kernel[(len(rows.rows), triton.cdiv(num_tokens, _BLOCK))](

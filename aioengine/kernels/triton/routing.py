@@ -1,7 +1,7 @@
-"""Routing of tokens to experts on a GPU, without a word to the host: the experts of tokens, and tiles of their pairs.
+"""Routing of tokens to experts on a GPU, without synchronizing with the host, and grouping of pairs into tiles.
 
-T tokens, E experts, K experts of a token, P = T * K pairs of a token and one of its experts. Pair p is of token
-p // K. A tile is up to ``rows`` pairs of one expert.
+T tokens, E experts, K experts per token, P = T * K (token, expert) pairs. Pair p belongs to token p // K. A tile has up
+to ``rows`` pairs of one expert.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from aioengine.kernels.expert_types import Chosen
-from aioengine.kernels.triton.launcher import Launcher, has_dependent_launch, next_power_of_2, options
+from aioengine.kernels.expert_types import ChosenExperts
+from aioengine.kernels.triton.launcher import KernelLauncher, has_dependent_launch, next_power_of_2, options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from aioengine.kernels.expert_types import Routing
 
 FEW_PAIRS = 2048
-"""Up to this number, each program of ``_align_kernel`` counts all pairs itself; more are counted before it, in blocks,
-each of which then has a program for each expert.
+"""Up to this number of pairs, each program of ``_align_kernel`` counts all pairs. More pairs are counted in blocks by
+``_count_kernel``, and ``_align_kernel`` has a program for each block and expert.
 """
 BLOCK_OF_FEW, BLOCK_OF_MANY = 1024, 4096
-"""The most pairs that a program reads at a time."""
+"""Maximum number of pairs that a program loads at once."""
 COUNTS_AT_A_TIME = 8192
-"""The most numbers of counted pairs that a program reads at a time."""
+"""Maximum number of counts that a program loads at once."""
 COLUMNS = 3
-"""Numbers of a tile: its expert, and the first and the end of its pairs in ``Tiling.order``."""
+"""Numbers per tile: expert, start and end of its pairs in ``Tiling.order``."""
 
 
 @triton.jit
@@ -74,7 +74,7 @@ def _route_kernel(
     lanes = tl.arange(0, LANES)
     found, found_weights = tl.zeros((LANES,), tl.int32), tl.zeros((LANES,), tl.float32)
     for index in tl.static_range(TOP_K):
-        weight, place = tl.max(chosen_by, 0, return_indices=True)  # of equal ones the first
+        weight, place = tl.max(chosen_by, 0, return_indices=True)  # ties go to the first
         is_best = tl.arange(0, GROUPS * PLACES) == place
         if HAS_BIAS:
             weight = tl.sum(tl.where(is_best, scores, 0.0))
@@ -91,7 +91,7 @@ def _route_kernel(
 def _counted(
     experts: tl.tensor, start: tl.tensor, num_pairs: tl.tensor, BINS: tl.constexpr, BLOCK: tl.constexpr
 ) -> tl.tensor:
-    """[BINS], the pairs of each expert in a block."""
+    """Return [BINS], the number of pairs of each expert in a block."""
     pairs = start + tl.arange(0, BLOCK)
     inside = pairs < num_pairs
     return tl.histogram(tl.load(experts + pairs, mask=inside, other=0), BINS, mask=inside)
@@ -152,13 +152,13 @@ def _align_kernel(
         first += tl.sum(is_own)
 
 
-_route = Launcher(_route_kernel)
-_count = Launcher(_count_kernel)
-_align = Launcher(_align_kernel)
+_route = KernelLauncher(_route_kernel)
+_count = KernelLauncher(_count_kernel)
+_align = KernelLauncher(_align_kernel)
 
 
-def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> Chosen:
-    """As ``kernels.routing.route``; logits [T, E] and bias [E] are contiguous."""
+def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> ChosenExperts:
+    """Compute ``kernels.routing.route`` for contiguous logits [T, E] and bias [E]."""
     num_tokens, num_experts = logits.shape
     shape = num_tokens, routing.top_k
     experts = torch.empty(shape, dtype=torch.int32, device=logits.device)
@@ -173,17 +173,17 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> Chosen:
     alignments = logits.data_ptr() % 16, bias is not None and bias.data_ptr() % 16
     key = logits.dtype, None if bias is None else bias.dtype, num_experts, routing, alignments
     _route((num_tokens, 1, 1), key, arguments, options(1))
-    return Chosen(experts, weights)
+    return ChosenExperts(experts, weights)
 
 
 class Tiling(NamedTuple):
-    """Pairs in tiles. M: the most tiles that P pairs can have.
+    """Pairs grouped into tiles. M: maximum number of tiles for P pairs.
 
     Attributes:
-        order: [P] int32, the pairs, expert by expert, those of an expert in ascending order.
-        tiles: [3, M] int32, of each tile its expert, and the first and the end of its pairs in ``order``.
-        num_tiles: [1] int32, the tiles that there are; the rest of ``tiles`` is undefined.
-        rows: the most pairs of a tile.
+        order: [P] int32, the pairs sorted by expert, then by index.
+        tiles: [3, M] int32: expert, start and end of the pairs in ``order``.
+        num_tiles: [1] int32, the number of tiles; the rest of ``tiles`` is undefined.
+        rows: maximum number of pairs per tile.
         chosen: the experts and weights of the pairs.
     """
 
@@ -191,20 +191,20 @@ class Tiling(NamedTuple):
     tiles: Tensor
     num_tiles: Tensor
     rows: int
-    chosen: Chosen
+    chosen: ChosenExperts
 
 
-def most_tiles(num_pairs: int, num_experts: int, rows: int) -> int:
-    """The most tiles of up to ``rows`` pairs that ``num_pairs`` can have: each expert but its last tile fills all."""
-    num_hit = min(num_pairs, num_experts)
-    return num_hit + (num_pairs - num_hit) // rows
+def max_num_tiles(num_pairs: int, num_experts: int, rows: int) -> int:
+    """Return the maximum number of tiles of up to ``rows`` pairs: only the last tile of each expert is not full."""
+    num_used = min(num_pairs, num_experts)
+    return num_used + (num_pairs - num_used) // rows
 
 
-def align(chosen: Chosen, *, num_experts: int, rows: int) -> Tiling:
-    """The pairs, in tiles of up to ``rows`` of one expert."""
+def align(chosen: ChosenExperts, *, num_experts: int, rows: int) -> Tiling:
+    """Group the pairs into tiles of up to ``rows`` pairs of one expert."""
     experts = chosen.experts
     num_pairs = experts.numel()
-    max_tiles = most_tiles(num_pairs, num_experts, rows)
+    max_tiles = max_num_tiles(num_pairs, num_experts, rows)
     order, tiles, num_tiles = (experts.new_empty(shape) for shape in (num_pairs, (COLUMNS, max_tiles), 1))
     bins, is_dependent = next_power_of_2(num_experts), has_dependent_launch()
     is_counted = num_pairs > FEW_PAIRS

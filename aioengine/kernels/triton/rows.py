@@ -1,4 +1,4 @@
-"""Norms and the gated activation on a GPU: one pass over the memory each. T rows, D columns."""
+"""Norms and activations on a GPU, each in one pass over the memory. T rows, D columns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from aioengine.kernels.triton.launcher import Launcher, has_dependent_launch, next_power_of_2, options
+from aioengine.kernels.triton.launcher import KernelLauncher, has_dependent_launch, next_power_of_2, options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +32,7 @@ def _norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < num_columns
-    scale = tl.load(weight + columns, mask=inside, other=0.0)  # no kernel before makes it: it need not wait
+    scale = tl.load(weight + columns, mask=inside, other=0.0)  # constant, so it need not wait for the previous kernel
     least = tl.load(epsilon)
     if DEPENDENT:
         gdc_launch_dependents()
@@ -125,8 +125,8 @@ def _silu_of(wide: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _gelu_of(wide: tl.tensor) -> tl.tensor:
-    """erfc by formula 7.1.26 of Abramowitz and Stegun, whose error is below 1.5e-7: the exact one takes longer to
-    compute than its numbers take to be read and written.
+    """GELU with erfc by formula 7.1.26 of Abramowitz and Stegun, error below 1.5e-7. The exact erfc takes longer than
+    the memory access.
     """
     z = tl.abs(wide) * 0.7071067811865476
     t = 1.0 / (1.0 + 0.3275911 * z)
@@ -137,7 +137,7 @@ def _gelu_of(wide: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _gelu_tanh_of(wide: tl.tensor) -> tl.tensor:
-    """(1 + tanh(u)) / 2 is 1 / (1 + exp(-2 u))."""
+    """GELU with the tanh approximation: (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u))."""
     inner = 1.5957691216057308 * wide * (1.0 + 0.044715 * wide * wide)
     return wide / (1.0 + tl.exp(-inner))
 
@@ -189,17 +189,17 @@ def _num_warps(block: int) -> int:
     return min(max(block // 512, 1), 16)
 
 
-_norm = Launcher(_norm_kernel)
-_norm_and_add = Launcher(_norm_and_add_kernel)
-_layer_norm = Launcher(_layer_norm_kernel)
-_gated = Launcher(_gated_kernel)
-_gelu = Launcher(_gelu_kernel)
+_norm = KernelLauncher(_norm_kernel)
+_norm_and_add = KernelLauncher(_norm_and_add_kernel)
+_layer_norm = KernelLauncher(_layer_norm_kernel)
+_gated = KernelLauncher(_gated_kernel)
+_gelu = KernelLauncher(_gelu_kernel)
 
 
 def add_rms_norm(delta: Tensor | None, residual: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
-    """``residual`` [T, D] += delta, in place where there is a delta; returns its norm.
+    """Add delta, if there is one, to the residual [T, D] in place, and return the norm.
 
-    With a weight in fp32 the result is rounded once.
+    With an fp32 weight the result is rounded once.
     """
     num_rows, num_columns = residual.shape
     out = torch.empty((num_rows, num_columns), dtype=residual.dtype, device=residual.device)
@@ -214,14 +214,14 @@ def add_rms_norm(delta: Tensor | None, residual: Tensor, weight: Tensor, epsilon
     return out
 
 
-def norm_and_add(delta: Tensor, residual: Tensor, behind: Tensor, before: Tensor | None, *, epsilon: Tensor) -> Tensor:
-    """``residual`` [T, D] += the norm of delta, both contiguous; returns the norm of the sum, or the sum itself."""
+def norm_and_add(delta: Tensor, residual: Tensor, post: Tensor, pre: Tensor | None, *, epsilon: Tensor) -> Tensor:
+    """See ``kernels.norm_and_add``: contiguous delta and residual [T, D], weights post and pre [D] -> [T, D]."""
     num_rows, num_columns = residual.shape
-    out = residual if before is None else torch.empty_like(residual)
-    norms_sum, is_wide = before is not None, behind.dtype == torch.float32
+    out = residual if pre is None else torch.empty_like(residual)
+    norms_sum, is_wide = pre is not None, post.dtype == torch.float32
     block = next_power_of_2(num_columns)
     arguments = (
-        *(delta, residual, behind, behind if before is None else before, out, num_columns, epsilon),
+        *(delta, residual, post, post if pre is None else pre, out, num_columns, epsilon),
         *(norms_sum, is_wide, block, has_dependent_launch()),
     )
     key = (residual.dtype, num_columns, norms_sum, is_wide, delta.data_ptr() % 16, residual.data_ptr() % 16)
@@ -232,7 +232,7 @@ def norm_and_add(delta: Tensor, residual: Tensor, behind: Tensor, before: Tensor
 def add_layer_norm(
     delta: Tensor, residual: Tensor, *, weight: Tensor, bias: Tensor | None, epsilon: float, keeps_sum: bool
 ) -> Tensor:
-    """The norm of delta + residual [T, D], both contiguous; with ``keeps_sum`` the residual becomes the sum."""
+    """Return the norm of delta + residual, contiguous [T, D]. keeps_sum: store the sum in the residual."""
     out = torch.empty_like(residual)
     num_rows, num_columns = residual.shape
     block = next_power_of_2(num_columns)
@@ -252,7 +252,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def gelu(x: Tensor) -> Tensor:
-    """x [...] contiguous -> [...]."""
+    """Return the exact GELU of contiguous x [...]."""
     out = torch.empty_like(x)
     size, block = x.numel(), 2048
     key = (x.dtype, size % 16 == 0, size >= 1 << 31, x.data_ptr() % 16)
@@ -261,7 +261,7 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def gelu_and_mul(x: Tensor, *, approximate: str) -> Tensor:
-    """x [T, 2 I], gates first, contiguous -> gelu(gate) * up [T, I]. ``approximate``: as ``kernels.gelu`` has it."""
+    """x [T, 2 I], gates first, contiguous -> gelu(gate) * up [T, I]. approximate: as in ``kernels.gelu``."""
     return _activate_and_mul(x, (_GELU_TANH if approximate == "tanh" else _GELU).value)
 
 

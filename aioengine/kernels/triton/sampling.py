@@ -1,8 +1,8 @@
-"""From logits to token ids on a GPU, without a word to the host.
+"""Sample token ids from logits on a GPU, without synchronizing with the host.
 
-A row's token is a function of its logits, seed and position alone: every sum is taken in an order that the width
-decides. The rules and the number that draws are those of ``truncation`` and ``philox`` in ``runner.sampling``; the mass
-is cumulated by blocks of ``BLOCK`` tokens and inside the block that is hit.
+The token of a row depends only on its logits, seed and position, because the summation order depends only on the
+vocabulary size. Truncation rules and random numbers are those of ``truncation`` and ``philox`` in ``runner.sampling``.
+The probability mass is accumulated over blocks of ``BLOCK`` tokens, then within the chosen block.
 
 S rows, V vocabulary, B blocks.
 """
@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from aioengine.kernels.triton.launcher import Launcher, next_power_of_2
+from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,26 +24,25 @@ if TYPE_CHECKING:
 
 BLOCK = 2048
 LOOP_BLOCK = 8192
-NUM_COLUMNS = 5
-"""Of ``Draws.words``."""
+NUM_FIELDS = 5
+"""Rows of ``Draws.fields``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """How S rows are drawn.
+    """How S rows are sampled.
 
-    words: [5, S] int32: low and high half of the seed, the position, the bits of fp32 one over temperature, and
-    whether the row is greedy.
-    rules: None, or (rows [X] int32, top_k [X] int32, top_p and min_p [X] fp32) of the rows that are truncated.
+    fields: [5, S] int32: low and high half of the seed, position, 1 / temperature (fp32 bits), is greedy.
+    rules: (rows [X] int32, top_k [X] int32, top_p and min_p [X] fp32) of the truncated rows; None: no row is truncated.
     """
 
-    words: Tensor
+    fields: Tensor
     rules: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
 
 @triton.jit
 def _uniform(words: tl.tensor, stride: tl.tensor, row: tl.tensor) -> tl.tensor:
-    """The number in [0, 1) of this row: Philox4x32-10."""
+    """Return the random number in [0, 1) of this row: Philox4x32-10."""
     key_0 = tl.load(words + row).to(tl.uint32, bitcast=True)
     key_1 = tl.load(words + stride + row).to(tl.uint32, bitcast=True)
     count_0 = tl.load(words + 2 * stride + row).to(tl.uint32, bitcast=True)
@@ -89,8 +88,8 @@ def _blocks_kernel(
     SIZE: tl.constexpr,
     REMEMBERS: tl.constexpr,
 ) -> None:
-    """For each block of a row: its largest logit, or NaN where there is one, the mass of the block relative to it, and
-    in greedy rows where it is.
+    """Store for each block of a row its largest logit (NaN if it contains NaN), the mass relative to this logit, and in
+    greedy rows the index of this logit.
     """
     row, block = tl.program_id(0), tl.program_id(1)
     columns = block * SIZE + tl.arange(0, SIZE)
@@ -127,7 +126,7 @@ def _pick_kernel(
     BLOCKS: tl.constexpr,
     REMEMBERS: tl.constexpr,
 ) -> None:
-    """The token of a row: its largest logit, or a draw. -1 where a logit is no number, or none is finite."""
+    """Store the token of a row: greedy or sampled. It is -1 if a logit is NaN or +inf, or if no logit is finite."""
     row = tl.program_id(0)
     blocks = tl.arange(0, BLOCKS)
     inside = blocks < num_blocks
@@ -155,7 +154,7 @@ def _pick_kernel(
     above = tl.cumsum(inner, 0) + before > target
     fallback = tl.max(tl.where(inner > 0.0, columns, 0), 0)
     token = tl.min(tl.where(above, columns, fallback), 0)
-    # columns past the one that is hit are above too, the fallback of those before it is never smaller than the hit
+    # columns after the sampled token are above the target too; the fallback is never smaller than the sampled token
     token = tl.where(is_greedy, tl.load(argmax + row * num_blocks + block), token)
     tl.store(out + row, tl.where(is_bad, -1, token).to(tl.int64))
     if REMEMBERS:
@@ -167,7 +166,7 @@ def _pick_kernel(
 def _weights(
     x: tl.tensor, start: tl.tensor, num_tokens: tl.constexpr, top: tl.tensor, scale: tl.tensor, SIZE: tl.constexpr
 ) -> tl.tensor:
-    """Probabilities relative to the largest, fp32."""
+    """Return probabilities relative to the largest, fp32."""
     columns = start + tl.arange(0, SIZE)
     loaded = tl.load(x + columns, mask=columns < num_tokens, other=-float("inf")).to(tl.float32)
     return tl.exp((loaded - top) * scale)
@@ -183,7 +182,7 @@ def _above(
     COUNTS: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """Of the tokens whose weight's bits lie above ``border``: how many there are, or their mass; float64."""
+    """Return the count or the mass (float64) of the tokens whose weight has bits above ``border``."""
     total = tl.zeros((), tl.float64)
     for start in range(0, num_tokens, SIZE):
         weight = _weights(x, start, num_tokens, top, scale, SIZE)
@@ -206,7 +205,9 @@ def _border(
     COUNTS: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """The bits of the smallest weight above which there is less than ``limit``; -1: of no token is there so much."""
+    """Return the bits of the smallest weight above which the count or mass is less than ``limit``; -1: the count or
+    mass of all tokens is less.
+    """
     low = tl.full((), -1, tl.int32)
     high = tl.full((), 0x3F800000, tl.int32)
     high = tl.where(_above(x, num_tokens, top, scale, low, COUNTS, SIZE) < limit, low, high)
@@ -238,7 +239,7 @@ def _truncated_kernel(
     SIZE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
-    """A draw from what top-k, then top-p, then min-p leave; ties at the border in vocabulary order."""
+    """Sample after top-k, then top-p, then min-p. Ties at the threshold are kept in vocabulary order."""
     index = tl.program_id(0)
     row = tl.load(rows + index)
     blocks = tl.arange(0, BLOCKS)
@@ -305,7 +306,7 @@ def _draw_kept(
     out: tl.tensor,
     SIZE: tl.constexpr,
 ) -> None:
-    """The first token at which the mass of what is kept exceeds ``uniform`` times all of it."""
+    """Store the first token at which the cumulative mass of kept tokens exceeds ``uniform`` times their total mass."""
     whole = tl.zeros((), tl.float64)
     num_seen = tl.zeros((), tl.int32)
     for start in range(0, num_tokens, SIZE):
@@ -334,13 +335,13 @@ def _draw_kept(
     tl.store(out, tl.minimum(token, last).to(tl.int64))
 
 
-_blocks = Launcher(_blocks_kernel)
-_pick = Launcher(_pick_kernel)
-_truncated = Launcher(_truncated_kernel)
+_blocks = KernelLauncher(_blocks_kernel)
+_pick = KernelLauncher(_pick_kernel)
+_truncated = KernelLauncher(_truncated_kernel)
 
 
 class SamplingKernels:
-    """The kernels with their scratch memory, for up to ``max_rows`` rows of logits at a time."""
+    """The kernels and their scratch memory, for up to ``max_rows`` rows of logits."""
 
     def __init__(self, *, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
@@ -350,18 +351,18 @@ class SamplingKernels:
         self._sums = torch.empty(max_rows, self._num_blocks, device=device)
 
     def sample(
-        self, logits: Tensor, draws: Draws, out: Tensor, remembered: tuple[Tensor, Tensor] | None = None
+        self, logits: Tensor, draws: Draws, out: Tensor, last_tokens: tuple[Tensor, Tensor] | None = None
     ) -> None:
-        """One token for each row of the logits [S, >= V] into ``out`` [S] int64; -1 for a bad row.
+        """Sample one token per row of logits [S, >= V] into ``out`` [S] int64; -1 for a bad row.
 
-        remembered: indices [S] int32 of a memory, int64, which takes the tokens too, 0 for a bad row; not with rules.
-        A row whose index is -1 is not read, and not drawn: its token is -1.
+        last_tokens: (indices [S] int32, tokens int64): the token of each row is also stored in ``tokens`` at its index,
+        0 for a bad row. A row with index -1 is skipped: its token is -1. Not supported together with rules.
         """
         num_rows, num_blocks, blocks = len(logits), self._num_blocks, next_power_of_2(self._num_blocks)
-        inputs = (logits, logits.stride(0), self._vocab_size, draws.words, draws.words.stride(0), self._maxima)
+        inputs = (logits, logits.stride(0), self._vocab_size, draws.fields, draws.fields.stride(0), self._maxima)
         key = logits.dtype, logits.stride(0), self._vocab_size, logits.data_ptr() % 16
-        indices, memory = remembered or (out, out)
-        remembers = remembered is not None
+        indices, memory = last_tokens or (out, out)
+        remembers = last_tokens is not None
         arguments = (*inputs, self._argmax, self._sums, indices, BLOCK, remembers)
         _blocks((num_rows, num_blocks, 1), (*key, remembers), arguments, {"num_warps": 1})
         arguments = (*inputs, self._argmax, self._sums, out, num_blocks, indices, memory, BLOCK, blocks)
@@ -370,12 +371,12 @@ class SamplingKernels:
             arguments = (*inputs, num_blocks, *draws.rules, out, LOOP_BLOCK, blocks)
             _truncated((len(draws.rules[0]), 1, 1), key, arguments, {"num_warps": 16})
 
-    def draw_in_all_ways(self, logits: Tensor) -> None:
-        """Run all specializations of the kernels for logits like these [1, >= V], which compiles them."""
+    def run_all(self, logits: Tensor) -> None:
+        """Run all specializations of the kernels for logits like these [1, >= V], to compile them."""
         device = logits.device
-        words = torch.zeros(NUM_COLUMNS, 1, dtype=torch.int32, device=device)
-        whole, share = torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(1, device=device)
+        fields = torch.zeros(NUM_FIELDS, 1, dtype=torch.int32, device=device)
+        ints, floats = torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(1, device=device)
         out = torch.zeros(1, dtype=torch.int64, device=device)
-        for scores in (logits, logits.float()):  # after processors they are fp32
-            self.sample(scores, Draws(words, (whole, whole, share, share)), out)
-        self.sample(logits, Draws(words), out, (whole, out))
+        for scores in (logits, logits.float()):  # logits processors return fp32
+            self.sample(scores, Draws(fields, (ints, ints, floats, floats)), out)
+        self.sample(logits, Draws(fields), out, (ints, out))

@@ -1,6 +1,6 @@
-"""What attention kernels do beside scaled dot products: windows, capped scores, learned sinks.
+"""Optional features of attention scores: sliding windows, soft caps, learned sinks.
 
-Scores are in units of log2, for weights are powers of two. G query rows, H query heads, E head size.
+Scores are scaled by log2(e), so that weights are powers of 2. G query rows, H query heads, E head size.
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class ScoreRules(NamedTuple):
-    """``window``: positions that a token attends to, the last of them its own. ``soft_cap``, ``sinks``: as in
-    ``AttentionShape``, sinks [H] of one layer. None: there are none.
+    """The features of one layer; None: not used.
+
+    Attributes:
+        window: number of positions that a token attends to, including its own.
+        soft_cap: as in ``AttentionShape``.
+        sinks: [H], as in ``AttentionShape``.
     """
 
     window: int | None = None
@@ -27,17 +31,17 @@ class ScoreRules(NamedTuple):
     sinks: Tensor | None = None
 
     def factor(self, scale: float) -> float:
-        """What a kernel multiplies dot products with: for ``capped`` where there is a cap."""
+        """Return the factor of dot products; with a cap, as ``capped`` needs it."""
         return scale / math.log(2) * (1.0 if self.soft_cap is None else 2.0 / self.soft_cap)
 
     @property
     def cap(self) -> float:
-        """The constant CAP of the kernels; 0.0: no cap."""
+        """Return the constant CAP of the kernels; 0.0: no cap."""
         return 0.0 if self.soft_cap is None else self.soft_cap / math.log(2)
 
     @property
     def sinks_key(self) -> object:
-        """What specializations differ in by the sinks."""
+        """Return the part of a ``KernelLauncher`` key that depends on the sinks."""
         return None if self.sinks is None else (self.sinks.dtype, self.sinks.data_ptr() % 16)
 
 
@@ -46,7 +50,7 @@ NO_RULES = ScoreRules()
 
 @triton.jit
 def capped(products: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
-    """``CAP * tanh(x)`` for ``products`` of 2 x in units of log2."""
+    """Return ``CAP * tanh(x)`` for products = 2 x * log2(e)."""
     return CAP - 2.0 * CAP / (tl.exp2(products) + 1.0)
 
 
@@ -54,8 +58,8 @@ def capped(products: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
 def with_sinks(
     highest: tl.tensor, total: tl.tensor, sums: tl.tensor, sinks: tl.tensor, is_head: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Highest score [G], sum of weights [G] and weighted values [G, E] of query rows, with the sink of each, of
-    pointers [G], in its sum. The multiplications and additions are named one by one, as in ``attention.merged``.
+    """Return the highest score [G], sum of weights [G] and weighted values [G, E] of query rows after adding their
+    sinks, given by pointers [G]. FMAs are explicit, as in ``attention.merged``.
     """
     sink = tl.load(sinks, mask=is_head, other=0.0).to(tl.float32) * LOG2_E
     higher = tl.maximum(highest, sink)

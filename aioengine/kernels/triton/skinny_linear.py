@@ -1,8 +1,8 @@
-"""Matmul of few vectors with a large weight on a GPU: x [T, I] with T up to 64, weight [O, I], bias [O] -> [T, O].
+"""Matmul of up to 64 rows with a large weight on a GPU: x [T, I], weight [O, I], bias [O] -> [T, O].
 
-Reading the weight takes all the time. Each program computes some outputs over one split of the inputs. The weight is
-the left operand, so that its outputs are the rows of the tensor core instruction. Where there are several splits, the
-program that finishes last adds them up, always in the same order.
+The time is limited by reading the weight. Each program computes some outputs over one split of the inputs. The weight
+is the left operand, so that its outputs are the rows of the tensor core instruction. If there are several splits, the
+program that finishes last adds them, always in the same order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from aioengine.kernels.triton.launcher import Launcher, has_dependent_launch, next_power_of_2, options
+from aioengine.kernels.triton.launcher import KernelLauncher, has_dependent_launch, next_power_of_2, options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,12 +52,12 @@ def _skinny_kernel(
     columns = tl.arange(0, BLOCK)
     lines = weight + tl.minimum(outputs, num_outputs - 1).to(tl.int64) * SIZE + first
     if DEPENDENT:
-        if AHEAD > 0:  # the weight does not depend on the kernel before: its first lines of 64 numbers are on their way
+        if AHEAD > 0:  # prefetch weights, 64 elements per line: they do not depend on the previous kernel
             ahead = (lines + tl.arange(0, AHEAD)[None, :] * 64).to(tl.int64)
             asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
             tl.inline_asm_elementwise(asm, "=r,l", [ahead], dtype=tl.int32, is_pure=False, pack=1)
         gdc_wait()
-        gdc_launch_dependents()  # only now: the next kernel may read x without waiting (adapter_linear)
+        gdc_launch_dependents()  # not earlier: the next kernel may read x without waiting (adapter_linear)
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for start in tl.range(0, SIZE // SPLITS, BLOCK, num_stages=STAGES):
         part = tl.load(lines + start + columns[None, :])
@@ -67,10 +67,10 @@ def _skinny_kernel(
     if SPLITS > 1:
         own = partials + tile.to(tl.int64) * (SPLITS * OUTPUTS * ROWS) + tl.arange(0, OUTPUTS)[:, None] * ROWS + rows
         tl.store(own + split * (OUTPUTS * ROWS), total)
-        tl.debug_barrier()  # all threads have stored when the one that counts does
+        tl.debug_barrier()  # all threads must have stored before one increments the counter
         is_last = tl.atomic_add(num_done + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
         if is_last:
-            total = tl.load(own, cache_modifier=".cg")  # past this processor's cache: others have written it
+            total = tl.load(own, cache_modifier=".cg")  # bypass L1: other multiprocessors wrote it
             for other in tl.static_range(1, SPLITS):
                 total += tl.load(own + other * (OUTPUTS * ROWS), cache_modifier=".cg")
             tl.store(num_done + tile, 0)
@@ -81,15 +81,14 @@ def _skinny_kernel(
         tl.store(out + rows * num_outputs + outputs, total.to(out.dtype.element_ty), mask=inside)
 
 
-_skinny = Launcher(_skinny_kernel)
+_skinny = KernelLauncher(_skinny_kernel)
 
 
 @lru_cache(maxsize=1024)
 def shape_of_programs(num_outputs: int, size: int, num_rows: int) -> Programs | None:
-    """(outputs of a program, block of inputs, splits of the inputs, stages, warps, lines to prefetch); None: torch's
-    library is faster.
+    """Return (outputs per program, inputs per block, splits, stages, warps, lines to prefetch); None: torch is faster.
 
-    Measured on an H200 for the layers of models of 0.6 and 8 billion parameters.
+    Measured on an H200 for the layers of 0.6B and 8B models.
     """
     if size % 512 or num_rows > MAX_ROWS:
         return None
@@ -99,7 +98,7 @@ def shape_of_programs(num_outputs: int, size: int, num_rows: int) -> Programs | 
             return (64, 128, 1, 4, 4, 0) if is_few else None
         return (64, 256, 1, 3, 4, 8) if is_few else (64, 128, 1, 4, 4, 8)
     if num_outputs <= 1024:
-        return 64, 128, 4, 4, 4, 8 if size >= 2048 else 4  # no lines behind a split's end
+        return 64, 128, 4, 4, 4, 8 if size >= 2048 else 4  # no lines beyond the end of a split
     if num_outputs <= 4096:
         return (64, 256, 2, 3, 4, 0) if is_few else (64, 128, 2, 4, 4, 0)
     if num_outputs <= 16_384:
@@ -108,12 +107,12 @@ def shape_of_programs(num_outputs: int, size: int, num_rows: int) -> Programs | 
 
 
 def num_tiles(num_outputs: int) -> int:
-    """The most programs with outputs of their own; each needs a counter."""
+    """Return the maximum number of output tiles. Each needs a counter."""
     return -(-num_outputs // 64)
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, *, programs: Programs, num_done: Tensor) -> Tensor:
-    """x [T, I], weight [O, I], bias [O] -> [T, O]. ``num_done`` [num_tiles] int32: zeros, and zeros again after."""
+    """x [T, I], weight [O, I], bias [O] -> [T, O]. num_done: [num_tiles] int32 zeros, which are zeros again after."""
     outputs, block, splits, stages, num_warps, ahead = programs
     num_rows, num_outputs, size = x.shape[0], *weight.shape
     rows = max(next_power_of_2(num_rows), LEAST_ROWS)

@@ -1,4 +1,4 @@
-"""The state space of Mamba 2 (arXiv 2405.21060): short rows token after token, long ones in blocks of tokens.
+"""The state space of Mamba 2 (arXiv 2405.21060): short rows token by token, long rows in blocks of tokens.
 
 T packed tokens, C channels, H heads, G groups, K and V sizes of a head, N slots, R rows.
 """
@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 
 from aioengine.kernels.triton import delta_blocks
-from aioengine.kernels.triton.causal_conv import keys_of
+from aioengine.kernels.triton.causal_conv import rows_key
 from aioengine.kernels.triton.delta_blocks import LEAST, LEAST_TOKENS, TOKENS
-from aioengine.kernels.triton.launcher import Launcher, next_power_of_2
+from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from aioengine.kernels.state_rows import StateRows
 
 _VALUES = 16, 32
-"""Columns of a head's matrix that a program has, without and with blocks."""
+"""State matrix columns per program, without and with blocks."""
 _MOST_KEYS: Final = 128
-"""Blocks of larger b and c do not fit into the fast memory of a core."""
+"""Blocks of larger b and c do not fit into shared memory."""
 
 
 @triton.jit
 def _times(
     steps: tl.tensor, inside: tl.tensor, bias: tl.tensor, LEAST_TIME: tl.constexpr, MOST_TIME: tl.constexpr
 ) -> tl.tensor:
-    """dt; 0 where not ``inside``."""
+    """Return dt; 0 where not ``inside``."""
     step = tl.load(steps, mask=inside, other=0.0).to(tl.float32) + bias
     step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
     return tl.where(inside, tl.minimum(tl.maximum(step, LEAST_TIME), MOST_TIME), 0.0)
@@ -149,8 +149,8 @@ def _blocks_kernel(
     tl.store(places, matrix, mask=(keys < KEYS)[:, None] & is_value[None, :])
 
 
-_scan = Launcher(_scan_kernel)
-_blocks = Launcher(_blocks_kernel)
+_scan = KernelLauncher(_scan_kernel)
+_blocks = KernelLauncher(_blocks_kernel)
 
 
 def state_space(
@@ -160,12 +160,12 @@ def state_space(
     num_heads, key_size, value_size = state.shape[1:]
     num_tokens, num_channels = channels.shape
     num_groups = (num_channels - num_heads * value_size) // (2 * key_size)
-    make = torch.empty if rows.blocks is None else torch.zeros  # there may be tokens of no row
+    make = torch.empty if rows.blocks is None else torch.zeros  # padding tokens belong to no row
     out = make((num_tokens, num_heads, value_size), dtype=channels.dtype, device=channels.device)
     has_blocks = in_blocks and rows.blocks is not None and key_size <= _MOST_KEYS
     tensors = channels, steps, weights.log_rate, weights.bias, weights.skip, state, rows.slots, rows.starts, rows.ends
     sizes = num_channels, steps.stride(0), num_heads, num_heads // num_groups, key_size, value_size
-    key = (channels.dtype, *sizes, *weights.limits, steps.data_ptr() % 16, has_blocks, *keys_of(rows))
+    key = (channels.dtype, *sizes, *weights.limits, steps.data_ptr() % 16, has_blocks, *rows_key(rows))
     block_k, block_v = max(next_power_of_2(key_size), 16), max(next_power_of_2(value_size), 16)
     blocks = block_k, min(block_v, _VALUES[0])
     most = LEAST_TOKENS - 1 if has_blocks else sys.maxsize

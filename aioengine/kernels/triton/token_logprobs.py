@@ -1,11 +1,11 @@
-"""Logprobs of tokens and of the likeliest tokens on a GPU, in one pass over the logits.
+"""Logprobs of tokens and of the K most likely tokens on a GPU, in one pass over the logits.
 
-The first kernel reads the logits once: of each block of a row it keeps the largest logit and the mass relative to it,
-and of each segment of a block the largest logit. The second finds the segments with the largest ones, which hold the
-likeliest tokens, and reads these segments alone. What a row gives is a function of its logits and of what it asks for:
-every sum is taken in an order that the width decides, and every value is the logit less the same two numbers.
+The first kernel reads all logits. It stores the largest logit of each block and the mass relative to it, and the
+largest logit of each segment of a block. The second kernel finds the segments with the largest logits, which contain
+the most likely tokens, and reads only these. The result of a row depends only on its logits and its requested tokens:
+the summation order depends only on V, and each logprob is the logit minus the same two numbers.
 
-N rows, V vocabulary, B blocks, S segments, K likeliest tokens, M tokens asked for, W = 2 + 2 K + M.
+N rows, V vocabulary, B blocks, S segments, K most likely tokens, M requested tokens, W = 2 + 2 K + M.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ import torch
 import triton
 import triton.language as tl
 
-from aioengine.kernels.triton.launcher import Launcher, next_power_of_2
+from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 SEGMENT = 128
-NUM_SEGMENTS = 16
-"""Of a block."""
+NUM_SEGMENTS = 16  # per block
 
 BLOCK = SEGMENT * NUM_SEGMENTS
 
 FEW, MANY = 8, 64
-"""The most likeliest tokens for which the second kernel is compiled."""
+"""The second kernel is compiled for up to these K."""
 
 _ASKED = 64
 
@@ -43,7 +42,7 @@ def _summary_kernel(
     SEGMENTS: tl.constexpr,
     SEGMENT: tl.constexpr,
 ) -> None:
-    """``summary``: [N, 2 B + S], of a row the largest logits of its blocks, their masses, those of its segments."""
+    """Fill summary [N, 2 B + S]: largest logits of blocks, masses of blocks, largest logits of segments."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     segments = tl.arange(0, SEGMENTS)
     columns = (block * SEGMENTS + segments[:, None]) * SEGMENT + tl.arange(0, SEGMENT)[None, :]
@@ -61,8 +60,8 @@ def _summary_kernel(
 
 @triton.jit
 def _keys(x: tl.tensor, ids: tl.tensor, inside: tl.tensor) -> tl.tensor:
-    """int64 numbers in the order of the values x, of equal ones of falling ids; the least one where not ``inside``."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 is equal to 0.0
+    """Return int64 keys that sort by value, then by descending id; the minimum where not ``inside``."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # turns -0.0 into 0.0
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     keys = (order.to(tl.int64) << 32) + (0x7FFFFFFF - ids).to(tl.int64)
     return tl.where(inside, keys, -0x7FFFFFFFFFFFFFFF)
@@ -88,7 +87,7 @@ def _measure_kernel(
     TOP: tl.constexpr,
     ASKED: tl.constexpr,
 ) -> None:
-    """``out``: [N, W] int32, see ``kernels.token_logprobs``."""
+    """Fill out [N, W] int32, see ``kernels.token_logprobs``."""
     row = tl.program_id(0).to(tl.int64)
     num_segments = num_blocks * (SEGMENTS // BLOCKS)
     x = logits + row * row_stride
@@ -133,24 +132,24 @@ def _measure_kernel(
             tl.store(ids_out + 1 + place, 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32))
 
 
-_summarize = Launcher(_summary_kernel)
-_measure = Launcher(_measure_kernel)
+_summarize = KernelLauncher(_summary_kernel)
+_measure = KernelLauncher(_measure_kernel)
 
 
-def measure(logits: Tensor, token_ids: Tensor, num_top: int, asked: Tensor | None) -> Tensor:
-    """logits [N, V], token_ids [N], asked [N, M] -> [N, W]: see ``kernels.token_logprobs``. At most ``MANY`` tops."""
+def measure(logits: Tensor, token_ids: Tensor, num_top: int, requested: Tensor | None) -> Tensor:
+    """See ``kernels.token_logprobs``: logits [N, V], token_ids [N], requested [N, M] -> [N, W]. K <= ``MANY``."""
     num_rows, width = logits.shape
     num_blocks = triton.cdiv(width, BLOCK)
-    num_asked = 0 if asked is None else asked.shape[1]
+    num_requested = 0 if requested is None else requested.shape[1]
     summary = torch.empty(num_rows, num_blocks * (2 + NUM_SEGMENTS), device=logits.device)
-    out = torch.empty(num_rows, 2 + 2 * num_top + num_asked, dtype=torch.int32, device=logits.device)
+    out = torch.empty(num_rows, 2 + 2 * num_top + num_requested, dtype=torch.int32, device=logits.device)
     rows = logits, logits.stride(0), width
     key = logits.dtype, logits.stride(0), width, logits.data_ptr() % 16
     arguments = (*rows, summary, summary.stride(0), NUM_SEGMENTS, SEGMENT)
     _summarize((num_rows, num_blocks, 1), key, arguments, {"num_warps": 1})
     blocks, most = next_power_of_2(num_blocks), FEW if num_top <= FEW else MANY
     sizes = blocks, blocks * NUM_SEGMENTS, SEGMENT, most, _ASKED
-    tokens = token_ids, num_top, token_ids if asked is None else asked, num_asked
+    tokens = token_ids, num_top, token_ids if requested is None else requested, num_requested
     arguments = (*rows, summary, num_blocks, *tokens, out, *sizes)
     _measure((num_rows, 1, 1), (*key, most), arguments, {"num_warps": 4 if most == FEW else 8})
     return out

@@ -1,7 +1,7 @@
-"""Matmul of a matrix with one vector on a GPU: x [1, I], weight [O, I], bias [O] -> [1, O].
+"""Matrix-vector product on a GPU: x [1, I], weight [O, I], bias [O] -> [1, O].
 
-It is as fast as the weight can be read. A program reads its first part of the weight while the kernel before is still
-at work, and then waits for x.
+The time is limited by reading the weight. A program loads the first block of its weights while the previous kernel
+still runs, and then waits for x.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from aioengine.kernels.triton.launcher import Launcher, has_dependent_launch, options
+from aioengine.kernels.triton.launcher import KernelLauncher, has_dependent_launch, options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,9 +29,9 @@ def products(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> tl.tensor:
-    """The products [rows] of rows of a matrix with x; ``lines`` [rows, 1]: where they begin.
+    """Return the products [rows] of matrix rows with x. lines: pointers [rows, 1] to the rows.
 
-    The next kernel can begin as soon as x is there, so that it may read x without waiting (``adapter_linear``).
+    The next kernel can start as soon as x is complete, so it may read x without waiting (``adapter_linear``).
     """
     columns = tl.arange(0, BLOCK)
     pointers = lines + columns[None, :]
@@ -70,15 +70,12 @@ def _matmul_kernel(
     tl.store(out + rows, result.to(out.dtype.element_ty), mask=rows < num_outputs)
 
 
-_matmul = Launcher(_matmul_kernel)
+_matmul = KernelLauncher(_matmul_kernel)
 
 
 @lru_cache(maxsize=256)
 def shape_of_programs(num_outputs: int, size: int) -> tuple[int, int, int]:
-    """(rows of a program, block of columns, warps): enough programs to fill the GPU, enough to read for each.
-
-    Measured on an H200 for the layers of models of 0.6 and 8 billion parameters.
-    """
+    """Return (rows per program, columns per block, warps). Measured on an H200 for the layers of 0.6B and 8B models."""
     if size <= 1024:
         return 4, 512, 4
     if num_outputs <= 1024:
@@ -87,7 +84,7 @@ def shape_of_programs(num_outputs: int, size: int) -> tuple[int, int, int]:
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, programs: tuple[int, int, int] | None = None) -> Tensor:
-    """x [1, I], weight [O, I], bias [O] -> [1, O]. ``programs``: as ``shape_of_programs`` returns them."""
+    """x [1, I], weight [O, I], bias [O] -> [1, O]. programs: see ``shape_of_programs``."""
     num_outputs, size = weight.shape
     rows, block, num_warps = programs or shape_of_programs(num_outputs, size)
     out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)

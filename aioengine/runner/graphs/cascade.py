@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from aioengine.attention._base import Sharable
+    from aioengine.attention._base import CascadeLimits
     from aioengine.runner.inputs import StepRows
     from aioengine.runner.rows import RowTable
 
@@ -58,7 +58,7 @@ class Cascade:
     pages: SharedPages
 
 
-def find_groups(pages_RP: Pages, num_full_R: Ints, worth: Sharable) -> list[Group]:
+def find_groups(pages_RP: Pages, num_full_R: Ints, worth: CascadeLimits) -> list[Group]:
     """The disjoint groups that save most, for page tables [R, P] of which ``num_full_R`` [R] pages are full."""
     every_row = np.arange(len(pages_RP))
     if not len(every_row):
@@ -67,7 +67,7 @@ def find_groups(pages_RP: Pages, num_full_R: Ints, worth: Sharable) -> list[Grou
     return sorted(found, key=lambda group: group.num_spared, reverse=True)[: worth.max_groups]
 
 
-def _groups_of(pages_RP: Pages, num_full_R: Ints, rows: Ints, worth: Sharable, *, levels: int) -> list[Group]:
+def _groups_of(pages_RP: Pages, num_full_R: Ints, rows: Ints, worth: CascadeLimits, *, levels: int) -> list[Group]:
     """Either all of ``rows`` [X] as one group, or groups of those that share further pages, whichever saves more.
 
     pages_RP [R, P], num_full_R [R]: as in ``find_groups``.
@@ -76,7 +76,7 @@ def _groups_of(pages_RP: Pages, num_full_R: Ints, rows: Ints, worth: Sharable, *
         return []
     num_pages = num_common(pages_RP[rows, : int(num_full_R[rows].min())])
     whole = Group(rows, num_pages)
-    groups = [whole] if whole.num_spared >= max(worth.min_spared, 1) else []
+    groups = [whole] if whole.num_spared >= max(worth.min_saved, 1) else []
     longer = rows[num_full_R[rows] > num_pages]
     next_pages = pages_RP[longer, num_pages] if longer.size else longer
     ids, counts = np.unique(next_pages, return_counts=True)
@@ -90,7 +90,7 @@ def _groups_of(pages_RP: Pages, num_full_R: Ints, rows: Ints, worth: Sharable, *
 class SharedPrefixes:
     """Finds the cascade of decode steps, once for as long as their rows stay the same."""
 
-    def __init__(self, table: RowTable, worth: Sharable, *, page_size: int) -> None:
+    def __init__(self, table: RowTable, worth: CascadeLimits, *, page_size: int) -> None:
         self._table = table
         self._worth = worth
         self._page_size = page_size

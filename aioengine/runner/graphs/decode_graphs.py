@@ -24,14 +24,14 @@ import torch
 
 from aioengine.attention._base import CascadeAttention, DecodeBuffers, FixedCascade
 from aioengine.kernels.triton.launcher import compile_only
-from aioengine.kernels.triton.sampling import NUM_COLUMNS, Draws, SamplingKernels
+from aioengine.kernels.triton.sampling import NUM_FIELDS, Draws, SamplingKernels
 from aioengine.runner.graphs.cascade import SharedPrefixes
 from aioengine.runner.graphs.ladder import cascade_ladder, ladder
 from aioengine.runner.graphs.spread import can_spread, spread
 from aioengine.runner.inputs import model_inputs
 from aioengine.runner.kv_pool import PADDING_PAGE
 from aioengine.runner.lora.grouping import FixedAdapters, FixedTiles
-from aioengine.runner.sampling.device_sampler import draw_words, is_simple
+from aioengine.runner.sampling.device_sampler import fill_fields, is_simple
 from aioengine.runner.timing import part
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import CapturableAttention, FixedDecode
-    from aioengine.kernels.adapter_slots import Tiles
+    from aioengine.kernels.adapter_slots import AdapterTiles
     from aioengine.models._base import Model
     from aioengine.runner.graphs.cascade import Cascade
     from aioengine.runner.graphs.spread import Spread
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     Ints = npt.NDArray[np.int32]
     Ints64 = npt.NDArray[np.int64]
 
-_COLUMNS = 5 + NUM_COLUMNS
+_COLUMNS = 5 + NUM_FIELDS
 """Columns of B numbers in the memory of a step: row indices, positions, slot_mapping, last_lengths, the indices at
 which the table stores the drawn tokens (-1: the graph draws none), words of the draws.
 """
@@ -171,7 +171,7 @@ class _GroupMemory:
 def _fill_draws(
     columns: Ints, rows: StepRows, sampled: SampledRows, order: Ints64 | slice, *, is_spread: bool, is_drawn: bool
 ) -> None:
-    """Write ``columns`` [1 + NUM_COLUMNS, B], the last of ``_COLUMNS``: where the table stores the drawn tokens, and
+    """Write ``columns`` [1 + NUM_FIELDS, B], the last of ``_COLUMNS``: where the table stores the drawn tokens, and
     the words of the draws. order [R]: the row of the step that each row of the graph belongs to.
     """
     num_rows = int(rows.token_ends[-1])
@@ -180,7 +180,7 @@ def _fill_draws(
         columns[0, rows.token_ends - 1] = rows.row_indices
     elif is_drawn:
         columns[0, :num_rows] = rows.row_indices[order]
-    draw_words(sampled, columns[1:, : len(rows.requests)])
+    fill_fields(sampled, columns[1:, : len(rows.requests)])
     if not isinstance(order, slice):
         columns[1:, :num_rows] = columns[1:, order]
 
@@ -262,8 +262,8 @@ class DecodeGraphs:
         attention = self._attention
         cascade_sizes: list[int] = []
         if isinstance(attention, CascadeAttention):
-            cascade_sizes = cascade_ladder(max_rows, min_rows=attention.sharable.min_rows)
-            self._prefixes = SharedPrefixes(self._table, attention.sharable, page_size=self._page_size)
+            cascade_sizes = cascade_ladder(max_rows, min_rows=attention.cascade_limits.min_rows)
+            self._prefixes = SharedPrefixes(self._table, attention.cascade_limits, page_size=self._page_size)
         rows = {size: attention.fixed_decode(size, self._buffers(size)) for size in reversed(sizes)}
         cascades: dict[int, FixedCascade] = {}
         if isinstance(attention, CascadeAttention):
@@ -438,7 +438,9 @@ class DecodeGraphs:
                     if size in (1, 2, largest):  # between them they have all kernels of adapters
                         self._step(size, attention, kernels, self._tiles.of(size)).compute()
 
-    def _step(self, size: int, attention: FixedDecode, kernels: SamplingKernels, tiles: Tiles | None = None) -> _Step:
+    def _step(
+        self, size: int, attention: FixedDecode, kernels: SamplingKernels, tiles: AdapterTiles | None = None
+    ) -> _Step:
         columns = self._columns(size)
         self._memory.zero_()
         if self._groups is not None:
@@ -470,7 +472,7 @@ class DecodeGraphs:
         kernels: SamplingKernels,
         pool: torch.cuda._POOL_HANDLE,
         *,
-        tiles: Tiles | None = None,
+        tiles: AdapterTiles | None = None,
     ) -> _Graph:
         """``tiles``: of a graph for steps with adapters."""
         step = self._step(size, attention, kernels, tiles)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from aioengine.attention._base import ForwardBatch, WholeAttention
+    from aioengine.attention._base import ForwardBatch, FullGraphAttention
     from aioengine.models._base import InputSpec, Model
 
 TOKENS_PER_ROW = 16
@@ -106,7 +106,7 @@ class EncoderGraphs:
     def __init__(
         self,
         model: Model,
-        attention: WholeAttention,
+        attention: FullGraphAttention,
         *,
         max_rows: int,
         max_length: int,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aioengine.attention._base import handed_parts, keys_and_values
+from aioengine.attention._base import keys_and_values, split_heads
 from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.kernels.triton.launcher import compile_only
 from aioengine.runner.graphs.ladder import piece_ladder
@@ -42,7 +42,7 @@ class _Handed:
     """The buffers between graphs and attention.
 
     Attributes:
-        heads: q, k and v as ``handed_parts`` takes them: graphs write them, attention reads them.
+        heads: q, k and v as ``split_heads`` takes them: graphs write them, attention reads them.
         attended: [T, H, V], the outputs of attention, which graphs read.
     """
 
@@ -144,7 +144,7 @@ class PieceGraphs:
         shape, device = self._model.attention_shape, self._device
         inputs = PaddedInputs.zeros(self._model, max_tokens, self._max_rows, device, states=self._states)
         handed = _Handed(
-            torch.zeros(max_tokens, shape.num_handed, shape.query_size, dtype=self._model.dtype, device=device),
+            torch.zeros(max_tokens, shape.num_input_heads, shape.query_size, dtype=self._model.dtype, device=device),
             torch.zeros(max_tokens, shape.num_heads, shape.output_size, dtype=self._model.dtype, device=device),
         )
         adapters: PaddedAdapters | None = None
@@ -190,7 +190,7 @@ class PieceGraphs:
         with part("prepare"):
             self._attention.prepare(batch)
         there = chosen.handed.first(num_tokens)
-        q, k, v = handed_parts(there.heads, self._model.attention_shape)
+        q, k, v = split_heads(there.heads, self._model.attention_shape)
         for layer, graph in enumerate(others):
             self._attention.attend_into(q, k, v, layer, out=there.attended)
             graph.replay()

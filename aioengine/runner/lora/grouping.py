@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from aioengine.kernels.adapter_slots import Tiles, most_tiles, rows_of_tile
+from aioengine.kernels.adapter_slots import AdapterTiles, max_tiles, rows_of_tile
 from aioengine.layers.adapters import Groups
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def tile(slots: Slots, *, num_slots: int, size: int) -> tuple[npt.NDArray[np.int
     N depends on T and ``num_slots`` alone; tiles that are not used have the slot -1.
     """
     num_rows = len(slots)
-    num_tiles = most_tiles(num_rows, num_slots, size)
+    num_tiles = max_tiles(num_rows, num_slots, size)
     rows = np.argsort(slots, kind="stable")
     counts = np.bincount(slots, minlength=num_slots + 1)
     tiles_of = -(-counts // size)
@@ -64,7 +64,7 @@ class TileRows:
     def __call__(self, slots: Slots, /) -> Grouping:
         """slots [T]."""
         order, tile_slots = tile(slots, num_slots=self.num_slots, size=self.size(len(slots)))
-        return Tiles(self.upload(order), self.upload(tile_slots))
+        return AdapterTiles(self.upload(order), self.upload(tile_slots))
 
     def size(self, num_rows: int) -> int:
         return rows_of_tile(num_rows, batch_invariant=self.batch_invariant)
@@ -104,16 +104,16 @@ class FixedTiles:
     def __init__(self, max_rows: int, group: TileRows, device: torch.device) -> None:
         self._group = group
         sizes = {group.size(num_rows) for num_rows in (1, max_rows)}
-        words = max(most_tiles(max_rows, group.num_slots, size) * (size + 1) for size in sizes)
+        words = max(max_tiles(max_rows, group.num_slots, size) * (size + 1) for size in sizes)
         self._memory = torch.full((words,), -1, dtype=torch.int32, device=device)
         self._content: tuple[int, bytes] = (0, b"")
 
-    def of(self, num_rows: int) -> Tiles:
+    def of(self, num_rows: int) -> AdapterTiles:
         """The tiles that a graph of ``num_rows`` rows reads."""
         size = self._group.size(num_rows)
-        num_tiles = most_tiles(num_rows, self._group.num_slots, size)
+        num_tiles = max_tiles(num_rows, self._group.num_slots, size)
         order = self._memory[: num_tiles * size].view(num_tiles, size)
-        return Tiles(order, self._memory[num_tiles * size : num_tiles * (size + 1)])
+        return AdapterTiles(order, self._memory[num_tiles * size : num_tiles * (size + 1)])
 
     def fill(self, slots: Slots, num_rows: int) -> None:
         """Write the tiles of rows with these slots, for the graph of ``num_rows`` rows: those beyond use the base."""
@@ -132,5 +132,5 @@ class FixedTiles:
 class FixedAdapters:
     """``AdapterRows`` of a captured step."""
 
-    tokens: Tiles
-    outputs: Tiles
+    tokens: AdapterTiles
+    outputs: AdapterTiles

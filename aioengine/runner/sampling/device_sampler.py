@@ -14,7 +14,7 @@ import torch
 
 from aioengine.kernels.triton import grammar_mask
 from aioengine.kernels.triton.launcher import compile_only
-from aioengine.kernels.triton.sampling import NUM_COLUMNS, Draws, SamplingKernels
+from aioengine.kernels.triton.sampling import NUM_FIELDS, Draws, SamplingKernels
 from aioengine.runner.device_memory import SAMPLED_ROWS
 from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.logits.penalties import Penalties
@@ -32,8 +32,8 @@ _LOW_WORD = np.uint64(0xFFFFFFFF)
 _HIGH_SHIFT = np.uint64(32)
 
 
-def draw_words(rows: SampledRows, out: npt.NDArray[np.int32]) -> None:
-    """Fill ``kernels.triton.sampling.Draws.words`` [5, S] of these rows."""
+def fill_fields(rows: SampledRows, out: npt.NDArray[np.int32]) -> None:
+    """Fill ``kernels.triton.sampling.Draws.fields`` [5, S] of these rows."""
     records = rows.records
     seeds, temperatures = records["seed"], records["temperature"]
     is_greedy = records["is_greedy"]
@@ -68,8 +68,8 @@ class DeviceSampler:
         """One token id for each row of the logits [S, >= V], as [S] int64 on their device; -1 for a bad row."""
         num_rows = len(logits)
         token_ids = torch.empty(num_rows, dtype=torch.int64, device=self._device)
-        columns = np.empty((NUM_COLUMNS, num_rows), dtype=np.int32)
-        draw_words(rows, columns)
+        columns = np.empty((NUM_FIELDS, num_rows), dtype=np.int32)
+        fill_fields(rows, columns)
         words = self._upload(columns)
         is_truncated = rows.records["is_truncated"] & ~rows.records["is_greedy"]
         for start in range(0, num_rows, SAMPLED_ROWS):
@@ -129,7 +129,7 @@ def compile_kernels(*, vocab_size: int, num_embeddings: int, dtype: torch.dtype,
     with compile_only():
         kernels = SamplingKernels(max_rows=1, vocab_size=vocab_size, device=device)
         logits = torch.zeros(1, num_embeddings, dtype=dtype, device=device)
-        kernels.draw_in_all_ways(logits)
+        kernels.run_all(logits)
         words = torch.zeros(1, -(-num_embeddings // 32), dtype=torch.int32, device=device)
         rules = torch.zeros(1, 2, dtype=torch.int32, device=device)
         for scores in (logits, logits.float()):  # of a graph, and a copy

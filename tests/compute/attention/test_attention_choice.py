@@ -1,4 +1,4 @@
-"""Which backend computes attention where FlashInfer does not work, and what is said about it."""
+"""The choice of the attention backend, and its warnings and errors, if FlashInfer does not work."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def choose_typed(settings: RunnerSettings, *, kv_dtype: torch.dtype) -> Attentio
     return choose_attention(settings, SHAPE, torch.bfloat16, device, kv_dtype=kv_dtype, report=lambda _: None)
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> list[float]:
-    """Kernels that fail to become ready, or do; the list gets how long they may take."""
+def replace_kernels(monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> list[float]:
+    """Replace FlashInfer's kernels: ``make_ready`` raises ``error``. Returns the list of its timeouts."""
     timeouts: list[float] = []
 
     def make_ready(*_: object, timeout_s: float, report: object) -> None:
@@ -46,16 +46,16 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> list[f
     return timeouts
 
 
-def test_kernels_that_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    timeouts = stand_in(monkeypatch, None)
+def test_flashinfer_is_chosen_if_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeouts = replace_kernels(monkeypatch, None)
     assert choose(msgspec.structs.replace(AUTOMATIC, compile_timeout_s=77.0)) == AttentionChoice("flashinfer")
     assert timeouts == [77.0]
 
 
-def test_kernels_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(monkeypatch, BackendUnavailableError("nvcc cannot be found"))
-    found = choose(AUTOMATIC)
-    assert (found.name, found.warning) == (
+def test_fallback_is_chosen_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_kernels(monkeypatch, BackendUnavailableError("nvcc cannot be found"))
+    choice = choose(AUTOMATIC)
+    assert (choice.name, choice.warning) == (
         "triton",
         "attention runs in triton's kernels, which are slower than FlashInfer's: nvcc cannot be found",
     )
@@ -63,18 +63,18 @@ def test_kernels_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
         choose(EXPLICIT)
 
 
-def test_too_slow_is_an_error_in_either_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(monkeypatch, TimeoutError("too slow"))
+def test_timeout_is_an_error_despite_a_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_kernels(monkeypatch, TimeoutError("too slow"))
     with pytest.raises(TimeoutError):
         choose(AUTOMATIC)
 
 
-def test_a_full_gpu_is_no_fault_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA's own error is not torch's, and must not be taken for kernels that do not work."""
+def test_out_of_memory_does_not_select_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's own error differs from torch's."""
 
     class Attention:
         def __init__(self, *_: object) -> None:
-            raise RuntimeError(words)
+            raise RuntimeError(message)
 
     package = MagicMock()
     for name in ("flashinfer", "flashinfer.jit", "flashinfer.jit.attention", "flashinfer.utils"):
@@ -85,20 +85,20 @@ def test_a_full_gpu_is_no_fault_of_the_kernels(monkeypatch: pytest.MonkeyPatch) 
     kernels = importlib.import_module(KERNELS)
     monkeypatch.setitem(sys.modules, KERNELS, kernels)
     monkeypatch.setattr(kernels, "kernels", lambda *_: [])
-    words = "CUDA error: out of memory"
-    with pytest.raises(RuntimeError, match=words):
+    message = "CUDA error: out of memory"
+    with pytest.raises(RuntimeError, match=message):
         choose(AUTOMATIC)
-    words = "CUDA error: invalid device function"
+    message = "CUDA error: invalid device function"
     assert "FlashInfer's kernels cannot be used: RuntimeError: CUDA error: invalid" in choose(AUTOMATIC).warning
 
 
-def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_selects_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)  # importing it raises ModuleNotFoundError
     monkeypatch.delitem(sys.modules, KERNELS, raising=False)
     assert "pip install 'aioengine[cuda]' brings FlashInfer" in choose(AUTOMATIC).warning
 
 
-def test_a_package_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_error_selects_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = importlib.import_module
 
     def fail(name: str) -> ModuleType:
@@ -110,14 +110,14 @@ def test_a_package_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> N
     assert "FlashInfer cannot be imported: RuntimeError: flashinfer-cubin version" in choose(AUTOMATIC).warning
 
 
-def test_an_unknown_backend() -> None:
+def test_unknown_backend_is_refused() -> None:
     with pytest.raises(
         ValueError, match="attention_backend 'x' is not known; what works: flashinfer, fused, packed, torch"
     ):
         choose(msgspec.structs.replace(EXPLICIT, attention_backend="x"))
 
 
-def test_fused_attention_on_a_cpu_where_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_replaces_fused_if_it_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
     fused = msgspec.structs.replace(EXPLICIT, attention_backend="fused")
     monkeypatch.setattr("aioengine.attention.fused.serves", lambda *_: True)
     assert choose(fused) == AttentionChoice("fused")
@@ -125,7 +125,7 @@ def test_fused_attention_on_a_cpu_where_it_serves(monkeypatch: pytest.MonkeyPatc
     assert choose(fused) == AttentionChoice("torch")
 
 
-def test_keys_and_values_of_another_type_than_the_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_dtype_that_differs_from_the_model_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioengine.attention.fused.serves", lambda *_: True)
     for name in ("fused", "torch"):
         settings = msgspec.structs.replace(EXPLICIT, attention_backend=name)
@@ -136,11 +136,11 @@ def test_keys_and_values_of_another_type_than_the_queries(monkeypatch: pytest.Mo
             choose_typed(settings, kv_dtype=torch.float32)
 
 
-def test_page_sizes_are_checked_against_the_chunk_of_fused_attention() -> None:
+def test_fused_chunk_constants_agree() -> None:
     assert resolve.FUSED_CHUNK == fused.CHUNK
 
 
-def test_latent_attention_takes_the_backends_that_have_it() -> None:
+def test_latent_attention_uses_backends_that_support_it() -> None:
     latent = replace(SHAPE, value_size=48)
 
     def chosen(settings: RunnerSettings, backend: str) -> str:

@@ -1,4 +1,4 @@
-"""Kernels are compiled with progress, an end and a reason; locks of dead processes hold nobody up."""
+"""Compilation of FlashInfer kernels: progress, time limit, error messages; locks of dead processes do not block."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from filelock import FileLock
 
 from aioengine.attention import _compilation
 from aioengine.attention._base import BackendUnavailableError
-from aioengine.attention._compilation import Compilation, CompilationTimeoutError, holder, missing_tools, title
+from aioengine.attention._compilation import Compilation, CompilationTimeoutError, lock_holder, missing_tools, title
 from aioengine.protocol.messages import Progress
 
 NAME = "batch_prefill_with_kv_cache_dtype_q_bf16_dtype_kv_bf16_head_dim_qk_128_f16qk_False_sm90"
@@ -55,7 +55,7 @@ class Kernel:
 
 @dataclass
 class Machine:
-    """A machine with tools that the test writes, and what was reported on it."""
+    """A machine with fake tools, and the reports."""
 
     bin: Path
     kernel: Kernel
@@ -66,7 +66,7 @@ class Machine:
         (self.bin / name).chmod(0o755)
 
     def compile(self, *kernels: Kernel, seconds: float = 20.0) -> None:
-        Compilation(time.monotonic() + seconds, self.reports.append).bring_up_to_date(kernels or (self.kernel,))
+        Compilation(time.monotonic() + seconds, self.reports.append).compile_missing(kernels or (self.kernel,))
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def test_progress_names_the_kernel_and_counts_its_files(machine: Machine) -> None:
-    machine.compile(Kernel(machine.kernel.folder, "came_compiled", is_aot=True), machine.kernel)
+    machine.compile(Kernel(machine.kernel.folder, "precompiled", is_aot=True), machine.kernel)
     assert machine.kernel.is_compiled
     first, last = machine.reports[0], machine.reports[-1]
     assert (
@@ -95,7 +95,7 @@ def test_progress_names_the_kernel_and_counts_its_files(machine: Machine) -> Non
     assert ((first.done, first.total, first.unit), (last.done, last.total)) == ((0, 1, "files"), (2, 2))
 
 
-def test_nothing_is_said_where_everything_is_up_to_date(machine: Machine) -> None:
+def test_no_reports_if_everything_is_up_to_date(machine: Machine) -> None:
     machine.tool("ninja", 'echo "ninja: no work to do."')
     machine.kernel.write_ninja()
     machine.kernel.shared_object.touch()
@@ -105,7 +105,7 @@ def test_nothing_is_said_where_everything_is_up_to_date(machine: Machine) -> Non
 
 
 @pytest.mark.parametrize("tool", ["nvcc", "ninja", "c++"])
-def test_a_missing_tool_is_named_before_anything_is_compiled(
+def test_missing_tool_is_reported_before_compiling(
     machine: Machine, tool: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (machine.bin / tool).unlink()
@@ -118,7 +118,7 @@ def test_a_missing_tool_is_named_before_anything_is_compiled(
     assert not machine.kernel.build_dir.exists()
 
 
-def test_a_ninja_beside_python_is_found(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ninja_beside_python_is_used(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     scripts = machine.kernel.folder / "scripts"
     scripts.mkdir()
     (machine.bin / "ninja").rename(scripts / "ninja")
@@ -127,20 +127,20 @@ def test_a_ninja_beside_python_is_found(machine: Machine, monkeypatch: pytest.Mo
     assert missing_tools() == []
 
 
-def test_cuda_home_says_where_nvcc_is(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_HOME", str(machine.kernel.folder))  # whose bin is ours
+def test_nvcc_of_cuda_home_is_used(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(machine.kernel.folder))  # its bin has the fake nvcc
     assert missing_tools() == []
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
     assert missing_tools() == ["nvcc"]
 
 
-def test_a_kernel_that_does_not_compile_says_why(machine: Machine) -> None:
+def test_compiler_errors_are_reported(machine: Machine) -> None:
     machine.tool("ninja", 'echo "[1/2] nvcc x.cu"; echo "x.cu(7): error: no such thing"; exit 1')
     with pytest.raises(BackendUnavailableError, match=r"does not compile in .*\n  x.cu\(7\): error: no such thing$"):
         machine.compile()
 
 
-def test_what_takes_too_long_is_ended(machine: Machine) -> None:
+def test_compilation_is_stopped_at_the_deadline(machine: Machine) -> None:
     machine.tool("ninja", f'echo "[1/9] first"; echo $$ > {machine.bin}/pid; exec sleep 600')
     with pytest.raises(CompilationTimeoutError, match=r"1 of 9 files were done.*startup_timeout"):
         machine.compile(seconds=0.5)
@@ -148,15 +148,15 @@ def test_what_takes_too_long_is_ended(machine: Machine) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.skipif(shutil.which("setpriv") is None, reason="it is setpriv that sees to this")
-def test_compilers_end_with_a_process_that_is_killed(machine: Machine) -> None:
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv")
+def test_compilers_stop_when_the_process_is_killed(machine: Machine) -> None:
     machine.tool("ninja", f"echo $$ > {machine.bin}/pid; exec sleep 60")
     program = f"""
 import time
 from pathlib import Path
 from aioengine.attention._compilation import Compilation
 from tests.compute.attention.test_compilation import Kernel
-Compilation(time.monotonic() + 60, print).bring_up_to_date([Kernel(Path({str(machine.kernel.folder)!r}))])
+Compilation(time.monotonic() + 60, print).compile_missing([Kernel(Path({str(machine.kernel.folder)!r}))])
 """
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL)
     pid = machine.bin / "pid"
@@ -184,7 +184,7 @@ time.sleep(60)
 
 @pytest.fixture
 def rival(machine: Machine) -> subprocess.Popen[bytes]:
-    """Another process, which holds the kernel's lock."""
+    """Another process that holds the kernel's lock."""
     process = subprocess.Popen([sys.executable, "-c", HOLD, machine.kernel.lock_path], stdout=subprocess.PIPE)
     assert process.stdout is not None
     with process.stdout as output:
@@ -193,7 +193,7 @@ def rival(machine: Machine) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.process
-def test_a_lock_of_a_dead_process_is_none(machine: Machine, rival: subprocess.Popen[bytes]) -> None:
+def test_lock_of_a_dead_process_does_not_block(machine: Machine, rival: subprocess.Popen[bytes]) -> None:
     rival.send_signal(signal.SIGKILL)
     rival.wait()
     machine.compile(seconds=5)
@@ -202,30 +202,30 @@ def test_a_lock_of_a_dead_process_is_none(machine: Machine, rival: subprocess.Po
 
 
 @pytest.mark.process
-def test_a_live_process_is_named_and_waited_for(machine: Machine, rival: subprocess.Popen[bytes]) -> None:
+def test_live_lock_holder_is_reported_and_waited_for(machine: Machine, rival: subprocess.Popen[bytes]) -> None:
     try:
         with pytest.raises(CompilationTimeoutError) as caught:
             machine.compile(seconds=0.5)
     finally:
         rival.kill()
         rival.wait()
-    who = f"process {rival.pid} ({sys.executable} -c" if Path("/proc/locks").exists() else "another process"
-    assert who in str(caught.value)
+    holder = f"process {rival.pid} ({sys.executable} -c" if Path("/proc/locks").exists() else "another process"
+    assert holder in str(caught.value)
     assert str(machine.kernel.lock_path) in str(caught.value)
     assert [(report.done, report.total) for report in machine.reports] == [(0, 1)]
-    assert machine.reports[0].label.startswith(f"waiting for {who}")
+    assert machine.reports[0].label.startswith(f"waiting for {holder}")
     machine.compile()
     assert machine.kernel.is_compiled
 
 
-def test_a_holder_that_cannot_be_seen(tmp_path: Path) -> None:
+def test_unknown_lock_holder_is_described(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
-    assert holder(lock) == "another process"
+    assert lock_holder(lock) == "another process"
     with FileLock(lock):
         (tmp_path / "locks").write_text(f"1: FLOCK  ADVISORY  WRITE 0 00:2f:{lock.stat().st_ino} 0 EOF\n")
-        assert holder(lock, tmp_path) == "another process, perhaps of another container or machine"
+        assert lock_holder(lock, tmp_path) == "another process, perhaps in another container or on another machine"
 
 
-def test_titles() -> None:
+def test_titles_omit_dtypes_and_sizes() -> None:
     assert title("cascade") == "cascade"
     assert title(NAME.removesuffix("_sm90")) == "batch_prefill_with_kv_cache"

@@ -1,4 +1,4 @@
-"""Prompts of a step that begin with the same pages: which rows are found, and the merge of both parts of attention."""
+"""Prompts of a step with the same first pages: the search for such rows, and the merge of attention results."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ PAGE_SIZE = 4
 ALONE = [[100 + 10 * row + page for page in range(6)] for row in range(3)]
 
 
-def found(tables: list[list[int]], lengths: list[tuple[int, int]]) -> SharedRows | None:
-    """For rows of (positions before, positions computed)."""
+def search(tables: list[list[int]], lengths: list[tuple[int, int]]) -> SharedRows | None:
+    """lengths: (earlier positions, new positions) of each row."""
     queries = np.array([count for _, count in lengths], dtype=np.int32)
     ends = np.array([start + count for start, count in lengths], dtype=np.int32)
     return find_shared(np.array(tables, dtype=np.int32), queries, ends, PAGE_SIZE)
@@ -26,39 +26,39 @@ def any_number(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("any_number")
-def test_adjacent_rows_with_the_same_beginning() -> None:
+def test_adjacent_rows_with_the_same_pages_share_them() -> None:
     shared = [[1, 2, 3, 20 + row, 30 + row, 0] for row in range(5)]
     lengths = [(8, 3), *[(12, 5)] * 5, (4, 1), (20, 2)]
-    assert found([ALONE[0], *shared, *ALONE[1:]], lengths) == SharedRows(1, 6, 3)
+    assert search([ALONE[0], *shared, *ALONE[1:]], lengths) == SharedRows(1, 6, 3)
 
 
 @pytest.mark.usefixtures("any_number")
-def test_only_pages_that_were_computed_before_are_shared() -> None:
+def test_only_pages_of_earlier_steps_are_shared() -> None:
     tables = [[1, 2, 3, 4, 20 + row] for row in range(4)]
-    assert found(tables, [(16, 4), (16, 4), (11, 5), (16, 4)]) == SharedRows(0, 4, 2)
-    assert found(tables, [(16, 4), (16, 4), (3, 5), (16, 4)]) is None
+    assert search(tables, [(16, 4), (16, 4), (11, 5), (16, 4)]) == SharedRows(0, 4, 2)
+    assert search(tables, [(16, 4), (16, 4), (3, 5), (16, 4)]) is None
 
 
 @pytest.mark.usefixtures("any_number")
-def test_the_rows_with_most_to_share() -> None:
+def test_rows_with_the_largest_shared_prefix_are_chosen() -> None:
     short = [[1, 20 + row, 0, 0] for row in range(6)]
     long = [[2, 3, 4, 30 + row] for row in range(4)]
-    assert found([*short, *long], [(4, 1)] * 6 + [(12, 3)] * 4) == SharedRows(6, 10, 3)
-    assert found([*short, *long], [(4, 9)] * 6 + [(12, 3)] * 4) == SharedRows(0, 6, 1)
+    assert search([*short, *long], [(4, 1)] * 6 + [(12, 3)] * 4) == SharedRows(6, 10, 3)
+    assert search([*short, *long], [(4, 9)] * 6 + [(12, 3)] * 4) == SharedRows(0, 6, 1)
 
 
 @pytest.mark.usefixtures("any_number")
-def test_few_rows_and_a_first_page_alone_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_or_few_pairs_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     tables = [[1, 2, 3, 20 + row] for row in range(3)]
-    assert found(tables, [(12, 4)] * 3) is None
+    assert search(tables, [(12, 4)] * 3) is None
     monkeypatch.setattr(_shared_rows, "MIN_PAIRS", 4 * 12 * 4 + 1)
-    assert found([*tables, [1, 2, 3, 9]], [(12, 4)] * 4) is None
+    assert search([*tables, [1, 2, 3, 9]], [(12, 4)] * 4) is None
 
 
 @pytest.mark.usefixtures("any_number")
-def test_no_more_positions_than_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_positions_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_shared_rows, "MAX_POSITIONS", 9)
-    assert found([[1, 2, 3, 20 + row] for row in range(4)], [(12, 4)] * 4) == SharedRows(0, 4, 2)
+    assert search([[1, 2, 3, 20 + row] for row in range(4)], [(12, 4)] * 4) == SharedRows(0, 4, 2)
 
 
 PROGRAM = """
@@ -66,7 +66,7 @@ import torch
 
 from aioengine.kernels.triton import launcher
 
-launcher.Launcher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
+launcher.KernelLauncher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
 
 from aioengine.kernels.triton.merge import add_sinks, merge
 
@@ -92,5 +92,5 @@ torch.testing.assert_close(out, (total[..., None] * values).sum(-2))
 
 
 @pytest.mark.slow
-def test_the_kernels_merge_two_parts_and_add_sinks() -> None:
+def test_kernels_merge_two_parts_and_add_sinks() -> None:
     run_interpreted(PROGRAM)

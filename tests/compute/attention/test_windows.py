@@ -1,4 +1,4 @@
-"""Models with sliding windows through the whole runner: chunks, prefix hits and preemption, against transformers."""
+"""Models with sliding windows, run with chunks, prefix hits and preemption, match transformers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "gpt_oss": ("gpt_oss", {"sliding_window": 6, "num_hidden_layers": 4}),
 }
 WITH_GROUPS = {"in all layers": 1, "in upper layers": 2, "in every other layer": 2, "gemma3": 4, "gpt_oss": 2}
-"""How many page tables each has."""
+"""Number of page tables of each model."""
 START = [(7 * i) % 250 + 1 for i in range(60)]
 PROMPTS = [START[:9], START, [*START[:45], *range(100, 120)], [*START, *range(5, 50)]]
 NUM_NEW = 40
@@ -39,7 +39,7 @@ NUM_NEW = 40
 
 @dataclass(frozen=True)
 class Windowed:
-    """A folder, what transformers answers to ``PROMPTS``, and how many page tables the model has."""
+    """A model folder, the answers of transformers to ``PROMPTS``, and the number of page tables."""
 
     folder: Path
     answers: list[list[int]]
@@ -60,28 +60,27 @@ def windowed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def run(world: World) -> tuple[list[list[int]], list[list[bytes]]]:
-    """The answers to ``PROMPTS`` and the numbers of their logprobs."""
+    """Return the answers to ``PROMPTS`` and their packed logprobs."""
     rules = LogprobRules(num_top=3)
     uids = [world.submit(prompt, max_new_tokens=NUM_NEW, logprobs=rules) for prompt in PROMPTS]
     world.run()
     return [world.outputs[uid] for uid in uids], [[extra.data for extra in world.extras[uid]] for uid in uids]
 
 
-def test_answers_are_those_of_transformers_with_the_same_bits_in_any_pages(windowed: Windowed) -> None:
+def test_answers_match_transformers_and_do_not_depend_on_pages(windowed: Windowed) -> None:
     world = World(make_settings(windowed.folder, page_size=16, num_pages=62, chunk_tokens=23))
     assert str(world.runner.facts["page_windows"]).count(" ") == windowed.num_groups - 1
     answers, bits = run(world)
     assert answers == windowed.answers
-    again = run(world)
-    assert again == (answers, bits)
-    assert any(world.num_cached.values()), "they find pages of the first time"
+    assert run(world) == (answers, bits)
+    assert any(world.num_cached.values()), "no prefix hits in the second run"
     other = World(make_settings(windowed.folder, page_size=1, num_pages=1000, chunk_tokens=60))
     assert run(other) == (answers, bits)
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_answers_of_preempted_requests_are_the_same(windowed: Windowed, depth: int) -> None:
-    """There is room for one request of the context length."""
+def test_preemption_does_not_change_answers(windowed: Windowed, depth: int) -> None:
+    """The pool has pages for one request of the context length."""
     num_pages = CONTEXT_LENGTH // 4
     world = World(make_settings(windowed.folder, page_size=4, num_pages=num_pages, chunk_tokens=40, depth=depth))
     uids = [world.submit(prompt, max_new_tokens=NUM_NEW) for prompt in PROMPTS]
@@ -96,8 +95,8 @@ def test_answers_of_preempted_requests_are_the_same(windowed: Windowed, depth: i
     world.core.scheduler.check_integrity()
 
 
-def test_windows_save_room(windowed: Windowed) -> None:
-    """As many requests of the context length as there is room for run side by side."""
+def test_windows_save_pages(windowed: Windowed) -> None:
+    """Requests with ``max_total_tokens`` tokens in total run concurrently, with fewer pages."""
     world = World(make_settings(windowed.folder, page_size=4, num_pages=4 * CONTEXT_LENGTH // 4, chunk_tokens=64))
     num_pages, tokens = world.runner.facts["num_pages"], world.runner.facts["max_total_tokens"]
     assert tokens == 4 * CONTEXT_LENGTH

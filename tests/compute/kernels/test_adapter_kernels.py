@@ -1,4 +1,4 @@
-"""What adapters add to a matmul on a GPU: the tiles of a step, and the kernels, in Triton's interpreter."""
+"""LoRA on a GPU: the tiles of a step, and the kernels in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from aioengine.kernels.adapter_slots import Tiles, most_tiles
+from aioengine.kernels.adapter_slots import AdapterTiles, max_tiles
 from aioengine.runner.graphs.padded_inputs import PaddedAdapters
 from aioengine.runner.lora.grouping import FixedTiles, StepAdapters, TileRows, tile
 from tests.compute.interpreted import run_interpreted
@@ -19,14 +19,14 @@ import torch
 
 from aioengine.kernels import linear
 from aioengine.kernels.adapter_linear import reference
-from aioengine.kernels.adapter_slots import AdapterWeights, Tiles
+from aioengine.kernels.adapter_slots import AdapterWeights, AdapterTiles
 from aioengine.kernels.triton import adapter_linear
 from aioengine.runner.lora.grouping import tile
 
-# nothing is compiled here, and there is no device to be asked
+# the interpreter compiles nothing, and there is no GPU
 adapter_linear.has_dependent_launch = lambda: False
 adapter_linear.options = lambda num_warps: {}
-adapter_linear.Launcher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
+adapter_linear.KernelLauncher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
 torch.manual_seed(0)
 NUM_SLOTS, UNIT, RANKS = 3, 16, 16
 
@@ -34,7 +34,7 @@ NUM_SLOTS, UNIT, RANKS = 3, 16, 16
 def slots_of(size, sizes, ranks_of_slots, max_rank, dtype):
     first_part = 2  # other layers come before
     matrices = len(sizes) * max_rank * size + sum(sizes) * max_rank + 64 * (len(sizes) + 2)
-    pool = torch.full((NUM_SLOTS, -(-matrices // UNIT) * UNIT), float("nan"), dtype=dtype)  # what is not set stays so
+    pool = torch.full((NUM_SLOTS, -(-matrices // UNIT) * UNIT), float("nan"), dtype=dtype)  # unset elements stay NaN
     table = pool.view(torch.int32)
     for slot, ranks in enumerate(ranks_of_slots):
         end = 128
@@ -52,20 +52,20 @@ def check(size, sizes, ranks, max_rank, num_rows, rows_of_tile, dtype=torch.floa
     weights = slots_of(size, sizes, ranks, max_rank, dtype)
     slots = np.random.default_rng(0).integers(0, NUM_SLOTS + 1, num_rows).astype(np.int32)
     order, tile_slots = tile(slots, num_slots=NUM_SLOTS, size=rows_of_tile)
-    tiles = Tiles(torch.from_numpy(order), torch.from_numpy(tile_slots))
+    tiles = AdapterTiles(torch.from_numpy(order), torch.from_numpy(tile_slots))
     x, y = torch.randn(num_rows, size, dtype=dtype), torch.randn(num_rows, sum(sizes), dtype=dtype)
     expected = reference(lambda _: y.clone(), x, weights, tiles, is_gated=is_gated)
-    found = adapter_linear.add(lambda _: y.clone(), x, weights, tiles, is_gated=is_gated)
+    result = adapter_linear.add(lambda _: y.clone(), x, weights, tiles, is_gated=is_gated)
     tolerance = 1e-4 if dtype == torch.float32 else 0.05
-    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
-    for slot in (1, 2):  # a row alone
+    torch.testing.assert_close(result, expected, atol=tolerance, rtol=tolerance)
+    for slot in (1, 2):  # a single row
         order, tile_slots = tile(np.array([slot], dtype=np.int32), num_slots=NUM_SLOTS, size=16)
-        tiles = Tiles(torch.from_numpy(order), torch.from_numpy(tile_slots))
+        tiles = AdapterTiles(torch.from_numpy(order), torch.from_numpy(tile_slots))
         matmul = linear.DeviceMatmul(torch.randn(sum(sizes), size, dtype=dtype) * size**-0.5, y[0])
         plain = functools.partial(torch.nn.functional.linear, weight=matmul.weight, bias=matmul.bias)
         expected = reference(plain, x[:1], weights, tiles, is_gated=is_gated)
-        found = adapter_linear.add(matmul, x[:1], weights, tiles, is_gated=is_gated)
-        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+        result = adapter_linear.add(matmul, x[:1], weights, tiles, is_gated=is_gated)
+        torch.testing.assert_close(result, expected, atol=tolerance, rtol=tolerance)
 
 
 check(48, [64, 32, 32], [(16, 0, 16), (32, 32, 32), (16, 16, 16)], 32, 30, 16)
@@ -77,13 +77,13 @@ check(2100, [200], [(16,), (32,), (16,)], 32, 70, 64, torch.float16)
 """
 
 
-def test_kernels_add_what_the_reference_adds() -> None:
+def test_kernels_match_the_reference() -> None:
     run_interpreted(PROGRAM)
 
 
 @pytest.mark.parametrize("num_slots", [1, 3, 8])
 @pytest.mark.parametrize("size", [16, 64])
-def test_each_row_is_in_one_tile_of_its_slot(num_slots: int, size: int) -> None:
+def test_each_row_is_in_one_tile_of_its_adapter(num_slots: int, size: int) -> None:
     generator = np.random.default_rng(num_slots)
     for num_rows in (1, 2, 15, 16, 17, 33, 200):
         for slots in (
@@ -92,30 +92,30 @@ def test_each_row_is_in_one_tile_of_its_slot(num_slots: int, size: int) -> None:
             (np.arange(num_rows) % (num_slots + 1)).astype(np.int32),
         ):
             order, tile_slots = tile(slots, num_slots=num_slots, size=size)
-            assert order.shape == (most_tiles(num_rows, num_slots, size), size)
+            assert order.shape == (max_tiles(num_rows, num_slots, size), size)
             assert sorted(order[order >= 0].tolist()) == [*range(num_rows)]
             for rows, slot in zip(order, tile_slots.tolist(), strict=True):
                 assert set(slots[rows[rows >= 0]].tolist()) == ({slot} if slot >= 0 else set())
 
 
 @pytest.mark.parametrize("max_rows", [40, 300])
-def test_the_tiles_of_a_graph_are_those_of_its_step_and_of_padding(max_rows: int) -> None:
+def test_graph_tiles_equal_the_tiles_of_the_padded_step(max_rows: int) -> None:
     group = TileRows(num_slots=3, batch_invariant=False, upload=torch.from_numpy)
     fixed = FixedTiles(max_rows, group, torch.device("cpu"))
     for num_rows, num_used in ((max_rows, max_rows), (1, 1), (24, 17), (max_rows, 30), (24, 20)):
         slots = np.random.default_rng(num_used).integers(0, 4, num_used).astype(np.int32)
         fixed.fill(slots, num_rows)
-        found, size = fixed.of(num_rows), group.size(num_rows)
+        tiles, size = fixed.of(num_rows), group.size(num_rows)
         order, tile_slots = tile(np.pad(slots, (0, num_rows - num_used)), num_slots=3, size=size)
-        assert torch.equal(found.order, torch.from_numpy(order))
-        assert torch.equal(found.slots, torch.from_numpy(tile_slots))
+        assert torch.equal(tiles.order, torch.from_numpy(order))
+        assert torch.equal(tiles.slots, torch.from_numpy(tile_slots))
 
 
-def test_a_step_is_grouped_anew_for_a_graph_of_more_tokens() -> None:
+def test_step_is_regrouped_for_a_padded_graph() -> None:
     group = TileRows(num_slots=2, batch_invariant=True, upload=torch.from_numpy)
     token_slots = np.array([1] * 20 + [0] * 3 + [2] * 5, dtype=np.int32)
     rows = StepAdapters(token_slots, token_slots[[19, 22, 27, 0]], group)
-    assert isinstance(rows.tokens, Tiles)
+    assert isinstance(rows.tokens, AdapterTiles)
     assert rows.tokens.slots.tolist() == [0, 1, 1, 2]
     padded = PaddedAdapters(64, 8, group, torch.device("cpu"))
     fixed = padded.of(32, 3)

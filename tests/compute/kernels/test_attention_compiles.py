@@ -1,4 +1,4 @@
-"""The attention kernels are compiled for a GPU, with windows, soft caps and sinks and without them."""
+"""The attention kernels compile for Hopper, with and without windows, soft caps and sinks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from aioengine.kernels.triton import attention, decode, launcher, merge
 from aioengine.kernels.triton.scores import ScoreRules
 from tests.compute.compiled import compile_for_hopper
 
-launcher.Launcher.__call__ = compile_for_hopper
+launcher.KernelLauncher.__call__ = compile_for_hopper
 decode.has_dependent_launch = lambda: True
 
 ints = torch.zeros(48, dtype=torch.int32)
-rows = attention.Rows(ints, ints, ints, ints)
+rows = attention.PagedRows(ints, ints, ints, ints)
 step = decode.DecodeRows(ints, ints, torch.zeros(5, 16, dtype=torch.int32), ints)
 weights = torch.zeros(2, 8)
 for rules in (ScoreRules(), ScoreRules(300), ScoreRules(None, 50.0), ScoreRules(128, 30.0, torch.zeros(8))):
@@ -28,7 +28,7 @@ for rules in (ScoreRules(), ScoreRules(300), ScoreRules(None, 50.0), ScoreRules(
         pool = torch.zeros(2, 3, 4, 16, head_size, dtype=dtype).unbind(0)
         attention.attend(q, pool, rows, ints[:4].view(2, 2), scale=0.1, out=out, rules=rules)
         attention.attend_splits(q, pool, rows, attention.SplitPlan(4, 2), scale=0.1, out=out, rules=rules)
-        if head_size != 80:  # FlashInfer, whose decode rows these are, has none of it
+        if head_size != 80:  # FlashInfer does not support it
             for other in (None, (out, weights)):
                 decode.decode(q, pool, step, scale=0.1, out=out, other=other, rules=rules)
         if rules.sinks is not None:

@@ -1,4 +1,4 @@
-"""Numbers that are not finite become 0 in the pages of marked rows; in Triton's interpreter, without a GPU."""
+"""NaN and inf become 0 in the pages of failed rows, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import torch
 
 from aioengine.kernels.triton import launcher
 
-launcher.Launcher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
+launcher.KernelLauncher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
 
 from aioengine.kernels import clean_pages
 from aioengine.kernels.triton.clean_pages import clean
 
 torch.manual_seed(0)
-pool = torch.randn(3, 2, 9, 2, 16, 40)  # a page is no multiple of what a program takes at a time
+pool = torch.randn(3, 2, 9, 2, 16, 40)  # the page size is no multiple of the block size
 pool[torch.rand(pool.shape) < 0.1] = torch.nan
 pool[torch.rand(pool.shape) < 0.1] = -torch.inf
 before, expected = pool.clone(), pool.clone()
-marks = torch.tensor([5, -1, 0, -1])
+token_ids = torch.tensor([5, -1, 0, -1])
 rows = torch.tensor([[1, 0, 2], [2, 2, 1], [3, 3, 0], [0, 3, 2]], dtype=torch.int32)
 page_ids = torch.tensor([4, 7, 1, 2, 3], dtype=torch.int32)
-clean_pages.reference(expected, marks, rows, page_ids)
-clean(pool, marks, rows, page_ids)
+clean_pages.reference(expected, token_ids, rows, page_ids)
+clean(pool, token_ids, rows, page_ids)
 assert torch.equal(pool.nan_to_num(nan=99.0), expected.nan_to_num(nan=99.0))
 assert pool[:, :, [4, 7]].isfinite().all()
-others = [0, 1, 2, 3, 5, 6, 8]
-assert torch.equal(pool[:, :, others].nan_to_num(nan=99.0), before[:, :, others].nan_to_num(nan=99.0))
+unchanged = [0, 1, 2, 3, 5, 6, 8]
+assert torch.equal(pool[:, :, unchanged].nan_to_num(nan=99.0), before[:, :, unchanged].nan_to_num(nan=99.0))
 """
 
 
 @pytest.mark.slow
-def test_the_kernel_does_what_plain_torch_does() -> None:
+def test_kernel_matches_torch() -> None:
     run_interpreted(PROGRAM)

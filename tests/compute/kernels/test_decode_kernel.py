@@ -1,4 +1,4 @@
-"""What a graph of a decode step reads, and the kernel that attends: against plain torch, in Triton's interpreter."""
+"""The inputs of a decode graph and its attention kernel match torch, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from aioengine.attention._base import AttentionShape, Sharable, kv_pool_shape
+from aioengine.attention._base import AttentionShape, CascadeLimits, kv_pool_shape
 from aioengine.attention._gpu_rows import layer_rules
 from aioengine.attention._gpu_splits import max_splits, plan_splits
 from aioengine.attention.torch import TorchAttention
@@ -30,9 +30,9 @@ from aioengine.scheduler.plan import TOKENS, NewRow, Row
 from tests.compute.runner.graphs.test_cascade_groups import part_of
 from tests.compute.stepping import write_and_attend
 
-# no form is compiled here, and there is no device to be asked
+# the interpreter compiles nothing, and there is no GPU
 decode.has_dependent_launch = lambda: False
-decode.Launcher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
+decode.KernelLauncher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
 torch.cuda.Event = SimpleNamespace
 
 PAGE_SIZE, NUM_PAGES, HEADS, KV_HEADS, HEAD_SIZE, SIZE = 16, 200, 4, 2, 64, 12
@@ -63,12 +63,12 @@ q, k, v = heads.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
 reference = TorchAttention(shape, pool)
 reference.prepare(batch)
 expected = write_and_attend(reference, q, k, v, 0)
-found = SharedPrefixes(table, Sharable(min_rows=2, min_spared=1, max_groups=4), page_size=PAGE_SIZE).find(rows)
+found = SharedPrefixes(table, CascadeLimits(min_rows=2, min_saved=1, max_groups=4), page_size=PAGE_SIZE).find(rows)
 assert found.pages.num_pages.tolist() == [17, 3]
 
 for cascade in (None, found):
     ordered = cascade.order if cascade else np.arange(num_rows)
-    host = np.full(4000, 77, dtype=np.int32)  # what a larger step has left there
+    host = np.full(4000, 77, dtype=np.int32)  # leftovers of a larger step
     num_words = graphs._fill(host, SIZE, rows, sampled, cascade=cascade, is_drawn=True)
     assert (host[num_words:] == 77).all()
     graphs._memory = torch.from_numpy(host)
@@ -78,7 +78,7 @@ for cascade in (None, found):
     assert columns[2].tolist() == [*batch.slot_mapping[torch.from_numpy(ordered)].tolist(), *[0] * (SIZE - num_rows)]
     padding = [-1] * (SIZE - num_rows)
     assert columns[4].tolist() == [*rows.row_indices[ordered].tolist(), *padding]
-    assert columns[5, :num_rows].tolist() == ordered.tolist(), "each request has its number as a seed"
+    assert columns[5, :num_rows].tolist() == ordered.tolist(), "the seed of a request is its uid"
     starts = buffers.starts.numpy()
     own_lengths = (np.diff(starts) - 1) * PAGE_SIZE + buffers.last_lengths.numpy()
     assert own_lengths[num_rows:].tolist() == [1] * (SIZE - num_rows)
@@ -123,7 +123,7 @@ for cascade in (None, found):
         wanted = wanted[torch.from_numpy(ordered)]
         torch.testing.assert_close(out[:num_rows].view(num_rows, -1), wanted, rtol=1e-4, atol=1e-5)
 
-# rows of several tokens behind their prompts, each of which is a row of the graph
+# rows of several tokens after their prompts: each token is a row of the graph
 steps = [(0, 46, [3, 4, 5]), (1, 272, []), (4, 62, [6, 7]), (7, 288, [])]
 for uid, start, known in steps:
     table.requests[uid].num_prompt = start
@@ -165,6 +165,6 @@ assert not can_spread(rows), "a prompt"
 
 
 @pytest.mark.slow
-def test_rows_of_a_graph_are_attended_to_as_by_plain_torch() -> None:
-    """With pages that rows share, and without; some rows in many splits, some of padding; rows of several tokens."""
+def test_decode_graph_inputs_and_attention_match_torch() -> None:
+    """With and without shared pages, with rows of many splits, padding rows, and rows of several tokens."""
     run_interpreted(PROGRAM)

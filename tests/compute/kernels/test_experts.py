@@ -1,4 +1,4 @@
-"""Experts: routing, matmuls by expert on a CPU, the kernels of a GPU in Triton's interpreter, forms of checkpoints."""
+"""Mixture of experts: routing, experts on a CPU, GPU kernels in Triton's interpreter, checkpoint layouts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 
 from aioengine.families._experts import ExpertsConfig, RouterConfig, SharedConfig, tensors_of_experts
 from aioengine.kernels import experts, mxfp4, routing
-from aioengine.kernels.expert_types import SILU, ExpertWeights, Gate, Routing, Shared
+from aioengine.kernels.expert_types import SILU, ExpertWeights, GateFunction, Routing, SharedOutputs
 from aioengine.layers import expert_tensors
 from aioengine.layers.experts import SparseMLP
 from aioengine.layers.placement import Placement
@@ -59,7 +59,7 @@ ROUTERS = {
 
 
 @pytest.mark.parametrize("name", ROUTERS)
-def test_experts_and_their_weights_are_those_of_transformers(name: str) -> None:
+def test_routing_matches_transformers(name: str) -> None:
     router, own = ROUTERS[name]
     torch.manual_seed(0)
     for tensor in router.state_dict().values():
@@ -72,13 +72,13 @@ def test_experts_and_their_weights_are_those_of_transformers(name: str) -> None:
     torch.testing.assert_close(torch.zeros(40, 12).scatter_(1, chosen.long(), weights), weights_of)
 
 
-def test_of_equal_scores_the_first_experts_are_chosen() -> None:
+def test_ties_go_to_the_expert_with_the_lower_index() -> None:
     logits = torch.zeros(2, 8)
     logits[1, [2, 5]] = 1.0
     assert routing.route(logits, None, Routing(3)).experts.tolist() == [[0, 1, 2], [2, 5, 0]]
 
 
-def random_weights(gate: Gate, *, has_bias: bool, dtype: torch.dtype = torch.float32) -> ExpertWeights:
+def random_weights(gate: GateFunction, *, has_bias: bool, dtype: torch.dtype = torch.float32) -> ExpertWeights:
     torch.manual_seed(0)
     gate_up = torch.randn(NUM_EXPERTS, 2 * INNER, SIZE, dtype=dtype) * 0.3
     down = torch.randn(NUM_EXPERTS, SIZE, INNER, dtype=dtype) * 0.3
@@ -87,35 +87,35 @@ def random_weights(gate: Gate, *, has_bias: bool, dtype: torch.dtype = torch.flo
 
 
 @pytest.mark.parametrize("shared", ["none", "shared", "gated"])
-@pytest.mark.parametrize(("gate", "has_bias"), [(SILU, False), (Gate(0.7, 1.702), True)])
-def test_against_the_reference(gate: Gate, has_bias: bool, shared: str) -> None:
+@pytest.mark.parametrize(("gate", "has_bias"), [(SILU, False), (GateFunction(0.7, 1.702), True)])
+def test_experts_match_the_reference(gate: GateFunction, has_bias: bool, shared: str) -> None:
     weights = random_weights(gate, has_bias=has_bias)
     computed = experts.prepare(weights)
     for num_tokens in (1, 2, 40):
         x = torch.randn(num_tokens, SIZE)
         chosen = routing.route(torch.randn(num_tokens, NUM_EXPERTS), None, Routing(3))
         gates = torch.randn(num_tokens, 1) if shared == "gated" else None
-        more = None if shared == "none" else Shared(torch.randn(num_tokens, SIZE), gates)
+        more = None if shared == "none" else SharedOutputs(torch.randn(num_tokens, SIZE), gates)
         expected = experts.reference(x, chosen, weights, more)
         torch.testing.assert_close(computed(x, chosen, more), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_has_the_same_bits_with_any_other_rows(dtype: torch.dtype) -> None:
+def test_a_row_does_not_depend_on_other_rows(dtype: torch.dtype) -> None:
     own = Routing(3, "sigmoid")
     x, logits = torch.randn(151, SIZE, dtype=dtype), torch.randn(151, NUM_EXPERTS, dtype=dtype)
     values, gates = torch.randn(151, SIZE, dtype=dtype), torch.randn(151, 1, dtype=dtype)
-    for gate, has_bias in ((SILU, False), (Gate(0.7, 1.702), True)):
+    for gate, has_bias in ((SILU, False), (GateFunction(0.7, 1.702), True)):
         computed = experts.prepare(random_weights(gate, has_bias=has_bias, dtype=dtype))
-        whole = computed(x, routing.route(logits, None, own), Shared(values, gates))
+        whole = computed(x, routing.route(logits, None, own), SharedOutputs(values, gates))
         for rows in (slice(0, 1), slice(7, 9), slice(20, 37), slice(3, 120)):
-            shared = Shared(values[rows], gates[rows])
+            shared = SharedOutputs(values[rows], gates[rows])
             part = computed(x[rows], routing.route(logits[rows], None, own), shared)
             assert torch.equal(part, whole[rows])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_mxfp4_is_read_as_transformers_reads_it(dtype: torch.dtype) -> None:
+def test_mxfp4_weights_match_transformers(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     blocks = torch.randint(0, 256, (3, 8, 2, 16), dtype=torch.uint8)
     scales = torch.randint(100, 150, (3, 8, 2), dtype=torch.uint8)
@@ -134,14 +134,14 @@ def config_of(stored: str) -> ExpertsConfig:
 
 
 @pytest.mark.parametrize("stored", ["separate", "packed", "interleaved", "mxfp4"])
-def test_layers_have_the_tensors_that_folders_are_checked_for(stored: str) -> None:
+def test_layer_tensors_match_the_checkpoint_description(stored: str) -> None:
     config = config_of(stored)
     layer = SparseMLP(SIZE, config, PLACEMENT)
     assert {name: target.shape for name, target in layer.weights("").items()} == tensors_of_experts(config, SIZE)
 
 
 @pytest.mark.parametrize("stored", ["separate", "packed", "interleaved"])
-def test_layers_can_be_loaded_again(stored: str) -> None:
+def test_layers_can_be_reloaded(stored: str) -> None:
     torch.manual_seed(0)
     layer = SparseMLP(SIZE, config_of(stored), PLACEMENT)
     for target in layer.weights("").values():
@@ -151,12 +151,12 @@ def test_layers_can_be_loaded_again(stored: str) -> None:
     x = torch.randn(9, SIZE)
     expected = layer(x)
     layer.open_for_loading()
-    again = layer.weights("")
-    assert {name: target.tensor.tolist() for name, target in again.items()} == {
+    reopened = layer.weights("")
+    assert {name: target.tensor.tolist() for name, target in reopened.items()} == {
         name: tensor.tolist() for name, tensor in loaded.items()
     }
-    changed = next(name for name in again if "down_proj" in name)
-    again[changed].tensor.mul_(2.0)
+    changed = next(name for name in reopened if "down_proj" in name)
+    reopened[changed].tensor.mul_(2.0)
     layer.finish_loading()
     assert not torch.equal(layer(x), expected)
     layer.open_for_loading()
@@ -165,7 +165,7 @@ def test_layers_can_be_loaded_again(stored: str) -> None:
     assert torch.equal(layer(x), expected)
 
 
-def test_experts_with_gates_and_ups_in_turn_are_those_of_transformers() -> None:
+def test_interleaved_gates_match_transformers() -> None:
     torch.manual_seed(0)
     theirs = GptOssExperts(
         GptOssConfig(num_local_experts=NUM_EXPERTS, hidden_size=SIZE, intermediate_size=32, swiglu_limit=0.5)
@@ -190,13 +190,13 @@ import torch
 
 from aioengine.kernels.triton import launcher
 
-# no specialization is compiled here, and there is no device to be asked
+# the interpreter compiles nothing, and there is no GPU
 launcher.has_dependent_launch = lambda: False
 launcher.options = lambda num_warps: {}
-launcher.Launcher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
+launcher.KernelLauncher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
 
 from aioengine.kernels import experts, routing
-from aioengine.kernels.expert_types import SILU, Chosen, ExpertWeights, Gate, Routing, Shared
+from aioengine.kernels.expert_types import SILU, ChosenExperts, ExpertWeights, GateFunction, Routing, SharedOutputs
 from aioengine.kernels.triton import experts as on_device
 from aioengine.kernels.triton import routing as routing_on_device
 
@@ -216,7 +216,7 @@ for num_experts, own, has_bias in (
 
 for num_experts, num_tokens, top_k, rows in ((12, 30, 3, 4), (5, 1, 2, 16), (6, 700, 2, 16), (12, 1500, 3, 128)):
     chosen = torch.stack([torch.randperm(num_experts)[:top_k] for _ in range(num_tokens)]).int()
-    chosen = Chosen(chosen, torch.ones(chosen.shape))
+    chosen = ChosenExperts(chosen, torch.ones(chosen.shape))
     tiling = routing_on_device.align(chosen, num_experts=num_experts, rows=rows)
     seen = []
     for expert, first, end in tiling.tiles[:, : int(tiling.num_tiles)].T.tolist():
@@ -228,7 +228,7 @@ for num_experts, num_tokens, top_k, rows in ((12, 30, 3, 4), (5, 1, 2, 16), (6, 
     assert sorted(seen) == list(range(num_tokens * top_k))
 
 num_experts, size, inner = 5, 80, 40
-for gate, has_bias in ((SILU, False), (Gate(0.7, 1.702), True)):
+for gate, has_bias in ((SILU, False), (GateFunction(0.7, 1.702), True)):
     weights = ExpertWeights(
         torch.randn(num_experts, 2 * inner, size) * size**-0.5,
         torch.randn(num_experts, size, inner) * inner**-0.5,
@@ -238,25 +238,25 @@ for gate, has_bias in ((SILU, False), (Gate(0.7, 1.702), True)):
     for num_tokens, batch_invariant in ((1, False), (3, True), (on_device.MAX_VECTOR_TOKENS + 20, False)):
         x = torch.randn(num_tokens, size)
         chosen = routing.reference(torch.randn(num_tokens, num_experts), None, Routing(3))
-        shared = Shared(torch.randn(num_tokens, size), torch.randn(num_tokens, 1)) if has_bias else None
-        found = on_device.compute(x, chosen, weights, shared, batch_invariant=batch_invariant)
-        torch.testing.assert_close(found, experts.reference(x, chosen, weights, shared))
+        shared = SharedOutputs(torch.randn(num_tokens, size), torch.randn(num_tokens, 1)) if has_bias else None
+        result = on_device.compute(x, chosen, weights, shared, batch_invariant=batch_invariant)
+        torch.testing.assert_close(result, experts.reference(x, chosen, weights, shared))
 """
 
 
 @pytest.mark.slow
-def test_kernels_in_the_interpreter() -> None:
+def test_kernels_match_torch() -> None:
     run_interpreted(PROGRAM)
 
 
 COMPILED = """
 import torch
 
-from aioengine.kernels.expert_types import SILU, Chosen, ExpertWeights, Gate, Routing, Shared
+from aioengine.kernels.expert_types import SILU, ChosenExperts, ExpertWeights, GateFunction, Routing, SharedOutputs
 from aioengine.kernels.triton import experts, launcher, routing
 from tests.compute.compiled import compile_for_hopper
 
-launcher.Launcher.__call__ = compile_for_hopper
+launcher.KernelLauncher.__call__ = compile_for_hopper
 for module in (experts, routing):
     module.has_dependent_launch = lambda: True
     module.options = lambda num_warps: {"num_warps": num_warps, "launch_pdl": True}
@@ -268,7 +268,7 @@ def zeros(*shape, dtype=torch.bfloat16):
 
 for num_experts, top_k, size, inner, gate, dtype, pairs_of_an_expert in (
     (128, 8, 2048, 768, SILU, torch.bfloat16, (0, 4, 400)),
-    (32, 4, 2880, 2880, Gate(7.0, 1.702), torch.bfloat16, (0, 16, 40)),
+    (32, 4, 2880, 2880, GateFunction(7.0, 1.702), torch.bfloat16, (0, 16, 40)),
     (6, 2, 256, 320, SILU, torch.float32, (0, 4)),
 ):
     has_bias = gate is not SILU
@@ -280,8 +280,9 @@ for num_experts, top_k, size, inner, gate, dtype, pairs_of_an_expert in (
     for count in pairs_of_an_expert:
         num_tokens = count * num_experts // top_k or 1
         x = zeros(num_tokens, size, dtype=dtype)
-        chosen = Chosen(zeros(num_tokens, top_k, dtype=torch.int32), zeros(num_tokens, top_k, dtype=torch.float32))
-        shared = Shared(x, None if has_bias else zeros(num_tokens, 1, dtype=dtype))
+        chosen = zeros(num_tokens, top_k, dtype=torch.int32)
+        chosen = ChosenExperts(chosen, zeros(num_tokens, top_k, dtype=torch.float32))
+        shared = SharedOutputs(x, None if has_bias else zeros(num_tokens, 1, dtype=dtype))
         experts.compute(x, chosen, weights, shared, batch_invariant=False)
     experts.compute(x, chosen, weights, None, batch_invariant=not has_bias)
 """

@@ -1,4 +1,4 @@
-"""Gates and what they gate in one matmul, against both apart."""
+"""The fused gate and up projection, compared with separate operations; activations; norms."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ import torch
 
 from aioengine.kernels.triton import launcher
 
-# no form is compiled here, and there is no device to be asked
+# the interpreter compiles nothing, and there is no GPU
 launcher.has_dependent_launch = lambda: False
-launcher.Launcher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
+launcher.KernelLauncher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
 
 from aioengine.kernels import gated_linear
 from aioengine.kernels.triton.gated_linear import matmul
 
 torch.manual_seed(0)
 for num_outputs, size, num_rows, programs in (
-    (100, 128, 20, (16, 16, 32, 64, 2, 4)),  # some outputs and rows of the last tiles are beyond the end
+    (100, 128, 20, (16, 16, 32, 64, 2, 4)),  # the last tiles are partly beyond the end
     (64, 64, 5, (16, 0, 32, 64, 2, 4)),
     (40, 192, 16, (16, 0, 64, 128, 2, 4)),
 ):
     weight, x = torch.randn(2 * num_outputs, size), torch.randn(num_rows, size)
-    found = matmul(x, weight, programs)
-    torch.testing.assert_close(found, gated_linear.reference(x, weight, None), rtol=1e-4, atol=1e-4)
+    result = matmul(x, weight, programs)
+    torch.testing.assert_close(result, gated_linear.reference(x, weight, None), rtol=1e-4, atol=1e-4)
 """
 
 ACTIVATIONS = """
@@ -40,7 +40,7 @@ import torch
 from aioengine.kernels.triton import launcher
 
 launcher.has_dependent_launch = lambda: False
-launcher.Launcher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
+launcher.KernelLauncher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
 
 from aioengine.kernels import activation, norm_and_add
 from aioengine.kernels.triton import rows
@@ -49,27 +49,27 @@ torch.manual_seed(0)
 for num_rows, size in ((3, 40), (1, 1500), (5, 64)):
     x = torch.randn(num_rows, 2 * size) * 4
     for name, approximate in (("gelu", "none"), ("gelu_tanh", "tanh")):
-        found = rows.gelu_and_mul(x, approximate=approximate)
-        torch.testing.assert_close(found, activation.reference_and_mul(x, name), atol=2e-5, rtol=1e-5)
+        result = rows.gelu_and_mul(x, approximate=approximate)
+        torch.testing.assert_close(result, activation.reference_and_mul(x, name), atol=2e-5, rtol=1e-5)
     weight, epsilon = torch.randn(2 * size), torch.tensor(1e-6)
     half = x.bfloat16()
     wide = half.float() * torch.rsqrt(half.float().square().mean(-1, keepdim=True) + epsilon)
-    found = rows.add_rms_norm(None, half, weight, epsilon)
-    torch.testing.assert_close(found, (wide * weight).bfloat16(), atol=0, rtol=0.008)
-    before = torch.randn(2 * size)
+    result = rows.add_rms_norm(None, half, weight, epsilon)
+    torch.testing.assert_close(result, (wide * weight).bfloat16(), atol=0, rtol=0.008)
+    pre_weight = torch.randn(2 * size)
     for kind, wide in ((torch.float32, torch.float32), (torch.float16, torch.float32), (torch.float16, torch.float16)):
-        for last in (before.to(wide), None):
-            delta, stream, behind = torch.randn_like(x).to(kind), x.to(kind, copy=True), weight.to(wide)
+        for pre in (pre_weight.to(wide), None):
+            delta, stream, post = torch.randn_like(x).to(kind), x.to(kind, copy=True), weight.to(wide)
             expected_stream = stream.clone()
-            expected = norm_and_add.reference(delta, expected_stream, behind, last, epsilon=epsilon)
-            found = rows.norm_and_add(delta, stream, behind, last, epsilon=epsilon)
-            torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-3)
+            expected = norm_and_add.reference(delta, expected_stream, post, pre, epsilon=epsilon)
+            result = rows.norm_and_add(delta, stream, post, pre, epsilon=epsilon)
+            torch.testing.assert_close(result, expected, atol=2e-2, rtol=2e-3)
             torch.testing.assert_close(stream, expected_stream, atol=2e-2, rtol=2e-3)
 """
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_against_the_reference(has_bias: bool) -> None:
+def test_matmul_matches_the_reference(has_bias: bool) -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(24, 16), torch.randn(5, 16)
     bias = torch.randn(24) if has_bias else None
@@ -77,7 +77,7 @@ def test_against_the_reference(has_bias: bool) -> None:
     torch.testing.assert_close(matmul(x), gated_linear.reference(x, weight, bias))
 
 
-def test_programs_have_room_for_the_rows() -> None:
+def test_programs_cover_the_rows_and_fit_into_shared_memory() -> None:
     pytest.importorskip("triton")
     from aioengine.kernels.triton.gated_linear import shape_of_programs
 
@@ -87,24 +87,24 @@ def test_programs_have_room_for_the_rows() -> None:
             continue
         rows, more, outputs, block, stages, _ = programs
         assert rows + more >= num_rows
-        assert stages * (rows + more + 2 * outputs) * block * 2 < 227 * 1024, "the shared memory of a processor"
+        assert stages * (rows + more + 2 * outputs) * block * 2 < 227 * 1024
     assert shape_of_programs(14_336, 4096, 1) is None
     assert shape_of_programs(14_336, 4096, 128) is not None
     assert shape_of_programs(3072, 1024, 128) is None
 
 
 @pytest.mark.slow
-def test_kernel_in_the_interpreter() -> None:
+def test_kernel_matches_the_reference() -> None:
     run_interpreted(PROGRAM)
 
 
 @pytest.mark.slow
-def test_gated_activations_and_norms_in_the_interpreter() -> None:
+def test_activation_and_norm_kernels_match_torch() -> None:
     run_interpreted(ACTIVATIONS)
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "relu"])
-def test_activations_are_those_of_torch(name: Activation) -> None:
+def test_activations_match_torch(name: Activation) -> None:
     torch.manual_seed(0)
     x = torch.randn(7, 50) * 3
     torch.testing.assert_close(activation.activate(x.clone(), name), activation.reference(x, name))

@@ -1,4 +1,4 @@
-"""The positions of rows that decode are shared out: each once, in few enough splits, the longest first."""
+"""The positions of decode rows are divided into splits, longest first."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ ROWS = {
 @pytest.mark.parametrize("num_kv_heads", [1, 8, 32])
 @pytest.mark.parametrize("window", [None, 1, 300])
 @pytest.mark.parametrize("lengths", ROWS.values(), ids=ROWS)
-def test_every_position_is_in_one_part(lengths: list[int], window: int | None, num_kv_heads: int) -> None:
-    places = max_splits(len(lengths), num_kv_heads)
-    assert places % 16 == 0
-    splits = plan_splits(np.array(lengths, dtype=np.int32), places, window)
-    assert splits.shape == (5, places)
+def test_every_position_is_in_one_split(lengths: list[int], window: int | None, num_kv_heads: int) -> None:
+    num_splits = max_splits(len(lengths), num_kv_heads)
+    assert num_splits % 16 == 0
+    splits = plan_splits(np.array(lengths, dtype=np.int32), num_splits, window)
+    assert splits.shape == (5, num_splits)
     used = splits[:, splits[0] >= 0]
-    assert (splits[0, used.shape[1] :] == -1).all(), "the places without a split stand behind the others"
+    assert (splits[0, used.shape[1] :] == -1).all(), "unused entries come last"
     for row, length in enumerate(lengths):
         own = used[:, used[0] == row]
         begins, ends, counts, firsts = own[1:].tolist()
         first = max(length - (window or length), 0)
-        assert [first, *ends] == [*begins, length], "one split begins where the one before ends"
+        assert [first, *ends] == [*begins, length], "a split starts at the end of the previous split"
         assert all((begin - first) % STEP == 0 for begin in begins)
         assert set(counts) == {len(begins)}
         assert len(begins) <= MAX_SPLITS
@@ -41,6 +41,6 @@ def test_every_position_is_in_one_part(lengths: list[int], window: int | None, n
     assert steps[0] == steps.max()
 
 
-def test_few_rows_give_many_parts_and_many_rows_whole_ones() -> None:
+def test_few_rows_have_many_splits_and_many_rows_have_one_split_each() -> None:
     assert (plan_splits(np.array([8192], dtype=np.int32), max_splits(1, 8))[0] >= 0).sum() > MAX_SPLITS // 2
     assert (plan_splits(np.full(256, 300, dtype=np.int32), max_splits(256, 8))[0] >= 0).sum() == 256

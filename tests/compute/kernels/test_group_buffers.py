@@ -1,4 +1,4 @@
-"""What a graph of a decode step reads where groups of layers have page tables of their own."""
+"""The inputs of a decode graph if layer groups have separate page tables."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ lengths = [1, 4, 5, 37, 60]
 for uid, length in enumerate(lengths):
     pages = [order.pop() for _ in range(-(-length // PAGE_SIZE) * 3)]
     if length == 37:
-        pages[1:3] = [-1, -1]  # given back before it was opened
+        pages[1:3] = [-1, -1]  # freed before the row was opened
     table.open(NewRow(uid, Sampling(uid), length, [1] * length, pages))
 rows = inputs.read([Row(uid, length - 1, 1, TOKENS) for uid, length in enumerate(lengths)])
 sampled = table.sampled(rows.requests, rows.row_indices, rows.starts + rows.counts)
@@ -64,5 +64,5 @@ for part, own_batch, window in zip(parts, batch.parts, WINDOWS, strict=True):
 
 
 @pytest.mark.slow
-def test_each_group_reads_its_own_pages_as_far_as_it_sees() -> None:
+def test_each_group_reads_its_own_pages_within_its_window() -> None:
     run_interpreted(PROGRAM)

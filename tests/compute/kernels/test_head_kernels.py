@@ -1,4 +1,4 @@
-"""Kernels of heads that stand in tensors of their own: rotation, and the way into pages, in Triton's interpreter."""
+"""Kernels for separate q, k and v tensors: rotation and writes to pages, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from aioengine.kernels import rotate_apart
+from aioengine.kernels import rotate_qk
 from tests.compute.interpreted import run_interpreted
 
 HEADS = """
 import torch
 
-from aioengine.kernels import rotate_apart, write_heads
+from aioengine.kernels import rotate_qk, write_heads
 from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.kernels.triton import heads
 
 torch.manual_seed(0)
 
 
-def of_one_tensor(num_query, num_kv, size, dtype):
-    # as a fused matmul leaves them: [1, H, T, E] of [T, (H + 2 K) * E]
-    whole = torch.randn(5, (num_query + 2 * num_kv) * size).to(dtype)
-    parts = whole.split([num_query * size, num_kv * size, num_kv * size], dim=1)
+def split_qkv(num_query, num_kv, size, dtype):
+    # views [1, H, T, E] of the result [T, (H + 2 K) * E] of a fused matmul
+    fused = torch.randn(5, (num_query + 2 * num_kv) * size).to(dtype)
+    parts = fused.split([num_query * size, num_kv * size, num_kv * size], dim=1)
     return [part.view(1, 5, -1, size).transpose(1, 2) for part in parts]
 
 
 CASES = [
     (num_query, num_kv, size, dtype)
     for num_query, num_kv, size in ((4, 2, 8), (7, 1, 6), (20, 20, 12))
-    for dtype in (torch.float32, torch.float16)  # the interpreter rounds bf16 in another way
+    for dtype in (torch.float32, torch.float16)  # the interpreter rounds bf16 differently
 ]
 """
 AGREES = """
 heads.has_dependent_launch, heads.options = lambda: False, lambda num_warps, fuses=True: {}
-heads.Launcher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
+heads.KernelLauncher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
 for num_query, num_kv, size, dtype in CASES:
-    q, k, v = of_one_tensor(num_query, num_kv, size, dtype)
+    q, k, v = split_qkv(num_query, num_kv, size, dtype)
     cos, sin = torch.randn(2, 1, 5, size).to(dtype)
-    turned = heads.rotate_apart(q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0], sin[0])
-    for found, expected in zip(turned, rotate_apart.reference(q, k, cos, sin), strict=True):
-        torch.testing.assert_close(found.transpose(0, 1)[None], expected, rtol=1e-6, atol=1e-6)
-    q, k, v = (each[0].transpose(0, 1) for each in (q, k, v))
+    turned = heads.rotate_qk(q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0], sin[0])
+    for rotated, expected in zip(turned, rotate_qk.reference(q, k, cos, sin), strict=True):
+        torch.testing.assert_close(rotated.transpose(0, 1)[None], expected, rtol=1e-6, atol=1e-6)
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
     slots = torch.tensor([9, 3, 4, 8, 11], dtype=torch.int32)
     for out in (None, torch.zeros(5, num_query + 2 * num_kv, size, dtype=dtype)):
         pools, expected = torch.zeros(2, 2, 3, num_kv, 4, size, dtype=dtype)
@@ -60,35 +60,35 @@ from tests.compute.compiled import compile_for_hopper
 
 def compiled(launcher, *call):
     code = compile_for_hopper(launcher, *call).asm["ptx"]
-    if launcher is heads._rotate_apart:
+    if launcher is heads._rotate_qk:
         assert "mul" in code and "fma" not in code, "products are not rounded before they are added"
 
 
-heads.Launcher.__call__ = compiled
+heads.KernelLauncher.__call__ = compiled
 heads.has_dependent_launch = launcher.has_dependent_launch = lambda: True
 for size, dtype in ((128, torch.bfloat16), (128, torch.float16), (80, torch.float32)):
     num_query, num_kv = 32, 8
-    q, k, v = (each[0].transpose(0, 1) for each in of_one_tensor(num_query, num_kv, size, dtype))
-    heads.rotate_apart(q, k, *torch.zeros(2, 5, size, dtype=dtype))
+    q, k, v = (x[0].transpose(0, 1) for x in split_qkv(num_query, num_kv, size, dtype))
+    heads.rotate_qk(q, k, *torch.zeros(2, 5, size, dtype=dtype))
     for out in (None, torch.zeros(5, num_query + 2 * num_kv, size, dtype=dtype)):
         pools = torch.zeros(2, 3, num_kv, 4, size, dtype=dtype)
         heads.write(q, k, v, target=(torch.zeros(5, dtype=torch.int32), *pools), out=out)
 """
 
 
-def test_halves_of_heads_are_rotated() -> None:
-    """[1, H, T, E]: each number with that half a head away, as complex numbers."""
+def test_rotation_equals_complex_multiplication() -> None:
+    """In heads [1, H, T, E], elements i and i + E / 2 form a complex number."""
     q, k = torch.randn(1, 6, 5, 8), torch.randn(1, 2, 5, 8)
     angles = torch.randn(1, 5, 4)
     turns = torch.polar(torch.ones_like(angles), angles)[:, None]
-    found = rotate_apart.rotate_apart(q, k, angles.cos().repeat(1, 1, 2), angles.sin().repeat(1, 1, 2))
-    for x, turned in zip((q, k), found, strict=True):
+    results = rotate_qk.rotate_qk(q, k, angles.cos().repeat(1, 1, 2), angles.sin().repeat(1, 1, 2))
+    for x, rotated in zip((q, k), results, strict=True):
         expected = torch.complex(*x.chunk(2, dim=-1)) * turns
-        torch.testing.assert_close(turned, torch.cat((expected.real, expected.imag), dim=-1))
+        torch.testing.assert_close(rotated, torch.cat((expected.real, expected.imag), dim=-1))
 
 
 @pytest.mark.slow
-def test_kernels_agree_with_torch() -> None:
+def test_kernels_match_torch() -> None:
     run_interpreted(HEADS + AGREES)
 
 

@@ -1,4 +1,4 @@
-"""What oneDNN compiles for each number of rows does not fill the memory."""
+"""oneDNN's cache of compiled code for each row count is limited."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 MAX_GROWTH = 100_000_000
-"""Bytes. With AVX-512 and without AMX, oneDNN takes 45 to 140 MB in these tests, also where its cache has no limit."""
+"""Bytes. With AVX-512 and without AMX, oneDNN takes 45 to 140 MB in these tests, even with an unlimited cache."""
 MANY_COUNTS = """
 import sys
 from pathlib import Path
@@ -47,7 +47,7 @@ with torch.inference_mode():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_many_numbers_of_rows_take_little_memory(dtype: str) -> None:
+def test_many_row_counts_take_little_memory(dtype: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", MANY_COUNTS, dtype], capture_output=True, text=True, check=True, cwd=Path.cwd()
     )
@@ -67,13 +67,13 @@ def tiny_engine(tmp_path: Path) -> Iterator[Engine]:
 @pytest.mark.process
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_the_scheduler_process_does_not_grow_with_short_requests(tiny_engine: Engine) -> None:
+def test_scheduler_process_does_not_grow_with_short_requests(tiny_engine: Engine) -> None:
     def resident() -> int:
         pid = next(process["pid"] for process in tiny_engine.health()["processes"] if process["role"] == "scheduler")
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def run(count: int) -> None:
-        prompts = [[1 + (start * 7 + place) % 250 for place in range(1 + start % 90)] for start in range(count)]
+        prompts = [[1 + (start * 7 + index) % 250 for index in range(1 + start % 90)] for start in range(count)]
         params = [{"max_new_tokens": 1 + start % 13, "temperature": 0} for start in range(count)]
         tiny_engine.generate(input_ids=prompts, sampling_params=params)
 

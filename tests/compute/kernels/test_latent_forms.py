@@ -1,5 +1,5 @@
-"""The forms of latent attention on a GPU: Triton's kernels, interpreted, against torch, in a model too, and which rows
-have which.
+"""Absorbed and expanded latent attention on a GPU, in Triton's interpreter: kernels and a model against torch, and the
+choice of the form for each row.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ kernels.options = lambda num_warps: {"num_warps": num_warps}
 """
 FORMS = """
 _latent.TOKEN_PAIRS, _latent.POSITION_PAIRS = 0, 10
-expanded_attention.LARGE, expanded_attention.SMALL = (expanded_attention.Tile(rows, 16, 4, 2) for rows in (32, 16))
+expanded_attention.LARGE = expanded_attention.ExpandedTile(32, 16, 4, 2)
+expanded_attention.SMALL = expanded_attention.ExpandedTile(16, 16, 4, 2)
 expanded_attention.ENOUGH_PROGRAMS = 9
 latent_decode.part_size.fn.__globals__["LONG"] = latent_decode.LONG = latent_decode.tl.constexpr(32)
 all_ones, mixed, fresh = [(0, 1), (40, 1), (99, 1)], [(40, 1), (7, 5), (100, 1), (16, 30), (0, 45)], [(0, 33), (21, 24)]
@@ -55,8 +56,9 @@ for num_heads, value_size, more, plain, output_size, rows, num_absorbed, num_byt
     num_tokens = len(batch.slot_mapping)
     q, k = torch.randn(num_tokens, num_heads, plain + more), torch.randn(num_tokens, 1, value_size + more)
     for layer in range(2):
-        found, expected = (write_and_attend(each, q, k, k[..., :value_size], layer) for each in (backend, reference))
-        assert float((found - expected).norm() / expected.norm()) < 1e-5
+        result = write_and_attend(backend, q, k, k[..., :value_size], layer)
+        expected = write_and_attend(reference, q, k, k[..., :value_size], layer)
+        assert float((result - expected).norm() / expected.norm()) < 1e-5
 """
 ROTATION = """
 num_heads, plain, rotated, value_size = 18, 24, 8, 48
@@ -66,15 +68,15 @@ for num_tokens in (1, 3):
     q, angles = q.unflatten(1, (num_heads, -1)), torch.randn(num_tokens, 1, rotated // 2)
     tables = torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), angles.sin()), -1)
     rest = {"norm": (torch.randn(value_size), torch.tensor(1e-6)), "tables": tables}
-    slots, found, expected = torch.randperm(32)[:num_tokens], *torch.zeros(2, 2, 1, 16, value_size + rotated)
+    slots, keys, expected = torch.randperm(32)[:num_tokens], *torch.zeros(2, 2, 1, 16, value_size + rotated)
     turned = latent_heads.rotated_queries(
         q.clone(), latents, **rest, target=KVTarget(slots, expected, expected[..., :value_size])
     )
     out = torch.zeros_like(turned)
-    kernels.rotate_queries(q, latents, out, **rest, target=(slots, found))
+    kernels.rotate_queries(q, latents, out, **rest, target=(slots, keys))
     torch.testing.assert_close(out, turned)
-    torch.testing.assert_close(found, expected)
-    kernels.rotate_queries(q, latents, q, **rest, target=(slots, found))
+    torch.testing.assert_close(keys, expected)
+    kernels.rotate_queries(q, latents, q, **rest, target=(slots, keys))
     assert torch.equal(q, out)
 """
 MODEL = """
@@ -85,8 +87,9 @@ from aioengine.attention._base import DecodeBuffers
 from aioengine.models import _decoder
 from tests.compute.stepping import make_inputs, options
 
-expanded_attention.LARGE, expanded_attention.SMALL = (expanded_attention.Tile(rows, 16, 4, 2) for rows in (32, 16))
-latent_decode.NARROW = latent_decode.Tile(16, 32, 4, 2)
+expanded_attention.LARGE = expanded_attention.ExpandedTile(32, 16, 4, 2)
+expanded_attention.SMALL = expanded_attention.ExpandedTile(16, 16, 4, 2)
+latent_decode.NARROW = latent_decode.LatentTile(16, 32, 4, 2)
 config = {
     "architectures": ["YoutuForCausalLM"], "model_type": "youtu", "vocab_size": 96, "hidden_size": 48,
     "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
@@ -95,7 +98,7 @@ config = {
 }
 prompts, ids = [(0, 40), (0, 25), (0, 1)], torch.randint(0, 96, (70,))
 tables = [[5, 2, 9, 1], [3, 8, 4], [7]]
-found = []
+outputs = []
 for is_ours in (False, True):
     _decoder._has_forms = lambda placement: is_ours
     latent_heads.launcher = SimpleNamespace(serves=lambda x: is_ours)
@@ -106,14 +109,14 @@ for is_ours in (False, True):
     pool = torch.zeros(kv_pool_shape(model.attention_shape, num_pages=10, page_size=16))
     attention = (build if is_ours else TorchAttention)(model.attention_shape, pool)
     attention.prepare(make_batch(prompts, tables, 16))
-    found.append([model.forward(make_inputs(model, prompts, ids[:66]), attention)])
+    outputs.append([model.forward(make_inputs(model, prompts, ids[:66]), attention)])
     for rows, tokens in (([(40, 1), (25, 1), (1, 1)], ids[66:69]), ([(41, 1)], ids[69:])):
         batch = make_batch(rows, tables[: len(rows)], 16)
         attention.prepare(batch)
         step = attention
         if is_ours:
             pages = [table[: start // 16 + 1] for (start, _), table in zip(rows, tables)]
-            lengths = torch.tensor([len(each) for each in pages])
+            lengths = torch.tensor([len(row_pages) for row_pages in pages])
             step = attention.fixed_decode(len(rows), DecodeBuffers(
                 slot_mapping=batch.slot_mapping,
                 starts=torch.cat((torch.zeros(1), lengths.cumsum(0))).int(),
@@ -121,8 +124,8 @@ for is_ours in (False, True):
                 page_ids=torch.tensor(sum(pages, [])).int(),
                 max_pages=8,
             ))
-        found[-1].append(model.forward(make_inputs(model, rows, tokens), step))
-for ours, expected in zip(*found):
+        outputs[-1].append(model.forward(make_inputs(model, rows, tokens), step))
+for ours, expected in zip(*outputs):
     torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
 """
 CHOICE = """
@@ -132,15 +135,15 @@ def first(rows, most=1 << 20):
 
 assert first([(1, 4096)] * 3) == 3, "rows of one token"
 assert first([(1, 4096), (4096, 4096), (2048, 8192)]) == 1, "long rows"
-assert first([(1, 4096), (4096, 4096), (9, 300)]) == 1, "a short end of a short row behind a long one"
-assert first([(1, 4096), (4096, 4096), (9, 1 << 18)]) == 3, "a short end of a long row"
+assert first([(1, 4096), (4096, 4096), (9, 300)]) == 1, "last chunk of a short row after a long row"
+assert first([(1, 4096), (4096, 4096), (9, 1 << 18)]) == 3, "last chunk of a long row"
 assert first([(1, 4096), (60, 60)]) == 1, "a short prompt"
-assert first([(2048, 65536), (4096, 4096)], most=8192) == 1, "no more positions than have room"
-assert first([(2048, 65536)], most=8192) == 1, "a row without room"
+assert first([(2048, 65536), (4096, 4096)], most=8192) == 1, "positions exceed the limit"
+assert first([(2048, 65536)], most=8192) == 1, "one row exceeds the limit"
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", [FORMS, ROTATION, MODEL, CHOICE], ids=["forms", "rotation", "model", "choice"])
-def test_interpreted(program: str) -> None:
+def test_latent_attention_in_the_interpreter(program: str) -> None:
     run_interpreted(PREPARED + program)

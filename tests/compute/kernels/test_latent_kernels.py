@@ -1,4 +1,4 @@
-"""The kernels of latent attention are compiled for a GPU, with the sizes of DeepSeek's models and of small ones."""
+"""The latent attention kernels compile for Hopper, with the sizes of DeepSeek's and of small models."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from aioengine.kernels.triton import attention, expanded_attention, head_linear,
 from aioengine.kernels.triton import latent_attention, latent_decode, latent_heads
 from tests.compute.compiled import compile_for_hopper
 
-launcher.Launcher.__call__ = compile_for_hopper
+launcher.KernelLauncher.__call__ = compile_for_hopper
 latent_heads.has_dependent_launch = lambda: True
 latent_heads.options = lambda num_warps: {"num_warps": num_warps, "launch_pdl": True}
 
 ints = torch.zeros(3, dtype=torch.int32)
-rows = attention.Rows(ints, ints, ints, ints)
+rows = attention.PagedRows(ints, ints, ints, ints)
 for num_heads, value_size, more, dtypes in (
     (16, 512, 64, (torch.bfloat16, torch.float32)),
     (128, 512, 64, (torch.float16,)),
@@ -44,21 +44,22 @@ for num_heads, value_size, more, dtypes in (
         tables = torch.zeros(2, 1, more), torch.zeros(2, 1, more)
         for target in (None, (ints[:2], keys)):
             latent_heads.rotate(queries, latents, heads, norm=norm, tables=tables, target=target)
-        for each in (queries, torch.zeros(2, num_heads, 64 + more, dtype=dtype)):
-            latent_heads.rotate_queries(queries, latents, each, norm=norm, tables=tables, target=(ints[:2], keys))
+        for rotated_queries in (queries, torch.zeros(2, num_heads, 64 + more, dtype=dtype)):
+            target = ints[:2], keys
+            latent_heads.rotate_queries(queries, latents, rotated_queries, norm=norm, tables=tables, target=target)
         if dtype == torch.bfloat16 and num_heads == 16:
             parts = (out, queries[..., 64:]), keys, rows
             for count in (1, 8, 64):
                 latent_decode.attend(*parts, latent_decode.Parts(1, count), scale=0.1, out=out)
             for plain, size in ((128, 128), (192, 256)):
                 expanded = torch.zeros(48, num_heads, plain + size, dtype=dtype)
-                of_heads = torch.zeros(2, num_heads, plain + more, dtype=dtype)
+                expanded_queries = torch.zeros(2, num_heads, plain + more, dtype=dtype)
                 values = torch.zeros(2, num_heads, size, dtype=dtype)
                 rotated = keys.view(48, -1)[:, value_size:]
-                positions = expanded_attention.Expanded(expanded, rotated, 16, 0)
+                kv = expanded_attention.ExpandedKV(expanded, rotated, 16, 0)
                 for tile in (expanded_attention.LARGE, expanded_attention.SMALL):
-                    in_tiles = expanded_attention.Tiles(tiles, tile)
-                    expanded_attention.attend(of_heads, positions, rows, in_tiles, scale=0.1, out=values)
+                    expanded_tiles = expanded_attention.ExpandedTiles(tiles, tile)
+                    expanded_attention.attend(expanded_queries, kv, rows, expanded_tiles, scale=0.1, out=values)
         weight = torch.zeros(num_heads, 64, value_size, dtype=dtype)
         head_linear.matmul(queries[..., :64], weight, q[..., :value_size])
         head_linear.matmul(out, weight.transpose(1, 2), queries[..., :64])

@@ -1,4 +1,4 @@
-"""Kernels of a GPU that are asked for before they are launched, with the compiler made up."""
+"""KernelLauncher and compilation before the first launch, with a fake compiler."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from aioengine.kernels.triton import launcher
-from aioengine.kernels.triton.launcher import Launcher, compile_only, compiled_in_threads
+from aioengine.kernels.triton.launcher import KernelLauncher, compile_only, compiled_in_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Kernel:
-    """Notes what it is asked for; ``compiled`` are its forms."""
+    """Records launches and compilations."""
 
     def __init__(self) -> None:
         self.launched: list[object] = []
@@ -29,7 +29,7 @@ class Kernel:
     def __getitem__(self, grid: Grid) -> Callable[..., Compiled]:
         def launch(*arguments: object, **options: object) -> Compiled:
             self.launched.append((grid, arguments, options))
-            return {grid: lambda *again: self.launched.append((grid, again))}  # type: ignore[return-value]
+            return {grid: lambda *arguments: self.launched.append((grid, arguments))}  # type: ignore[return-value]
 
         return launch
 
@@ -37,9 +37,9 @@ class Kernel:
         self.compiled.append((grid, arguments, options))
 
 
-def test_inside_compile_only_nothing_is_launched_and_each_specialization_is_requested_once() -> None:
+def test_compile_only_requests_each_specialization_once_and_launches_nothing() -> None:
     kernel = Kernel()
-    launcher, other = Launcher(kernel), Launcher(kernel)
+    launcher, other = KernelLauncher(kernel), KernelLauncher(kernel)
     grid = 2, 1, 1
     with compile_only():
         for number in range(3):
@@ -53,18 +53,18 @@ def test_inside_compile_only_nothing_is_launched_and_each_specialization_is_requ
     assert kernel.launched == [(grid, (1,), {"num_warps": 4}), (grid, (2,))]
     with compile_only():
         launcher(grid, "a", (3,), {})
-    assert len(kernel.launched) == 2, "not even where the form is there: what it would read means nothing"
+    assert len(kernel.launched) == 2, "launched nothing, although the specialization exists"
 
 
 @pytest.mark.parametrize(("device", "installed", "expected"), [("cpu", True, 0), ("cuda", False, 0), ("cuda", True, 1)])
-def test_threads_compile_where_there_is_a_compiler(
+def test_threads_compile_on_a_gpu_with_triton(
     device: str, installed: bool, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entered: list[Executor] = []
 
     class Mode:
         def __init__(self, executor: Executor, *, ignore_errors: bool) -> None:
-            assert ignore_errors, "one that nobody launches may fail; one that is launched raises there"
+            assert ignore_errors, "errors are raised at the launch of the kernel"
             self.executor = executor
 
         def __enter__(self) -> None:

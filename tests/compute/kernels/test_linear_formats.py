@@ -1,4 +1,4 @@
-"""A weight format other than plain: layers, models and checkpoints take it as it is."""
+"""Weight formats other than plain work in layers, models and checkpoints."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ IS_LINEAR = ("proj.weight", "lm_head.weight")
 
 
 class Int8Format:
-    """Weight [O, D] in int8 with a scale [O] for each output. Dequantized at every call."""
+    """Weight [O, D] in int8 with a scale [O] per output, dequantized in each call."""
 
     def empty(
         self, in_features: int, sizes: Sequence[int], *, has_bias: bool, dtype: torch.dtype, device: torch.device
@@ -59,7 +59,7 @@ class Int8Format:
 
 
 class TransposedFormat:
-    """Weight [D, O], split along its last dimension. The matmul reads another tensor: twice the weight."""
+    """Weight [D, O], split along its last dimension. The matmul reads a copy multiplied by 2."""
 
     def empty(
         self, in_features: int, sizes: Sequence[int], *, has_bias: bool, dtype: torch.dtype, device: torch.device
@@ -91,7 +91,7 @@ def gated(matmul: Matmul) -> Matmul:
 
 
 def quantize(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A checkpoint for ``Int8Format`` of a plain one."""
+    """Convert a plain checkpoint to ``Int8Format``."""
     quantized: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if not name.endswith(IS_LINEAR):
@@ -104,7 +104,7 @@ def quantize(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def dequantize(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The plain checkpoint with the values that the int8 weights stand for."""
+    """Convert a checkpoint of ``Int8Format`` to a plain one."""
     return {
         name: tensor.float() * tensors[f"{name}_scale"].unsqueeze(1) if name.endswith(IS_LINEAR) else tensor
         for name, tensor in tensors.items()
@@ -113,12 +113,12 @@ def dequantize(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def transpose(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A checkpoint for ``TransposedFormat`` of a plain one."""
+    """Convert a plain checkpoint to ``TransposedFormat``."""
     return {name: tensor.T.contiguous() if name.endswith(IS_LINEAR) else tensor for name, tensor in tensors.items()}
 
 
 def loaded(folder: Path, tensors: dict[str, Tensor], linear_format: LinearFormat) -> Model:
-    """The model of the config in this folder, with these weights."""
+    """Build the model of this folder's config with these weights."""
     for old in folder.glob("*.safetensors"):
         old.unlink()
     save_file(tensors, folder / "model.safetensors")
@@ -133,7 +133,7 @@ def logits_of(model: Model) -> Tensor:
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
-def test_a_model_with_int8_weights_gives_the_logits_of_their_values(family: str, tmp_path: Path) -> None:
+def test_int8_model_matches_the_dequantized_model(family: str, tmp_path: Path) -> None:
     save_model(family, tmp_path, tie_word_embeddings=False)
     quantized = quantize(load_file(tmp_path / "model.safetensors"))
     assert sum(tensor.dtype == torch.int8 for tensor in quantized.values()) == 2 * 7 + 1
@@ -142,7 +142,7 @@ def test_a_model_with_int8_weights_gives_the_logits_of_their_values(family: str,
     torch.testing.assert_close(logits_of(model), expected, atol=3e-5, rtol=1e-5)
 
 
-def test_a_model_with_transposed_weights_gives_the_logits_of_the_plain_one(tmp_path: Path) -> None:
+def test_transposed_model_matches_the_plain_model(tmp_path: Path) -> None:
     save_model("qwen2", tmp_path, tie_word_embeddings=False)
     plain = load_file(tmp_path / "model.safetensors")
     expected = logits_of(loaded(tmp_path, plain, PLAIN))
@@ -150,7 +150,7 @@ def test_a_model_with_transposed_weights_gives_the_logits_of_the_plain_one(tmp_p
     torch.testing.assert_close(logits_of(model), expected, atol=3e-5, rtol=1e-5)
 
 
-def test_int8_tensors_must_be_int8(tmp_path: Path) -> None:
+def test_float_tensor_in_int8_checkpoint_is_refused(tmp_path: Path) -> None:
     save_model("llama", tmp_path, tie_word_embeddings=False)
     plain = load_file(tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"is of type F32; what works: I8"):
@@ -158,7 +158,7 @@ def test_int8_tensors_must_be_int8(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("linear_format", [PLAIN, Int8Format(), TransposedFormat()])
-def test_a_layer_opened_again_has_its_values_and_takes_others(linear_format: LinearFormat) -> None:
+def test_reopened_layer_keeps_its_values_and_takes_new_ones(linear_format: LinearFormat) -> None:
     placement = Placement(dtype=torch.float32, device=CPU, linear_format=linear_format)
     layer = Linear(16, {"a": 8, "b": 24}, placement, bias=True)
     torch.manual_seed(0)
@@ -180,8 +180,8 @@ def test_a_layer_opened_again_has_its_values_and_takes_others(linear_format: Lin
     torch.testing.assert_close(layer(x), before + torch.tensor([0.0] * 8 + [2.0] * 24), atol=1e-4, rtol=1e-5)
 
 
-def test_a_product_of_the_very_tensors_stays_when_a_layer_is_opened() -> None:
-    """CUDA graphs hold its addresses."""
+def test_reopened_layer_keeps_matmul_and_tensors() -> None:
+    """CUDA graphs contain their addresses."""
     layer = Linear(16, {"a": 8}, Placement(dtype=torch.float32, device=CPU, linear_format=Int8Format()))
     layer.finish_loading()
     matmul, weight = layer._matmul, layer._tensors["weight"]
@@ -194,17 +194,17 @@ def test_a_product_of_the_very_tensors_stays_when_a_layer_is_opened() -> None:
 @pytest.mark.parametrize("linear_format", [PLAIN, TransposedFormat()])
 @pytest.mark.parametrize("axis", ["inputs", "outputs"])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_the_ranks_of_a_divided_layer_have_all_of_it(linear_format: LinearFormat, axis: Axis, has_bias: bool) -> None:
+def test_ranks_of_a_divided_layer_cover_the_layer(linear_format: LinearFormat, axis: Axis, has_bias: bool) -> None:
     torch.manual_seed(0)
     parts = {"q": 12, "k": 6}
-    whole: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     x = torch.randn(5, 8)
     results: list[Tensor] = []
     for shard in (Shard(), Shard(0, 2), Shard(1, 2)):
         placement = Placement(dtype=torch.float32, device=CPU, linear_format=linear_format, shard=shard)
         layer = Linear(8, parts, placement, bias=has_bias, divided=axis)
         for name, target in layer.weights("").items():
-            tensor = whole.setdefault(name, torch.randn(target.shape))
+            tensor = tensors.setdefault(name, torch.randn(target.shape))
             assert tensor.shape == target.shape
             target.tensor.copy_(tensor[target.index])
         layer.finish_loading()
@@ -212,8 +212,8 @@ def test_the_ranks_of_a_divided_layer_have_all_of_it(linear_format: LinearFormat
         results.append(layer(inputs))
     expected, first, second = results
     if axis == "inputs":
-        found = first + second
+        result = first + second
     else:
         pairs = zip(first.split([6, 3], -1), second.split([6, 3], -1), strict=True)
-        found = torch.cat([part for pair in pairs for part in pair], -1)
-    torch.testing.assert_close(found, expected)
+        result = torch.cat([part for pair in pairs for part in pair], -1)
+    torch.testing.assert_close(result, expected)

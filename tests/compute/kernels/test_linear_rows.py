@@ -1,4 +1,4 @@
-"""A row of a matmul on a CPU is the same bits whatever number of rows it is computed with."""
+"""Matmuls on a CPU are batch-invariant: a row has the same bits for every number of rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHAPES = ((896, 1152), (896, 896), (896, 9728), (4864, 896), (256, 4096), (100, 
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_linear_rows_do_not_depend_on_their_number(
+def test_rows_have_the_same_bits_for_every_row_count(
     shape: tuple[int, int], dtype: torch.dtype, num_threads: int
 ) -> None:
     torch.set_num_threads(num_threads)
@@ -39,7 +39,7 @@ def test_linear_rows_do_not_depend_on_their_number(
 def cancelling(
     out_features: int, in_features: int, num_rows: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A weight, rows and a bias whose products cancel in pairs, so that the rounding of sums is all that is left."""
+    """Return a weight, rows and a bias whose products cancel in pairs, so that only the rounding error remains."""
     weight, x = torch.randn(out_features, in_features), torch.randn(num_rows, in_features)
     x *= 2.0 ** torch.randint(-8, 9, (in_features,))
     added, taken_back = torch.randperm(in_features)[: in_features // 2 * 2].chunk(2)
@@ -50,7 +50,7 @@ def cancelling(
 
 
 def rows_that_differ(shape: tuple[int, int], dtype: torch.dtype, *, has_bias: bool) -> list[int]:
-    """The row counts with which rows of a matmul with a weight [O, I] of this shape have other bits."""
+    """Return the row counts for which a matmul with a weight [O, I] of this shape gives other bits."""
     weight, x, bias = cancelling(*shape, 96, dtype)
     own_bias = bias if has_bias else None
     matmul = linear.prepare(linear.pack(weight, has_bias=has_bias), own_bias)
@@ -73,20 +73,20 @@ SMALL_SHAPES = (
     ("dtype", "num_threads"),
     [*itertools.product((torch.bfloat16, torch.float32), (1, 2)), (torch.bfloat16, 3), (torch.float16, 1)],
 )
-def test_rows_of_small_matmuls_do_not_depend_on_their_number(dtype: torch.dtype, num_threads: int) -> None:
+def test_rows_of_small_matmuls_have_the_same_bits_for_every_row_count(dtype: torch.dtype, num_threads: int) -> None:
     torch.set_num_threads(num_threads)
     torch.manual_seed(0)
-    found = {
+    differing = {
         (shape, has_bias): rows_that_differ(shape, dtype, has_bias=has_bias)
         for shape, has_bias in zip(SMALL_SHAPES, itertools.cycle([False, True]))
     }
-    assert {key: counts for key, counts in found.items() if counts} == {}
+    assert {key: counts for key, counts in differing.items() if counts} == {}
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(896, 1152), (4864, 896), (896, 256), (256, 896), (2048, 2048)])
-def test_sums_are_taken_in_the_same_order_for_any_number_of_rows(
+def test_summation_order_is_the_same_for_every_row_count(
     shape: tuple[int, int], dtype: torch.dtype, num_threads: int
 ) -> None:
     torch.set_num_threads(num_threads)
@@ -98,7 +98,7 @@ def test_sums_are_taken_in_the_same_order_for_any_number_of_rows(
     assert different == []
 
 
-def test_numbers_of_rows_are_padded_or_split_to_those_that_agree() -> None:
+def test_rows_are_padded_or_split_to_usable_row_counts() -> None:
     seen: list[int] = []
 
     def matmul(x: torch.Tensor) -> torch.Tensor:
@@ -117,7 +117,7 @@ def test_numbers_of_rows_are_padded_or_split_to_those_that_agree() -> None:
 
 
 def differing_in(num_rows: Collection[int], for_one_row: Collection[int] = ()) -> Callable[..., linear.Matmul]:
-    """What makes a matmul that adds up in two halves where it has one of these numbers of rows."""
+    """Return a ``prepare`` whose matmuls add two halves separately for these row counts."""
 
     def prepare(weight: torch.Tensor, _: torch.Tensor | None, for_rows: int | None = None) -> linear.Matmul:
         different = for_one_row if for_rows == 1 else num_rows
@@ -144,7 +144,7 @@ def differing_in(num_rows: Collection[int], for_one_row: Collection[int] = ()) -
         (torch.bfloat16, True, {64}, 1, tuple(count for count in linear.TILED_COUNTS if count not in {16, 48})),
     ],
 )
-def test_numbers_of_rows_with_which_a_sum_has_another_order_are_not_used(
+def test_row_counts_with_another_summation_order_are_not_used(
     dtype: torch.dtype,
     has_unit: bool,
     differing: set[int],
@@ -157,13 +157,13 @@ def test_numbers_of_rows_with_which_a_sum_has_another_order_are_not_used(
     assert linear.choose_packing.__wrapped__(48, 100, dtype, 1) == (for_rows, expected, dtype)
 
 
-def test_plain_products_are_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpacked_matmuls_are_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
     for differing, first in ((set[int](), 1), ({1, 2}, 3), ({17}, 32), ({64}, 64)):
         monkeypatch.setattr(linear, "_plain", differing_in(differing))
         assert linear.independent_rows.__wrapped__(48, 100, torch.float32, 1) == range(first, 65)
 
 
-def test_where_few_row_counts_agree_in_bf16_rows_are_multiplied_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp32_is_used_if_few_row_counts_agree_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "_has_matrix_unit", lambda: False)
     in_bf16, in_fp32 = differing_in(range(9, 600)), differing_in({1})
 
@@ -176,15 +176,15 @@ def test_where_few_row_counts_agree_in_bf16_rows_are_multiplied_in_fp32(monkeypa
     monkeypatch.setattr(linear, "choose_packing", lambda *_, **__: packing)
     weight, x, _ = cancelling(48, 100, 20, torch.bfloat16)
     assert linear.pack(weight) is weight
-    found = linear.prepare(weight, None)(x)
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found.double(), x.double() @ weight.double().T, rtol=0.01, atol=0.01)
+    result = linear.prepare(weight, None)(x)
+    assert result.dtype == torch.bfloat16
+    torch.testing.assert_close(result.double(), x.double() @ weight.double().T, rtol=0.01, atol=0.01)
 
 
-def test_where_no_row_counts_agree_rows_are_multiplied_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_multiplied_one_by_one_if_no_row_counts_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     def prepare(weight: torch.Tensor, *_: object) -> linear.Matmul:
         def matmul(x: torch.Tensor) -> torch.Tensor:
-            """Rows differ by their place among the others."""
+            """Return results that depend on the position of a row."""
             return x @ weight.T + torch.arange(x.shape[0], dtype=x.dtype).unsqueeze(1) / 8
 
         return matmul
@@ -198,7 +198,7 @@ def test_where_no_row_counts_agree_rows_are_multiplied_one_by_one(monkeypatch: p
     assert torch.equal(linear._in_rows(prepare(weight), rows)(x), x)
 
 
-def test_more_rows_than_were_tried_are_split() -> None:
+def test_rows_beyond_the_tried_counts_are_split() -> None:
     seen: list[int] = []
 
     def matmul(x: torch.Tensor) -> torch.Tensor:
@@ -214,7 +214,7 @@ def test_more_rows_than_were_tried_are_split() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_logits_of_a_large_vocabulary_do_not_depend_on_the_number_of_rows(dtype: torch.dtype) -> None:
+def test_logits_of_a_large_vocabulary_have_the_same_bits_for_every_row_count(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     weight = torch.randn(64, 256).to(dtype).repeat(2374, 1)
     matmul = linear.prepare(weight, None)

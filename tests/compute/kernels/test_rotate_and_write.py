@@ -1,4 +1,4 @@
-"""Rotated keys and values find their places in the pool."""
+"""Rotated keys and values are written to their slots in the pool."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from aioengine.kernels.rotate_and_write import KVTarget, rotate_and_write
 from aioengine.kernels.rotate_heads import rotate_heads
 
 
-def test_places_in_the_pool() -> None:
+def test_keys_and_values_are_written_to_their_slots() -> None:
     num_heads, num_kv_heads, head_size = 4, 2, 8
     heads = torch.randn(3, num_heads + 2 * num_kv_heads, head_size)
     angles = torch.randn(3, 1, head_size // 2)
@@ -20,9 +20,9 @@ def test_places_in_the_pool() -> None:
     slots = torch.tensor([4 * 4 + 3, 2 * 4, 1], dtype=torch.int32)
     kept = torch.zeros_like(heads)
     target = KVTarget(slots, keys, values)
-    for where in (target, replace(target, heads=kept)):
-        found = rotate_and_write(heads.clone(), num_heads, tables, None, target=where)
-        assert all(map(torch.equal, found, (q, k, v)))
+    for own_target in (target, replace(target, heads=kept)):
+        result = rotate_and_write(heads.clone(), num_heads, tables, None, target=own_target)
+        assert all(map(torch.equal, result, (q, k, v)))
     assert torch.equal(kept, torch.cat((q, k, v), dim=1))
     for token, (page, offset) in enumerate([(4, 3), (2, 0), (0, 1)]):
         assert torch.equal(keys[page, :, offset], k[token])

@@ -1,4 +1,4 @@
-"""How matmuls of a matrix with few vectors are shared out on a GPU."""
+"""How a matmul with few rows is divided among programs on a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SIZES = range(512, 16_385, 512)
 NUM_OUTPUTS = (64, 256, 1000, 1024, 4096, 14_336, 16_384, 28_672, 65_536, 151_936)
 
 
-def test_programs_stay_within_their_share_of_the_inputs() -> None:
+def test_programs_stay_within_their_split_of_the_inputs() -> None:
     pytest.importorskip("triton")
     from aioengine.kernels.triton.skinny_linear import MAX_ROWS, num_tiles, shape_of_programs
 
@@ -18,9 +18,9 @@ def test_programs_stay_within_their_share_of_the_inputs() -> None:
         programs = shape_of_programs(num_outputs, size, num_rows)
         if programs is None:
             continue
-        outputs, block, shares, _, _, lines_ahead = programs
-        place = (num_outputs, size, num_rows)
-        assert size % shares == 0, place
-        assert size // shares % block == 0, place
-        assert 64 * lines_ahead <= size // shares, place
-        assert -(-num_outputs // outputs) <= num_tiles(num_outputs), place
+        outputs, block, splits, _, _, lines_ahead = programs
+        case = (num_outputs, size, num_rows)
+        assert size % splits == 0, case
+        assert size // splits % block == 0, case
+        assert 64 * lines_ahead <= size // splits, case
+        assert -(-num_outputs // outputs) <= num_tiles(num_outputs), case

@@ -1,4 +1,4 @@
-"""The kernels of gated delta nets are compiled for a GPU, with the sizes of Qwen3-Next, in bf16 and fp32."""
+"""The gated delta rule kernels compile for Hopper, with the sizes of Qwen3-Next, in bf16 and fp32."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aioengine.kernels.state_rows import StateRows
 from aioengine.kernels.triton import delta_blocks, launcher
 from tests.compute.compiled import compile_for_hopper
 
-launcher.Launcher.__call__ = compile_for_hopper
+launcher.KernelLauncher.__call__ = compile_for_hopper
 
 ints = torch.zeros(1, dtype=torch.int64)
 rows = StateRows(ints, ints, ints, torch.zeros(4, 2, dtype=torch.int32))
@@ -30,7 +30,7 @@ for dtype in (torch.bfloat16, torch.float32):
 
 
 @pytest.mark.slow
-def test_kernels_of_blocks_compile_for_hopper() -> None:
+def test_block_kernels_compile_for_hopper() -> None:
     if find_spec("triton") is None:
         pytest.skip("Triton is not installed")
     run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False)

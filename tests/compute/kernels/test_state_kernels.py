@@ -1,4 +1,4 @@
-"""Operations that keep states: the numbers of transformers, the same bits in all chunks, and Triton's kernels."""
+"""Stateful operations match transformers, do not depend on chunks, and match the Triton kernels in the interpreter."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHUNKS = ([NUM_TOKENS], [1] * NUM_TOKENS, [3, 7, 60], [64, 5, 1], [7] * 10)
 
 
 class Layer:
-    """Random inputs and weights, and a pool of three slots with numbers of earlier requests, some of them NaN."""
+    """Random inputs and weights, and a pool of three states with leftovers of earlier requests, some of them NaN."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         torch.manual_seed(0)
@@ -39,31 +39,31 @@ class Layer:
         self.matrices = torch.full((3, NUM_HEADS, KEY_SIZE, VALUE_SIZE), torch.nan)
 
     def parts(self, x: torch.Tensor) -> tuple[torch.Tensor, DeltaGates]:
-        """x [T, ...] -> the inputs of the convolution [T, C], and the gates."""
-        given, scores, steps, _ = x.split([NUM_CHANNELS, NUM_HEADS, NUM_HEADS, 5], dim=1)
-        return given, DeltaGates(steps=steps, scores=scores, log_rate=self.log_rate, bias=self.bias)
+        """Split x [T, ...] into the inputs of the convolution [T, C] and the gates."""
+        inputs, scores, steps, _ = x.split([NUM_CHANNELS, NUM_HEADS, NUM_HEADS, 5], dim=1)
+        return inputs, DeltaGates(steps=steps, scores=scores, log_rate=self.log_rate, bias=self.bias)
 
     def run(self, chunks: list[int], *, slot: int = 1) -> list[torch.Tensor]:
-        """Channels [T, C], outputs [T, H, V], and the states at the end."""
+        """Return channels [T, C], outputs [T, H, V], and the final states."""
         inputs, matrices = self.inputs.clone(), self.matrices.clone()
         parts: list[tuple[torch.Tensor, torch.Tensor]] = []
         start = 0
         for count in chunks:
             rows = StateRows(torch.tensor([slot]), torch.tensor([start]), torch.tensor([count]))
-            given, gates = self.parts(self.x[start : start + count])
-            channels = causal_conv(given, self.weight, inputs, rows)
+            x, gates = self.parts(self.x[start : start + count])
+            channels = causal_conv(x, self.weight, inputs, rows)
             parts.append((channels, gated_delta(channels, gates, matrices, rows)))
             start += count
         return [*(torch.cat(part) for part in zip(*parts, strict=True)), inputs[slot], matrices[slot]]
 
 
-def test_numbers_are_those_of_transformers() -> None:
+def test_outputs_and_states_match_transformers() -> None:
     layer = Layer()
     channels, outputs, inputs, matrices = layer.run([NUM_TOKENS])
-    given, gates = layer.parts(layer.x)
-    expected = causal_conv1d_fn(given.T.unsqueeze(0), layer.weight, activation="silu")[0].T
+    x, gates = layer.parts(layer.x)
+    expected = causal_conv1d_fn(x.T.unsqueeze(0), layer.weight, activation="silu")[0].T
     torch.testing.assert_close(channels, expected, atol=1e-5, rtol=1e-5)
-    assert torch.equal(inputs, given[-WIDTH + 1 :])
+    assert torch.equal(inputs, x[-WIDTH + 1 :])
     q, k, v = channels.unsqueeze(0).split([NUM_KEYS, NUM_KEYS, NUM_HEADS * VALUE_SIZE], dim=-1)
     expected, state = torch_chunk_gated_delta_rule(
         q.unflatten(2, (-1, KEY_SIZE)),
@@ -80,33 +80,33 @@ def test_numbers_are_those_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bits_depend_neither_on_chunks_nor_on_other_rows(dtype: torch.dtype) -> None:
+def test_results_depend_neither_on_chunks_nor_on_other_rows(dtype: torch.dtype) -> None:
     layer = Layer(dtype)
     whole = layer.run([NUM_TOKENS])
     assert all(part.isfinite().all() for part in whole)
     for chunks in CHUNKS:
         assert all(map(torch.equal, layer.run(chunks, slot=2), whole)), chunks
     inputs, matrices = layer.inputs.clone(), layer.matrices.clone()
-    given, gates = layer.parts(torch.cat((layer.x[:9], layer.x)))
+    x, gates = layer.parts(torch.cat((layer.x[:9], layer.x)))
     rows = StateRows(torch.tensor([2, 0]), torch.tensor([0, 0]), torch.tensor([9, 9 + NUM_TOKENS]))
-    channels = causal_conv(given, layer.weight, inputs, rows)
+    channels = causal_conv(x, layer.weight, inputs, rows)
     outputs = gated_delta(channels, gates, matrices, rows)
     assert all(map(torch.equal, (channels[9:], outputs[9:], inputs[0], matrices[0]), whole))
     assert torch.equal(outputs[:9], whole[1][:9])
 
 
-def test_the_gated_norm_is_that_of_transformers() -> None:
+def test_gated_norm_matches_transformers() -> None:
     torch.manual_seed(0)
     heads, gates, weight = torch.randn(5, 4, 12), torch.randn(5, 60), torch.randn(12)
     theirs = Qwen3NextRMSNormGated(12)
     theirs.weight.copy_(weight)
-    found = gated_rms_norm(heads, gates[:, 7:55], weight, torch.tensor(1e-6))
+    result = gated_rms_norm(heads, gates[:, 7:55], weight, torch.tensor(1e-6))
     expected = theirs(heads.flatten(0, 1), gates[:, 7:55].reshape(20, 12)).view(5, 48)
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(result, expected, atol=1e-6, rtol=1e-5)
 
 
 class Space:
-    """As ``Layer``, of Mamba 2: 4 heads in 2 groups."""
+    """Like ``Layer``, for Mamba 2: 4 heads in 2 groups."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         torch.manual_seed(0)
@@ -128,7 +128,7 @@ class Space:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bits_of_state_spaces_do_not_depend_on_chunks(dtype: torch.dtype) -> None:
+def test_state_space_does_not_depend_on_chunks(dtype: torch.dtype) -> None:
     space = Space(dtype)
     whole = space.run([NUM_TOKENS], 1)
     assert all(part.isfinite().all() for part in whole)
@@ -141,7 +141,7 @@ import torch
 
 from aioengine.kernels.triton import launcher
 
-launcher.Launcher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
+launcher.KernelLauncher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
 
 from aioengine.kernels import causal_conv, gated_delta, gated_rms_norm, state_space
 from aioengine.kernels.state_rows import StateRows
@@ -155,28 +155,28 @@ from tests.compute.kernels.test_state_kernels import Layer, Space
 layer = Layer()
 inputs, matrices = torch.randn_like(layer.inputs), torch.randn_like(layer.matrices)
 for counts, starts in (([1, 1, 1], [0, 4, 1]), ([2, 67, 1], [0, 3, 1]), ([64, 2, 1], [5, 0, 0]), ([1], [2])):
-    given, gates = layer.parts(layer.x[: sum(counts)])
-    blocks = None if len(counts) == len(given) else torch.from_numpy(token_blocks(torch.tensor(counts).numpy()))
+    x, gates = layer.parts(layer.x[: sum(counts)])
+    blocks = None if len(counts) == len(x) else torch.from_numpy(token_blocks(torch.tensor(counts).numpy()))
     rows = StateRows(
         torch.tensor([2, 0, 1][: len(counts)]), torch.tensor(starts), torch.tensor(counts).cumsum(0), blocks
     )
     ours, theirs = inputs.clone(), inputs.clone()
-    channels = causal_conv.reference(given, layer.weight, ours, rows)
-    found = conv_kernels.causal_conv(given, layer.weight, theirs, rows, bias=None, activates=True)
-    torch.testing.assert_close(found, channels)
+    channels = causal_conv.reference(x, layer.weight, ours, rows)
+    result = conv_kernels.causal_conv(x, layer.weight, theirs, rows, bias=None, activates=True)
+    torch.testing.assert_close(result, channels)
     assert torch.equal(ours, theirs)
     bias = torch.randn(len(layer.weight))
     ours, theirs = inputs.clone(), inputs.clone()
-    expected = causal_conv.reference(given, layer.weight, ours, rows, bias=bias, activates=False)
-    found = conv_kernels.causal_conv(given, layer.weight, theirs, rows, bias=bias, activates=False)
-    torch.testing.assert_close(found, expected)
+    expected = causal_conv.reference(x, layer.weight, ours, rows, bias=bias, activates=False)
+    result = conv_kernels.causal_conv(x, layer.weight, theirs, rows, bias=bias, activates=False)
+    torch.testing.assert_close(result, expected)
     equal_keys = channels.clone()
-    equal_keys[:, 16:32] = equal_keys[:1, 16:32]  # whose changes depend most on one another
+    equal_keys[:, 16:32] = equal_keys[:1, 16:32]  # their updates depend most on each other
     for in_blocks, channels in ((False, channels), (True, channels), (True, equal_keys)):
         ours, theirs = matrices.clone(), matrices.clone()
         outputs = gated_delta.reference(channels, gates, ours, rows)
-        found = delta_kernels.gated_delta(channels, gates, theirs, rows, in_blocks=in_blocks)
-        torch.testing.assert_close(found, outputs, atol=1e-5, rtol=1e-4)
+        result = delta_kernels.gated_delta(channels, gates, theirs, rows, in_blocks=in_blocks)
+        torch.testing.assert_close(result, outputs, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
 
 space = Space()
@@ -188,28 +188,28 @@ for counts, starts in (([1, 1, 1], [0, 4, 1]), ([2, 67, 1], [0, 3, 1]), ([64, 2,
         ours, theirs = matrices.clone(), matrices.clone()
         channels = channels.contiguous()
         expected = state_space.reference(channels, steps, space.weights, ours, rows=rows)
-        found = space_kernels.state_space(channels, steps, space.weights, theirs, rows=rows, in_blocks=in_blocks)
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+        result = space_kernels.state_space(channels, steps, space.weights, theirs, rows=rows, in_blocks=in_blocks)
+        torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
 
 pool = StatePool.__new__(StatePool)
 pool.tensors, pool._max_rows = (inputs, matrices), 2
 padded = pool.padded(256, 4).rows
-given, gates = layer.parts(layer.x)
+x, gates = layer.parts(layer.x)
 for counts in ([64, 2], [1, 1], [3, 40]):
     blocks = None if max(counts) == 1 else torch.from_numpy(token_blocks(torch.tensor(counts).numpy()))
     rows = StateRows(torch.tensor([1, 0]), torch.tensor([0, 3]), torch.tensor(counts).cumsum(0), blocks)
     pool.fill(padded, rows)
     ours, theirs = [inputs.clone(), matrices.clone()], [inputs.clone(), matrices.clone()]
     total = sum(counts)
-    channels = causal_conv.reference(given[:total], layer.weight, ours[0], rows)
+    channels = causal_conv.reference(x[:total], layer.weight, ours[0], rows)
     part = DeltaGates(steps=gates.steps[:total], scores=gates.scores[:total], log_rate=gates.log_rate, bias=gates.bias)
     outputs = gated_delta.reference(channels, part, ours[1], rows)
-    found = conv_kernels.causal_conv(given, layer.weight, theirs[0], padded, bias=None, activates=True)
-    torch.testing.assert_close(found[:total], channels)
-    found = delta_kernels.gated_delta(found, gates, theirs[1], padded, in_blocks=True)
-    torch.testing.assert_close(found[:total], outputs, atol=1e-5, rtol=1e-4)
-    assert not found[total:].any()
+    result = conv_kernels.causal_conv(x, layer.weight, theirs[0], padded, bias=None, activates=True)
+    torch.testing.assert_close(result[:total], channels)
+    result = delta_kernels.gated_delta(result, gates, theirs[1], padded, in_blocks=True)
+    torch.testing.assert_close(result[:total], outputs, atol=1e-5, rtol=1e-4)
+    assert not result[total:].any()
     for one, other in zip(ours, theirs):
         torch.testing.assert_close(one[:2], other[:2], atol=1e-5, rtol=1e-4)
 
@@ -220,5 +220,5 @@ torch.testing.assert_close(delta_kernels.gated_rms_norm(*arguments), gated_rms_n
 
 
 @pytest.mark.slow
-def test_the_kernels_do_what_plain_torch_does() -> None:
+def test_kernels_match_torch() -> None:
     run_interpreted(PROGRAM)

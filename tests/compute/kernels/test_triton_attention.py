@@ -1,4 +1,4 @@
-"""Attention in Triton's kernels, and heads rotated into their pages, against plain torch, in its interpreter."""
+"""Attention kernels, and kernels that rotate heads and write pages, match torch in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 from aioengine.kernels.triton import launcher
 
-# no form is compiled here, and there is no device to be asked
+# the interpreter compiles nothing, and there is no GPU
 launcher.has_dependent_launch = lambda: False
-launcher.Launcher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
+launcher.KernelLauncher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
 torch.Tensor.pin_memory = lambda self: self
 
 import triton.language as tl
@@ -28,7 +28,7 @@ from aioengine.kernels.triton.heads import rotate
 from tests.compute.stepping import make_batch, write_and_attend
 
 HEADS, KV_HEADS, HEAD_SIZE, PAGE_SIZE, NUM_PAGES = 4, 2, 40, 16, 100
-# few even splits, so that short rows have some of all sizes here
+# few even splits, so that short rows have splits of all sizes
 attention_kernels.SPLIT, attention_kernels.EVEN_SPLITS = tl.constexpr(64), tl.constexpr(4)
 torch.manual_seed(0)
 
@@ -63,26 +63,26 @@ def check(
     backend, reference = TritonAttention(shape, pool), TorchAttention(shape, expected_pool)
     backend.prepare(batch)
     reference.prepare(batch)
-    found, expected = write_and_attend(backend, q, k, v, 0), write_and_attend(reference, q, k, v, 0)
+    result, expected = write_and_attend(backend, q, k, v, 0), write_and_attend(reference, q, k, v, 0)
     assert torch.equal(pool, expected_pool), rows
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
 
 
 starts = [0, 64, 128, 192, 256, 384, 512, 768, 1024, 1536]
 for length in range(1, 2049):
     assert attention_kernels.num_splits(length) == sum(start < length for start in starts), length
-# one program for a row and kv head where these are many and short, but not where one may be long
+# one program per row and kv head if there are many short rows, more if a row may be long
 shared = triton_attention._Shared(
     AttentionShape(num_layers=1, num_heads=32, num_kv_heads=8, head_size=128, scale=1.0), [], []
 )
-found = [shared.num_programs(*case) for case in ((1, 96), (4, 3), (32, 4), (32, 96), (127, 96), (128, 96))]
-assert found == [32, 3, 1, 8, 8, 1], found
+counts = [shared.num_programs(*case) for case in ((1, 96), (4, 3), (32, 4), (32, 96), (127, 96), (128, 96))]
+assert counts == [32, 3, 1, 8, 8, 1], counts
 for rows in ([(0, 1), (15, 1), (300, 1), (127, 1), (900, 1)], [(0, 70)], [(40, 1), (0, 33), (280, 5)]):
     check(rows, HEADS, KV_HEADS)
 for rows in ([(15, 1), (300, 1)], [(40, 1), (0, 3)]):
-    check(rows, 71, 1)  # a token alone has more heads than a tile has rows
+    check(rows, 71, 1)  # one token has more heads than a tile has rows
 for rows in ([(15, 1), (300, 1)], [(0, 9), (280, 5)]):
-    for num_heads, value_size in ((6, 24), (20, 32)):  # with 20, a token alone has more heads than a tile has rows
+    for num_heads, value_size in ((6, 24), (20, 32)):  # with 20 heads, one token exceeds a tile
         check(rows, num_heads, 1, value_size, batch_invariant=num_heads == 6)
 rules = (100, None, False), (1, None, True), (None, 0.7, True), (333, 5.0, True)
 for window, soft_cap, has_sinks in rules:
@@ -98,23 +98,23 @@ for norms in (None, (torch.randn(HEAD_SIZE), torch.randn(HEAD_SIZE), torch.tenso
     expected = torch.empty_like(heads)
     target = rotate_and_write.KVTarget(slots, *expected_pools, expected)
     rotate_and_write.reference(heads.clone(), HEADS, tables, norms, target=target)
-    for elsewhere in (None, torch.empty_like(heads)):
-        given = heads.clone()
-        found = given if elsewhere is None else elsewhere
+    for out in (None, torch.empty_like(heads)):
+        rotated = heads.clone()
+        result = rotated if out is None else out
         for pool in pools:
             pool.copy_(expected_pools[0] * 0 + 7)
-        rotate(given, HEADS, tables, norms, target=(slots, *pools), out=elsewhere)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        rotate(rotated, HEADS, tables, norms, target=(slots, *pools), out=out)
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
         is_written = torch.zeros(6, PAGE_SIZE, dtype=torch.bool)
         is_written.view(-1)[slots.long()] = True
         for pool, wanted in zip(pools, expected_pools, strict=True):
             pool, wanted = pool.transpose(1, 2), wanted.transpose(1, 2)
             torch.testing.assert_close(pool[is_written], wanted[is_written], rtol=1e-4, atol=1e-5)
             assert (pool[~is_written] == 7).all()
-        assert elsewhere is None or torch.equal(given, heads)
-    given = heads.clone()
-    rotate(given, HEADS, tables, norms)
-    torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-5)
+        assert out is None or torch.equal(rotated, heads)
+    rotated = heads.clone()
+    rotate(rotated, HEADS, tables, norms)
+    torch.testing.assert_close(rotated, expected, rtol=1e-4, atol=1e-5)
 
 from aioengine.kernels import head_linear, latent_heads
 from aioengine.kernels.triton import head_linear as triton_head_linear
@@ -134,16 +134,16 @@ for value_size, rotated_size, num_heads in ((24, 12, 3), (32, 8, 17)):
     tables = torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), angles.sin()), -1)
     keys = torch.full((6, 1, PAGE_SIZE, latents.shape[1]), 7.0)
     wanted_keys = keys.clone()
-    found, wanted = torch.zeros(2, 5, num_heads + 1, latents.shape[1])
+    result, wanted = torch.zeros(2, 5, num_heads + 1, latents.shape[1])
     target = rotate_and_write.KVTarget(slots, wanted_keys, wanted_keys[..., :value_size])
     latent_heads.latent_heads(q, latents, wanted, norm=norm, tables=tables, target=target)
-    triton_latent_heads.rotate(q, latents, found, norm=norm, tables=tables, target=(slots, keys))
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    triton_latent_heads.rotate(q, latents, result, norm=norm, tables=tables, target=(slots, keys))
+    torch.testing.assert_close(result, wanted, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(keys, wanted_keys, rtol=1e-4, atol=1e-5)
     assert (keys.view(-1, latents.shape[1])[slots.long()] != 7).all()
 """
 
 
 @pytest.mark.slow
-def test_kernels_give_what_plain_torch_gives() -> None:
+def test_kernels_match_torch() -> None:
     run_interpreted(PROGRAM)

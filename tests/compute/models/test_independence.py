@@ -202,7 +202,7 @@ def test_fused_attention_is_refused_if_rows_depend_on_the_batch(monkeypatch: pyt
     shape = AttentionShape(num_layers=1, num_heads=2, num_kv_heads=1, head_size=8, scale=1.0)
     monkeypatch.setattr(fused, "find_limits", lambda *_: None)
     assert not fused.serves(shape, torch.float32, torch.device("cpu"))
-    with pytest.raises(ValueError, match="heads of 8"):
+    with pytest.raises(ValueError, match="not batch-invariant for head size 8"):
         FusedAttention(shape, torch.zeros(kv_pool_shape(shape, num_pages=2, page_size=16)))
 
 
@@ -219,8 +219,8 @@ def test_kernel_with_another_summation_order_is_detected(monkeypatch: pytest.Mon
     monkeypatch.setattr(fused, "MOST_ROWS", 40)
     monkeypatch.setattr(fused, "TRIED_OFFSETS", (0, 5))
     monkeypatch.setattr(fused, "TRIED_TIMES", (1, 2))
-    assert fused._agree(4, 192, 8, torch.bfloat16)
-    assert not fused._agree(4, 256, 8, torch.bfloat16)
+    assert fused._matches(4, 192, 8, torch.bfloat16)
+    assert not fused._matches(4, 256, 8, torch.bfloat16)
 
 
 def random_model(dtype: torch.dtype, head_size: int) -> models.Model:

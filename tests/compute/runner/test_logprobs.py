@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from aioengine.config import Settings
-from aioengine.kernels.token_logprobs import SEGMENT, likeliest
+from aioengine.kernels.token_logprobs import SEGMENT, top_tokens
 from aioengine.protocol.messages import FinishCode, Sampling
 from aioengine.protocol.packed_logprobs import LogprobReader, LogprobRules
 from aioengine.runner.logprobs import CPU_ROWS
@@ -272,4 +272,4 @@ def test_the_likeliest_tokens_are_in_order_and_ties_go_to_the_lower_id(width: in
     logits[5, -1] = 9.0
     for count in {1, min(2, width), min(9, width), width}:
         expected = [sorted(range(width), key=lambda i: (-row[i], i))[:count] for row in logits.tolist()]
-        assert likeliest(logits, count).tolist() == expected
+        assert top_tokens(logits, count).tolist() == expected

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from aioengine.attention._base import AttentionShape, Sharable, kv_pool_shape
+from aioengine.attention._base import AttentionShape, CascadeLimits, kv_pool_shape
 from aioengine.attention.torch import TorchAttention
 from aioengine.protocol.messages import Sampling
 from aioengine.runner.graphs.cascade import Group, SharedPrefixes, find_groups
@@ -18,10 +18,10 @@ from aioengine.runner.rows import RowTable
 from aioengine.scheduler.plan import TOKENS, NewRow, Row
 from tests.compute.stepping import make_batch, write_and_attend
 
-WORTH = Sharable(min_rows=2, min_spared=3, max_groups=4)
+WORTH = CascadeLimits(min_rows=2, min_saved=3, max_groups=4)
 
 
-def groups(tables: list[list[int]], worth: Sharable = WORTH, *, num_full: list[int] | None = None) -> list[Group]:
+def groups(tables: list[list[int]], worth: CascadeLimits = WORTH, *, num_full: list[int] | None = None) -> list[Group]:
     width = max(map(len, tables))
     pages = np.array([table + [0] * (width - len(table)) for table in tables], dtype=np.int32)
     full = [len(table) for table in tables] if num_full is None else num_full
@@ -41,7 +41,7 @@ def test_nothing_in_common() -> None:
     assert groups([[1, 2, 3], [4, 5, 6], [7, 8, 9]]) == []
     assert groups([[1, 9], [1, 8]]) == []  # one page spared is not worth it
     assert groups([[1, 2, 3, 4]]) == []
-    assert groups([[1, 2], [3, 4]], Sharable(min_rows=2, min_spared=0, max_groups=4)) == []
+    assert groups([[1, 2], [3, 4]], CascadeLimits(min_rows=2, min_saved=0, max_groups=4)) == []
     assert find_groups(np.zeros((0, 0), dtype=np.int32), np.zeros(0, dtype=np.int64), WORTH) == []
 
 
@@ -72,7 +72,7 @@ def test_the_groups_that_spare_most_where_there_are_too_many() -> None:
 
 def test_prefixes_of_prefixes_of_many_lengths() -> None:
     tables = [list(range(1, 2 + row)) for row in range(300)]
-    found = groups(tables, Sharable(min_rows=10, min_spared=50, max_groups=4))
+    found = groups(tables, CascadeLimits(min_rows=10, min_saved=50, max_groups=4))
     assert found
     check(tables, found)
 
@@ -95,7 +95,7 @@ def check(tables: list[list[int]], found: list[Group]) -> None:
         seen |= set(rows)
         assert len({tuple(tables[row][: group.num_pages]) for row in rows}) == 1
         assert all(len(tables[row]) >= group.num_pages for row in rows)
-        assert group.num_spared >= WORTH.min_spared
+        assert group.num_spared >= WORTH.min_saved
 
 
 def test_the_rows_of_a_step_in_their_new_order() -> None:

@@ -1,11 +1,12 @@
-"""Attention of models whose images see themselves whole: each token of an image attends to all tokens of it, later ones
-too (Gemma 3). Beside that it is causal, and has the windows of its layers.
+"""Bidirectional attention within images (Gemma 3): a token of an image attends to all tokens of the image, including
+later ones. Other tokens are causal. Windows apply to both.
 
-A backend computes all tokens as causal ones. Those of images are then computed once more, here: an image has a few
-hundred tokens, and is computed in one step as far as the prefix cache has none of it. On a CPU a token gets the same
-bits as in any other chunk, as in ``attention/torch.py``: blocks of ``BLOCK`` tokens are aligned from position 0.
+The inner backend computes all tokens as causal. Image tokens are then computed again: an image has a few hundred
+tokens,
+and all its tokens without a prefix hit are computed in one step. On a CPU the result of a token does not depend on
+chunks: as in ``attention/torch.py``, blocks of ``BLOCK`` tokens are aligned from position 0.
 
-T packed tokens, H query heads, K kv heads, G query heads of a kv head, E head size, N pages of the pool, S page size,
+T packed tokens, H query heads, K kv heads, G query heads per kv head, E head size, N pages of the pool, S page size,
 C positions that tokens of an image see.
 """
 
@@ -25,10 +26,10 @@ if TYPE_CHECKING:
 
     from aioengine.attention._base import (
         AttentionShape,
+        BidirectionalImage,
         DecodeBuffers,
         FixedDecode,
         ForwardBatch,
-        WholeImage,
         WriteKV,
     )
     from aioengine.kernels.rotate_and_write import KVTarget
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 BLOCK = 8
 
 
-class _Seen(NamedTuple):
+class _ImageKV(NamedTuple):
     """Keys and values [K, C, E] of positions from ``first`` to the end of an image, in a layer with this window."""
 
     first: int
@@ -48,22 +49,22 @@ class _Seen(NamedTuple):
 Inner = TypeVar("Inner", bound=AttentionBackend)
 
 
-class WholeImages(Generic[Inner]):
-    """Implements ``AttentionBackend`` over another one."""
+class ImageAttention(Generic[Inner]):
+    """Implements ``AttentionBackend`` on top of another backend."""
 
     def __init__(self, inner: Inner, shape: AttentionShape, kv_layers: Sequence[Tensor]) -> None:
-        """kv_layers: [2, N, K, S, E] of each layer, which ``inner`` writes."""
+        """kv_layers: [2, N, K, S, E] of each layer, written by ``inner``."""
         assert not shape.sinks
         self._inner = inner
         self._shape = shape
         self._kv_pool = keys_and_values(kv_layers, shape)
         self._is_on_gpu = kv_layers[0].is_cuda
         self._groups = shape.groups
-        self._images: list[tuple[WholeImage, list[Tensor]]] = []  # with their pages in each layer
+        self._images: list[tuple[BidirectionalImage, list[Tensor]]] = []  # with the pages in each layer
 
     def prepare(self, batch: ForwardBatch) -> None:
         self._inner.prepare(batch)
-        if not batch.whole_images:
+        if not batch.bidirectional_images:
             self._images = []
             return
         page_size = self._kv_pool[0][0].shape[2]
@@ -73,7 +74,7 @@ class WholeImages(Generic[Inner]):
                 tables[layer] = part.page_table
         self._images = [
             (image, [table[image.row, : -(-image.stop // page_size)] for table in tables])
-            for image in batch.whole_images
+            for image in batch.bidirectional_images
         ]
 
     def target(self, layer: int) -> KVTarget | WriteKV:
@@ -82,15 +83,16 @@ class WholeImages(Generic[Inner]):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """q [T, H, E], k and v [T, K, E] -> [T, H * E]."""
         out = self._inner.attend(q, k, v, layer)
-        self._see_images(q, layer, out.view(q.shape))
+        self._attend_images(q, layer, out.view(q.shape))
         return out
 
-    def _see_images(self, q: Tensor, layer: int, out: Tensor) -> None:
-        """The tokens of images: q [T, H, E] -> out [T, H, E]."""
+    def _attend_images(self, q: Tensor, layer: int, out: Tensor) -> None:
+        """Attend for the tokens of images: q [T, H, E] -> out [T, H, E]."""
         for image, pages_of_layers in self._images:
             pages = pages_of_layers[layer]
             window = self._shape.window(layer, image.stop)
-            first = 0 if window is None else max(image.start - BLOCK - window, 0)  # whole blocks see no further back
+            # the first position that a token of the image's first block attends to
+            first = 0 if window is None else max(image.start - BLOCK - window, 0)
             page_size = self._kv_pool[layer][0].shape[2]
             first = first // page_size * page_size
             keys, values = (
@@ -98,76 +100,76 @@ class WholeImages(Generic[Inner]):
                 for side in self._kv_pool[layer]
             )  # [K, C, E]
             is_fused = self._is_on_gpu and self._shape.soft_cap is None
-            see = self._see_at_once if is_fused else self._see_in_blocks
-            see(image, q, _Seen(first, window, keys, values), out=out)
+            attend = self._attend_at_once if is_fused else self._attend_in_blocks
+            attend(image, q, _ImageKV(first, window, keys, values), out=out)
 
-    def _see_at_once(self, image: WholeImage, q: Tensor, seen: _Seen, *, out: Tensor) -> None:
-        """q [T, H, E] -> out [T, H, E], by torch's fused kernels."""
+    def _attend_at_once(self, image: BidirectionalImage, q: Tensor, kv: _ImageKV, *, out: Tensor) -> None:
+        """Attend with torch's fused kernels: q [T, H, E] -> out [T, H, E]."""
         tokens = slice(image.first, image.first + image.stop - image.start)
         mask: Tensor | None = None
-        if seen.window is not None:
-            places = torch.arange(image.start, image.stop, device=q.device).unsqueeze(1)
-            mask = torch.arange(seen.first, image.stop, device=q.device) > places - seen.window
+        if kv.window is not None:
+            positions = torch.arange(image.start, image.stop, device=q.device).unsqueeze(1)
+            mask = torch.arange(kv.first, image.stop, device=q.device) > positions - kv.window
         queries, keys, values = (
-            part.unsqueeze(0).to(q.dtype) for part in (q[tokens].transpose(0, 1), seen.keys, seen.values)
+            part.unsqueeze(0).to(q.dtype) for part in (q[tokens].transpose(0, 1), kv.keys, kv.values)
         )
-        found = functional.scaled_dot_product_attention(
+        attended = functional.scaled_dot_product_attention(
             queries, keys, values, attn_mask=mask, scale=self._shape.scale, enable_gqa=True
         )
-        out[tokens] = found[0].transpose(0, 1)
+        out[tokens] = attended[0].transpose(0, 1)
 
-    def _see_in_blocks(self, image: WholeImage, q: Tensor, seen: _Seen, *, out: Tensor) -> None:
-        """q [T, H, E] -> out [T, H, E], with the same bits whatever else is computed."""
-        keys, values = seen.keys.float(), seen.values.float()
+    def _attend_in_blocks(self, image: BidirectionalImage, q: Tensor, kv: _ImageKV, *, out: Tensor) -> None:
+        """Attend with batch-invariant operations: q [T, H, E] -> out [T, H, E]."""
+        keys, values = kv.keys.float(), kv.values.float()
         for start in range(image.start // BLOCK * BLOCK, image.stop, BLOCK):
             low, high = max(image.start, start), min(image.stop, start + BLOCK)
             tokens = slice(image.first + low - image.start, image.first + high - image.start)
             queries = q.new_zeros(BLOCK, *q.shape[1:], dtype=torch.float32)
             queries[low - start : high - start] = q[tokens].float()
-            found = self._block(queries, start, seen._replace(keys=keys, values=values))
-            out[tokens] = found[low - start : high - start].to(out.dtype)
+            attended = self._attend_block(queries, start, kv._replace(keys=keys, values=values))
+            out[tokens] = attended[low - start : high - start].to(out.dtype)
 
-    def _block(self, queries: Tensor, start: int, seen: _Seen) -> Tensor:
-        """Tokens from position ``start`` on: queries [BLOCK, H, E] -> [BLOCK, H, E]."""
-        shape, keys = self._shape, seen.keys
-        skipped = 0 if seen.window is None else max(start - seen.window + 1 - seen.first, 0)
+    def _attend_block(self, queries: Tensor, start: int, kv: _ImageKV) -> Tensor:
+        """Attend for the block of tokens at position ``start``: queries [BLOCK, H, E] -> [BLOCK, H, E]."""
+        shape, keys = self._shape, kv.keys
+        skipped = 0 if kv.window is None else max(start - kv.window + 1 - kv.first, 0)
         grouped = (queries * shape.scale).unflatten(1, (len(keys), -1)).permute(1, 2, 0, 3)  # [K, G, BLOCK, E]
         scores = torch.bmm(grouped.flatten(1, 2), keys[:, skipped:].transpose(1, 2)).view(*grouped.shape[:3], -1)
         if shape.soft_cap is not None:
             scores = scores.div_(shape.soft_cap).tanh_().mul_(shape.soft_cap)
-        if seen.window is not None:
-            places = torch.arange(start, start + BLOCK, device=keys.device).unsqueeze(1)
-            positions = torch.arange(seen.first + skipped, seen.first + keys.shape[1], device=keys.device)
-            scores = scores.masked_fill_(positions <= places - seen.window, float("-inf"))
+        if kv.window is not None:
+            tokens = torch.arange(start, start + BLOCK, device=keys.device).unsqueeze(1)
+            positions = torch.arange(kv.first + skipped, kv.first + keys.shape[1], device=keys.device)
+            scores = scores.masked_fill_(positions <= tokens - kv.window, float("-inf"))
         weights = torch.softmax(scores, -1).flatten(1, 2)
-        attended = torch.bmm(weights, seen.values[:, skipped:]).view(grouped.shape)
+        attended = torch.bmm(weights, kv.values[:, skipped:]).view(grouped.shape)
         return attended.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-class WholeImagesOnGPU(WholeImages[CapturableAttention]):
-    """Implements ``CapturableAttention``: steps that decode have no image."""
+class CapturableImageAttention(ImageAttention[CapturableAttention]):
+    """Implements ``CapturableAttention``. Decode steps have no image tokens."""
 
     def attend_into(self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, out: Tensor) -> None:
-        """q [T, H, E], k and v [T, K, E] -> out [T, H, E]."""
+        """Attend with q [T, H, E], k and v [T, K, E] -> out [T, H, E]."""
         self._inner.attend_into(q, k, v, layer, out=out)
-        self._see_images(q, layer, out)
+        self._attend_images(q, layer, out)
 
     def warm_up(self) -> None:
         self._inner.warm_up()
 
     def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> FixedDecode:
-        """Decode steps of ``num_rows`` rows."""
+        """Return attention for decode steps of ``num_rows`` rows."""
         return self._inner.fixed_decode(num_rows, buffers)
 
 
 def build(inner: AttentionBackend, shape: AttentionShape, kv_pools: Sequence[Tensor]) -> AttentionBackend:
-    """``inner`` with images. kv_pools: [L, 2, N, K, S, E] of the groups of layers (``AttentionShape.groups``)."""
+    """Add image attention to ``inner``. kv_pools: [L, 2, N, K, S, E] of each group in ``AttentionShape.groups``."""
     by_layer = {
-        layer: each
+        layer: kv_layer
         for layers, kv_pool in zip(shape.groups, kv_pools, strict=True)
-        for layer, each in zip(layers, kv_pool, strict=True)
+        for layer, kv_layer in zip(layers, kv_pool, strict=True)
     }
     kv_layers = [by_layer[layer] for layer in sorted(by_layer)]
     if isinstance(inner, CapturableAttention):
-        return WholeImagesOnGPU(inner, shape, kv_layers)
-    return WholeImages(inner, shape, kv_layers)
+        return CapturableImageAttention(inner, shape, kv_layers)
+    return ImageAttention(inner, shape, kv_layers)
