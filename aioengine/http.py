@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 class ASGIRequest(Protocol):
-    """A request of FastAPI, Starlette or another ASGI framework."""
+    """A request or a websocket of FastAPI, Starlette or another ASGI framework."""
 
     @property
     def receive(self) -> Callable[[], Awaitable[Mapping[str, object]]]:
@@ -47,9 +47,9 @@ async def until_disconnect(request: ASGIRequest, generation: Generation[Result])
     An aborted generation returns its output so far with the finish reason ``abort`` (``async_encode`` and
     ``async_rerank`` raise ``RequestError``). The handler then ends as usual, and the web server discards its response.
 
-    Read the body of ``request`` before the call, otherwise it is lost. FastAPI reads it for the parameters of a
-    handler. Frameworks that cancel the handler of a disconnected client need no such function; aiohttp does so with
-    ``handler_cancellation=True``.
+    Read the body of ``request`` before the call, otherwise it is lost, as are messages of a websocket during the call.
+    FastAPI reads the body for the parameters of a handler. Frameworks that cancel the handler of a disconnected client
+    need no such function; aiohttp does so with ``handler_cancellation=True``.
     """
     watcher = asyncio.create_task(_abort_at_disconnect(request.receive, generation))
     try:
