@@ -491,7 +491,7 @@ def _timings(facts: RowFacts, finished: End, delivered_at: float) -> Timings:
 
 
 def finish_reason(finished: End, num_output: int, cause: RowError | None = None) -> FinishReason:
-    """The finish reason of a request, which failed with ``cause``, if any."""
+    """Return the finish reason of a request. ``cause``: its error, if it failed."""
     match finished.code:
         case FinishCode.STOP:
             return FinishReason(type="stop", matched=finished.matched)

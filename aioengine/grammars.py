@@ -42,7 +42,7 @@ BYTES_PER_CHARACTER: Final = 256
 """The memory of a compiled grammar, rather too much: 70 times its text for enums, 170 times for optional properties."""
 
 QUIET_S: Final = 1.0
-"""How long nothing has run before a part of the preparation begins. Some hold the GIL for 0.1 to 0.4 s."""
+"""A part of the preparation begins after this time without a running request: parts hold the GIL for 0.1 to 0.4 s."""
 _POLL_S: Final = 0.1
 
 _MIN_COMPILERS: Final = 2
@@ -80,7 +80,7 @@ _SPACES: Final = b" \t\r\n"
 
 
 class GrammarError(UnsupportedSchemaError):
-    """A grammar cannot be compiled, or not be followed any further."""
+    """A grammar cannot be compiled, or the output cannot follow it any further."""
 
 
 class _Vocabulary(NamedTuple):
@@ -273,9 +273,9 @@ class Grammars:
         self._num_mask_threads = min(_MAX_MASK_THREADS, self._num_threads)
 
     def prepare_when_quiet(self, now: float, *, is_busy: bool) -> None:
-        """Prepare for the first grammar, in a thread, once nothing has run for ``QUIET_S``.
+        """Prepare for the first grammar in a thread, after ``QUIET_S`` without a running request.
 
-        To be called in every round of the process's loop.
+        The loop of the process calls this in every round.
         """
         if is_busy or self._quiet_since is None:
             self._quiet_since = now
@@ -285,7 +285,7 @@ class Grammars:
 
     @property
     def is_prepared(self) -> bool:
-        """Whether the first grammar takes no longer than any other."""
+        """Whether the vocabulary is read. Then the first grammar takes no longer than any other."""
         return self._vocabulary is not None
 
     def _prepare(self) -> None:
@@ -474,7 +474,7 @@ class Grammars:
     # ------------------------------------------------------------ the vocabulary
 
     def _read_vocabulary(self, eos_token_ids: Sequence[int] | None) -> _Vocabulary:
-        """``eos_token_ids``: of a request; None: those that requests of this engine will have."""
+        """Return the vocabulary. ``eos_token_ids``: of a request; None: of the model, before the first request."""
         if eos_token_ids is not None:
             self._is_needed.set()
         with self._lock:

@@ -43,7 +43,7 @@ def check_images(request: CallRequest, place: int, images: PromptImages | None) 
     prompt = request.prompts[place]
     own = prompt.images if isinstance(prompt, ChatPrompt) else ()
     given = request.given.images
-    if not own and (given is None or (images is None and not given.gives(place))):
+    if not own and (given is None or (images is None and not given.has_images(place))):
         return
     if images is None:
         what = "image_data is given" if not own else "the messages have images"

@@ -153,8 +153,8 @@ class GivenImages:
             return len(self._values) > 1 or self._values[0] is not None
         return not all(map(_is_none, self._values))
 
-    def gives(self, prompt: int) -> bool:
-        """Whether a prompt of a batch has an entry other than None or an empty list."""
+    def has_images(self, prompt: int) -> bool:
+        """Whether the entry of a prompt is not None or an empty list."""
         return not _is_none(self._values[prompt if self._is_batch and self._is_list else 0])
 
     @property

@@ -1,4 +1,4 @@
-"""From calls to rows: prompts become ids, ids become ``Submit`` messages, a bounded number of them at a time."""
+"""Starts the rows of calls: tokenizes prompts and sends ``Submit`` messages, a bounded number at a time."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ MAX_ROWS_AT_ONCE: Final = 64
 """Rows of a batch that are started in one turn of the loop."""
 
 MAX_BYTES_AT_ONCE: Final = 4 * 1024 * 1024
-"""Size of their messages: every row, also every sample of one prompt, is sent with its ids and its stops."""
+"""Bytes of their messages. Every row is sent with its ids and stops, even the samples of one prompt."""
 
 PARSE_S: Final = 0.05
-"""How long the tokenizer's thread parses the sampling parameters of a batch before it does other work."""
+"""Time for which the tokenizer's thread parses the sampling parameters of a batch before other work."""
 PARSE_ON_LOOP_S: Final = 0.005
 
 GENERATE, POOL, SCORE = RequestKind
@@ -198,7 +198,7 @@ class Submitter:
         return min(limit, max(num_rows, 0 if output.num_held else 1))  # a first row starts, or is refused
 
     def _ids_if_known(self, prompt: Prompt | PromptError, *, is_pooled: bool) -> Encoded | None:
-        """The ids of a prompt that needs no tokenizer, or why it can have none."""
+        """Return the ids of a prompt that needs no tokenizer, or its error. None: it must be tokenized or checked."""
         if isinstance(prompt, Exception):
             return prompt
         if isinstance(prompt, IdsPrompt) and prompt.is_checked:
@@ -215,21 +215,21 @@ class Submitter:
     def _encoded(self, call: Call, ready: list[Encoded | None], encoded: list[Encoded], seconds: float) -> None:
         known = [new if old is None else old for old, new in zip(ready, encoded, strict=True)]
         if (images := self.checks.images) is None or len(known) > 1 or call.ending is not None or call.output.is_over:
-            self._go_on(call, _rows_of(call, known), seconds)
+            self._start_more(call, _rows_of(call, known), seconds)
         else:
             images.place(call, known[0], partial(self._images_placed, call, seconds))
 
     def _images_placed(self, call: Call, seconds: float, encoded: Encoded, more_s: float) -> None:
-        self._go_on(call, _rows_of(call, [encoded]), seconds + more_s)
+        self._start_more(call, _rows_of(call, [encoded]), seconds + more_s)
 
     def _arrays_ready(self, call: Call, error: RequestError | None) -> None:
         if error is None:
-            self._go_on(call, iter(()), 0.0)
+            self._start_more(call, iter(()), 0.0)
         else:
             self._fail(call, error)
 
-    def _go_on(self, call: Call, rows: Iterator[Encoded], tokenize_s: float) -> None:
-        """Start rows whose ids are known, and those behind them."""
+    def _start_more(self, call: Call, rows: Iterator[Encoded], tokenize_s: float) -> None:
+        """Start rows whose ids are known, then the next rows of the call."""
         call.is_encoding = False
         if call.ending is not None or call.output.is_over:
             return
@@ -241,7 +241,7 @@ class Submitter:
         self.submit_next(call)
 
     def _start_rows(self, call: Call, rows: Iterator[Encoded], tokenize_s: float) -> None:
-        """Start these rows; of large ones, and behind a first one that is scored, some in later turns of the loop."""
+        """Start these rows. After large rows, or the first row of a scored call, the others start in later turns."""
         submits, num_bytes = list[Submit](), 0
         with self._lock:
             for ids in rows:
@@ -253,13 +253,14 @@ class Submitter:
                 if num_bytes >= MAX_BYTES_AT_ONCE or is_awaited:
                     call.is_encoding = True
                     break
-            # Else its first chunk shows that it was not refused, or its grammars are compiled first.
+            # Otherwise the call is accepted once its grammars are compiled, or with its first chunk if rows may be
+            # refused late.
             if not call.output.compiling and not (call.request.refuses_late and submits):
                 call.output.accept()
         if submits:
             self._submit(submits)
-        if call.is_encoding:  # after the submission, which is sent in the next turn: before these rows are started
-            self._loop.call_soon(self._go_on, call, rows, tokenize_s)
+        if call.is_encoding:  # scheduled after the submission: its messages are sent before the next rows start
+            self._loop.call_soon(self._start_more, call, rows, tokenize_s)
         self._settle(call)
 
     def _start_row(self, call: Call, encoded: Encoded, tokenize_s: float, submits: list[Submit]) -> None:
@@ -299,7 +300,7 @@ class Submitter:
             self._submit_row(call, row, params, submits)
 
     def _with_images_in_place(self, ids: list[int]) -> Encoded:
-        """The ids, or an error where they have placeholders of images still."""
+        """Return the ids, or an error if they still have placeholders of images."""
         try:
             if self.checks.images is None:
                 raise ValueError("the messages have images, and this model takes text alone")
@@ -309,7 +310,7 @@ class Submitter:
         return ids
 
     def _with_history(self, call: Call, position: int, encoded: Encoded) -> Encoded:
-        """The whole prompt of a row that may be the next turn of a session, or why it can have none."""
+        """Return the prompt of a row with the history of its session, or an error."""
         request = call.request
         params = None if request.sessions is None else request.sessions.of(position // request.num_samples)
         if params is None or not isinstance(encoded, list):
@@ -420,7 +421,7 @@ def _rows_of(call: Call, encoded: Sequence[Encoded]) -> Iterator[Encoded]:
 
 
 def _size(submit: Submit) -> int:
-    """About how many bytes it has as a message."""
+    """Estimate the bytes of a message."""
     num_ids = len(submit.prompt_token_ids) + len(submit.limits.stop_token_ids)
     sampling, text = submit.sampling, submit.text
     num_ids += 0 if submit.logprobs is None else 2 * len(submit.logprobs.token_ids)

@@ -1,5 +1,6 @@
-"""The ids of a tokenizer: how many it knows, since a vocabulary is often padded with ids that are never sampled, and
-which of them end a text.
+"""The number of ids that a tokenizer knows, and the ids that end a text.
+
+A model's vocabulary is often padded. The padding ids are never sampled.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def sampled_vocab_size(settings: Settings) -> int:
 
 
 def end_ids(known: Sequence[int], own: int | None, vocab_size: int) -> tuple[int, ...]:
-    """The ids that end a text: ``known`` of the model's configuration, and ``own`` of the tokenizer.
+    """Return the ids that end a text: ``known`` from the model's configuration, and ``own`` from the tokenizer.
 
-    Some configurations name the end by its text alone, which the tokenizer knows.
+    Some folders have only the text of the end token. Then only the tokenizer has its id.
     """
     return (*known, own) if own is not None and own not in known and own < vocab_size else tuple(known)

@@ -182,7 +182,7 @@ class DetokenizerService:
     def step(self, now: float) -> Outbox:
         """The results of the messages since the last call; an empty message as a heartbeat when there is none."""
         if self._matching.is_due(now, has_news=bool(self._chunks)):
-            self._recompute(now)
+            self._match_waiting(now)
         to_frontend, self._chunks = self._chunks, []
         if not to_frontend and now - self._sent_at >= HEARTBEAT_S:
             to_frontend.append(TextChunks(num_open=len(self._open)))
@@ -266,8 +266,8 @@ class DetokenizerService:
             self._fail(request, error, chunks, now)
         self._matching.spend(request.matching_s - used_s)
 
-    def _recompute(self, now: float) -> None:
-        """A turn of the requests whose ids wait."""
+    def _match_waiting(self, now: float) -> None:
+        """Match stop patterns for requests whose ids wait, until the time of this turn is used up."""
         chunks = TextChunks()
         self._matching.begin()
         while self._matching and not self._matching.is_exhausted:
