@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from enum import Enum
 from functools import partial
-from itertools import repeat
+from itertools import islice, repeat
 from struct import Struct as Format
 from typing import TYPE_CHECKING, Any, ClassVar, Final, SupportsIndex, cast
 
@@ -164,8 +164,26 @@ _Lists = tuple[list[Entry], list[Any], list[Any]]
 """For each position: the entry of its own token; the entries of the likeliest tokens; of the tokens asked for."""
 
 
+def _unpacked(rules: LogprobRules, position: Format, data: bytes, places: range, texts: list[str]) -> _Lists:
+    """Unpack the entries of some positions of an extra. One loop, because it runs for each token of each stream."""
+    num_top, num_values, asked_ids = rules.num_top, rules.num_values, rules.token_ids
+    size, unpack = position.size, position.unpack_from
+    own, top, asked = lists = cast("_Lists", ([], [], []))
+    next_texts = islice(texts, places.start * (1 + num_top), None) if texts else _NO_TEXTS
+    asked_texts = texts[len(texts) - len(asked_ids) :] or _NO_TEXTS
+    for offset in range(places.start * size, places.stop * size, size):
+        values = unpack(data, offset)
+        own.append((values[0], values[num_values], next(next_texts)))
+        if num_top:
+            best = zip(values[1 : 1 + num_top], values[num_values + 1 :], next_texts)  # noqa: B905  # a keyword is slow
+            top.append(list(best))
+        if asked_ids:
+            asked.append(list(zip(values[1 + num_top : num_values], asked_ids, asked_texts, strict=False)))
+    return lists
+
+
 class _Block:
-    """The positions of one extra."""
+    """The positions of one extra with deep rules."""
 
     def __init__(self, rules: LogprobRules, position: Format, data: bytes, num_positions: int) -> None:
         self._rules = rules
@@ -175,53 +193,33 @@ class _Block:
         self._texts: list[str] | None = None
 
     def lists(self) -> _Lists:
-        """Return the entries of all positions. With deep rules, only the entries of the own tokens are unpacked."""
-        rules, texts = self._rules, self._decoded_texts()
+        """Return the entries of all positions. Only the entries of the own tokens are unpacked."""
+        rules, num_values = self._rules, self._rules.num_values
+        texts = _decoded_texts(rules, self._position, self._data, self._num_positions)
         own, top, asked = lists = cast("_Lists", ([], [], []))
         for place in range(self._num_positions):
-            best: PackedEntries | list[Entry]
-            others: PackedEntries | list[Entry]
-            if rules.is_deep:
-                entry = self._own(place, texts)
-                best, others = (_packed(partial(self._part, place, part)) for part in (1, 2))
-            else:
-                entry, best, others = self._read(place, texts)
-            own.append(entry)
+            start = place * self._position.size
+            [logprob] = _FLOAT.unpack_from(self._data, start)
+            [token_id] = _ID.unpack_from(self._data, start + _FLOAT.size * num_values)
+            own.append((logprob, token_id, texts[place * (1 + rules.num_top)] if texts else None))
             if rules.num_top:
-                top.append(best)
+                top.append(_packed(partial(self._part, place, 1)))
             if rules.token_ids:
-                asked.append(others)
+                asked.append(_packed(partial(self._part, place, 2)))
         return lists
 
     def _part(self, place: int, part: int) -> list[Entry]:
         """Unpack the entries of a position: ``part`` of ``_Lists``. The first call also decodes the texts."""
         if self._texts is None:
-            self._texts = self._decoded_texts()
-        return cast("list[Entry]", self._read(place, self._texts)[part])
+            self._texts = _decoded_texts(self._rules, self._position, self._data, self._num_positions)
+        places = range(place, place + 1)
+        [entries] = _unpacked(self._rules, self._position, self._data, places, self._texts)[part]
+        return cast("list[Entry]", entries)
 
-    def _read(self, place: int, texts: list[str]) -> tuple[Entry, list[Entry], list[Entry]]:
-        """The entries of a position, as in ``_Lists``."""
-        num_top, num_values, asked_ids = self._rules.num_top, self._rules.num_values, self._rules.token_ids
-        values = self._position.unpack_from(self._data, place * self._position.size)
-        start = place * (1 + num_top)
-        next_texts = iter(texts[start : start + 1 + num_top]) if texts else _NO_TEXTS
-        own = values[0], values[num_values], next(next_texts)
-        top = list(zip(values[1 : 1 + num_top], values[num_values + 1 :], next_texts))  # noqa: B905  # a keyword is slow
-        asked_texts = texts[len(texts) - len(asked_ids) :] or _NO_TEXTS
-        return own, top, list(zip(values[1 + num_top : num_values], asked_ids, asked_texts, strict=False))
 
-    def _own(self, place: int, texts: list[str]) -> Entry:
-        """Return the entry of a position's own token."""
-        start = place * self._position.size
-        [logprob] = _FLOAT.unpack_from(self._data, start)
-        [token_id] = _ID.unpack_from(self._data, start + _FLOAT.size * self._rules.num_values)
-        return logprob, token_id, texts[place * (1 + self._rules.num_top)] if texts else None
-
-    def _decoded_texts(self) -> list[str]:
-        """Return the texts of all positions, then of the tokens asked for. Empty if the request wants no texts."""
-        if not self._rules.with_text:
-            return []
-        return _texts.decode(memoryview(self._data)[self._num_positions * self._position.size :])
+def _decoded_texts(rules: LogprobRules, position: Format, data: bytes, num_positions: int) -> list[str]:
+    """Return the texts of all positions, then of the tokens asked for. Empty if the request wants no texts."""
+    return _texts.decode(memoryview(data)[num_positions * position.size :]) if rules.with_text else []
 
 
 _LENGTH: Final = "output_token_logprobs_length"
@@ -239,13 +237,24 @@ class LogprobReader:
         num_entries: the number of entries that were read, of all kinds.
     """
 
-    __slots__ = ("_first", "_format", "_is_next", "_num_positions", "_output", "_prompt", "num_entries", "rules")
+    __slots__ = (
+        "_first",
+        "_format",
+        "_is_deep",
+        "_is_next",
+        "_num_positions",
+        "_output",
+        "_prompt",
+        "num_entries",
+        "rules",
+    )
 
     kinds: ClassVar[frozenset[str]] = frozenset((OUTPUT_LOGPROBS, PROMPT_LOGPROBS, NEXT_LOGPROBS))
 
     def __init__(self, rules: LogprobRules, num_prompt: int) -> None:
         self.rules = rules
         self.num_entries = 0
+        self._is_deep = rules.is_deep
         self._format = Format(f"<{rules.num_values}f{1 + rules.num_top}i")
         self._num_positions = rules.num_prompt_positions(num_prompt)
         self._prompt: _Lists = [], [], []
@@ -264,7 +273,11 @@ class LogprobReader:
             self._is_next, place = True, 0
         elif place < 0:
             return  # ``lists`` has returned it before
-        new = _Block(self.rules, self._format, data, count).lists()
+        if self._is_deep:
+            new = _Block(self.rules, self._format, data, count).lists()
+        else:
+            texts = _decoded_texts(self.rules, self._format, data, count)
+            new = _unpacked(self.rules, self._format, data, range(count), texts)
         if extra.kind == NEXT_LOGPROBS:
             new[0].clear()
         if is_prompt and place == self.rules.start == 0:
