@@ -238,16 +238,9 @@ class LogprobReader:
     """
 
     __slots__ = (
-        "_first",
-        "_format",
-        "_is_deep",
-        "_is_next",
-        "_num_positions",
-        "_output",
-        "_prompt",
-        "num_entries",
-        "rules",
-    )
+        "_first", "_format", "_is_deep", "_is_next", "_is_special", "_num_positions", "_num_values", "_output",
+        "_prompt", "num_entries", "rules",
+    )  # fmt: skip
 
     kinds: ClassVar[frozenset[str]] = frozenset((OUTPUT_LOGPROBS, PROMPT_LOGPROBS, NEXT_LOGPROBS))
 
@@ -255,6 +248,8 @@ class LogprobReader:
         self.rules = rules
         self.num_entries = 0
         self._is_deep = rules.is_deep
+        self._is_special = rules.is_deep or rules.with_text
+        self._num_values = rules.num_values
         self._format = Format(f"<{rules.num_values}f{1 + rules.num_top}i")
         self._num_positions = rules.num_prompt_positions(num_prompt)
         self._prompt: _Lists = [], [], []
@@ -264,6 +259,9 @@ class LogprobReader:
 
     def read(self, extra: Extra) -> None:
         """Read an extra. It replaces earlier entries of the same positions."""
+        if extra.kind == OUTPUT_LOGPROBS and extra.index - self._first == len(self._output[0]) and not self._is_special:
+            self._read_next(extra.data)
+            return
         data, count, is_prompt = extra.data, 1, extra.kind == PROMPT_LOGPROBS
         lists, place = self._output, extra.index - self._first
         if is_prompt:
@@ -290,12 +288,27 @@ class LogprobReader:
                 kept += [entries[0]] * (place - len(kept))
             kept[place : place + len(entries)] = entries
 
+    def _read_next(self, data: bytes) -> None:
+        """Read the next output token. It runs for each token of each stream, so it builds no lists of one position."""
+        rules, (own, top, asked) = self.rules, self._output
+        num_top, num_values = rules.num_top, self._num_values
+        values = self._format.unpack_from(data)
+        own.append((values[0], values[num_values], None))
+        if num_top:
+            top.append(list(zip(values[1 : 1 + num_top], values[num_values + 1 :], _NO_TEXTS)))  # noqa: B905
+        if rules.token_ids:
+            asked.append(list(zip(values[1 + num_top : num_values], rules.token_ids, _NO_TEXTS)))  # noqa: B905
+        self.num_entries += num_values
+
     def lists(self, start: int, end: int, *, keeps: bool) -> dict[str, object]:
         """Return logprobs of the output tokens ``start`` ... ``end``. If ``start`` is 0, also of the prompt.
 
         ``keeps``: the same tokens may be asked for again.
         """
         first, end = self._first, 1 if self._is_next else end
+        if start == first and start and not keeps and end - first == len(self._output[0]):  # the usual chunk
+            whole, self._output, self._first = self._output, ([], [], []), end
+            return _named("output", whole, self.rules)
         taken = slice(start - first, end - first)
         own, top, asked = self._output
         named = _named("output", (own[taken], top[taken], asked[taken]), self.rules)
