@@ -95,7 +95,7 @@ class Ticket:
     """A launched step.
 
     Attributes:
-        wanted: uids of the rows that give anything (``Row.outputs``), in the order of the plan.
+        wanted: uids of the rows with outputs (``Row.outputs``), in the order of the plan.
         sampled: uids of the computed rows that sample. silent: of the other computed rows.
         values: a token or FAILED for each of ``sampled``, then 0 or FAILED (not finite) for each of ``silent``.
         failed: by uid, why a row was not computed, or why its grammar cannot be followed.

@@ -88,8 +88,8 @@ class TokenCounts:
         self, places: list[_Place], requests: list[RequestRow], positions: list[int], indices: npt.NDArray[np.int32]
     ) -> None:
         """Count the tokens sampled one step before; ``positions`` [X]: of the new ones; ``indices`` [X]: of rows."""
-        is_rewound = np.array([position > place.num_counted for place, position in zip(places, positions, strict=True)])
-        behind = np.flatnonzero(is_rewound)
+        lags = np.array([position > place.num_counted for place, position in zip(places, positions, strict=True)])
+        behind = np.flatnonzero(lags)
         if not behind.size:
             return
         for i in behind.tolist():
