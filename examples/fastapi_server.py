@@ -3,16 +3,14 @@
 python examples/fastapi_server.py --port 8000
 curl -N localhost:8000/generate -H 'content-type: application/json' -d '{"prompt": "The capital of France is"}'
 
-POST /generate  Answers with server-sent events, one per chunk; chunks have an index if there are several answers.
-                With "stream": false, answers with one JSON object. A wrong request gets status 400. If the engine is
-                full, the status is 503 with Retry-After. A client that disconnects aborts its request.
+POST /generate  Server-sent events, one per chunk; with "stream": false one JSON object. Status 400: wrong request; 503
+                with Retry-After: the engine is full. A client that disconnects aborts its request.
 GET /health     Status 200 while the engine lives, otherwise 503.
 
 A client that sends `rid` and `resume_ttl` can reconnect: it sends the same request again, with the id of the last event
 that it read as Last-Event-ID, and the stream continues after that event.
 
-On SIGTERM, open streams end, new requests get 503, and then the server stops. If the engine dies, the server stops with
-status 1.
+On SIGTERM, open streams end, new requests get 503, and the server stops. If the engine dies, it stops with status 1.
 """
 
 import argparse

@@ -29,7 +29,7 @@ from pathlib import Path
 sys.path.append({root!r})
 sys.executable = {interpreter!r}
 from aioengine.errors import EngineDeadError
-from aioengine.testing.fake_engine import fake_async_engine, tokenizer_folder
+from aioengine.testing.fake_engine import fake_async_engine
 
 
 def pids(engine):
@@ -37,7 +37,6 @@ def pids(engine):
 
 
 async def main():
-    tokenizer_folder().chmod(0o755)
     async with fake_async_engine({{"": "x" * 1000}}, step_time_s=0.01) as engine:
         stream = engine.async_generate("a", {{"max_new_tokens": 100}}, stream=True)
         text = (await anext(stream))["text"]
@@ -111,14 +110,23 @@ class Program:
 
 
 def interpreter_for_everyone() -> str:
-    """A Python of this version that nobody can run."""
+    """A Python of this version that the user nobody can run, with the packages of the engine."""
+    check = f"import sys; sys.path[:0] = {[*sys.path, str(ROOT)]!r}; import aioengine.testing.fake_engine, zmq, msgspec"
     for candidate in (sys.executable, f"/usr/bin/python3.{sys.version_info.minor}"):
         try:
-            subprocess.run([candidate, "-c", ""], check=True, user=NOBODY, group=NOBODY, extra_groups=[], env={})
+            subprocess.run(
+                [candidate, "-c", check],
+                check=True,
+                user=NOBODY,
+                group=NOBODY,
+                extra_groups=[],
+                env={},
+                stderr=subprocess.DEVNULL,
+            )
         except (OSError, subprocess.CalledProcessError):
             continue
         return candidate
-    pytest.skip("no Python of this version can be run by another user")
+    pytest.skip("another user cannot run a Python of this version with the engine's packages")
 
 
 def test_requests_finish_and_shutdown_ends_the_processes_after_setuid(folder: Path) -> None:
