@@ -11,15 +11,15 @@
 
 | step | file : function | what moves |
 |---|---|---|
-| 1 | ``engine.AsyncEngine.async_generate``, ``frontend.requests`` | arguments -> a checked ``CallRequest`` |
-| 2 | ``frontend.Frontend.open``, ``calls`` | the call is registered; a ``stream.Generation`` reads it |
-| 3 | ``submitter.Submitter``, ``encoder``, ``tokenizer`` | text -> token ids -> ``protocol.messages.Submit`` |
+| 1 | ``api.engine.AsyncEngine.async_generate``, ``frontend.intake.requests`` | arguments -> a checked ``CallRequest`` |
+| 2 | ``frontend.frontend.Frontend.open``, ``calls`` | the call is registered; an ``api.stream.Generation`` reads it |
+| 3 | ``intake.submitter.Submitter``, ``encoder``, ``tokenizer`` | text -> token ids -> ``protocol.messages.Submit`` |
 | 4 | ``processes.scheduler_process``, ``scheduler.core.SchedulerCore.step`` | ``Submit`` -> a request that waits |
 | 5 | ``scheduler.scheduler``, ``memory.prefix_cache`` | a ``Plan`` (rows), pages |
 | 6 | ``runner.model_runner`` | ``Plan`` -> tensors -> ``StepResult`` |
 | 7 | ``text.detokenizer`` in ``processes.detokenizer_process`` | ids -> text, stops; one ``TextChunks`` for each step |
 | 8 | ``delivery.Router.deliver``, ``outputs.RowStream`` | every chunk to its row, merged if unread |
-| 9 | ``stream.Generation.__anext__``, ``answers`` | new output as the public dict |
+| 9 | ``api.stream.Generation.__anext__``, ``api.answers`` | new output as the public dict |
 
 Importing this package is cheap: its names are imported when they are first used, torch never.
 """
@@ -30,10 +30,10 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from aioengine.foreign_names import OUR_WAY, no_attribute
+from aioengine.api.foreign_names import OUR_WAY, no_attribute
 
 if TYPE_CHECKING:
-    from aioengine.answers import (
+    from aioengine.api.answers import (
         Answer,
         BatchOutput,
         Chunk,
@@ -44,7 +44,11 @@ if TYPE_CHECKING:
         Ranking,
         Timings,
     )
-    from aioengine.engine import AsyncEngine
+    from aioengine.api.engine import AsyncEngine
+    from aioengine.api.params import SamplingParams
+    from aioengine.api.signatures import EngineArguments
+    from aioengine.api.stream import Generation, Stream
+    from aioengine.api.sync import ChunkIterator, Engine
     from aioengine.errors import (
         EngineClosedError,
         EngineDeadError,
@@ -61,19 +65,15 @@ if TYPE_CHECKING:
     )
     from aioengine.frontend.controls import Outcome, ProfileOptions
     from aioengine.frontend.info import Health, ModelInfo, __version__
+    from aioengine.frontend.intake.pool_requests import EncodeOptions, PoolOptions
+    from aioengine.frontend.intake.request_options import ChatOptions, RequestOptions
+    from aioengine.frontend.intake.score import ScoreOptions, ScoreResult
     from aioengine.frontend.loaded_adapters import AdapterResult
-    from aioengine.frontend.pool_requests import EncodeOptions, PoolOptions
-    from aioengine.frontend.request_options import ChatOptions, RequestOptions
-    from aioengine.frontend.score import ScoreOptions, ScoreResult
-    from aioengine.params import SamplingParams
-    from aioengine.planning import Plan, plan
-    from aioengine.signatures import EngineArguments
-    from aioengine.stream import Generation, Stream
-    from aioengine.sync import ChunkIterator, Engine
+    from aioengine.settings.planning import Plan, plan
     from aioengine.utils import async_stream_and_merge, stream_and_merge, trim_overlap
 
 _HOMES = {  # of public names; those that are not here are errors
-    "aioengine.answers": (
+    "aioengine.api.answers": (
         "Answer",
         "BatchOutput",
         "Chunk",
@@ -85,17 +85,17 @@ _HOMES = {  # of public names; those that are not here are errors
         "Timings",
     ),
     "aioengine.frontend.loaded_adapters": ("AdapterResult",),
-    "aioengine.frontend.score": ("ScoreOptions", "ScoreResult"),
-    "aioengine.frontend.pool_requests": ("EncodeOptions", "PoolOptions"),
-    "aioengine.frontend.request_options": ("ChatOptions", "RequestOptions"),
+    "aioengine.frontend.intake.score": ("ScoreOptions", "ScoreResult"),
+    "aioengine.frontend.intake.pool_requests": ("EncodeOptions", "PoolOptions"),
+    "aioengine.frontend.intake.request_options": ("ChatOptions", "RequestOptions"),
     "aioengine.frontend.controls": ("Outcome", "ProfileOptions"),
-    "aioengine.engine": ("AsyncEngine",),
+    "aioengine.api.engine": ("AsyncEngine",),
     "aioengine.frontend.info": ("Health", "ModelInfo", "__version__"),
-    "aioengine.params": ("SamplingParams",),
-    "aioengine.planning": ("Plan", "plan"),
-    "aioengine.signatures": ("EngineArguments",),
-    "aioengine.stream": ("Generation", "Stream"),
-    "aioengine.sync": ("ChunkIterator", "Engine"),
+    "aioengine.api.params": ("SamplingParams",),
+    "aioengine.settings.planning": ("Plan", "plan"),
+    "aioengine.api.signatures": ("EngineArguments",),
+    "aioengine.api.stream": ("Generation", "Stream"),
+    "aioengine.api.sync": ("ChunkIterator", "Engine"),
     "aioengine.utils": ("async_stream_and_merge", "stream_and_merge", "trim_overlap"),
 }
 

@@ -11,7 +11,7 @@ from aioengine.errors import EngineOverloadedError
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
-    from aioengine.stream import Generation
+    from aioengine.api.stream import Generation
 
 __all__ = ["headers_of", "status_of", "until_disconnect"]
 

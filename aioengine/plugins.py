@@ -11,7 +11,7 @@ import importlib
 import pkgutil
 from typing import Any
 
-from aioengine import checks
+from aioengine.api import checks
 
 
 def names(folder: str) -> list[str]:

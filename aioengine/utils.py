@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
-    from aioengine.answers import Chunk
-    from aioengine.engine import AsyncEngine
-    from aioengine.params import SamplingParams
-    from aioengine.sync import Engine
+    from aioengine.api.answers import Chunk
+    from aioengine.api.engine import AsyncEngine
+    from aioengine.api.params import SamplingParams
+    from aioengine.api.sync import Engine
 
 
 def stream_and_merge(

@@ -21,13 +21,13 @@ from pathlib import Path
 
 import pytest
 
-from aioengine import machine
-from aioengine.args import ARGUMENTS
+from aioengine.api.args import ARGUMENTS
+from aioengine.api.engine import AsyncEngine
+from aioengine.api.params import SamplingParams
+from aioengine.api.sync import Engine
 from aioengine.cli import benchmark, commands, flags, main
 from aioengine.cli.benchmark import Workload, percentile
-from aioengine.engine import AsyncEngine
-from aioengine.params import SamplingParams
-from aioengine.sync import Engine
+from aioengine.settings import machine
 from aioengine.testing.fake_engine import fake_async_engine
 from tests.kit.fake_adapters import write_adapter
 from tests.kit.source import PACKAGE, ROOT

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from aioengine.args import ARGUMENTS
-from aioengine.foreign_names import ALIASES
+from aioengine.api.args import ARGUMENTS
+from aioengine.api.foreign_names import ALIASES
 from tests.kit.source import Function, Module, classes, module, modules
 from tests.test_floors import floor_of
 
@@ -83,7 +83,7 @@ def wrong_names(of: Module) -> list[str]:
 
 
 def what_is_wrong(name: str, of: Module) -> str | None:
-    if of.place == "signatures.py" and name in {*ARGUMENTS, *ALIASES}:
+    if of.place == "api/signatures.py" and name in {*ARGUMENTS, *ALIASES}:
         return None  # the keyword arguments of the contract
     parts = words(name)
     joined = f"_{'_'.join(parts)}_"
@@ -129,7 +129,7 @@ def test_no_two_files_have_the_same_name() -> None:
         ("scheduler/x.py", "def retract(): ..."),
         ("scheduler/x.py", "class A:\n    is_prefill: bool = True"),
         ("scheduler/x.py", "rid = 1"),
-        ("config.py", "class A:\n    enable_cache: bool = True"),
+        ("settings/config.py", "class A:\n    enable_cache: bool = True"),
         ("text/x.py", "n_pages = 1"),
         ("scheduler/req.py", ""),
     ],
@@ -142,7 +142,7 @@ def test_a_wrong_name_is_found(place: str, text: str) -> None:
     ("place", "text"),
     [
         ("runner/x.py", "class LogitsProcessor: ..."),
-        ("engine.py", "rid = 1"),
+        ("api/engine.py", "rid = 1"),
         ("models/x.py", "names = {'self_attn.q_proj': 1}\nrequest = sequence = token = processing = 1"),
         ("layers/x.py", "block = transformer_block = 1"),
         ("text/x.py", "x.extend([1])"),

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 import aioengine
-from aioengine import foreign_names, plugins
-from aioengine.args import ARGUMENTS
+from aioengine import plugins
+from aioengine.api import foreign_names
+from aioengine.api.args import ARGUMENTS
+from aioengine.api.params import ALIASES, PARAMETERS
 from aioengine.frontend.info import Health
 from aioengine.model_files import gguf_model
-from aioengine.params import ALIASES, PARAMETERS
 from aioengine.testing.fake_engine import fake_engine
 from tests.kit import models_table
 from tests.kit.pages import GUIDES, README, blocks, broken_links, headings, links, pages, place, table
@@ -111,7 +112,7 @@ def test_every_file_beside_the_folders_is_explained() -> None:
     found = {file.stem for file in PACKAGE.glob("*.py")} - {"__init__", "__main__"}
     rows = text_of(PACKAGE / "README.md")
     named = {name for row in table(rows, "files") for name in names_in(row)}
-    assert found == named | {"grammars"}, "grammars is among the folders"
+    assert found == named
 
 
 def test_what_is_wrong_in_a_page_is_found(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
-from aioengine.page_groups import layer_groups
+from aioengine.settings.page_groups import layer_groups
 
 if TYPE_CHECKING:
     import numpy as np

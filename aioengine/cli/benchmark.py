@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from aioengine import checks
-from aioengine.engine import AsyncEngine
+from aioengine.api import checks
+from aioengine.api.engine import AsyncEngine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from aioengine.config import EngineConfig
+    from aioengine.settings.config import EngineConfig
 
 Figures = dict[str, float | int]
 

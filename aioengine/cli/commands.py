@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from aioengine.api.sync import Engine
 from aioengine.cli import benchmark, flags, report
 from aioengine.errors import EngineError, RequestTooLargeError
 from aioengine.file_descriptors import hold_standard_descriptors
 from aioengine.frontend.progress import is_terminal
-from aioengine.planning import plan_of, read_size
-from aioengine.sync import Engine
+from aioengine.settings.planning import plan_of, read_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence

@@ -8,18 +8,18 @@ import re
 import sys
 from typing import TYPE_CHECKING, Final, NoReturn, cast
 
-from aioengine import foreign_names
-from aioengine.args import ARGUMENTS, engine_config
+from aioengine.api import foreign_names
+from aioengine.api.args import ARGUMENTS, engine_config
+from aioengine.api.params import ALIASES, PARAMETERS, SamplingParams
 from aioengine.cli.benchmark import Workload
 from aioengine.frontend.info import __version__
-from aioengine.params import ALIASES, PARAMETERS, SamplingParams
-from aioengine.planning import read_size
+from aioengine.settings.planning import read_size
 from aioengine.tokenization.chat_template import is_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
-    from aioengine.config import EngineConfig
+    from aioengine.settings.config import EngineConfig
 
 _EXAMPLES: Final = {
     None: """examples:

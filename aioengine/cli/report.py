@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
 
-from aioengine import machine
-from aioengine.args import ARGUMENTS, engine_config
+from aioengine.api.args import ARGUMENTS, engine_config
 from aioengine.frontend.info import __version__
 from aioengine.frontend.startup import read_adapters
 from aioengine.model_files import model_folder
-from aioengine.resolve import resolve
+from aioengine.settings import machine
+from aioengine.settings.resolve import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from aioengine.config import Settings
+    from aioengine.settings.config import Settings
 
 Facts = dict[str, dict[str, object]]
 

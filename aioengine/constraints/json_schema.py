@@ -20,7 +20,7 @@ import json
 from graphlib import CycleError, TopologicalSorter
 from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
-from aioengine.checks import did_you_mean
+from aioengine.api.checks import did_you_mean
 from aioengine.constraints.one_of import TYPES, exclusive
 from aioengine.constraints.python_regex import translate
 from aioengine.constraints.schema_values import (

@@ -11,7 +11,7 @@ from typing import Any, Final, cast, get_type_hints
 
 import msgspec
 
-from aioengine import checks
+from aioengine.api import checks
 from aioengine.constraints.json_schema import MAX_CHARACTERS, OPTIONS, compiled
 from aioengine.constraints.python_regex import MAX_BYTES as MAX_REGEX_BYTES
 from aioengine.constraints.python_regex import escaped, translate

@@ -19,7 +19,7 @@ from re import _constants as codes  # type: ignore[attr-defined]
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any, Final, NoReturn
 
-from aioengine.checks import shown
+from aioengine.api.checks import shown
 from aioengine.errors import UnsupportedSchemaError
 
 MAX_BYTES: Final = 8192

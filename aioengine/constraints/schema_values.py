@@ -7,7 +7,7 @@ import re
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, cast
 
-from aioengine import checks
+from aioengine.api import checks
 from aioengine.constraints.python_regex import translate
 from aioengine.errors import UnsupportedSchemaError
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any, Final, NoReturn, cast
 
-from aioengine.checks import did_you_mean, shown
+from aioengine.api.checks import did_you_mean, shown
 from aioengine.constraints.json_schema import Budget, compiled
 from aioengine.constraints.python_regex import translate
 from aioengine.constraints.schema_values import Place

@@ -9,7 +9,7 @@ from typing import Final, Literal, NoReturn, TypeVar
 
 import msgspec
 
-from aioengine.checks import cut, shown
+from aioengine.api.checks import cut, shown
 
 if typing.TYPE_CHECKING:
     from collections.abc import Mapping

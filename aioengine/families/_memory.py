@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from aioengine.families._block_config import MambaConfig, ShortConvConfig
 from aioengine.families._config import DecoderConfig
 from aioengine.families._tensors import tensor_shapes
-from aioengine.page_groups import layer_groups
+from aioengine.settings.page_groups import layer_groups
 
 if TYPE_CHECKING:
     from aioengine.families._config import TransformerConfig

@@ -10,7 +10,7 @@ from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypedDict
 
-from aioengine import checks
+from aioengine.api import checks
 from aioengine.errors import EngineStalledError, RequestError
 from aioengine.protocol.messages import MAX_PAYLOAD_BYTES, Control, Reply
 

@@ -18,11 +18,9 @@ from typing import TYPE_CHECKING, Final, cast
 
 from msgspec import Struct
 
-from aioengine import checks
-from aioengine.config import DeliveryConfig, QueueConfig, Settings
+from aioengine.api import checks
 from aioengine.errors import EngineClosedError, EngineDrainingError, EngineError
 from aioengine.frontend import info
-from aioengine.frontend.call_lifecycle import CallLifecycle
 from aioengine.frontend.callers import (
     closed,
     is_deep_stack,
@@ -32,29 +30,31 @@ from aioengine.frontend.callers import (
     refuse_interrupting,
     refuse_own_thread,
 )
-from aioengine.frontend.calls import Call, Calls
+from aioengine.frontend.calls.call_lifecycle import CallLifecycle
+from aioengine.frontend.calls.calls import Call, Calls
+from aioengine.frontend.calls.delivery import Router, SlowReaders
+from aioengine.frontend.calls.overload import Overload, QueueLimits, Reservation
+from aioengine.frontend.calls.reader import Reader
 from aioengine.frontend.controls import Controls
-from aioengine.frontend.delivery import Router, SlowReaders
-from aioengine.frontend.encoder import Encoder, TextSizes
 from aioengine.frontend.image_intake import ImageIntake
 from aioengine.frontend.image_prompts import PromptImages
+from aioengine.frontend.intake.encoder import Encoder, TextSizes
+from aioengine.frontend.intake.pool_encoder import PoolEncoder
+from aioengine.frontend.intake.request_checks import PromptRules, RequestChecks
+from aioengine.frontend.intake.requests import MAX_TIMEOUT_S
 from aioengine.frontend.loaded_adapters import AdapterRules, LoadedAdapters
-from aioengine.frontend.overload import Overload, QueueLimits, Reservation
-from aioengine.frontend.pool_encoder import PoolEncoder
-from aioengine.frontend.reader import Reader
-from aioengine.frontend.request_checks import PromptRules, RequestChecks
-from aioengine.frontend.requests import MAX_TIMEOUT_S
-from aioengine.frontend.sessions import Sessions
+from aioengine.frontend.sessions.sessions import Sessions
 from aioengine.frontend.throughput import Throughput
 from aioengine.protocol.messages import FinishCode, Reply, Stats, TextChunks
+from aioengine.settings.config import DeliveryConfig, QueueConfig, Settings
 from aioengine.supervision.processes import Processes
 from aioengine.supervision.tasks import post, runs_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from aioengine.frontend.outputs import CallOutput, Cursor
-    from aioengine.frontend.requests import CallRequest
+    from aioengine.frontend.calls.outputs import CallOutput, Cursor
+    from aioengine.frontend.intake.requests import CallRequest
     from aioengine.protocol.messages import ToFrontend
     from aioengine.tokenization.tokenizer import Tokenizer  # noqa: TC004  # fields of a Struct that is never decoded
 

@@ -8,22 +8,22 @@ from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
-from aioengine import checks
+from aioengine.api import checks
 from aioengine.errors import EngineError, EngineStartupError
 from aioengine.frontend.image_intake import ImageIntake, ImagesOfPrompt
 from aioengine.frontend.image_sources import NOT_TRUNCATED, ImageSource, check_number
-from aioengine.frontend.prompts import ChatIds, ChatPrompt, EmbedsIds, MediaIds
-from aioengine.machine import num_threads
+from aioengine.frontend.intake.prompts import ChatIds, ChatPrompt, EmbedsIds, MediaIds
 from aioengine.media._placing import check_count, image_ids, placed
 from aioengine.protocol.messages import Media
+from aioengine.settings.machine import num_threads
 from aioengine.supervision.tasks import start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aioengine.frontend.calls import Call
-    from aioengine.frontend.encoder import Encoded, Encoder
-    from aioengine.frontend.requests import CallRequest
+    from aioengine.frontend.calls.calls import Call
+    from aioengine.frontend.intake.encoder import Encoded, Encoder
+    from aioengine.frontend.intake.requests import CallRequest
     from aioengine.media._base import ImageModel, ImageShape
     from aioengine.media._placing import ImageIds
 

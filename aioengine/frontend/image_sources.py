@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, cast, runtime_checkable
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
-from aioengine import checks
+from aioengine.api import checks
 
 if TYPE_CHECKING:
-    from aioengine.config import MediaConfig
+    from aioengine.settings.config import MediaConfig
 
 ALLOWED: Final = "a path, a URL, base64 text, bytes or a PIL image"
 CONTENT: Final = ("image", "url", "path", "base64")

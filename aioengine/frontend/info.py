@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Final, TypedDict, cast
 import msgspec
 from msgspec.structs import asdict
 
-from aioengine.answers import WEIGHT_VERSION
+from aioengine.api.answers import WEIGHT_VERSION
+from aioengine.api.params import FROM_MODEL
 from aioengine.errors import EngineClosedError, EngineStalledError
-from aioengine.params import FROM_MODEL
 from aioengine.protocol.messages import Sampling, Stats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from aioengine.config import Settings
     from aioengine.errors import EngineError
     from aioengine.frontend.image_prompts import PromptImages
+    from aioengine.settings.config import Settings
     from aioengine.supervision.processes import ProcessState
     from aioengine.tokenization.tokenizer import Tokenizer
 

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple, cast
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
-from aioengine import checks
-from aioengine.config import GivenAdapter, LoraSettings
+from aioengine.api import checks
 from aioengine.errors import EngineStartupError, RequestError, describe
-from aioengine.frontend.row_options import PerPrompt, per_prompt
+from aioengine.frontend.intake.row_options import PerPrompt, per_prompt
 from aioengine.model_files import adapter_folder
 from aioengine.protocol.messages import LOAD_ADAPTER, UNLOAD_ADAPTER, Adapter, Reply
+from aioengine.settings.config import GivenAdapter, LoraSettings
 from aioengine.supervision.ledger import CRASH_STAGE
 from aioengine.supervision.tasks import WorkerThread, post
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from aioengine.frontend.controls import Controls
-    from aioengine.frontend.row_options import Rows
+    from aioengine.frontend.intake.row_options import Rows
     from aioengine.protocol.messages import Argument
 
 MAX_NAME_BYTES: Final = 4096

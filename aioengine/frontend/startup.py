@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from aioengine import machine
-from aioengine.config import DeliveryConfig, QueueConfig, Settings
 from aioengine.errors import EngineDeadError, EngineError, EngineStartupError
 from aioengine.file_descriptors import FOR_AN_ENGINE, hold_standard_descriptors, require_descriptors
 from aioengine.frontend.callers import closed
-from aioengine.frontend.encoder import longest_token
 from aioengine.frontend.frontend import Frontend, Running
 from aioengine.frontend.image_prompts import start_intake
+from aioengine.frontend.intake.encoder import longest_token
 from aioengine.frontend.loaded_adapters import AdapterRules  # a field of a Struct
 from aioengine.frontend.progress import is_wanted
 from aioengine.logs import log, show_logs, warn_caller
@@ -31,7 +29,9 @@ from aioengine.model_files.adapter_folder import read_folder
 from aioengine.model_files.checkpoint import check_unchanged
 from aioengine.model_files.vocabulary import end_ids
 from aioengine.protocol.messages import Progress
-from aioengine.resolve import resolve
+from aioengine.settings import machine
+from aioengine.settings.config import DeliveryConfig, QueueConfig, Settings
+from aioengine.settings.resolve import resolve
 from aioengine.supervision.processes import Events, Processes
 from aioengine.supervision.supervisor import Supervisor
 from aioengine.supervision.tasks import WorkerThread, require_real_threads
@@ -40,11 +40,11 @@ from aioengine.tokenization.chat_template import check_files, checked_template
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from aioengine.config import EngineConfig, TextSettings
     from aioengine.frontend.image_intake import ImageIntake
     from aioengine.model_files.adapter_folder import AdapterFolder
     from aioengine.model_files.model_folder import ModelFacts
     from aioengine.protocol.messages import ToFrontend
+    from aioengine.settings.config import EngineConfig, TextSettings
     from aioengine.tokenization.tokenizer import Tokenizer  # noqa: TC004  # fields of a Struct that is never decoded
 
 logger = logging.getLogger(__name__)

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, Protocol, TypeVar
 import msgspec
 from msgspec import Struct
 
-from aioengine import checks, plugins
-from aioengine.config import MediaConfig
+from aioengine import plugins
+from aioengine.api import checks
 from aioengine.model_files import folder_files
+from aioengine.settings.config import MediaConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from aioengine import checks
+from aioengine.api import checks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from aioengine.memory.radix import Key, Salt
-    from aioengine.page_groups import PageGroups
+    from aioengine.settings.page_groups import PageGroups
 
 RELEASED: Final = -1
 """Entry of a page table: the page was released because no later token attends to it."""

@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import msgspec
 from msgspec import Struct
 
-from aioengine.checks import shown
+from aioengine.api.checks import shown
 from aioengine.model_files import checkpoint, folder_files
 from aioengine.model_files.checkpoint import Entry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
+    from aioengine.constraints.patterns import Pattern
     from aioengine.model_files.folder_files import Json
-    from aioengine.patterns import Pattern
 
     Layers = Mapping[str, tuple[int, int]]
     """Name in the checkpoint -> (outputs, inputs) of a linear layer of the base model."""
@@ -374,7 +374,7 @@ class _Patterns:
     def compiled(self, field: str, pattern: str) -> Pattern:
         import regex  # slow to import, and most folders have no patterns
 
-        from aioengine.patterns import expanded_size
+        from aioengine.constraints.patterns import expanded_size
 
         compile_pattern = cast("Callable[..., Pattern]", regex.compile)
         began_at = time.thread_time()

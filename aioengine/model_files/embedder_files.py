@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec import Struct, convert, field
 
-from aioengine import checks
-from aioengine.config import PoolingSettings
+from aioengine.api import checks
 from aioengine.families._config import Task
 from aioengine.families._encoders import EncoderConfig
 from aioengine.families._fields import not_implemented
 from aioengine.model_files import folder_files
+from aioengine.settings.config import PoolingSettings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

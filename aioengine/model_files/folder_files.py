@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
 
 import msgspec
 
-from aioengine import checks
+from aioengine.api import checks
 from aioengine.model_files.gguf_header import Header, read_header
 from aioengine.model_files.gguf_model import config_of
 from aioengine.model_files.gguf_tokenizer import has_tokenizer, tokenizer_config_of, tokenizer_of

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 from msgspec import Struct
 
-from aioengine import checks
+from aioengine.api import checks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

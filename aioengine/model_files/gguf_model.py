@@ -11,7 +11,7 @@ import re
 import struct
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from aioengine import checks
+from aioengine.api import checks
 from aioengine.model_files.gguf_header import Array
 
 if TYPE_CHECKING:

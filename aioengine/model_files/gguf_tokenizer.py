@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from aioengine import checks
+from aioengine.api import checks
 from aioengine.model_files.gguf_header import Array
 
 if TYPE_CHECKING:

@@ -16,8 +16,9 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from aioengine import checks, logs, plugins
-from aioengine.config import OWN, TRANSFORMERS, PoolingSettings
+from aioengine import logs, plugins
+from aioengine.api import checks
+from aioengine.api.params import FROM_MODEL, PARAMETERS
 from aioengine.families._config import DecoderConfig, Task, as_embedder
 from aioengine.families._encoders import EncoderConfig
 from aioengine.families._fallback_config import linear_layers as fallback_layers
@@ -29,13 +30,13 @@ from aioengine.families._vision import VisionConfig
 from aioengine.model_files import checkpoint, folder_files
 from aioengine.model_files.embedder_files import is_embedder, read_pooling
 from aioengine.model_files.hub import download, weight_shapes
-from aioengine.params import FROM_MODEL, PARAMETERS
+from aioengine.settings.config import OWN, TRANSFORMERS, PoolingSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from aioengine.config import ModelConfig
     from aioengine.families._config import TransformerConfig
+    from aioengine.settings.config import ModelConfig
 
     ReadConfig = Callable[[Mapping[str, object]], TransformerConfig]
 

@@ -17,7 +17,7 @@ from aioengine.model_files.checkpoint import check_unchanged
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from aioengine.config import Settings
+    from aioengine.settings.config import Settings
 
 
 class _AddedToken(msgspec.Struct):

@@ -28,7 +28,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from aioengine import checks
+from aioengine.api import checks
 from aioengine.families._config import Task
 from aioengine.layers.placement import Target
 from aioengine.model_files import checkpoint, folder_files

@@ -13,7 +13,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from aioengine import checks
+from aioengine.api import checks
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

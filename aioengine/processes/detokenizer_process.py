@@ -34,8 +34,8 @@ from aioengine.protocol.service import HEARTBEAT_S, Outbox
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from aioengine.config import Settings
     from aioengine.protocol.columns import Extra
+    from aioengine.settings.config import Settings
 
 
 STEP_BUDGET_S: Final = 0.01

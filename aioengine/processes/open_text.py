@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from msgspec.structs import replace
 
-from aioengine.patterns import PatternCache
+from aioengine.constraints.patterns import PatternCache
 from aioengine.protocol.messages import FinishCode
 from aioengine.text.detokenizer import Decode, TextPipeline, make_detokenizer
 from aioengine.text.stop import StopMatcher

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar, run
 
 import msgspec
 
+from aioengine.constraints.grammars import GrammarError, Grammars
 from aioengine.errors import describe
-from aioengine.grammars import GrammarError, Grammars
 from aioengine.processes.adapter_loading import STAGE, AdapterRunner, Adapters, Copies
 from aioengine.processes.child import Child, run_child
 from aioengine.processes.host import keep_freed_memory, limit_kernel_cache, limit_threads
@@ -52,12 +52,12 @@ from aioengine.scheduler.scheduler import Scheduler
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from aioengine.config import Settings
     from aioengine.protocol.board import CrashBoard
     from aioengine.protocol.messages import Grammar
     from aioengine.scheduler.core import Runner
     from aioengine.scheduler.plan import Plan, StepResult
     from aioengine.scheduler.request import Request
+    from aioengine.settings.config import Settings
 
 logger = logging.getLogger(__name__)
 

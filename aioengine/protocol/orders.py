@@ -10,8 +10,8 @@ import json
 import msgspec
 from msgspec import Struct
 
-from aioengine.config import Settings
 from aioengine.protocol.messages import DETOKENIZER, SCHEDULER, Role
+from aioengine.settings.config import Settings
 
 ROLES = (SCHEDULER, DETOKENIZER)
 """The children of a replica on one device."""

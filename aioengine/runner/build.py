@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from aioengine import models, plugins
 from aioengine.attention import _image_attention, _mixed, fused
 from aioengine.attention._base import BackendUnavailableError
-from aioengine.config import TRANSFORMERS
 from aioengine.families._config import Task, as_embedder
 from aioengine.kernels import token_logprobs
 from aioengine.kernels.triton.launcher import compiled_in_threads, is_installed
@@ -24,7 +23,6 @@ from aioengine.model_files import folder_files
 from aioengine.model_files.checkpoint import check_unchanged
 from aioengine.model_files.vocabulary import sampled_vocab_size
 from aioengine.models._base import AdaptableModel, ModelOptions, StatefulModel
-from aioengine.page_groups import PageGroups
 from aioengine.protocol.messages import Progress
 from aioengine.runner import weights
 from aioengine.runner.device_memory import (
@@ -44,6 +42,8 @@ from aioengine.runner.model_runner import DeviceParts, ModelRunner
 from aioengine.runner.state_pool import StatePool
 from aioengine.runner.timing import StartTimes
 from aioengine.runner.warmup import longest_graph, warm_up_device
+from aioengine.settings.config import TRANSFORMERS
+from aioengine.settings.page_groups import PageGroups
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import AttentionBackend, AttentionShape
-    from aioengine.config import RunnerSettings, Settings
     from aioengine.models._base import Model
+    from aioengine.settings.config import RunnerSettings, Settings
 
     Facts = dict[str, str | int | float | bool]
 

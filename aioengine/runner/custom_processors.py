@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import torch
 
-from aioengine.checks import shown
+from aioengine.api.checks import shown
 from aioengine.errors import describe
 from aioengine.runner.time_limit import OutOfTimeError, run_limited
 

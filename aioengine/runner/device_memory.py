@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from aioengine import checks
+from aioengine.api import checks
 from aioengine.attention._base import kv_pool_shape
 from aioengine.families._memory import SNAPSHOTS_PER_ROW
 from aioengine.kernels.triton.launcher import compile_only
-from aioengine.machine import free_host_memory
 from aioengine.models._base import VisionModel
 from aioengine.runner.images import GPU_FEATURE_BYTES
 from aioengine.runner.inputs import model_inputs
+from aioengine.settings.machine import free_host_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from aioengine.attention._base import AttentionShape, WriteKV
     from aioengine.layers.adapters import AdapterRows
     from aioengine.models._base import Model
-    from aioengine.page_groups import PageGroups
+    from aioengine.settings.page_groups import PageGroups
 
 _MIB, _GIB = 1 << 20, 1 << 30
 

@@ -12,7 +12,7 @@ import torch
 
 from aioengine.attention._base import kv_pool_shape
 from aioengine.kernels.clean_pages import clean_pages
-from aioengine.page_groups import PageGroups
+from aioengine.settings.page_groups import PageGroups
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,7 +14,7 @@ from aioengine.runner.kv_pool import FIRST_PAGE, PADDING_PAGE
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from aioengine.page_groups import PageGroups
+    from aioengine.settings.page_groups import PageGroups
 
     Ints = npt.NDArray[np.int64]
 

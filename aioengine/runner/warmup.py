@@ -20,10 +20,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from aioengine.attention._base import CapturableAttention, FullGraphAttention
-from aioengine.config import TRANSFORMERS
 from aioengine.families._config import Task
 from aioengine.protocol.messages import Progress, Sampling
-from aioengine.resolve import PACKED
 from aioengine.runner.device_memory import NoAttention
 from aioengine.runner.graphs.encoder_graphs import EncoderGraphs
 from aioengine.runner.graphs.ladder import MAX_SEEN_TOKENS, longest_piece
@@ -31,14 +29,16 @@ from aioengine.runner.graphs.piece_graphs import PieceGraphs
 from aioengine.runner.inputs import model_inputs
 from aioengine.runner.pooler import MEAN
 from aioengine.scheduler.plan import NOTHING, TOKENS, VECTOR, NewRow, Plan, Row
+from aioengine.settings.config import TRANSFORMERS
+from aioengine.settings.resolve import PACKED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from aioengine.config import Settings
     from aioengine.models._base import Model
     from aioengine.runner.model_runner import DeviceParts, ModelRunner
     from aioengine.runner.timing import StartTimes
+    from aioengine.settings.config import Settings
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
 
-    from aioengine.config import Settings
     from aioengine.protocol.messages import Control, Progress, Reply, StepOutput
     from aioengine.scheduler.plan import Plan, StepResult
     from aioengine.scheduler.scheduler import Scheduler
+    from aioengine.settings.config import Settings
 
 Ticket = TypeVar("Ticket")
 

@@ -18,11 +18,11 @@ from aioengine.scheduler.plan import DISTRIBUTION, NOTHING, TOKENS, VECTOR, NewR
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from aioengine.config import SchedulerSettings
     from aioengine.memory.prefix_cache import Allocation
     from aioengine.memory.snapshots import Snapshots
     from aioengine.scheduler.request import Request
     from aioengine.scheduler.requests import Requests
+    from aioengine.settings.config import SchedulerSettings
 
 OUTPUTS = {RequestKind.GENERATE: TOKENS, RequestKind.POOL: VECTOR, RequestKind.SCORE: DISTRIBUTION}
 """``Row.outputs`` at the end of a prompt."""

@@ -27,10 +27,10 @@ from aioengine.scheduler.request import Request, State, num_wanted, refusal_of
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from aioengine.config import SchedulerSettings
     from aioengine.memory.prefix_cache import Match, PrefixCache
     from aioengine.protocol.messages import Adapter, Continuation, Submit
     from aioengine.scheduler.policies._base import Policy
+    from aioengine.settings.config import SchedulerSettings
 
 
 ANSWERED_CODES = (FinishCode.STOP, FinishCode.LENGTH)

@@ -16,7 +16,6 @@ from msgspec.structs import asdict
 from aioengine.memory.prefix_cache import PrefixCache
 from aioengine.memory.snapshots import Snapshots
 from aioengine.memory.windowed_cache import WindowedCache
-from aioengine.page_groups import PageGroups
 from aioengine.protocol.columns import POOLED_VECTOR
 from aioengine.protocol.messages import End, FinishCode, Stats, StepOutput
 from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS
@@ -24,11 +23,12 @@ from aioengine.scheduler.plan import DISTRIBUTION, TOKENS, VECTOR
 from aioengine.scheduler.planner import Flight, Planner
 from aioengine.scheduler.request import end_of
 from aioengine.scheduler.requests import Requests
+from aioengine.settings.page_groups import PageGroups
 
 if TYPE_CHECKING:
-    from aioengine.config import SchedulerSettings
     from aioengine.scheduler.plan import Plan, Row, StepResult
     from aioengine.scheduler.request import Request
+    from aioengine.settings.config import SchedulerSettings
 
 _OUTPUT_NAMES = {TOKENS: "token", VECTOR: "vector", DISTRIBUTION: "distribution"}
 

@@ -46,8 +46,8 @@ from aioengine.transport.base import BacklogFullError
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
-    from aioengine.config import Settings
     from aioengine.protocol.messages import Message, Role, ToFrontend, ToScheduler
+    from aioengine.settings.config import Settings
     from aioengine.supervision.launchers._base import Launcher, RunningChild
 
     OnStall = Callable[[Role, EngineStalledError], None]

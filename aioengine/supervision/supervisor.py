@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from aioengine import checks, plugins
+from aioengine import plugins
+from aioengine.api import checks
 from aioengine.errors import EngineClosedError, EngineError
 from aioengine.logs import log, warn
 from aioengine.protocol.messages import SCHEDULER, Reply, Stats, TextChunks, Totals
@@ -28,8 +29,8 @@ from aioengine.supervision.tasks import EngineTask
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from aioengine.config import Settings, SupervisionConfig
     from aioengine.protocol.messages import Role, ToFrontend, ToScheduler
+    from aioengine.settings.config import Settings, SupervisionConfig
     from aioengine.supervision.launchers._base import Launcher
     from aioengine.supervision.processes import Events, ProcessState
 

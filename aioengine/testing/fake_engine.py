@@ -18,9 +18,13 @@ from typing import TYPE_CHECKING, Final, cast
 import msgspec
 from msgspec import Struct
 
-from aioengine import checks
-from aioengine.args import MAX_WEIGHT
-from aioengine.config import (
+from aioengine.api import checks
+from aioengine.api.args import MAX_WEIGHT
+from aioengine.api.engine import AsyncEngine
+from aioengine.api.sync import Engine
+from aioengine.frontend.loaded_adapters import AdapterRules
+from aioengine.frontend.startup import Blueprint
+from aioengine.settings.config import (
     DeliveryConfig,
     LoraSettings,
     MemorySettings,
@@ -32,11 +36,7 @@ from aioengine.config import (
     SupervisionConfig,
     TextSettings,
 )
-from aioengine.engine import AsyncEngine
-from aioengine.frontend.loaded_adapters import AdapterRules
-from aioengine.frontend.startup import Blueprint
 from aioengine.supervision.supervisor import Supervisor
-from aioengine.sync import Engine
 from aioengine.testing.byte_tokenizer import BYTE_MODEL, EOS_TOKEN_ID, VOCAB_SIZE
 from aioengine.testing.fake_runner import HIDDEN_SIZE, PRINTABLE
 from aioengine.testing.faults import Faults

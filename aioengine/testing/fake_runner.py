@@ -30,10 +30,10 @@ from aioengine.testing.faults import Faults
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from aioengine.config import Settings
     from aioengine.protocol.messages import Adapter, Control, Limits, Progress, Sampling
     from aioengine.protocol.packed_logprobs import LogprobRules
     from aioengine.scheduler.plan import NewRow, Plan, Row
+    from aioengine.settings.config import Settings
 
 MASK = (1 << 64) - 1
 UNWRITTEN = -1

@@ -18,9 +18,9 @@ from aioengine.testing.byte_tokenizer import EOS_TOKEN_ID, NUM_BYTES, VOCAB_SIZE
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from aioengine.config import Settings
     from aioengine.protocol.messages import Control, Progress, Reply
     from aioengine.scheduler.plan import NewRow, Plan, Row, StepResult
+    from aioengine.settings.config import Settings
     from aioengine.testing.fake_runner import FakeRunner, FakeTicket
 
 ANSWERS_OPTION = "answers"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aioengine.patterns import PatternCache
+from aioengine.constraints.patterns import PatternCache
 from aioengine.text.stop_regex import RegexSearch
 from aioengine.text.stop_strings import Hit, StopStrings
 

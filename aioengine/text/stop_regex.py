@@ -14,7 +14,7 @@ from aioengine.text.stop_strings import Hit
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from aioengine.patterns import Match, PatternCache
+    from aioengine.constraints.patterns import Match, PatternCache
 
 REGEX_WINDOW: Final = 1024
 """The most characters that are held back for a partial match."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 import msgspec
 
-from aioengine import checks
+from aioengine.api import checks
 from aioengine.model_files import folder_files
 from aioengine.tokenization.tokenizer_limits import read_tokenizer
 

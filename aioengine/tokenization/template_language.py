@@ -12,7 +12,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from aioengine import checks
+from aioengine.api import checks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

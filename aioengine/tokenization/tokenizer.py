@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, cast
 from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as FastTokenizer
 
-from aioengine import checks
+from aioengine.api import checks
 from aioengine.model_files import folder_files
 from aioengine.protocol.messages import PairIds
 from aioengine.tokenization.chat_template import (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
 
-from aioengine import checks
+from aioengine.api import checks
 from aioengine.model_files import folder_files
 
 if TYPE_CHECKING:

@@ -29,15 +29,15 @@ from msgspec.structs import replace
 from safetensors.torch import save_file
 
 from aioengine import AsyncEngine
-from aioengine.args import engine_config
-from aioengine.config import LoraSettings
-from aioengine.machine import device_facts
+from aioengine.api.args import engine_config
 from aioengine.model_files.adapter_folder import CONFIG, TENSORS
 from aioengine.model_files.model_folder import find_facts
 from aioengine.protocol.messages import Adapter
-from aioengine.resolve import resolve
 from aioengine.runner.build import build
 from aioengine.scheduler.scheduler import Scheduler
+from aioengine.settings.config import LoraSettings
+from aioengine.settings.machine import device_facts
+from aioengine.settings.resolve import resolve
 from benchmarks.gpu.models import MODELS, write_folder
 from benchmarks.gpu.steps import Steps, finish, run
 

@@ -15,19 +15,19 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from aioengine.args import engine_config
-from aioengine.config import OWN, TRANSFORMERS
-from aioengine.machine import device_facts
+from aioengine.api.args import engine_config
 from aioengine.model_files.model_folder import find_facts
-from aioengine.resolve import resolve
 from aioengine.runner.build import build
 from aioengine.scheduler.scheduler import Scheduler
+from aioengine.settings.config import OWN, TRANSFORMERS
+from aioengine.settings.machine import device_facts
+from aioengine.settings.resolve import resolve
 from benchmarks.gpu.models import LARGE
 from benchmarks.gpu.steps import Steps, finish, prompts, run
 
 if TYPE_CHECKING:
-    from aioengine.config import Settings
     from aioengine.runner.model_runner import ModelRunner
+    from aioengine.settings.config import Settings
 
 NUM_LAYERS: Final = 32
 CACHED: Final = 512

@@ -26,16 +26,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from aioengine import plugins
-from aioengine.args import engine_config
+from aioengine.api.args import engine_config
 from aioengine.layers import experts as expert_layers
-from aioengine.machine import device_facts
 from aioengine.model_files.model_folder import find_facts
-from aioengine.page_groups import PageGroups
 from aioengine.processes.scheduler_process import page_windows
 from aioengine.protocol.messages import Limits, Sampling, Submit, TextRules
-from aioengine.resolve import resolve
 from aioengine.runner.build import build
 from aioengine.scheduler.scheduler import Scheduler
+from aioengine.settings.machine import device_facts
+from aioengine.settings.page_groups import PageGroups
+from aioengine.settings.resolve import resolve
 from benchmarks.gpu import limits
 from benchmarks.gpu.models import MODELS
 from benchmarks.gpu.steps import NUM_WARM, Steps, finish, prompts, run
@@ -43,10 +43,10 @@ from benchmarks.gpu.steps import NUM_WARM, Steps, finish, prompts, run
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from aioengine.config import Settings
     from aioengine.families._config import DecoderConfig
     from aioengine.kernels.expert_types import ChosenExperts
     from aioengine.runner.model_runner import ModelRunner
+    from aioengine.settings.config import Settings
 
 SHAPES = "a3b", "oss", "gemma", "lite", "next"
 NUM_STEPS = 60

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aioengine.args import engine_config
-from aioengine.machine import device_facts
+from aioengine.api.args import engine_config
 from aioengine.model_files.model_folder import find_facts
 from aioengine.protocol.messages import Limits, Sampling, Submit, TextRules
-from aioengine.resolve import resolve
 from aioengine.runner.build import build
 from aioengine.scheduler.scheduler import Scheduler
+from aioengine.settings.machine import device_facts
+from aioengine.settings.resolve import resolve
 from benchmarks.gpu.models import MODELS, write_folder
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ import msgspec
 import psutil
 import zmq
 
-from aioengine.engine import AsyncEngine
+from aioengine.api.engine import AsyncEngine
 from aioengine.errors import EngineOverloadedError, RequestError
 from aioengine.testing.byte_tokenizer import BYTE_MODEL
 from aioengine.testing.fake_engine import FakeSetup
@@ -48,8 +48,8 @@ from benchmarks.host.chaos_program import AbortingFinalizer, AbortingSignalHandl
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from aioengine.api.stream import Stream
     from aioengine.frontend.startup import Blueprint
-    from aioengine.stream import Stream
 
 NUM_PROMPTS = 24
 MAX_OUTPUT = 120

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import psutil
 
-from aioengine.engine import AsyncEngine
+from aioengine.api.engine import AsyncEngine
 from aioengine.errors import EngineDeadError, EngineStartupError
 from aioengine.tokenization.tokenizer import Tokenizer
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import FrameType
 
+    from aioengine.api.stream import Stream
     from aioengine.frontend.startup import Blueprint
-    from aioengine.stream import Stream
 
 PANIC: Final = "\x06"
 """The tokenizer panics when a text has this character."""

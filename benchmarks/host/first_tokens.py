@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from aioengine.engine import AsyncEngine
+from aioengine.api.engine import AsyncEngine
 from aioengine.testing.fake_engine import FakeSetup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aioengine.stream import Stream
+    from aioengine.api.stream import Stream
 
 PROMPT_TOKENS = 128
 OUTPUT_TOKENS = 8

@@ -23,8 +23,8 @@ from aioengine import AsyncEngine
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aioengine.answers import Answer, BatchOutput
-    from aioengine.stream import Generation
+    from aioengine.api.answers import Answer, BatchOutput
+    from aioengine.api.stream import Generation
 
     Call = Callable[[], Generation[Answer] | Generation[BatchOutput] | Generation[Answer | BatchOutput]]
 

@@ -16,12 +16,12 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from aioengine.config import SchedulerSettings
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import Limits, Sampling, Submit, TextRules
 from aioengine.scheduler.core import SchedulerCore
 from aioengine.scheduler.plan import TOKENS, Plan, StepResult, UnknownOrderError
 from aioengine.scheduler.scheduler import Scheduler
+from aioengine.settings.config import SchedulerSettings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 import psutil
 import uvloop
 
-from aioengine.engine import AsyncEngine
+from aioengine.api.engine import AsyncEngine
 from aioengine.testing.fake_engine import FakeSetup
 
 PROMPT_TOKENS = 16

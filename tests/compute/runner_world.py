@@ -33,8 +33,8 @@ from tests.kit.tiny_sizes import CONTEXT_LENGTH, SIZES, VOCAB_SIZE
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from aioengine.config import Settings
     from aioengine.protocol.packed_logprobs import LogprobRules
+    from aioengine.settings.config import Settings
 
 FAMILIES: dict[str, type[PretrainedConfig]] = {
     "llama": LlamaConfig,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from aioengine.page_groups import PageGroups
 from aioengine.protocol.columns import POOLED_VECTOR, Extra
 from aioengine.protocol.messages import (
     End,
@@ -22,6 +21,7 @@ from aioengine.scheduler.core import SchedulerCore
 from aioengine.scheduler.gates import Gate
 from aioengine.scheduler.plan import TOKENS
 from aioengine.scheduler.scheduler import Scheduler
+from aioengine.settings.page_groups import PageGroups
 from aioengine.testing.fake_runner import FakeModel, FakeRunner, FakeTicket, reference_output, reference_vector
 from tests.core.windowed_runner import WindowedFakeRunner
 from tests.kit.settings import small_settings
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Iterable
 
-    from aioengine.config import SchedulerSettings
     from aioengine.protocol.messages import Control, Reply
     from aioengine.scheduler.plan import Plan, Row, StepResult
+    from aioengine.settings.config import SchedulerSettings
     from aioengine.testing.faults import Faults
 
 MODEL = FakeModel(vocab_size=50, eos_token_id=3, eos_probability=0.02)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from aioengine.config import SchedulerSettings
 from aioengine.protocol.messages import End, FinishCode, Limits, StepOutput
 from aioengine.scheduler.core import MAX_FAILURES, SchedulerCore
 from aioengine.scheduler.plan import NOTHING, TOKENS, Plan
 from aioengine.scheduler.queue import SPARE_ENTRIES
 from aioengine.scheduler.scheduler import Scheduler
+from aioengine.settings.config import SchedulerSettings
 from aioengine.testing.fake_runner import FakeRunner, FakeTicket
 from aioengine.testing.faults import Faults, InjectedFault
 from tests.core.core_world import MODEL, NO_EOS, World, settings_of, submit_of

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioengine.page_groups import PageGroups
 from aioengine.protocol.messages import FinishCode, Limits, RequestKind
 from aioengine.scheduler.gates import Gate
+from aioengine.settings.page_groups import PageGroups
 from aioengine.testing.fake_runner import FakeModel
 from aioengine.testing.faults import Faults
 from tests.core.core_world import MODEL, NO_EOS, World, random_requests, settings_of, submit_of

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from aioengine.testing.fake_runner import FakeModel, FakeRunner, FakeTicket
 
 if TYPE_CHECKING:
-    from aioengine.page_groups import PageGroups
     from aioengine.scheduler.plan import Plan, Row
+    from aioengine.settings.page_groups import PageGroups
     from aioengine.testing.fake_runner import _FakeRow
     from aioengine.testing.faults import Faults
 

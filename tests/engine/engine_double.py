@@ -7,11 +7,11 @@ import threading
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from aioengine.config import QueueConfig
-from aioengine.engine import AsyncEngine
+from aioengine.api.engine import AsyncEngine
 from aioengine.frontend.startup import Blueprint
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import Abort, Control, End, FinishCode, Reply, Stats, Submit, TextChunks
+from aioengine.settings.config import QueueConfig
 from aioengine.supervision.processes import Events
 from tests.kit.settings import small_settings
 

@@ -14,7 +14,7 @@ from tests.kit.waiting import until
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from aioengine.engine import AsyncEngine
+    from aioengine.api.engine import AsyncEngine
 
 CALLS: dict[str, Callable[[AsyncEngine], Coroutine[None, None, object]]] = {
     "score": lambda engine: engine.async_score("x", ["a", "b"], [97, 98]),

@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioengine.engine import AsyncEngine
+from aioengine.api.engine import AsyncEngine
+from aioengine.api.stream import Stream
 from aioengine.errors import EngineClosedError
-from aioengine.frontend import attachments
-from aioengine.frontend.outputs import RowStream
-from aioengine.frontend.reader import Reader
-from aioengine.frontend.replay import AttachableOutput, Log
-from aioengine.stream import Stream
+from aioengine.frontend.calls.outputs import RowStream
+from aioengine.frontend.calls.reader import Reader
+from aioengine.frontend.sessions import attachments
+from aioengine.frontend.sessions.replay import AttachableOutput, Log
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 from tests.engine.test_interrupts import ENGINE, FRONTEND, RaiseAtCall, frontend_of
 from tests.kit.waiting import until

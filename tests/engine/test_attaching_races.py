@@ -12,11 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from aioengine.answers import Chunk
+from aioengine.api.answers import Chunk
+from aioengine.api.sync import ChunkIterator, Engine
 from aioengine.errors import EngineClosedError
-from aioengine.frontend import attachments
-from aioengine.frontend.replay import Log
-from aioengine.sync import ChunkIterator, Engine
+from aioengine.frontend.sessions import attachments
+from aioengine.frontend.sessions.replay import Log
 from tests.engine.engine_double import World, expected_text
 from tests.kit.waiting import rapid_switches, wait_until
 

@@ -16,9 +16,9 @@ from typing import Any
 import anyio
 import pytest
 
-from aioengine.engine import AsyncEngine
+from aioengine.api.engine import AsyncEngine
 from aioengine.errors import EngineClosedError, EngineError
-from aioengine.frontend.outputs import CallOutput, RowStream
+from aioengine.frontend.calls.outputs import CallOutput, RowStream
 from aioengine.testing.fake_engine import fake_async_engine
 from tests.kit.waiting import until
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from aioengine.args import engine_config
-from aioengine.engine import AsyncEngine
-from aioengine.frontend.prompts import MAX_CHARACTERS_AT_CALL
+from aioengine.api.args import engine_config
+from aioengine.api.engine import AsyncEngine
+from aioengine.frontend.intake.prompts import MAX_CHARACTERS_AT_CALL
 from aioengine.frontend.startup import blueprint_of
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 from aioengine.tokenization.tokenizer import Tokenizer

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from aioengine.answers import BatchOutput
-from aioengine.engine import AsyncEngine
+from aioengine.api.answers import BatchOutput
+from aioengine.api.engine import AsyncEngine
+from aioengine.api.stream import Generation, Stream
 from aioengine.errors import EngineClosedError, EngineDeadError
-from aioengine.frontend.call_lifecycle import MAX_ROWS_FREED_AT_ONCE
-from aioengine.frontend.outputs import RowStream
-from aioengine.frontend.unstarted_rows import MAX_ROWS_ENDED_AT_ONCE
-from aioengine.stream import Generation, Stream
+from aioengine.frontend.calls.call_lifecycle import MAX_ROWS_FREED_AT_ONCE
+from aioengine.frontend.calls.outputs import RowStream
+from aioengine.frontend.intake.unstarted_rows import MAX_ROWS_ENDED_AT_ONCE
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 from tests.engine.engine_double import World
 from tests.kit.waiting import until

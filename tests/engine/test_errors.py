@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from aioengine.config import QueueConfig
+from aioengine.api.params import SamplingParams
 from aioengine.errors import (
     EngineDeadError,
     EngineDrainingError,
@@ -22,11 +22,11 @@ from aioengine.errors import (
     RequestTooLargeError,
     UnknownParameterError,
 )
-from aioengine.frontend.prompts import MAX_IDS_AT_CALL
-from aioengine.frontend.submitter import MAX_ROWS_AT_ONCE
-from aioengine.params import SamplingParams
+from aioengine.frontend.intake.prompts import MAX_IDS_AT_CALL
+from aioengine.frontend.intake.submitter import MAX_ROWS_AT_ONCE
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import FinishCode, FirstToken, Reply, Stats, TextChunks
+from aioengine.settings.config import QueueConfig
 from tests.engine.engine_double import CONTEXT_LENGTH, VOCAB_SIZE, World, expected_text
 from tests.kit.waiting import until
 

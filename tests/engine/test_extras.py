@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from aioengine.answers import Answer, Chunk
-from aioengine.config import Settings
-from aioengine.engine import AsyncEngine
+from aioengine.api.answers import Answer, Chunk
+from aioengine.api.engine import AsyncEngine
 from aioengine.protocol.columns import NO_TOKEN, POOLED_VECTOR, Extra
 from aioengine.protocol.messages import FinishCode, Limits, RequestKind, Sampling, Submit, TextChunks, TextRules
+from aioengine.settings.config import Settings
 from aioengine.testing.fake_engine import FakeSetup
 from aioengine.testing.fake_runner import extra_of, reference_vector
 from aioengine.testing.faults import Faults

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from aioengine.api.params import SamplingParams
 from aioengine.errors import EngineDeadError, EngineOverloadedError, EngineStartupError, RequestError
-from aioengine.params import SamplingParams
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 from aioengine.testing.fake_runner import HIDDEN_SIZE
 from aioengine.testing.faults import Faults

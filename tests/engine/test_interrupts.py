@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from aioengine import engine as engine_module
-from aioengine import portal, sync
+from aioengine.api import engine as engine_module
+from aioengine.api import sync
 from aioengine.errors import EngineClosedError, EngineError
-from aioengine.frontend import callers, overload
-from aioengine.frontend.calls import Calls
-from aioengine.frontend.delivery import NUM_LOOKS, Router
-from aioengine.frontend.overload import QueueLimits
+from aioengine.frontend import callers, portal
+from aioengine.frontend.calls import overload
+from aioengine.frontend.calls.calls import Calls
+from aioengine.frontend.calls.delivery import NUM_LOOKS, Router
+from aioengine.frontend.calls.overload import QueueLimits
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 from tests.engine.engine_double import World
 from tests.kit.waiting import until
@@ -28,10 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
-    from aioengine.answers import Chunk
-    from aioengine.engine import AsyncEngine
+    from aioengine.api.answers import Chunk
+    from aioengine.api.engine import AsyncEngine
+    from aioengine.api.stream import Stream
     from aioengine.frontend.frontend import Frontend
-    from aioengine.stream import Stream
 
 GREEDY = {"temperature": 0, "max_new_tokens": 5}
 LONG = {"temperature": 0, "max_new_tokens": 200}

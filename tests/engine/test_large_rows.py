@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from aioengine.errors import EngineDeadError
-from aioengine.frontend import submitter
+from aioengine.frontend.intake import submitter
 from aioengine.protocol.messages import Message, Submit
 from aioengine.supervision.incarnation import Incarnation
 from aioengine.testing.fake_engine import fake_async_engine

@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from aioengine.api.sync import Engine
 from aioengine.errors import EngineClosedError, RequestError
-from aioengine.portal import Portal
-from aioengine.sync import Engine
+from aioengine.frontend.portal import Portal
 from aioengine.testing.fake_engine import fake_engine
 from tests.kit.waiting import rapid_switches
 

@@ -9,10 +9,10 @@ from contextlib import suppress
 
 import pytest
 
+from aioengine.api.stream import Stream
 from aioengine.errors import RequestError
-from aioengine.frontend.outputs import CallOutput, RowStream
+from aioengine.frontend.calls.outputs import CallOutput, RowStream
 from aioengine.protocol.messages import FinishCode
-from aioengine.stream import Stream
 from tests.engine.engine_double import World, expected_text
 from tests.kit.waiting import until
 

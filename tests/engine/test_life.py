@@ -17,9 +17,9 @@ from decimal import Decimal
 import msgspec
 import pytest
 
-from aioengine.args import engine_config
-from aioengine.config import DeliveryConfig
-from aioengine.engine import AsyncEngine
+from aioengine.api.args import engine_config
+from aioengine.api.engine import AsyncEngine
+from aioengine.api.stream import Stream
 from aioengine.errors import (
     EngineClosedError,
     EngineDeadError,
@@ -28,9 +28,9 @@ from aioengine.errors import (
     RequestTooLargeError,
     WrongLoopError,
 )
-from aioengine.frontend.delivery import SlowReaders
+from aioengine.frontend.calls.delivery import SlowReaders
 from aioengine.frontend.startup import Blueprint
-from aioengine.stream import Stream
+from aioengine.settings.config import DeliveryConfig
 from aioengine.testing.fake_engine import fake_async_engine
 from tests.engine.engine_double import CONTEXT_LENGTH, CodePoints, Double, World, expected_text
 from tests.kit.waiting import until

@@ -24,7 +24,7 @@ from tests.processes.restart_kit import pid_of
 from tests.processes.test_fleet import fleet_engine
 
 if TYPE_CHECKING:
-    from aioengine.engine import AsyncEngine
+    from aioengine.api.engine import AsyncEngine
 
 PARAMS = {"max_new_tokens": 8, "temperature": 0}
 

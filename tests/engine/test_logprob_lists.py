@@ -10,9 +10,9 @@ from typing import Any, cast
 import pytest
 
 from aioengine import RequestTooLargeError
-from aioengine.answers import Answer, Chunk
-from aioengine.engine import AsyncEngine
-from aioengine.frontend import row_options
+from aioengine.api.answers import Answer, Chunk
+from aioengine.api.engine import AsyncEngine
+from aioengine.frontend.intake import row_options
 from aioengine.protocol.columns import Extra
 from aioengine.protocol.packed_logprobs import OUTPUT_LOGPROBS, LogprobReader, LogprobRules
 from aioengine.testing.byte_tokenizer import VOCAB_SIZE

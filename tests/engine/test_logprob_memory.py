@@ -12,9 +12,9 @@ import pytest
 from msgspec.structs import replace
 
 from aioengine import AsyncEngine, EngineOverloadedError, RequestError, RequestTooLargeError
-from aioengine.config import QueueConfig
 from aioengine.frontend.startup import Blueprint
 from aioengine.protocol.packed_logprobs import LogprobRules
+from aioengine.settings.config import QueueConfig
 from aioengine.testing.fake_engine import FakeSetup
 from tests.kit.waiting import until
 

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from aioengine.api.params import SamplingParams
 from aioengine.errors import EngineClosedError
-from aioengine.frontend import calls, prompts, requests
-from aioengine.frontend.calls import MAX_NAMES_FREED, Calls
-from aioengine.frontend.request_checks import RequestChecks
-from aioengine.frontend.requests import ROWS_IN_PIECE
-from aioengine.frontend.submitter import Submitter
-from aioengine.frontend.unstarted_rows import MAX_ROWS_ENDED_AT_ONCE
-from aioengine.params import SamplingParams
+from aioengine.frontend.calls import calls
+from aioengine.frontend.calls.calls import MAX_NAMES_FREED, Calls
+from aioengine.frontend.intake import prompts, requests
+from aioengine.frontend.intake.request_checks import RequestChecks
+from aioengine.frontend.intake.requests import ROWS_IN_PIECE
+from aioengine.frontend.intake.submitter import Submitter
+from aioengine.frontend.intake.unstarted_rows import MAX_ROWS_ENDED_AT_ONCE
 from tests.engine.engine_double import World, expected_text
 from tests.kit.waiting import until
 

@@ -10,11 +10,11 @@ from typing import Any
 import anyio
 import pytest
 
-from aioengine.answers import BatchOutput
-from aioengine.config import QueueConfig
+from aioengine.api.answers import BatchOutput
+from aioengine.api.params import SamplingParams
 from aioengine.errors import EngineClosedError, EngineDeadError, RequestTooLargeError
-from aioengine.frontend.requests import ROWS_IN_PIECE
-from aioengine.params import SamplingParams
+from aioengine.frontend.intake.requests import ROWS_IN_PIECE
+from aioengine.settings.config import QueueConfig
 from tests.engine.engine_double import World, expected_text
 from tests.kit.waiting import until
 

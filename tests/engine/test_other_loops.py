@@ -11,9 +11,9 @@ import anyio
 import pytest
 import trio
 
-from aioengine.engine import AsyncEngine
+from aioengine.api.engine import AsyncEngine
+from aioengine.api.sync import Engine
 from aioengine.errors import WrongLoopError
-from aioengine.sync import Engine
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 from tests.engine.engine_double import World, expected_text
 from tests.engine.test_sync import SyncWorld

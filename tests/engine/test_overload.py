@@ -9,9 +9,9 @@ from typing import NoReturn
 import msgspec
 import pytest
 
-from aioengine.config import QueueConfig
-from aioengine.engine import AsyncEngine
+from aioengine.api.engine import AsyncEngine
 from aioengine.errors import EngineClosedError, EngineDrainingError, EngineOverloadedError
+from aioengine.settings.config import QueueConfig
 from aioengine.testing.fake_engine import FakeSetup, fake_async_engine, fake_engine
 from tests.kit.waiting import until
 

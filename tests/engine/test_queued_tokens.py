@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioengine.config import QueueConfig
+from aioengine.api.stream import Generation
 from aioengine.errors import EngineDeadError, EngineOverloadedError
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import FinishCode, FirstToken, TextChunks
-from aioengine.stream import Generation
+from aioengine.settings.config import QueueConfig
 from tests.engine.engine_double import World
 from tests.kit.waiting import until
 

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from aioengine import AsyncEngine, EngineClosedError, EngineDrainingError, EngineOverloadedError
-from aioengine.frontend import sessions
+from aioengine.frontend.sessions import sessions
 from aioengine.testing.fake_engine import FakeSetup, fake_async_engine, fake_engine
 from tests.kit.waiting import until
 

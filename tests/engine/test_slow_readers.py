@@ -11,13 +11,13 @@ from typing import cast
 
 import pytest
 
-from aioengine.config import DeliveryConfig
-from aioengine.engine import AsyncEngine
-from aioengine.frontend.call_lifecycle import CallLifecycle
-from aioengine.frontend.calls import Call
-from aioengine.frontend.delivery import SlowReaders
-from aioengine.frontend.outputs import CallOutput, RowStream
-from aioengine.stream import Stream
+from aioengine.api.engine import AsyncEngine
+from aioengine.api.stream import Stream
+from aioengine.frontend.calls.call_lifecycle import CallLifecycle
+from aioengine.frontend.calls.calls import Call
+from aioengine.frontend.calls.delivery import SlowReaders
+from aioengine.frontend.calls.outputs import CallOutput, RowStream
+from aioengine.settings.config import DeliveryConfig
 from aioengine.testing.fake_engine import fake_async_engine
 from tests.kit.waiting import until
 

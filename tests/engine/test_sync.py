@@ -14,10 +14,10 @@ from collections.abc import Iterator
 import pytest
 import uvloop
 
+from aioengine.api.sync import Engine
 from aioengine.errors import EngineClosedError, EngineStartupError, RequestTooLargeError
+from aioengine.frontend.portal import Portal
 from aioengine.frontend.startup import Blueprint
-from aioengine.portal import Portal
-from aioengine.sync import Engine
 from aioengine.utils import async_stream_and_merge, stream_and_merge
 from tests.engine.engine_double import CONTEXT_LENGTH, Double, World, expected_text
 from tests.kit.waiting import wait_until
@@ -377,7 +377,7 @@ class TestLife:
 
     def test_a_program_that_forgets_it_ends_quietly(self) -> None:
         program = (
-            "from aioengine.sync import Engine\n"
+            "from aioengine.api.sync import Engine\n"
             "from tests.engine.engine_double import World\n"
             "engine = Engine.from_blueprint(World().blueprint)\n"
             "stream = engine.generate('a', {'max_new_tokens': 400}, stream=True)\n"
@@ -390,7 +390,7 @@ class TestLife:
     def test_a_thread_that_outlives_the_main_thread_gets_its_answer(self) -> None:
         program = (
             "import threading\n"
-            "from aioengine.sync import Engine\n"
+            "from aioengine.api.sync import Engine\n"
             "from tests.engine.engine_double import World\n"
             "engine = Engine.from_blueprint(World().blueprint)\n"
             "main = threading.main_thread()\n"

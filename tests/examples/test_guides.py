@@ -27,9 +27,9 @@ import pytest
 import pytest_asyncio
 
 from aioengine import AsyncEngine, Engine
-from aioengine.args import engine_config
+from aioengine.api.args import engine_config
 from aioengine.cli import commands, main
-from aioengine.config import EngineConfig
+from aioengine.settings.config import EngineConfig
 from tests.kit.image_models import add_image_files
 from tests.kit.pages import GUIDES, README, Block, blocks, place
 from tests.kit.source import ROOT

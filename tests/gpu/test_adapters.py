@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from aioengine.config import LoraSettings
 from aioengine.kernels import linear
 from aioengine.kernels.adapter_linear import add, reference
 from aioengine.kernels.adapter_slots import RANKS, TABLE_COLUMNS, UNIT, AdapterTiles, AdapterWeights, rows_of_tile
@@ -17,6 +16,7 @@ from aioengine.protocol.messages import Adapter, Sampling
 from aioengine.runner.build import build
 from aioengine.runner.lora.grouping import tile
 from aioengine.scheduler.plan import NOTHING, TOKENS, NewRow, Plan, Row
+from aioengine.settings.config import LoraSettings
 from tests.compute.runner_world import make_settings, save_model
 from tests.kit.adapter_files import write_adapter
 

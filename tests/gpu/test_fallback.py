@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, MixtralConfig, NemotronConfig, Qwen3Config
 
 from aioengine import models
-from aioengine.config import LoraSettings
 from aioengine.families._config import Task
 from aioengine.kernels import rotate_qk, write_heads
 from aioengine.kernels.rotate_and_write import KVTarget
@@ -19,6 +18,7 @@ from aioengine.protocol.messages import Adapter
 from aioengine.runner import weights
 from aioengine.runner.build import build
 from aioengine.runner.warmup import why_it_waits
+from aioengine.settings.config import LoraSettings
 from tests.compute.models.test_fallback import KINDS
 from tests.compute.models.test_fallback import SIZES as FEW
 from tests.compute.runner.test_adapters import generate, opened
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedConfig
 
-    from aioengine.config import Settings
+    from aioengine.settings.config import Settings
 
 SIZES: Any = {**FEW, "hidden_size": 128, "num_attention_heads": 4, "head_dim": 64}
 CONFIGS: dict[str, PreTrainedConfig] = {

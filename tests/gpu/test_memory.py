@@ -8,11 +8,11 @@ import msgspec
 import pytest
 import torch
 
-from aioengine.config import MemorySettings, Settings
 from aioengine.protocol.messages import End, FinishCode, Limits, Sampling, Submit, TextRules
 from aioengine.runner.build import build
 from aioengine.scheduler.core import SchedulerCore
 from aioengine.scheduler.scheduler import Scheduler
+from aioengine.settings.config import MemorySettings, Settings
 from tests.compute.runner_world import make_settings, save_model
 
 HEADS = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from aioengine.grammars import Grammars
+from aioengine.constraints.grammars import Grammars
 from aioengine.protocol.columns import HIDDEN_STATES, PROMPT_STATES
 from aioengine.protocol.messages import ALL_STATES, LAST_STATES, FinishCode, Sampling
 from tests.compute.runner_world import World, make_settings, save_model
@@ -55,7 +55,7 @@ def custom(name: str, **params: object) -> Sampling:
 
 @WAYS
 def test_outputs_fit_their_grammars(saved: Saved, graphs: int, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioengine.grammars._MIN_BESIDE", 2)
+    monkeypatch.setattr("aioengine.constraints.grammars._MIN_BESIDE", 2)
     world = saved.world(graphs=graphs, depth=depth)
     world.runner.use_grammars(Grammars(str(FOLDER), VOCAB_SIZE))
     plain = world.submit(PROMPT, Sampling(3, temperature=1.0))

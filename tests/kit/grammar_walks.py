@@ -10,8 +10,8 @@ import numpy as np
 
 import aioengine
 from aioengine import SamplingParams
-from aioengine.grammars import Constraint, Grammars
-from aioengine.params import sampling
+from aioengine.api.params import sampling
+from aioengine.constraints.grammars import Constraint, Grammars
 from aioengine.protocol.messages import Grammar
 
 EOS = 0

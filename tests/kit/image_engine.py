@@ -11,9 +11,9 @@ import numpy as np
 from PIL import Image
 
 from aioengine import AsyncEngine
-from aioengine.config import MediaConfig, TextSettings
 from aioengine.frontend.startup import Blueprint
 from aioengine.media._base import find_image_model
+from aioengine.settings.config import MediaConfig, TextSettings
 from aioengine.testing.fake_engine import FakeSetup
 from aioengine.tokenization.tokenizer import Tokenizer
 from tests.kit.image_models import FAMILIES, NUM_BYTES, SPECIAL

@@ -5,7 +5,14 @@ from __future__ import annotations
 import msgspec
 from msgspec.structs import replace
 
-from aioengine.config import MemorySettings, ModelSettings, RunnerSettings, SchedulerSettings, Settings, TextSettings
+from aioengine.settings.config import (
+    MemorySettings,
+    ModelSettings,
+    RunnerSettings,
+    SchedulerSettings,
+    Settings,
+    TextSettings,
+)
 
 SMALL = Settings(
     model=ModelSettings(path="none", dtype="float32", load_format="dummy", context_length=4096, vocab_size=1000),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
-from aioengine.config import SupervisionConfig
 from aioengine.protocol.messages import (
     SCHEDULER,
     Control,
@@ -22,6 +21,7 @@ from aioengine.protocol.messages import (
     ToFrontend,
 )
 from aioengine.protocol.orders import ROLES, Orders
+from aioengine.settings.config import SupervisionConfig
 from aioengine.supervision.processes import Events
 from aioengine.supervision.supervisor import Supervisor
 from tests.kit.settings import small_settings
@@ -29,8 +29,8 @@ from tests.kit.settings import small_settings
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from aioengine.config import Settings
     from aioengine.errors import EngineError
+    from aioengine.settings.config import Settings
 
 T = TypeVar("T")
 

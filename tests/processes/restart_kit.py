@@ -12,8 +12,8 @@ from tests.kit.waiting import until
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from aioengine.answers import Answer
-    from aioengine.engine import AsyncEngine
+    from aioengine.api.answers import Answer
+    from aioengine.api.engine import AsyncEngine
     from aioengine.frontend.frontend import Frontend as EngineFrontend
 
 ROLES = ["scheduler", "detokenizer"]

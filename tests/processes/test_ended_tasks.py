@@ -26,7 +26,7 @@ from tests.processes.restart_kit import ANSWERS, ask_all, frontend_of, undisturb
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from aioengine.engine import AsyncEngine
+    from aioengine.api.engine import AsyncEngine
 
 process = pytest.mark.process
 LONG = {"max_new_tokens": 1000}

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 import pytest
 
-from aioengine.config import SupervisionConfig
-from aioengine.engine import AsyncEngine
+from aioengine.api.engine import AsyncEngine
 from aioengine.errors import EngineDeadError, EngineStartupError, RequestError
+from aioengine.settings.config import SupervisionConfig
 from aioengine.supervision.fleet import Fleet
 from aioengine.supervision.supervisor import Supervisor
 from aioengine.testing.fake_engine import FakeSetup

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import NoReturn
 
-    from aioengine.config import Settings
+    from aioengine.settings.config import Settings
     from aioengine.testing.fake_runner import FakeRunner
 
 pytestmark = pytest.mark.process

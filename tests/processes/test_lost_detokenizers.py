@@ -24,8 +24,8 @@ from tests.processes.restart_kit import ANSWERS, ask, ask_all, pid_of, undisturb
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aioengine.config import Settings
     from aioengine.protocol.messages import Message
+    from aioengine.settings.config import Settings
     from aioengine.supervision.launchers._base import RunningChild
 
 pytestmark = pytest.mark.process

@@ -20,8 +20,8 @@ from tests.processes.restart_kit import ANSWERS, ask_all, undisturbed, until_idl
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aioengine.config import Settings
     from aioengine.protocol.messages import Message
+    from aioengine.settings.config import Settings
     from aioengine.testing.fake_runner import FakeRunner
 
 SOON_S = 8.0

@@ -21,7 +21,7 @@ from tests.processes.test_scheduler_service import Loop, submit
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from aioengine.engine import AsyncEngine
+    from aioengine.api.engine import AsyncEngine
 
 BYTES = bytes(range(256)) * 1000
 FILES = ["/models/one.safetensors", "/models/two.safetensors"]

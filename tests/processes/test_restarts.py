@@ -13,7 +13,7 @@ import msgspec
 import psutil
 import pytest
 
-from aioengine.engine import AsyncEngine
+from aioengine.api.engine import AsyncEngine
 from aioengine.errors import EngineClosedError, EngineDeadError, RequestError
 from aioengine.supervision.handshake import Handshake
 from aioengine.supervision.launchers._process_child import ProcessChild
@@ -38,8 +38,8 @@ from tests.processes.restart_kit import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from aioengine.config import Settings
-    from aioengine.stream import Stream
+    from aioengine.api.stream import Stream
+    from aioengine.settings.config import Settings
     from aioengine.testing.fake_runner import FakeRunner
 
 process = pytest.mark.process

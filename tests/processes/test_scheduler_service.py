@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import pytest
 from msgspec.structs import replace
 
-from aioengine.grammars import BYTES_PER_GRAMMAR, Grammars
+from aioengine.constraints.grammars import BYTES_PER_GRAMMAR, Grammars
 from aioengine.processes.profile import Profile
 from aioengine.processes.scheduler_process import SchedulerService, build_service, load_factory
 from aioengine.protocol.messages import (
@@ -355,7 +355,7 @@ async def test_preparation_waits_while_requests_run_and_goes_on_for_a_grammar(mo
 
 
 async def test_grammars_of_requests_stay_though_there_are_larger_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioengine.grammars.MAX_CACHED_BYTES", 3 * BYTES_PER_GRAMMAR)
+    monkeypatch.setattr("aioengine.constraints.grammars.MAX_CACHED_BYTES", 3 * BYTES_PER_GRAMMAR)
     grammars = SlowGrammars()
     grammars.may_end.set()
     loop = Loop()

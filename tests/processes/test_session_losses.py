@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from aioengine.engine import AsyncEngine
+from aioengine.api.engine import AsyncEngine
 from aioengine.testing.fake_engine import fake_async_engine
 from tests.kit.waiting import until
 from tests.processes.restart_kit import frontend_of, pid_of, until_idle, until_restarted

@@ -25,7 +25,7 @@ from tests.processes.restart_kit import frontend_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from aioengine.config import Settings
+    from aioengine.settings.config import Settings
 
 process = pytest.mark.process
 

@@ -47,8 +47,8 @@ from tests.processes.engine_kit import Frontend, fake_settings
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from aioengine.config import Settings
     from aioengine.protocol.messages import Message
+    from aioengine.settings.config import Settings
 
 DEMO = str(Path(open_text.__file__).parents[1] / "demo")
 

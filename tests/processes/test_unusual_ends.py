@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import psutil
 import pytest
 
-from aioengine import portal, sync
+from aioengine.api import sync
+from aioengine.api.sync import Engine
 from aioengine.errors import EngineClosedError, EngineDeadError
+from aioengine.frontend import portal
 from aioengine.supervision import tasks
 from aioengine.supervision.launchers._process_child import ProcessChild
 from aioengine.supervision.tasks import EngineTask
-from aioengine.sync import Engine
 from aioengine.testing.fake_engine import FakeSetup, fake_async_engine, fake_engine
 from tests.engine.test_interrupts import RaiseAtCall
 from tests.kit.hub_double import HubDouble
@@ -35,7 +36,7 @@ from tests.processes.restart_kit import frontend_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aioengine.engine import AsyncEngine
+    from aioengine.api.engine import AsyncEngine
 
 process = pytest.mark.process
 
@@ -277,10 +278,10 @@ async def test_an_engine_that_died_is_collected_without_a_shutdown() -> None:
 
 HEAD = """
 import asyncio, gc, os, signal, sys, threading, time
-from aioengine.engine import AsyncEngine
+from aioengine.api.engine import AsyncEngine
 from aioengine.errors import EngineClosedError
 from aioengine.supervision import tasks
-from aioengine.sync import Engine
+from aioengine.api.sync import Engine
 from aioengine.testing.fake_engine import FakeSetup, fake_async_engine, fake_engine
 from aioengine.testing.faults import Faults
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from aioengine.machine import num_threads
+from aioengine.settings.machine import num_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping

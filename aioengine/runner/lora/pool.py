@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from aioengine.config import LoraSettings
     from aioengine.layers.linear import Linear
     from aioengine.protocol.messages import Adapter
     from aioengine.runner.lora.grouping import Group, Slots
+    from aioengine.settings.config import LoraSettings
 
 _STAGING_BYTES = 8 << 20
 """Of each of the two pieces of pinned memory that a copy to the device goes through."""

@@ -20,10 +20,10 @@ from aioengine.runner.tensor_files import read_tensor
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aioengine.config import LoraSettings
     from aioengine.model_files.checkpoint import Entry
     from aioengine.protocol.messages import Adapter
     from aioengine.runner.lora.layout import AdaptedLayer, Layout
+    from aioengine.settings.config import LoraSettings
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from aioengine.config import Settings
     from aioengine.protocol.messages import Role
+    from aioengine.settings.config import Settings
     from aioengine.transport.base import AsyncReceiver, Sender
 
 

@@ -23,9 +23,9 @@ from aioengine.transport.local import LocalChannel
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from aioengine.config import Settings
     from aioengine.protocol.messages import Progress, Role
     from aioengine.protocol.service import Service
+    from aioengine.settings.config import Settings
     from aioengine.transport.local import LocalReceiver, LocalSender
 
 

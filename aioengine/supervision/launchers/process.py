@@ -26,7 +26,7 @@ from aioengine.transport.zmq import FREE_TO_ACCEPT, AsyncZmqReceiver, AsyncZmqSe
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from aioengine.config import Settings
+    from aioengine.settings.config import Settings
 
 _FRONTEND = "frontend"
 _EPOCH_BITS = 62

@@ -12,11 +12,11 @@ import msgspec
 import pytest
 import torch
 
-from aioengine import resolve
 from aioengine.attention import fused
 from aioengine.attention._base import AttentionShape, BackendUnavailableError
-from aioengine.config import RunnerSettings
 from aioengine.runner.build import AttentionChoice, choose_attention
+from aioengine.settings import resolve
+from aioengine.settings.config import RunnerSettings
 
 SHAPE = AttentionShape(num_layers=1, num_heads=2, num_kv_heads=1, head_size=64, scale=0.125)
 EXPLICIT = RunnerSettings(factory="", device="cpu", attention_backend="flashinfer", num_threads=1)

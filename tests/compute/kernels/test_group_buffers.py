@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from aioengine.models._base import InputSpec
-from aioengine.page_groups import PageGroups
+from aioengine.settings.page_groups import PageGroups
 from aioengine.protocol.messages import Sampling
 from aioengine.runner.graphs.decode_graphs import DecodeGraphs, _GroupMemory
 from aioengine.runner.inputs import InputBuilder

@@ -20,7 +20,7 @@ from transformers import (
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from aioengine import models
-from aioengine.args import engine_config
+from aioengine.api.args import engine_config
 from aioengine.model_files.model_folder import find_facts
 from aioengine.runner import weights
 from tests.compute.stepping import Stepper, check_bits, options

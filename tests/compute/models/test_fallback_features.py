@@ -17,7 +17,7 @@ from transformers import (
     Phi3Config,
 )
 
-from aioengine.grammars import Grammars
+from aioengine.constraints.grammars import Grammars
 from aioengine.protocol.messages import Sampling
 from aioengine.protocol.packed_logprobs import LogprobRules
 from aioengine.runner.build import build
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedConfig
 
-    from aioengine.config import Settings
+    from aioengine.settings.config import Settings
 
 SMALL: Any = SIZES
 CONFIGS: dict[str, PreTrainedConfig] = {

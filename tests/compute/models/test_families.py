@@ -11,13 +11,13 @@ import torch
 
 from aioengine import models
 from aioengine.attention.packed import PackedAttention
-from aioengine.config import ModelConfig
 from aioengine.families._config import as_embedder
 from aioengine.families._rope_config import RopeConfig
 from aioengine.families.phi3 import Phi3Family
 from aioengine.layers.rope import RotaryEmbedding
 from aioengine.model_files.model_folder import find_facts
 from aioengine.runner import weights
+from aioengine.settings.config import ModelConfig
 from tests.compute.stepping import Request, Stepper, make_batch, make_inputs, options
 from tests.kit.decoders import CASES, ONE_OF_EACH, config_of, random_model
 

@@ -20,19 +20,19 @@ from transformers import (
 )
 
 from aioengine import plugins
-from aioengine.config import EngineConfig, MemoryConfig, ModelConfig
+from aioengine.constraints.grammars import Grammars
 from aioengine.families._memory import kv_numbers, num_parameters, state_bytes
-from aioengine.grammars import Grammars
-from aioengine.machine import DeviceFacts
 from aioengine.model_files.model_folder import find_facts
 from aioengine.models._base import StatefulModel
-from aioengine.page_groups import PageGroups
-from aioengine.planning import plan
 from aioengine.protocol.messages import Sampling
 from aioengine.protocol.packed_logprobs import LogprobRules
-from aioengine.resolve import CPU_MEMORY_FRACTION, resolve
 from aioengine.runner.device_memory import Demand, PoolBudget, fit_pages, fit_snapshots, fit_states, kv_bytes_per_token
 from aioengine.scheduler.gates import Gate
+from aioengine.settings.config import EngineConfig, MemoryConfig, ModelConfig
+from aioengine.settings.machine import DeviceFacts
+from aioengine.settings.page_groups import PageGroups
+from aioengine.settings.planning import plan
+from aioengine.settings.resolve import CPU_MEMORY_FRACTION, resolve
 from tests.compute.models.test_expert_families import pair as saved_pair
 from tests.compute.models.test_families import pair
 from tests.compute.runner_world import World
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedConfig
 
-    from aioengine.config import Settings
+    from aioengine.settings.config import Settings
 
 NUM_TOKENS = 70
 GROUPS = PageGroups(windows=(None,), page_size=4)

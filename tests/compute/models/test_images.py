@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from aioengine import models
-from aioengine.config import Settings
-from aioengine.grammars import Grammars
+from aioengine.constraints.grammars import Grammars
 from aioengine.model_files.checkpoint import new_name
 from aioengine.models._base import ModelOptions
 from aioengine.models._image_decoder import ImageDecoder
@@ -26,6 +25,7 @@ from aioengine.models._qwen_tower import cut
 from aioengine.protocol.columns import HIDDEN_STATES, POOLED_VECTOR, PROMPT_STATES
 from aioengine.protocol.messages import ALL_STATES, FinishCode, Limits, RequestKind, Sampling, Submit, TextRules
 from aioengine.protocol.packed_logprobs import PROMPT_LOGPROBS, LogprobRules
+from aioengine.settings.config import Settings
 from tests.compute.runner_world import World, make_settings
 from tests.kit.grammar_walks import FOLDER, grammar_of
 from tests.kit.tiny_sizes import VOCAB_SIZE

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config
 
 from aioengine import models, plugins
-from aioengine.args import engine_config
+from aioengine.api.args import engine_config
 from aioengine.families._memory import active_parameters, kv_numbers, num_parameters, state_bytes
 from aioengine.families._tensors import adaptable_layers, is_ignored, tensor_shapes
 from aioengine.model_files.model_folder import _context_length, supported_model_types

@@ -15,10 +15,10 @@ from msgspec.structs import replace
 from safetensors.torch import save_file
 
 from aioengine import models
-from aioengine.config import ModelConfig
 from aioengine.layers.placement import Slice, Target
 from aioengine.model_files.model_folder import find_facts
 from aioengine.runner import weight_reading, weights
+from aioengine.settings.config import ModelConfig
 from tests.compute.runner_world import World, make_settings, save_model
 from tests.compute.stepping import options
 from tests.kit.tiny_sizes import CONTEXT_LENGTH

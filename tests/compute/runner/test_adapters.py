@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from aioengine.config import LoraSettings
 from aioengine.protocol.messages import Adapter, Sampling
 from aioengine.protocol.packed_logprobs import LogprobReader, LogprobRules
 from aioengine.runner.build import build
 from aioengine.scheduler.plan import TOKENS, NewRow, Plan, Row
+from aioengine.settings.config import LoraSettings
 from tests.compute.models.test_hybrids import make_config
 from tests.compute.runner_world import make_settings, save_model
 from tests.kit.adapters import change_tensors, merged, save_adapter
@@ -24,8 +24,8 @@ from tests.kit.vision_models import save_vision_model
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from aioengine.config import Settings
     from aioengine.runner.model_runner import ModelRunner
+    from aioengine.settings.config import Settings
 
 NUM_SLOTS, PAGE_SIZE = 3, 4
 KINDS: dict[str, dict[str, object]] = {

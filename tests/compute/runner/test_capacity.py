@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from aioengine.attention._base import AttentionShape
-from aioengine.page_groups import PageGroups
-from aioengine.planning import plan
 from aioengine.runner.device_memory import Demand, PoolBudget, fit_pages, format_bytes, free_memory, kv_bytes_per_token
+from aioengine.settings.page_groups import PageGroups
+from aioengine.settings.planning import plan
 from tests.compute.runner_world import World, make_settings, save_model
 from tests.kit.tiny_sizes import CONTEXT_LENGTH
 

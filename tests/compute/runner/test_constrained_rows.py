@@ -14,7 +14,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from aioengine.grammars import Grammars
+from aioengine.constraints.grammars import Grammars
 from aioengine.protocol.messages import LAST_STATES, FinishCode, Grammar, Sampling
 from aioengine.protocol.packed_logprobs import LogprobRules
 from aioengine.runner import constrained_rows
@@ -104,7 +104,7 @@ def test_answers_are_those_of_each_alone(
     has_logprobs: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("aioengine.grammars._MIN_BESIDE", 2)
+    monkeypatch.setattr("aioengine.constraints.grammars._MIN_BESIDE", 2)
     world = make_world(folder, depth=depth, min_jump=min_jump, max_tokens=max_tokens)
     if has_logprobs:  # of a step, which then follows its constraints when it is launched
         world.submit([3, 4], SAMPLINGS[0], max_new_tokens=30, logprobs=LogprobRules(num_top=1))
@@ -167,7 +167,7 @@ class MaskedGraphs:
 def test_answers_are_the_same_where_masks_are_set_in_the_logits_of_graphs(
     folder: Path, alone: list[list[int]], depth: int, preempts_every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aioengine.grammars._MIN_BESIDE", 2)
+    monkeypatch.setattr("aioengine.constraints.grammars._MIN_BESIDE", 2)
     world = make_world(folder, depth=depth, min_jump=2)
     graphs = MaskedGraphs(world.runner)
     monkeypatch.setattr(world.runner, "_graphs", graphs)

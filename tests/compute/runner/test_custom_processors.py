@@ -19,7 +19,7 @@ from tests.kit.tiny_sizes import VOCAB_SIZE
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from aioengine.config import Settings
+    from aioengine.settings.config import Settings
 
 PROMPTS = [[1, 2, 3], [50, 60], [7, 8, 9, 10, 11], [99]]
 PLAIN = [Sampling(0, temperature=0.0), Sampling(1, top_p=0.9), Sampling(2, repetition_penalty=1.3), Sampling(3)]

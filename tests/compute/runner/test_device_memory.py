@@ -87,7 +87,7 @@ def test_without_its_tool_nobody_can_tell(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_advice_names_arguments() -> None:
-    from aioengine import args
+    from aioengine.api import args
     from aioengine.runner import build
 
     for text in (build._LESS_POOL, build._LESS_GRAPHS):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from aioengine.answers import StateReader
+from aioengine.api.answers import StateReader
 from aioengine.protocol.columns import (
     HIDDEN_STATES,
     PROMPT_STATES,

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 import torch
 
-from aioengine.config import Settings
 from aioengine.kernels.token_logprobs import SEGMENT, top_tokens
 from aioengine.protocol.messages import FinishCode, Sampling
 from aioengine.protocol.packed_logprobs import LogprobReader, LogprobRules
 from aioengine.runner.logprobs import CPU_ROWS
+from aioengine.settings.config import Settings
 from tests.compute.runner_world import World, make_settings, save_model
 from tests.kit.tiny_sizes import VOCAB_SIZE
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from aioengine.args import engine_config
-from aioengine.machine import DeviceFacts
+from aioengine.api.args import engine_config
 from aioengine.model_files.model_folder import find_facts
 from aioengine.protocol.messages import Sampling
-from aioengine.resolve import resolve
+from aioengine.settings.machine import DeviceFacts
+from aioengine.settings.resolve import resolve
 from tests.compute.runner_world import World
 from tests.kit.decoders import config_of, random_model
 from tests.kit.settings import small_settings

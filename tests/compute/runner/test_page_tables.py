@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from aioengine.page_groups import PageGroups
 from aioengine.runner.kv_pool import FIRST_PAGE, PADDING_PAGE
 from aioengine.runner.page_tables import PageTables
+from aioengine.settings.page_groups import PageGroups
 
 
 def test_pages_that_are_too_many_or_outside_the_pool_are_refused() -> None:

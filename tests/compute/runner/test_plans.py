@@ -10,9 +10,9 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 import aioengine
-from aioengine.config import LoraSettings
 from aioengine.families._towers import num_tower_parameters
 from aioengine.runner.lora.pool import slots_bytes
+from aioengine.settings.config import LoraSettings
 from tests.compute.runner_world import World, make_settings, save_model
 from tests.kit.vision_models import MODELS, save_vision_model
 

@@ -17,9 +17,9 @@ from transformers import (
     XLMRobertaConfig,
 )
 
-from aioengine.config import PoolingSettings
 from aioengine.protocol.messages import FinishCode, Limits, RequestKind, Sampling, Submit, TextRules
 from aioengine.scheduler.plan import VECTOR, NewRow, Plan, Row
+from aioengine.settings.config import PoolingSettings
 from tests.compute.models.test_encoders import ENCODER, SPECIAL
 from tests.compute.runner_world import World, make_settings, save_model
 from tests.kit.tiny_sizes import SIZES
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from aioengine.config import Settings
+    from aioengine.settings.config import Settings
 
 SMALL = {**ENCODER, "max_position_embeddings": 256}
 PROMPTS = [[5, 9, 20, 31, 7, 8, 15], [3] * 40, [77], [25, 11, 12], list(range(3, 90)), [6] * 40]

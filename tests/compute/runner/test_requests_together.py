@@ -17,7 +17,7 @@ from tests.kit.tiny_sizes import VOCAB_SIZE
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from aioengine.config import Settings
+    from aioengine.settings.config import Settings
 
 PROMPT = [(7 * i * i + 3 * i) % VOCAB_SIZE for i in range(33)]
 

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from aioengine.layers.linear import Linear
 from aioengine.protocol.messages import Progress
-from aioengine.resolve import PACKED
 from aioengine.runner import warmup
 from aioengine.runner.build import build
 from aioengine.runner.graphs.ladder import MAX_WHOLE_TOKENS
 from aioengine.runner.model_runner import ModelRunner, Ticket
 from aioengine.runner.warmup import WarmupLimits, run_warmup_steps
 from aioengine.scheduler.plan import NOTHING, TOKENS, Plan, StepResult
+from aioengine.settings.resolve import PACKED
 from tests.compute.runner_world import World, make_settings, save_model
 
 

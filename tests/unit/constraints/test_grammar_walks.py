@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aioengine.constraints.grammars import Constraint, GrammarError, Grammars, Turns
 from aioengine.errors import UnsupportedSchemaError
-from aioengine.grammars import Constraint, GrammarError, Grammars, Turns
 from aioengine.protocol.messages import Grammar
 from tests.kit.grammar_walks import (
     FOLDER,
@@ -245,7 +245,7 @@ def test_many_requests_of_one_grammar_get_the_same_masks() -> None:
 
 
 def test_a_grammar_whose_lexer_is_full_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioengine.grammars._MAX_STATES", 500)
+    monkeypatch.setattr("aioengine.constraints.grammars._MAX_STATES", 500)
     grammars = demo_grammars()
     grammar = grammar_of(regex="(a|b)*a(a|b){12}c")
     before = grammars.compile(grammar)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from aioengine.constraints.gbnf import convertible
+from aioengine.constraints.grammars import GrammarError
 from aioengine.constraints.lark import checked_lark
-from aioengine.grammars import GrammarError
 from tests.kit.grammar_walks import accepts, allowed, demo_grammars, grammar_of, token_bytes, walk
 
 

@@ -17,8 +17,8 @@ from aioengine import SamplingParams
 from aioengine.constraints import parameters
 from aioengine.constraints.json_schema import compiled
 from aioengine.errors import UnsupportedSchemaError
-from aioengine.frontend.request_checks import PromptRules, RequestChecks
-from aioengine.frontend.requests import CallRequest, generate_request
+from aioengine.frontend.intake.request_checks import PromptRules, RequestChecks
+from aioengine.frontend.intake.requests import CallRequest, generate_request
 from tests.kit.grammar_walks import demo_grammars, grammar_of, text_of, walk
 
 if TYPE_CHECKING:

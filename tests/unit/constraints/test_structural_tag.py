@@ -21,7 +21,7 @@ from tests.kit.grammar_walks import demo_grammars, grammar_of, text_of, token_by
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from aioengine.grammars import Constraint
+    from aioengine.constraints.grammars import Constraint
     from aioengine.protocol.messages import Grammar
 
 Format = dict[str, Any]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from aioengine.config import MediaConfig
 from aioengine.frontend.image_sources import ImageSource, image_source, read_source
+from aioengine.settings.config import MediaConfig
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from aioengine.memory.windowed_cache import RELEASED, WindowedAllocation, WindowedCache
-from aioengine.page_groups import PageGroups
+from aioengine.settings.page_groups import PageGroups
 
 WINDOWS = st.sampled_from([(1,), (4,), (None, 3), (None, 5, 2), (6, 6)])
 

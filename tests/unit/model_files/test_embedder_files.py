@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from aioengine.config import PoolingSettings
 from aioengine.families import bert, qwen3
 from aioengine.model_files.embedder_files import is_embedder, read_pooling
+from aioengine.settings.config import PoolingSettings
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from aioengine.args import engine_config
+from aioengine.api.args import engine_config
 from aioengine.model_files import folder_files
 from aioengine.model_files.model_folder import locate
 from aioengine.tokenization.chat_template import MAX_TEMPLATE_BYTES, checked_template

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from aioengine.args import engine_config
+from aioengine.api.args import engine_config
 from aioengine.frontend.startup import blueprint_of
 from aioengine.model_files import checkpoint, folder_files, gguf_header
 from aioengine.model_files.model_folder import find_facts, locate

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from aioengine.config import EngineConfig, ModelConfig
 from aioengine.frontend.startup import blueprint_of
 from aioengine.model_files import model_folder
 from aioengine.model_files.checkpoint import missing_weights
 from aioengine.model_files.model_folder import Heads, ModelFacts, find_facts, locate
+from aioengine.settings.config import EngineConfig, ModelConfig
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

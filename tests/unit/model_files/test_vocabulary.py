@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 import aioengine
-from aioengine.args import engine_config
+from aioengine.api.args import engine_config
 from aioengine.frontend.startup import blueprint_of
 from aioengine.model_files.vocabulary import num_token_ids, sampled_vocab_size
 from aioengine.processes.detokenizer_process import build_service

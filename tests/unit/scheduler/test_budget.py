@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioengine.config import SchedulerSettings
 from aioengine.scheduler.admission import LEAST_SHARE, TokenBudget
+from aioengine.settings.config import SchedulerSettings
 
 
 @pytest.mark.parametrize(

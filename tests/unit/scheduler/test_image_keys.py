@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 
-from aioengine.config import SchedulerSettings
-from aioengine.page_groups import PageGroups
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import Continuation, FirstToken, Limits, Media, Sampling, Submit, TextRules
 from aioengine.scheduler.image_keys import ImageBudget, with_image_keys
 from aioengine.scheduler.plan import Plan, StepResult
 from aioengine.scheduler.request import Request
 from aioengine.scheduler.scheduler import Scheduler
+from aioengine.settings.config import SchedulerSettings
+from aioengine.settings.page_groups import PageGroups
 
 PLACEHOLDER = 99
 

@@ -9,9 +9,9 @@ import time
 import msgspec
 import pytest
 
-from aioengine.config import Settings
 from aioengine.protocol.messages import Limits, Progress, Sampling
 from aioengine.scheduler.plan import NOTHING, TOKENS, NewRow, Plan, Row
+from aioengine.settings.config import Settings
 from aioengine.testing import fake_runner
 from aioengine.testing.fake_runner import PRINTABLE, FakeModel, FakeRunner, build, reference_output
 from aioengine.testing.faults import Faults, InjectedFault

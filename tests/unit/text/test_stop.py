@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aioengine.constraints.patterns import PatternCache
 from aioengine.errors import RequestError
-from aioengine.patterns import PatternCache
 from aioengine.text.stop import StopMatcher
 from aioengine.text.stop_regex import PUSH_BUDGET_S, REGEX_WINDOW
 

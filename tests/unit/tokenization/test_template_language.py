@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aioengine import checks
+from aioengine.api import checks
 from aioengine.tokenization import template_language
 from aioengine.tokenization.chat_template import MAX_TEMPLATE_BYTES, MAX_VALUES, ChatTemplates, compiled
 

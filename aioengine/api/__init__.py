@@ -1,0 +1,1 @@
+"""The public API: the engines, their arguments and their results."""

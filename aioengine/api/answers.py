@@ -1,0 +1,530 @@
+"""The public dicts: chunks of a stream, whole answers, batches of them, and finish reasons.
+
+Pure functions of the facts about a row and its output.
+"""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import TYPE_CHECKING, ClassVar, Literal, NotRequired, Protocol, SupportsIndex, TypedDict, cast, overload
+
+from msgspec import Struct
+
+from aioengine.api import checks
+from aioengine.errors import (
+    EngineError,
+    EngineOverloadedError,
+    RequestError,
+    RequestTooLargeError,
+    UnsupportedSchemaError,
+)
+from aioengine.protocol.columns import HIDDEN_STATES, PROMPT_STATES, Extra
+from aioengine.protocol.messages import LAST_STATES, End, FinishCode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import numpy as np
+    import numpy.typing as npt
+    from typing_extensions import TypeVar
+
+    from aioengine.protocol.messages import FirstToken
+    from aioengine.protocol.packed_logprobs import Entry
+
+WEIGHT_VERSION = "default"
+
+FinishType = Literal["stop", "length", "abort", "deadline", "shutdown"]
+
+
+class FinishReason(dict[str, str | int | None]):
+    """Why a request ended: ``{"type": "stop", "matched": ...}``, ``{"type": "length", "length": N}``,
+    ``{"type": "abort", "message": ...}``, ``{"type": "deadline", "which": ...}`` or
+    ``{"type": "shutdown", "message": ...}``.
+
+    It also compares equal to its type string and prints as it; ``["matched"]`` is None where nothing matched. In a
+    stream with ``return_exceptions=True`` the reason of a row that failed is "abort", and ``err_type`` names the error.
+    """
+
+    @overload
+    def __getitem__(self, key: Literal["type"]) -> FinishType: ...
+    @overload
+    def __getitem__(self, key: Literal["length"]) -> int: ...
+    @overload
+    def __getitem__(self, key: Literal["message", "err_type", "which"]) -> str: ...
+    @overload
+    def __getitem__(self, key: str) -> str | int | None: ...
+    def __getitem__(self, key: str) -> str | int | None:
+        return super().__getitem__(key)
+
+    def __missing__(self, key: str) -> None:
+        if key != "matched":
+            raise KeyError(key)
+
+    def __eq__(self, other: object) -> bool:
+        return self["type"] == other if isinstance(other, str) else super().__eq__(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:  # type: ignore[override]  # equal to its type string, so hashed like it
+        return hash(self["type"])
+
+    def __str__(self) -> str:
+        return self["type"]
+
+
+class Timings(TypedDict):
+    """The times of a finished request, in seconds. The first five add up to ``total_s``.
+
+    ``first_token_s`` is from the call to the first token, None where there was none.
+    """
+
+    tokenize_s: float
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+    deliver_s: float
+    first_token_s: float | None
+    total_s: float
+
+
+class CommonInfo(TypedDict):
+    """The facts about a request at any time.
+
+    With ``return_logprob`` it has logprobs, as (logprob, token id, text or None): ``output_...`` of the tokens in
+    ``output_ids``, ``input_...`` of the prompt, in a stream with the first chunk alone. Only position 0 of a prompt has
+    no logprob.
+
+    ``image_tokens``, where the prompt has images: how many of its tokens stand for them.
+
+    ``num_retractions`` is another name of ``num_preemptions``. ``reasoning_tokens`` is 0: tokens of a thought are not
+    counted apart.
+    """
+
+    id: str
+    prompt_tokens: int
+    completion_tokens: int
+    reasoning_tokens: int
+    weight_version: str
+    dp_rank: int | None
+    seed: int
+    cached_tokens: int
+    num_preemptions: int
+    num_retractions: int
+    output_token_logprobs: NotRequired[list[Entry]]
+    output_token_logprobs_length: NotRequired[int]
+    output_top_logprobs: NotRequired[list[list[Entry]]]
+    output_token_ids_logprobs: NotRequired[list[list[Entry]]]
+    input_token_logprobs: NotRequired[list[Entry]]
+    input_top_logprobs: NotRequired[list[list[Entry] | None]]
+    input_token_ids_logprobs: NotRequired[list[list[Entry] | None]]
+    hidden_states: NotRequired[list[npt.NDArray[np.float32]]]
+    sequence_score: NotRequired[float]
+    image_tokens: NotRequired[int]
+
+
+class MetaInfo(CommonInfo):
+    """The facts about a finished request beside its output."""
+
+    finish_reason: FinishReason
+    cached_tokens_details: dict[str, int]
+    e2e_latency: float
+    timings: Timings
+
+
+class ChunkInfo(CommonInfo):
+    """The ``meta_info`` of a chunk. The keys that are not required, and ``finish_reason``, come with the last one."""
+
+    finish_reason: FinishReason | None
+    cached_tokens_details: NotRequired[dict[str, int]]
+    e2e_latency: NotRequired[float]
+    timings: NotRequired[Timings]
+
+
+class Answer(TypedDict):
+    """The whole output of one request. ``extras``: what the runner gave beside the tokens, if anything."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: MetaInfo
+    prompt_token_ids: NotRequired[list[int]]
+    extras: NotRequired[list[Extra]]
+
+
+class Chunk(TypedDict):
+    """A piece of a stream: the output since the chunk before, and where it starts (in characters and tokens).
+
+    ``index``: the row of this chunk, in batches and with ``n`` > 1. ``extras``: what the runner
+    gave beside the tokens of the chunk, if anything.
+    """
+
+    text: str
+    output_ids: list[int]
+    meta_info: ChunkInfo
+    text_offset: int
+    token_offset: int
+    index: NotRequired[int]
+    prompt_token_ids: NotRequired[list[int]]
+    extras: NotRequired[list[Extra]]
+
+
+class Embedding(TypedDict):
+    """The vector of one text: fp32 [D]."""
+
+    embedding: npt.NDArray[np.float32]
+    meta_info: MetaInfo
+
+
+class Ranking(TypedDict):
+    """The score of a query and a document. ``index``: of the document in the call."""
+
+    score: float
+    index: int
+    meta_info: MetaInfo
+
+
+class MetaColumns(list[MetaInfo]):
+    """The ``meta_info`` of a batch; a key gives the list of its values, one for each row (None where it is not there).
+
+    The entry of a row that failed (``return_exceptions=True``) is its exception.
+    """
+
+    @overload
+    def __getitem__(self, key: SupportsIndex) -> MetaInfo: ...
+    @overload
+    def __getitem__(self, key: slice) -> MetaColumns: ...
+    @overload
+    def __getitem__(
+        self, key: Literal["prompt_tokens", "completion_tokens", "cached_tokens", "num_preemptions", "seed"]
+    ) -> list[int]: ...
+    @overload
+    def __getitem__(self, key: Literal["finish_reason"]) -> list[FinishReason]: ...
+    @overload
+    def __getitem__(self, key: Literal["id"]) -> list[str]: ...
+    @overload
+    def __getitem__(self, key: str) -> object: ...
+    def __getitem__(self, key: SupportsIndex | slice | str) -> object:
+        if isinstance(key, str):
+            return _column(self, key)
+        return MetaColumns(super().__getitem__(key)) if isinstance(key, slice) else super().__getitem__(key)
+
+
+if TYPE_CHECKING:
+    RowType = TypeVar("RowType", default=Answer)
+else:
+    from typing import TypeVar
+
+    RowType = TypeVar("RowType")
+
+
+class BatchOutput(list[RowType]):
+    """The answers of a batch, in the order of its prompts (with ``n`` samples: all of a prompt, then the next); or its
+    embeddings, or scores.
+
+    A list of dicts that also takes a column name: ``outs["text"]`` is the list of texts and
+    ``outs["meta_info"]["completion_tokens"]`` the list of counts. With ``return_exceptions=True`` an entry may be the
+    exception of its row, in columns too.
+    """
+
+    @overload
+    def __getitem__(self, key: SupportsIndex) -> RowType: ...
+    @overload
+    def __getitem__(self, key: slice) -> BatchOutput[RowType]: ...
+    @overload
+    def __getitem__(self, key: Literal["text"]) -> list[str]: ...
+    @overload
+    def __getitem__(self, key: Literal["embedding"]) -> list[npt.NDArray[np.float32]]: ...
+    @overload
+    def __getitem__(self, key: Literal["score"]) -> list[float]: ...
+    @overload
+    def __getitem__(self, key: Literal["index"]) -> list[int]: ...
+    @overload
+    def __getitem__(self, key: Literal["output_ids", "prompt_token_ids"]) -> list[list[int]]: ...
+    @overload
+    def __getitem__(self, key: Literal["meta_info"]) -> MetaColumns: ...
+    @overload
+    def __getitem__(self, key: str) -> object: ...
+    def __getitem__(self, key: SupportsIndex | slice | str) -> object:
+        if isinstance(key, str):
+            column = _column(self, key)
+            return MetaColumns(cast("list[MetaInfo]", column)) if key == "meta_info" else column
+        return BatchOutput(super().__getitem__(key)) if isinstance(key, slice) else super().__getitem__(key)
+
+
+def _column(rows: Iterable[object], key: str) -> list[object]:
+    """One key of every row; a row that is an exception stands for itself.
+
+    Raises KeyError for a key that no row has.
+    """
+    entries = list(rows)
+    dicts = [cast("dict[str, object]", entry) for entry in entries if isinstance(entry, dict)]
+    if dicts and not any(key in entry for entry in dicts):
+        known = list(dict.fromkeys(name for entry in dicts for name in entry))
+        raise KeyError(f"no column {key!r}{checks.did_you_mean(key, known)}; there are {', '.join(known)}")
+    return [cast("dict[str, object]", entry).get(key) if isinstance(entry, dict) else entry for entry in entries]
+
+
+class ExtraReader(Protocol):
+    """Reads extras of one row as they come, and makes the entries of ``meta_info`` from them.
+
+    kinds: of the extras that it reads. num_entries: read so far.
+    """
+
+    kinds: ClassVar[frozenset[str]]
+    num_entries: int
+
+    def read(self, extra: Extra) -> None: ...
+    def lists(self, start: int, end: int, *, keeps: bool) -> dict[str, object]:
+        """Those of the output tokens from ``start`` to ``end``; ``keeps``: they may be asked for again."""
+        ...
+
+
+class StateReader:
+    """Makes arrays of the hidden states of one row, all of which it asked for. numpy must be imported by now.
+
+    Attributes:
+        num_entries: extras read so far.
+    """
+
+    __slots__ = ("_arrays", "_shape", "num_entries")
+
+    kinds: ClassVar[frozenset[str]] = frozenset((HIDDEN_STATES, PROMPT_STATES))
+
+    def __init__(self, num_prompt: int, hidden_size: int) -> None:
+        self.num_entries = 0
+        self._shape = num_prompt, hidden_size
+        self._arrays: dict[int, npt.NDArray[np.float32]] = {}
+
+    def read(self, extra: Extra) -> None:
+        """Read the state of a token, [D], or a block of the prompt's, in place of what was read of it before.
+
+        The array of the first token is [prompt, D].
+        """
+        is_prompt = extra.kind == PROMPT_STATES
+        if extra.index and not is_prompt:
+            self._arrays[extra.index] = _array(extra.data)
+        else:
+            from numpy import empty, float32, frombuffer  # as in _array
+
+            if 0 not in self._arrays:
+                self._arrays[0] = empty(self._shape, float32)
+            states = frombuffer(extra.data, float32).reshape(-1, self._shape[1])
+            start = extra.index if is_prompt else self._shape[0] - 1
+            self._arrays[0][start : start + len(states)] = states
+        self.num_entries += 1
+
+    def lists(self, start: int, end: int, *, keeps: bool) -> dict[str, object]:
+        given = [index for index in range(start, end) if index in self._arrays]
+        return {"hidden_states": list(map(self._arrays.__getitem__ if keeps else self._arrays.pop, given))}
+
+
+class RowFacts(Struct, gc=False):
+    """The facts about a row, for its dicts. ``index`` None: the only row of its call.
+
+    ``called_at`` is the time of the call, ``tokenize_s`` how long its prompt took to become ids. ``shows_prompt``:
+    its dicts carry ``prompt_token_ids``. ``readers``: of what it asked for beside its tokens.
+    ``num_image_tokens``: positions of the prompt that hold features of images.
+    ``states``: which hidden states they carry (``Sampling.hidden_states``);
+    ``newest_state``: that of the newest token, where they carry the last one alone.
+    """
+
+    rid: str
+    index: int | None
+    seed: int
+    called_at: float
+    tokenize_s: float = 0.0
+    prompt_token_ids: list[int] = []
+    shows_prompt: bool = False
+    readers: tuple[ExtraReader, ...] = ()
+    states: str = ""
+    num_image_tokens: int = 0
+    newest_state: Extra | None = None
+    common_info: ChunkInfo = {}  # type: ignore[typeddict-item]  # made below
+    admitted_at: float | None = None
+    first_token_at: float | None = None
+
+    def __post_init__(self) -> None:
+        self.common_info = {
+            "id": self.rid,
+            "finish_reason": None,
+            "prompt_tokens": len(self.prompt_token_ids),
+            "completion_tokens": 0,
+            "reasoning_tokens": 0,
+            "weight_version": WEIGHT_VERSION,
+            "dp_rank": None,
+            "seed": self.seed,
+            "cached_tokens": 0,
+            "num_preemptions": 0,
+            "num_retractions": 0,
+        }
+        if self.states:
+            self.common_info["hidden_states"] = []
+        if self.num_image_tokens:
+            self.common_info["image_tokens"] = self.num_image_tokens
+
+    def begin(self, first_token: FirstToken) -> None:
+        """Its prompt is computed."""
+        self.common_info["cached_tokens"] = first_token.num_cached
+        self.admitted_at, self.first_token_at = first_token.admitted_at, first_token.first_token_at
+
+    def preempt(self) -> None:
+        """It lost its pages once more."""
+        self.common_info["num_preemptions"] += 1
+        self.common_info["num_retractions"] += 1
+
+
+class Piece(Protocol):
+    """Text and ids of one row with the offset of their beginning; ``finished`` with its last piece.
+
+    ``delivered_at``: when the frontend received the end of the row. ``error``: why it has no answer, if it failed.
+    """
+
+    text: str
+    token_ids: list[int]
+    text_offset: int
+    token_offset: int
+    finished: End | None
+    delivered_at: float
+    error: RowError | None
+
+
+def chunk(facts: RowFacts, piece: Piece) -> Chunk:
+    """The public form of a piece of a stream."""
+    token_ids, token_offset = piece.token_ids, piece.token_offset
+    info = facts.common_info.copy()
+    info["completion_tokens"] = token_offset + len(token_ids)
+    if piece.finished is not None:
+        _add_end(info, facts, piece, piece.finished)
+    made: Chunk = {
+        "text": piece.text,
+        "output_ids": token_ids,
+        "meta_info": info,
+        "text_offset": piece.text_offset,
+        "token_offset": token_offset,
+    }
+    if facts.index is not None:
+        made["index"] = facts.index
+    if facts.shows_prompt:
+        made["prompt_token_ids"] = facts.prompt_token_ids
+    return made
+
+
+def answer(facts: RowFacts, piece: Piece) -> Answer:
+    """The public form of a row that was read as a whole."""
+    info = facts.common_info.copy()
+    info["completion_tokens"] = len(piece.token_ids)
+    if piece.finished is not None:
+        _add_end(info, facts, piece, piece.finished)
+    whole = cast("MetaInfo", info)  # its request is finished
+    made: Answer = {"text": piece.text, "output_ids": piece.token_ids, "meta_info": whole}
+    if facts.shows_prompt:
+        made["prompt_token_ids"] = facts.prompt_token_ids
+    return made
+
+
+def add_read(made: Answer | Chunk, facts: RowFacts, start: int, *, keeps: bool) -> None:
+    """Add what was read beside the tokens, the first of which is the ``start``-th of the output.
+
+    ``keeps``: it may be asked for again.
+    """
+    info = cast("dict[str, object]", made["meta_info"])
+    for reader in facts.readers:
+        info |= reader.lists(start, start + len(made["output_ids"]), keeps=keeps)
+
+
+def add_extras(made: Answer | Chunk, facts: RowFacts, extras: list[Extra]) -> None:
+    """Add what came beside the tokens and has no reader."""
+    if facts.states == LAST_STATES:
+        states = [extra for extra in extras if extra.kind == HIDDEN_STATES]
+        extras = [extra for extra in extras if extra.kind != HIDDEN_STATES]
+        if states:
+            facts.newest_state = max(states, key=_index)
+            if made["meta_info"]["finish_reason"] is not None:
+                made["meta_info"]["hidden_states"] = [_array(facts.newest_state.data)]
+    if extras:
+        made["extras"] = extras
+
+
+_index = attrgetter("index")
+
+
+def _array(data: bytes) -> npt.NDArray[np.float32]:
+    """The packed numbers, in memory that can be written to."""
+    from numpy import float32, frombuffer  # slow to import, and most programs ask for no arrays
+
+    return frombuffer(data, float32).copy()
+
+
+def _add_end(info: ChunkInfo, facts: RowFacts, piece: Piece, finished: End) -> None:
+    """Add the facts about a finished request.
+
+    Where the frontend or the supervisor ended it, ``finished`` lacks how it began, which ``facts`` has.
+    """
+    if facts.newest_state is not None:
+        info["hidden_states"] = [_array(facts.newest_state.data)]
+    info["finish_reason"] = finish_reason(finished, info["completion_tokens"], piece.error)
+    num_cached = info["cached_tokens"] = max(finished.num_cached, info["cached_tokens"])
+    info["cached_tokens_details"] = {"device": num_cached, "host": 0}
+    info["num_preemptions"] = info["num_retractions"] = max(finished.num_preemptions, info["num_preemptions"])
+    info["e2e_latency"] = piece.delivered_at - facts.called_at
+    info["timings"] = _timings(facts, finished, piece.delivered_at)
+
+
+def _timings(facts: RowFacts, finished: End, delivered_at: float) -> Timings:
+    """Each stage ends where the next begins; one that was not reached ends with the request."""
+    ended_at = min(max(finished.ended_at, facts.called_at + facts.tokenize_s), delivered_at)
+    begun_at = facts.called_at + facts.tokenize_s
+    known_admitted_at = facts.admitted_at if finished.admitted_at is None else finished.admitted_at
+    known_first_token_at = facts.first_token_at if finished.first_token_at is None else finished.first_token_at
+    admitted_at = ended_at if known_admitted_at is None else min(max(known_admitted_at, begun_at), ended_at)
+    first_token_at = ended_at if known_first_token_at is None else min(known_first_token_at, ended_at)
+    first_token_at = max(first_token_at, admitted_at)
+    return {
+        "tokenize_s": facts.tokenize_s,
+        "queue_s": admitted_at - facts.called_at - facts.tokenize_s,
+        "prefill_s": first_token_at - admitted_at,
+        "decode_s": ended_at - first_token_at,
+        "deliver_s": delivered_at - ended_at,
+        "first_token_s": None if known_first_token_at is None else first_token_at - facts.called_at,
+        "total_s": delivered_at - facts.called_at,
+    }
+
+
+def finish_reason(finished: End, num_output: int, cause: RowError | None = None) -> FinishReason:
+    """Return the finish reason of a request. ``cause``: its error, if it failed."""
+    match finished.code:
+        case FinishCode.STOP:
+            return FinishReason(type="stop", matched=finished.matched)
+        case FinishCode.LENGTH:
+            return FinishReason(type="length", length=num_output)
+        case FinishCode.DEADLINE:
+            return FinishReason(type="deadline", which=finished.matched)
+        case FinishCode.SHUTDOWN:
+            return FinishReason(type="shutdown", message=finished.message or "the engine was drained or shut down")
+        case FinishCode.ABORT:
+            return FinishReason(type="abort", message=finished.message or "aborted by the caller")
+        case _:
+            cause = cause or error(finished)
+            return FinishReason(type="abort", message=str(cause), err_type=type(cause).__name__)
+
+
+def error(
+    finished: End,
+) -> RequestTooLargeError | UnsupportedSchemaError | RequestError | EngineOverloadedError | None:
+    """The exception that a request ends with; None: it has an answer, or a part of one."""
+    if finished.code is FinishCode.TOO_LARGE:
+        return RequestTooLargeError(finished.message)
+    if finished.code is FinishCode.UNSUPPORTED:
+        return UnsupportedSchemaError(finished.message, pointer=finished.stage, keyword=str(finished.matched or ""))
+    if finished.code is FinishCode.FAILED:
+        return RequestError(finished.stage, finished.message)
+    if finished.code is FinishCode.REFUSED:
+        missed_ms = finished.matched if isinstance(finished.matched, int) else 1000
+        return EngineOverloadedError(
+            f"the request would come too late: {finished.message}", retry_after=missed_ms / 1000
+        )
+    return None
+
+
+RowError = EngineError | ValueError | TypeError
+"""The errors that one row of a call may end with instead of an answer."""

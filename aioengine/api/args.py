@@ -1,0 +1,473 @@
+"""The constructor's public arguments: their names, aliases, ranges, and their places in ``EngineConfig``.
+
+The names follow the reference engine. ``foreign_names`` has other names of them, arguments of missing features
+(accepted if the value switches the feature off), and arguments without an effect (accepted with one warning).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Final, cast, get_type_hints
+
+from msgspec import Struct, to_builtins
+from msgspec.structs import fields, replace
+
+from aioengine.api import checks
+from aioengine.api.checks import number_from, whole_from, whole_or_minus_one
+from aioengine.api.foreign_names import ALIASES, IGNORED, MISSING_ARGUMENTS, our_way
+from aioengine.logs import warn_caller
+from aioengine.model_files.adapter_folder import MAX_RANK
+from aioengine.settings.config import EngineConfig, GivenAdapter
+from aioengine.settings.resolve import CPU_LIMITS, CPU_MEMORY_FRACTION, GPU_GRAPH_ROWS, GPU_LIMITS, GPU_MEMORY_FRACTION
+from aioengine.tokenization.chat_template import MAX_TEMPLATE_BYTES
+
+
+class Argument(Struct, frozen=True):
+    """One public argument.
+
+    place: "section.field" or "field" of EngineConfig, where its default and its type stand. unset: the default in
+    words, where EngineConfig has None, "auto" or an empty value.
+    """
+
+    place: str
+    check: checks.Check
+    help: str
+    unset: str = ""
+
+    @property
+    def read(self) -> type:
+        """The type of the value of a flag: bool (a switch), int, float or str."""
+        section, _, field = self.place.rpartition(".")
+        of = get_type_hints(type(_SECTIONS[section]) if section else EngineConfig)[field]
+        return next((kind for kind in (bool, int, float) if of in (kind, kind | None)), str)
+
+    @property
+    def default(self) -> object:
+        """The value of the argument where it is left out; None where it is determined at the start."""
+        value = self.value_in(EngineConfig())
+        return value or None if self.unset else value
+
+    def value_in(self, config: EngineConfig) -> object:
+        """Return the value of the argument in a config, as plain data."""
+        section, _, field = self.place.rpartition(".")
+        value: object = getattr(getattr(config, section) if section else config, field)
+        return not value if self.check is _negated else to_builtins(value)
+
+    @property
+    def default_text(self) -> str:
+        """The default as the documentation has it."""
+        if self.unset:
+            return self.unset
+        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
+
+    @property
+    def description(self) -> str:
+        """One line for ``--help``."""
+        return f"{self.help} (default: {self.default_text})"
+
+
+def _text(name: str, value: object) -> str:
+    return checks.text(name, str(value) if isinstance(value, PurePath) else value, max_bytes=4096)
+
+
+def _path(name: str, value: object) -> str:
+    """A hub id or a path of the file system, which need not be UTF-8."""
+    path = str(value) if isinstance(value, PurePath) else value
+    try:
+        readable = path.encode(errors="surrogateescape").decode(errors="replace") if isinstance(path, str) else path
+    except UnicodeEncodeError:
+        readable = path
+    if "\0" in checks.text(name, readable, max_bytes=4096):
+        raise checks.wrong_value(name, "a hub id or a path, which has no null character", readable)
+    return str(path)
+
+
+def _folder(name: str, value: object) -> str:
+    """A folder that is there; it stays the same one when the working directory changes."""
+    path = _path(name, value)
+    if not os.path.isdir(path):
+        raise checks.wrong_value(name, "a folder that exists", value)
+    return os.path.abspath(path)
+
+
+def _template(name: str, value: object) -> str:
+    """The text of a template, or a path; which of them, and the file, is checked at the start."""
+    given = checks.text(name, str(value) if isinstance(value, PurePath) else value, max_bytes=MAX_TEMPLATE_BYTES)
+    if not given:
+        raise checks.wrong_value(name, "the text of a template, or the path of a file with one", given)
+    return given
+
+
+def _words(*words: str, **meanings: str) -> checks.Check:
+    choices = {word: word for word in words} | meanings
+    return lambda name, value: checks.choice(name, value, choices)
+
+
+def _negated(name: str, value: object) -> bool:
+    return not checks.switch(name, value)
+
+
+def _weights(name: str, value: object) -> dict[str, float]:
+    """Tenant -> weight; on the command line as "gold=3,free=1"."""
+    allowed = 'a dict of tenant to number, or "tenant=number,..."'
+    if isinstance(value, str):
+        entries = [entry.rpartition("=") for entry in value.split(",") if entry]
+        if not all(tenant and _is_number(weight) for tenant, _, weight in entries):
+            raise checks.wrong_value(name, allowed, value)
+        value = {tenant: float(weight) for tenant, _, weight in entries}
+    if not isinstance(value, Mapping):
+        raise checks.wrong_type(name, allowed, value)
+    given = cast("Mapping[object, object]", value)
+    return {
+        checks.text(f"{name} keys", tenant, max_bytes=checks.MAX_TENANT_BYTES): checks.number(
+            f"{name}[{tenant!r}]", weight, 0, MAX_WEIGHT, above=True
+        )
+        for tenant, weight in given.items()
+    }
+
+
+def _classes(name: str, value: object) -> tuple[str, ...]:
+    """Names of classes; on the command line as "a:A,b:B"."""
+    given = [word for word in value.split(",") if word] if isinstance(value, str) else value
+    found = checks.items(name, given, MAX_PROCESSORS, allowed='a list of names such as "package.module:Class"')
+    for entry in found:
+        module, separator, of = checks.text(f"{name} entries", entry, max_bytes=MAX_NAME_BYTES).partition(":")
+        if not (separator and of.isidentifier() and all(map(str.isidentifier, module.split(".")))):
+            raise checks.wrong_value(f"{name} entries", 'names such as "package.module:Class"', entry)
+        if module == "__main__":
+            raise ValueError(
+                f"{name} has {entry!r}: other processes cannot import __main__; put the class into a module"
+            )
+    return tuple(cast("list[str]", found))
+
+
+def _adapters(name: str, value: object) -> tuple[GivenAdapter, ...]:
+    """A list of paths, "name=path" or dicts, or a dict of names and paths; on the command line with commas between."""
+    if isinstance(value, Mapping):
+        given = cast("Mapping[object, object]", value)
+        entries: list[object] = [{"lora_name": key, "lora_path": path} for key, path in given.items()]
+    else:
+        words = [word for word in value.split(",") if word] if isinstance(value, str) else value
+        entries = checks.items(name, words, MAX_ADAPTERS, allowed=ADAPTERS)
+    found = tuple(_adapter(f"{name}[{place}]", entry) for place, entry in enumerate(entries))
+    names = [adapter.name for adapter in found]
+    if twice := next((each for each in names if names.count(each) > 1), None) if len(set(names)) < len(names) else None:
+        raise ValueError(f"{name} has two adapters of the name {checks.shown(twice)}; give each its own")
+    return found
+
+
+def _adapter(name: str, entry: object) -> GivenAdapter:
+    if not isinstance(entry, Mapping):
+        text = checks.text(name, _path(name, entry))
+        given_name, separator, path = text.partition("=")
+        if isinstance(entry, str) and separator and given_name and path:
+            return GivenAdapter(given_name, str(PurePath(path)))
+        return GivenAdapter(text, text, alias=PurePath(text).name)
+    fields = dict(cast("Mapping[object, object]", entry))
+    allowed = "a dict with lora_name, lora_path and, if wanted, pinned"
+    if not {"lora_name", "lora_path"} <= fields.keys() <= {"lora_name", "lora_path", "pinned"}:
+        raise checks.wrong_value(name, allowed, fields)
+    given_name = checks.text(f"{name}: lora_name", fields["lora_name"], max_bytes=MAX_NAME_BYTES)
+    if not given_name:
+        raise ValueError(f"{name} has an empty name; give the one by which requests name the adapter")
+    is_pinned = checks.switch(f"{name}: pinned", fields.get("pinned") or False)
+    path = checks.text(f"{name}: lora_path", _path(f"{name}: lora_path", fields["lora_path"]))
+    return GivenAdapter(given_name, path, is_pinned=is_pinned)
+
+
+def _modules(name: str, value: object) -> tuple[str, ...]:
+    """Names of modules, or all of them: (); on the command line with commas between."""
+    words = [word for word in value.split(",") if word] if isinstance(value, str) else value
+    allowed = 'a list of names such as "q_proj", or "all"'
+    found = checks.items(name, words, MAX_MODULES, allowed=allowed)
+    names = [checks.text(f"{name} entries", word, max_bytes=MAX_NAME_BYTES) for word in found]
+    if not names:
+        raise checks.wrong_value(name, allowed, value)
+    return () if ALL_MODULES.intersection(names) else tuple(dict.fromkeys(names))
+
+
+def _is_number(text: str) -> bool:
+    return text.replace(".", "", 1).isdecimal()
+
+
+_dtype_words = _words(
+    "auto",
+    "bfloat16",
+    "float16",
+    "float32",
+    half="float16",
+    float="float32",
+    bf16="bfloat16",
+    fp16="float16",
+    fp32="float32",
+)
+
+
+def _dtype(name: str, value: object) -> object:
+    """A word, or a dtype of torch, recognised by its text: torch is not imported here."""
+    word = str(value) if type(value).__name__ == "dtype" else value
+    return _dtype_words(name, word.removeprefix("torch.") if isinstance(word, str) else value)
+
+
+_A_DAY: Final = 86400.0
+MAX_WEIGHT: Final = 1e6
+MAX_HIDDEN_STATE_BYTES: Final = 192 * 1024 * 1024
+"""With all else they must fit into a frame."""
+MAX_PROCESSORS: Final = 64
+MAX_NAME_BYTES: Final = 512
+MAX_ADAPTERS: Final = 100_000
+MAX_MODULES: Final = 1024
+ADAPTERS: Final = "a list of paths, of 'name=path' or of dicts with lora_name, lora_path and pinned; or a dict of them"
+ALL_MODULES: Final = frozenset(("all", "all-linear"))
+
+ARGUMENTS: Final[dict[str, Argument]] = {
+    "model_path": Argument("model.path", _path, "folder, hub id or GGUF file of the model", "the demo model"),
+    "tokenizer_path": Argument(
+        "model.tokenizer_path", _path, "folder or hub id of the tokenizer", "the model's folder"
+    ),
+    "revision": Argument("model.revision", _text, "branch, tag or commit on the hub", "the main branch"),
+    "download_dir": Argument("model.download_dir", _path, "folder for downloads", "the hub's cache"),
+    "load_format": Argument(
+        "model.load_format",
+        _words("auto", "safetensors", "gguf", "dummy"),
+        "auto, safetensors, gguf or dummy (random weights)",
+    ),
+    "dtype": Argument("model.dtype", _dtype, "auto, bfloat16, float16 or float32"),
+    "context_length": Argument(
+        "model.context_length", whole_from(1), "maximum tokens of prompt and output", "the model's"
+    ),
+    "model_impl": Argument(
+        "model.implementation",
+        _words("auto", "aioengine", "transformers"),
+        "code that computes the model: auto (ours if it has the model_type, otherwise transformers'), aioengine or "
+        "transformers",
+    ),
+    "trust_remote_code": Argument(
+        "model.trust_remote_code",
+        checks.switch,
+        "run code in the model's folder, if transformers' code computes the model",
+    ),
+    "skip_tokenizer_init": Argument("model.tokenizer", _negated, "accept and return token ids only, no text"),
+    "chat_template": Argument(
+        "model.chat_template", _template, "text or file of a chat template that replaces the model's own", "the model's"
+    ),
+    "allow_request_templates": Argument(
+        "model.allow_request_templates",
+        checks.switch,
+        "requests may contain the text or file of a chat template, which runs in this process",
+    ),
+    "is_embedding": Argument(
+        "model.is_embedding",
+        checks.switch,
+        "give only vectors, even if the model can generate",
+        "True for folders of sentence-transformers",
+    ),
+    "sampling_defaults": Argument(
+        "model.sampling_defaults",
+        _words("model", "engine", openai="engine"),
+        "source of sampling parameters that a request leaves out: model (its generation_config.json) or engine",
+    ),
+    "device": Argument("device.name", _words("auto", "cpu", "cuda", gpu="cuda"), "auto, cpu or cuda"),
+    "attention_backend": Argument(
+        "device.attention_backend",
+        _words("auto", "flashinfer", "triton", "fused", "torch", torch_native="torch"),
+        "auto; flashinfer or triton on a GPU, fused on a CPU, torch on both",
+    ),
+    "enable_deterministic_inference": Argument(
+        "device.batch_invariant", checks.switch, "the same bits in any batch on a GPU, too (always on a CPU)"
+    ),
+    "disable_cuda_graph": Argument("device.cuda_graphs", _negated, "no CUDA graphs"),
+    "cuda_graph_max_bs": Argument(
+        "device.cuda_graph_max_rows",
+        whole_from(1, 65536),
+        "maximum rows of a CUDA graph",
+        f"max_running_requests, at most {GPU_GRAPH_ROWS}",
+    ),
+    "logits_processors": Argument(
+        "device.logits_processors",
+        _classes,
+        "classes of logits processors that requests may name: a list of package.module:Class",
+        "none",
+    ),
+    "enable_lora": Argument("lora.enabled", checks.switch, "serve LoRA adapters", "True if lora_paths is set"),
+    "lora_paths": Argument(
+        "lora.adapters",
+        _adapters,
+        "adapters to load at the start: a list of paths, name=path or dicts, or a dict of name to path",
+        "none",
+    ),
+    "max_loras_per_batch": Argument("lora.num_slots", whole_from(1, 1024), "maximum adapters on the device at once"),
+    "max_lora_rank": Argument(
+        "lora.max_rank", whole_from(1, MAX_RANK), "maximum rank of an adapter", "the highest of lora_paths"
+    ),
+    "lora_target_modules": Argument(
+        "lora.modules", _modules, "modules that adapters may change: a list of names, or all", "those of lora_paths"
+    ),
+    "max_loaded_loras": Argument(
+        "lora.max_loaded",
+        whole_from(1),
+        "maximum adapters in host memory, at least max_loras_per_batch",
+        "as many as fit into 4 GiB",
+    ),
+    "allowed_local_media_path": Argument(
+        "media.allowed_local_media_path", _folder, "folder that must contain image files", "any folder"
+    ),
+    "allow_private_urls": Argument(
+        "media.allow_private_urls", checks.switch, "allow image URLs with addresses that are not public"
+    ),
+    "max_image_bytes": Argument("media.max_image_bytes", whole_from(1, 1 << 32), "maximum bytes of an image file"),
+    "max_image_pixels": Argument(
+        "media.max_image_pixels", whole_from(1, 1 << 32), "maximum width times height of an image"
+    ),
+    "max_images_per_prompt": Argument(
+        "media.max_images_per_prompt", whole_from(0, 1 << 16), "maximum images per prompt"
+    ),
+    "media_timeout": Argument(
+        "media.timeout_s",
+        number_from(0, _A_DAY, above=True),
+        "seconds for the download of an image, and again for its preparation",
+    ),
+    "page_size": Argument("memory.page_size", whole_from(1, 1024), "tokens per page of KV memory"),
+    "max_total_tokens": Argument(
+        "memory.max_total_tokens", whole_from(1), "size of the KV pool in tokens", "as much as fits into memory"
+    ),
+    "mem_fraction_static": Argument(
+        "memory.mem_fraction_static",
+        number_from(0, 1, above=True),
+        "share of the memory for weights and KV pool",
+        f"{GPU_MEMORY_FRACTION} on a GPU, {CPU_MEMORY_FRACTION} on a CPU",
+    ),
+    "disable_radix_cache": Argument("memory.prefix_cache", _negated, "no prefix cache"),
+    "max_running_requests": Argument(
+        "scheduler.max_running",
+        whole_from(1, 65536),
+        "maximum requests computed at once",
+        f"{GPU_LIMITS[1]} on a GPU, {CPU_LIMITS[1]} on a CPU",
+    ),
+    "chunked_prefill_size": Argument(
+        "scheduler.chunk_tokens",
+        whole_or_minus_one("prompts are never split"),
+        "maximum tokens per step; -1: prompts are never split",
+        f"{GPU_LIMITS[0]} on a GPU, {CPU_LIMITS[0]} on a CPU",
+    ),
+    "schedule_policy": Argument(
+        "scheduler.policy",
+        _words("fcfs", "priority", "longest_prefix", lpm="longest_prefix"),
+        "fcfs, longest_prefix (lpm) or priority",
+    ),
+    "tenant_weights": Argument(
+        "scheduler.tenant_weights", _weights, "shares of the engine: a dict, or tenant=weight,...", "1 each"
+    ),
+    "disable_overlap_schedule": Argument(
+        "scheduler.overlap", _negated, "collect each step before the next is launched (always on a CPU)"
+    ),
+    "max_queued_requests": Argument("queue.max_requests", whole_from(0), "maximum waiting requests"),
+    "max_queued_tokens": Argument("queue.max_tokens", whole_from(0), "maximum prompt tokens of waiting requests"),
+    "max_queued_bytes": Argument("queue.max_bytes", whole_from(0), "maximum bytes of the prompts of open calls"),
+    "max_logprob_bytes": Argument(
+        "queue.max_logprob_bytes", whole_from(0, 1 << 48), "maximum bytes of all logprobs that wait to be read"
+    ),
+    "slow_reader": Argument(
+        "delivery.slow_reader",
+        _words("coalesce", "pause", "abort"),
+        "if a reader stops reading: coalesce (merge unread chunks), pause or abort the request",
+    ),
+    "slow_reader_timeout": Argument(
+        "delivery.slow_reader_timeout_s", number_from(0, _A_DAY, above=True), "seconds after which slow_reader applies"
+    ),
+    "max_hidden_state_bytes": Argument(
+        "delivery.max_hidden_state_bytes",
+        whole_from(0, MAX_HIDDEN_STATE_BYTES),
+        "maximum bytes of hidden states of a request, up to 192 MiB",
+    ),
+    "max_restarts": Argument(
+        "supervision.max_restarts", whole_from(0), "replacements of lost processes before the engine gives up; 0: none"
+    ),
+    "restart_window": Argument(
+        "supervision.restart_window_s", number_from(0, _A_DAY, above=True), "seconds in which max_restarts counts"
+    ),
+    "stall_timeout": Argument(
+        "supervision.stall_timeout_s",
+        number_from(2, _A_DAY),  # processes give signs of life once a second
+        "seconds (at least 2) without progress before the engine counts as stalled",
+    ),
+    "startup_timeout": Argument(
+        "supervision.startup_timeout_s", number_from(0, _A_DAY, above=True), "maximum seconds for the start"
+    ),
+    "stream_interval": Argument("stream_interval", whole_from(1), "output tokens between two chunks of a stream"),
+    "logprobs_mode": Argument(
+        "logprobs_mode",
+        _words("raw", "processed"),
+        "raw: the model's own distribution; processed: after temperature, penalties and biases",
+    ),
+    "random_seed": Argument(
+        "random_seed", whole_from(0, 2**63 - 1), "seed for drawing the seeds of requests", "random"
+    ),
+    "log_level": Argument(
+        "log_level", _words("debug", "info", "warning", "error", "critical"), "debug, info, warning, error or critical"
+    ),
+    "progress": Argument("progress", checks.switch, "progress bars", "True if stderr is a terminal or a notebook"),
+}
+"""Every argument that works, in the order of the documentation."""
+
+_SECTIONS: Final = {field.name: field.default for field in fields(EngineConfig) if isinstance(field.default, Struct)}
+
+
+def engine_config(model_path: str | PurePath | None, arguments: Mapping[str, object]) -> EngineConfig:
+    """The public arguments as sections. None means the default, for every argument.
+
+    Raises:
+        TypeError: an argument that does not exist (with the nearest that does), or a value of the wrong type.
+        ValueError: a value outside its range, a feature that does not exist yet, one argument in two spellings.
+
+    Warns:
+        UserWarning: once, naming all given arguments that have no meaning here.
+    """
+    given = _by_own_name(arguments)
+    if model_path is not None:
+        if given.get("model_path") is not None:
+            raise ValueError(f"model_path is given twice: {model_path!r} and {given['model_path']!r}")
+        given["model_path"] = model_path
+    found: dict[str, dict[str, object]] = {"": {}}
+    for name, value in given.items():
+        if value is not None:
+            section, _, field = ARGUMENTS[name].place.rpartition(".")
+            found.setdefault(section, {})[field] = ARGUMENTS[name].check(name, value)
+    top = found.pop("")
+    sections = {name: replace(_SECTIONS[name], **values) for name, values in found.items()}
+    return EngineConfig(**sections, **top)  # type: ignore[arg-type]  # every value has passed its check
+
+
+def _by_own_name(arguments: Mapping[str, object]) -> dict[str, object]:
+    """The arguments that work, by their own names. Others are refused, or named in one warning."""
+    given: dict[str, object] = {}
+    without_meaning: list[str] = []
+    for key, value in arguments.items():
+        name = ALIASES.get(key, key)
+        if name in ARGUMENTS:
+            if name in given:
+                spellings = [key for key in arguments if ALIASES.get(key, key) == name]
+                raise ValueError(f"argument {name!r} is given twice, as {' and '.join(map(repr, spellings))}")
+            given[name] = value
+        elif key in MISSING_ARGUMENTS:
+            checks.off(key, value, *MISSING_ARGUMENTS[key])
+        elif key in IGNORED:
+            without_meaning.append(key)
+        else:
+            raise TypeError(f"unknown argument {key!r}{our_way(key) or _hint(key)}")
+    if without_meaning:
+        names = ", ".join(sorted(without_meaning))
+        warn_caller(f"these arguments have no effect in aioengine: {names}", stacklevel=4)
+    return given
+
+
+def _hint(key: str) -> str:
+    """Suggest an argument that works. For a misspelled argument of a missing feature, name the feature."""
+    meant = checks.nearest(key, (*ARGUMENTS, *ALIASES, *MISSING_ARGUMENTS, *IGNORED))
+    if meant in ARGUMENTS or meant in ALIASES:
+        return f" (did you mean {meant!r}?)"
+    if meant in MISSING_ARGUMENTS and checks.nearest(key, (meant,), cutoff=0.85):
+        return f" ({meant!r} belongs to a feature that is not available yet: {MISSING_ARGUMENTS[meant][1]})"
+    return ""

@@ -1,0 +1,343 @@
+"""The machinery of SamplingParams: a table whose rows are its fields, and the checks of values that are lists.
+
+A class of parameters assigns a row to each of its fields, by ``parameter`` or ``other_name``. Its type replaces them by
+the defaults, for msgspec and for type checkers, and keeps the rows as the class's table.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
+from typing import Annotated, Any, Final, NamedTuple, TypeVar, cast
+
+from msgspec import UNSET, Meta, Struct, StructMeta, UnsetType, ValidationError, convert
+
+from aioengine.api import checks
+from aioengine.api.foreign_names import MISSING_PARAMETERS, our_way
+from aioengine.errors import UnknownParameterError
+
+MAX_STOPS: Final = 32
+MAX_STOP_BYTES: Final = 4096
+MAX_STOP_TOKEN_IDS: Final = 1024
+MAX_BAD_WORDS: Final = 256
+MAX_BAD_WORD_BYTES: Final = 256
+MAX_ALLOWED_TOKEN_IDS: Final = 65_536
+MAX_JSON_CHARACTERS: Final = 16_384
+MAX_BIAS: Final = 1e6
+MAX_BIASES: Final = 4096
+"""Entries of a ``logit_bias``: each is checked at the call, sent, and added in every step."""
+
+PARTS: Final = ("sampling", "limits", "text")
+"""The parts of a message that have values of parameters: for the runner, the scheduler, the detokenizer."""
+
+ARGUMENTS_OF_CALLS: Final = frozenset(
+    """
+    input_ids input_embeds stream rid priority tenant timeout queue_timeout first_token_timeout refuse_late resume_ttl
+    return_exceptions return_prompt_token_ids add_special_tokens truncate_prompt_tokens cache_salt lora_path image_data
+    return_hidden_states custom_logit_processor session_params return_logprob logprob_start_len top_logprobs_num
+    token_ids_logprob return_text_in_logprobs chat_template enable_thinking tools chat_template_kwargs
+    """.split()  # noqa: SIM905  # thirty quoted names would hide the list
+)
+"""Names that stand beside ``sampling_params``, not in them. Their types are in ``frontend.request_options``, which
+needs this module."""
+
+Params = TypeVar("Params")
+Default = TypeVar("Default")
+
+
+class DefaultInt(int):
+    """A default that differs in type from the same number in a request, so that both can be told apart."""
+
+
+class DefaultFloat(float):
+    """As ``DefaultInt``."""
+
+
+class Parameter(Struct, frozen=True, kw_only=True):
+    """One row of the table of sampling parameters.
+
+    Attributes:
+        default: the value where the parameter is left out, or is None.
+        check: from name and value to the plain value that is kept. Raises TypeError or ValueError for a wrong one.
+        doc: what the parameter does; the first sentence is the help of its flag.
+        wire: the parts of messages that the value goes to (see ``PARTS``), separated by spaces: to the field of its
+            name, or of another, such as "sampling.bias_token_ids". Empty: the frontend alone reads it.
+        columns: makes the values of these fields; None: each is the value itself.
+        read: makes the value from the word behind its flag; bool: a switch; None: there is no flag.
+        flag: the name of the flag where it is not that of the parameter.
+        is_list: the flag may be given several times.
+        takes_none: None has a meaning of its own.
+    """
+
+    default: object
+    check: checks.Check
+    doc: str
+    wire: str = ""
+    columns: Callable[[object], tuple[object, ...]] | None = None
+    read: Callable[[str], object] | None = None
+    flag: str = ""
+    is_list: bool = False
+    takes_none: bool = False
+
+    @property
+    def summary(self) -> str:
+        """The first sentence of ``doc``, as plain text."""
+        return self.doc.partition(". ")[0].replace("`", "")
+
+
+class _OtherName(NamedTuple):
+    """A second name of the parameter ``name``."""
+
+    name: str
+
+
+def parameter(
+    default: Default,
+    check: checks.Check,
+    doc: str,
+    *,
+    wire: str = "",
+    read: Callable[[str], object] | None = None,
+    **others: object,
+) -> Default:
+    """A field of SamplingParams; the arguments are described at ``Parameter``."""
+    row = Parameter(default=default, check=check, doc=doc, wire=wire, read=read, **others)  # type: ignore[arg-type]
+    return cast("Default", row)
+
+
+def number(default: float, low: float, high: float, doc: str, *, above: bool = False) -> float:
+    """A field that is a number from ``low``, or above it, to ``high``, which the runner receives."""
+    check = checks.number_from(low, high, above=above)
+    return parameter(DefaultFloat(default), check, doc, wire="sampling", read=float)
+
+
+def other_name(name: str) -> UnsetType:
+    """A field that is another engine's name for the parameter ``name``."""
+    return cast("UnsetType", _OtherName(name))
+
+
+def _place(name: str, words: str) -> tuple[int, str]:
+    part, _, field = words.partition(".")
+    return PARTS.index(part), field or name
+
+
+class Table:
+    """The rows of a class of parameters, inherited ones included.
+
+    Attributes:
+        fields: every field of the class, in order. defaults: of each.
+        rows: the parameters by name. aliases: other name -> name.
+        wire: name -> (index in ``PARTS``, field) of each place that the value goes to.
+    """
+
+    def __init__(self, fields: Mapping[str, Parameter | _OtherName]) -> None:
+        self.fields = fields
+        self.defaults = tuple(row.default if isinstance(row, Parameter) else UNSET for row in fields.values())
+        self.rows = {name: row for name, row in fields.items() if isinstance(row, Parameter)}
+        self.aliases = {name: row.name for name, row in fields.items() if isinstance(row, _OtherName)}
+        self.wire = {name: [_place(name, place) for place in row.wire.split()] for name, row in self.rows.items()}
+
+    @property
+    def doc(self) -> str:
+        """One line for each parameter, and one for all other names."""
+        rows = [f"    {name} (default {row.default}): {row.doc}" for name, row in self.rows.items()]
+        others = ", ".join(f"``{alias}`` for ``{name}``" for alias, name in self.aliases.items())
+        return "\n".join([*rows, "", f"    Fields may also be given by other names: {others}.", "    "])
+
+    def by_own_names(self, given: Mapping[str, object]) -> dict[str, object]:
+        """The values by the parameters' own names.
+
+        Raises:
+            UnknownParameterError: a name does not exist.
+            ValueError: a parameter is given by two names.
+        """
+        found = {self.aliases.get(key, key): value for key, value in given.items()}
+        if len(found) == len(given) and found.keys() <= self.rows.keys():
+            return found
+        found.clear()
+        for key, value in given.items():
+            name = self.aliases.get(key, key)
+            if value is UNSET:  # a copy is made
+                continue
+            if name in MISSING_PARAMETERS:
+                checks.off(name, value, *MISSING_PARAMETERS[name])
+                continue
+            if name not in self.rows:
+                raise self.unknown(key)
+            if name in found:
+                raise given_twice(name, [each for each in given if self.aliases.get(each, each) == name])
+            found[name] = value
+        return found
+
+    def unknown(self, key: object) -> UnknownParameterError:
+        """The error about a name that does not exist, with what to use instead."""
+        if isinstance(key, str) and key in ARGUMENTS_OF_CALLS:
+            return UnknownParameterError(
+                f"unknown sampling parameter {key!r}: it is an argument of the call, beside sampling_params"
+            )
+        hint = (our_way(key) or checks.did_you_mean(key, self.fields)) if isinstance(key, str) else ""
+        return UnknownParameterError(f"unknown sampling parameter {checks.shown(key)}{hint}")
+
+
+def given_twice(name: str, spellings: Sequence[str]) -> ValueError:
+    return ValueError(f"sampling parameter {name!r} is given twice, as {' and '.join(map(repr, spellings))}")
+
+
+class ParametersType(StructMeta):
+    """The type of SamplingParams: makes the table from its fields, and objects from keywords by any known name."""
+
+    __table__: Table
+
+    def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, object], **config: Any) -> ParametersType:
+        own = {field: row for field, row in namespace.items() if isinstance(row, Parameter | _OtherName)}
+        inherited = [dict(base.__table__.fields) for base in bases if isinstance(base, ParametersType)]
+        table = Table({field: row for rows in (*inherited, own) for field, row in rows.items()})
+        namespace |= {field: row.default if isinstance(row, Parameter) else UNSET for field, row in own.items()}
+        namespace |= {"__table__": table, "__doc__": f"{namespace.get('__doc__') or ''}\n{table.doc}"}
+        return super().__new__(cls, name, bases, namespace, **config)
+
+    def __call__(cls: type[Params], *positional: object, **given: object) -> Params:
+        if positional:
+            raise TypeError(f"{cls.__name__} takes keywords alone; a dict may be given in its place, or to parse()")
+        table = cast("ParametersType", cls).__table__
+        if not given.keys() <= table.rows.keys():
+            given = table.by_own_names(given)
+        made: Params = super().__call__(**given)  # type: ignore[misc]
+        return made
+
+
+def constraint(name: str) -> checks.Check:
+    """The check of this name for a parameter of structured output. Its module is slow to import."""
+
+    def check(field: str, value: object) -> object:
+        from aioengine.constraints import parameters
+
+        return cast("checks.Check", getattr(parameters, name))(field, value)
+
+    return check
+
+
+# ---------------------------------------------------------------- checks of lists, and their columns
+
+
+def top_k(name: str, value: object) -> int:
+    """-1 for 0: both mean that all tokens may be drawn."""
+    return checks.whole(name, value, -1) or -1
+
+
+def length(name: str, value: object) -> int | None:
+    return None if value is None else checks.whole(name, value, 0)
+
+
+def strings(name: str, value: object, max_bytes: int = MAX_STOP_BYTES) -> str | list[str]:
+    """A string, or a new list of them."""
+    value = checks.plain(value)
+    if isinstance(value, str):
+        return checks.text(name, value, max_bytes=max_bytes)
+    found = checks.sequence(name, value, MAX_STOPS, allowed=checks.TEXTS)
+    return [checks.text(name, entry, max_bytes=max_bytes) for entry in found]
+
+
+def patterns(name: str, value: object) -> str | list[str]:
+    found = strings(name, value, checks.MAX_PATTERN_BYTES)
+    if found != []:
+        from aioengine.constraints.patterns import check_patterns  # slow to import, and most programs give no pattern
+
+        check_patterns([found] if isinstance(found, str) else found)
+    return found
+
+
+def json_object(name: str, value: object) -> dict[str, object]:
+    """A new dict, as it is read from its JSON."""
+    if not isinstance(value, Mapping):
+        raise checks.wrong_type(name, "a dict of what JSON can hold", value)
+    given = dict(cast("Mapping[object, object]", value))
+    if checks.json_size(given, MAX_JSON_CHARACTERS) > MAX_JSON_CHARACTERS:
+        raise ValueError(f"{name} must have at most {MAX_JSON_CHARACTERS} characters of JSON, and it has more")
+    try:
+        text = json.dumps(given, allow_nan=False)
+        found = json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{name} must be what JSON can hold, got {checks.shown(given)}: {error}") from None
+    if len(text) > MAX_JSON_CHARACTERS:
+        raise ValueError(f"{name} must have at most {MAX_JSON_CHARACTERS} characters of JSON, got {len(text)}")
+    return cast("dict[str, object]", found)
+
+
+def json_column(value: object) -> tuple[bytes]:
+    return (json.dumps(value).encode(),)
+
+
+def strings_column(value: object) -> tuple[tuple[str, ...]]:
+    """The strings, without empty ones."""
+    given = cast("str | list[str]", value)
+    return (tuple(filter(None, [given] if isinstance(given, str) else given)),)
+
+
+_TokenId = Annotated[int, Meta(ge=0, le=checks.MAX_COUNT)]
+_PlainIds = list[_TokenId]
+_PlainBiases = dict[_TokenId, Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]]
+"""What nearly everybody gives is checked in one pass."""
+
+
+def words(name: str, value: object) -> list[str]:
+    """A new list of strings, none of them empty."""
+    given = checks.items(name, value, MAX_BAD_WORDS, allowed="a list of strings")
+    found = [checks.text(f"{name} entries", entry, max_bytes=MAX_BAD_WORD_BYTES) for entry in given]
+    if "" in found:
+        raise checks.wrong_value(f"{name} entries", "strings of at least one character", "")
+    return found
+
+
+def allowed_token_ids(name: str, value: object) -> list[int]:
+    found = token_ids(name, value, MAX_ALLOWED_TOKEN_IDS)
+    if not found:
+        raise checks.wrong_value(name, "a list of at least one token id, or None for all", value)
+    return found
+
+
+def token_ids(name: str, value: object, max_items: int = MAX_STOP_TOKEN_IDS) -> list[int]:
+    """A new list, whatever holds them: a list, a set, an array. None in it is left out."""
+    size = checks.num_items(value)
+    if size > max_items and not isinstance(value, str | bytes):
+        raise ValueError(f"{name} must have at most {max_items} entries, got {size}")
+    value = checks.plain(value)
+    if isinstance(value, list | tuple):
+        with suppress(ValidationError):
+            return convert(cast("object", value), _PlainIds)
+    given = cast("object", value)  # type: ignore[redundant-cast]  # a list of unknown entries to pyright
+    if isinstance(value, Set):
+        given = sorted(cast("Set[object]", value), key=hash)
+    found = checks.sequence(name, given, max_items, allowed="a list of token ids")
+    return [checks.whole(f"{name} entries", entry, 0) for entry in found if entry is not None]
+
+
+def token_ids_column(value: object) -> tuple[tuple[int, ...]]:
+    return (tuple(cast("list[int]", value)),)
+
+
+def biases(name: str, value: object) -> dict[int, float]:
+    """Token id -> bias, as a new dict; keys may be strings of digits, as they are in JSON."""
+    if not isinstance(value, Mapping):
+        raise checks.wrong_type(name, "a dict of token id to number", value)
+    given = cast("Mapping[object, object]", value)
+    if len(given) > MAX_BIASES:
+        raise ValueError(f"{name} must have at most {MAX_BIASES} entries, got {len(given)}")
+    with suppress(ValidationError):
+        return convert(given, _PlainBiases)
+    found: dict[int, float] = {}
+    for key, bias in given.items():
+        is_digits = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10
+        token_id = checks.whole(f"{name} keys", int(cast("str", key)) if is_digits else key, 0)
+        if token_id in found:
+            raise ValueError(f"{name} has token id {token_id} twice")
+        bias = -MAX_BIAS if checks.plain(bias) == -math.inf else bias
+        found[token_id] = checks.number(f"{name}[{token_id}]", bias, -MAX_BIAS, MAX_BIAS)
+    return found
+
+
+def bias_columns(value: object) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    biases = cast("dict[int, float]", value)
+    return tuple(biases), tuple(biases.values())

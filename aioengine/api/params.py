@@ -1,0 +1,515 @@
+"""SamplingParams: what a caller may ask of one request, checked and normalised where it is made.
+
+Each parameter is one row of a table, the fields of ``SamplingParams``: its default, its check, its place in the
+messages, its flag and its documentation. The functions below give the parts of a ``Submit`` message: ``sampling``
+(the runner), ``output_limit`` and ``stop_ids`` (the scheduler), ``text_rules`` (the detokenizer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from functools import lru_cache
+from itertools import compress
+from operator import is_not
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import astuple, force_setattr, replace
+
+from aioengine.api import checks
+from aioengine.api import parameter_table as table
+from aioengine.api.checks import whole_from
+from aioengine.api.parameter_table import (
+    DefaultFloat,
+    DefaultInt,
+    Parameter,
+    ParametersType,
+    given_twice,
+    number,
+    other_name,
+    parameter,
+)
+from aioengine.errors import RequestTooLargeError
+from aioengine.protocol.messages import Limits, Sampling, TextRules
+
+Tokenize = Callable[[Sequence[str]], list[list[int]]]
+"""From texts to the ids of each."""
+
+DEFAULT_MAX_NEW_TOKENS: Final = 128
+MAX_SAMPLES: Final = 1024
+_DRAWN_SEED_BITS: Final = 52
+"""The seeds of all samples of a request stay below 2**53: a browser can keep and send them back."""
+MIN_REPETITION_PENALTY: Final = 0.01
+"""Logits are divided by it: by much less, they would overflow."""
+
+_UNCHANGING: Final = frozenset((int, float, bool, str, type(None)))
+"""Types of values that make the same parameters each time."""
+
+CONSTRAINTS: Final = frozenset(
+    (
+        "json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag",
+        "whitespace", "reasoning_end", "max_thinking_tokens",
+    )
+)  # fmt: skip
+"""Parameters that make the grammar of the output together."""
+
+
+FROM_MODEL: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Parameters whose defaults a model may set, in its generation_config.json."""
+
+# ---------------------------------------------------------------- the parameters
+
+if TYPE_CHECKING:
+    Whole = int
+    Number = float
+    Switch = bool
+    TokenIds = Sequence[int | None] | Sequence[int] | Set[int] | checks.Array
+    TokenBiases = Mapping[int, float] | Mapping[str, float]
+    Json = Mapping[str, object]
+    JsonSchema = str | Mapping[str, object] | type | None
+    Tag = str | Mapping[str, object] | None
+    ReasoningEnd = str | Sequence[int] | None
+else:  # what may stand in JSON and other encodings, where null is the default
+    Whole = int | None
+    Number = float | None
+    Switch = bool | None
+    TokenIds = list[int | None]
+    TokenBiases = dict[int, float]
+    Json = dict[str, Any]
+    JsonSchema = Tag = str | dict[str, object] | None
+    ReasoningEnd = str | list[int] | None
+
+
+class SamplingParams(
+    Struct,
+    metaclass=ParametersType,
+    frozen=True,
+    kw_only=True,
+    dict=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+    repr_omit_defaults=True,
+):
+    """How to generate. Every value is checked when the object is made; a wrong one raises ValueError or TypeError.
+
+    Values are kept as plain Python objects, lists and dicts as copies: later changes of the given ones have no effect.
+    Token ids may be arrays, and ``stop_token_ids`` a set. None stands for the default, except as ``max_new_tokens``.
+    The model may set other defaults than these (``sampling_defaults`` of the engine).
+    ``msgspec`` encodes and decodes it, by its own names, and leaves defaults out; null is the default there too.
+    """
+
+    max_new_tokens: int | None = parameter(
+        DefaultInt(DEFAULT_MAX_NEW_TOKENS),
+        table.length,
+        "maximum output tokens. Left out: 128, or fewer if the context is nearly full. None: to the end of the "
+        "context. A number that does not fit raises `RequestTooLargeError`",
+        read=int,
+        takes_none=True,
+    )
+    min_new_tokens: Whole = parameter(
+        0,
+        whole_from(0),
+        "no stop token before this many output tokens; stop strings still apply",
+        wire="limits sampling",
+        read=int,
+    )
+    stop: str | Sequence[str] | None = parameter(
+        None,
+        table.strings,
+        "text that ends the answer and is removed. A string, or a list of up to 32; empty strings are ignored",
+        wire="text",
+        columns=table.strings_column,
+        read=str,
+        is_list=True,
+    )
+    stop_token_ids: TokenIds | None = parameter(
+        None,
+        table.token_ids,
+        "token ids that end the answer, in addition to the model's own",
+        wire="limits",
+        columns=table.token_ids_column,
+        read=int,
+        is_list=True,
+    )
+    stop_regex: str | Sequence[str] | None = parameter(
+        None,
+        table.patterns,
+        "pattern that ends the answer; its match is removed. A string, or a list of up to 32 (256 bytes each), in the "
+        "syntax of the `regex` package, without recursion, fuzzy matching, `\\G`, `\\K` and the flags f, r, x and V1. "
+        "The bytes of a pattern times all its counted repetitions `{m,n}` are limited to 50,000, for all patterns of a "
+        "request together. Matching is limited to 50 ms per token, and to 1 s plus 1 ms per token for a request; "
+        "beyond, the request fails with `RequestError`",
+        wire="text",
+        columns=table.strings_column,
+        read=str,
+        is_list=True,
+    )
+    temperature: Number = number(
+        1.0, 0, 2, "0 (always the most likely token) to 2. The default of the command line is 0"
+    )
+    top_p: Number = number(
+        1.0,
+        0,
+        1,
+        "above 0, up to 1: sample from the most likely tokens that together have this probability",
+        above=True,
+    )
+    top_k: Whole = parameter(
+        DefaultInt(-1),
+        table.top_k,
+        "sample from this many of the most likely tokens; -1 or 0: all",
+        wire="sampling",
+        read=int,
+    )
+    min_p: Number = number(
+        0.0, 0, 1, "0 to 1: sample from tokens at least this probable, relative to the most likely one"
+    )
+    frequency_penalty: Number = number(
+        0.0, -2, 2, "-2 to 2; above 0: lowers the logit of each token by its count in the answer"
+    )
+    presence_penalty: Number = number(0.0, -2, 2, "-2 to 2; above 0: lowers the logits of tokens in the answer")
+    repetition_penalty: Number = number(
+        1.0, MIN_REPETITION_PENALTY, 2, "0.01 to 2; above 1: lowers the logits of tokens in prompt and answer"
+    )
+    n: Whole = parameter(1, whole_from(1, MAX_SAMPLES), "answers per prompt, up to 1,024; answer i uses seed + i")
+    ignore_eos: Switch = parameter(
+        False, checks.switch, "neither the model's end-of-text token nor `stop_token_ids` end the answer", read=bool
+    )
+    skip_special_tokens: Switch = parameter(True, checks.switch, "leave special tokens out of the text", wire="text")
+    spaces_between_special_tokens: Switch = parameter(True, checks.switch, "no effect: text is exact")
+    no_stop_trim: Switch = parameter(
+        False, checks.switch, "keep the stop string or stop token in the text", wire="text", read=bool
+    )
+    stream_interval: int | None = parameter(
+        None, whole_from(1), "output tokens between two chunks; None: the engine's", wire="text"
+    )
+    logit_bias: TokenBiases | None = parameter(
+        None,
+        table.biases,
+        "token id -> number added to its logit, for up to 4,096 tokens. -inf counts as -1e6, which excludes a token",
+        wire="sampling.bias_token_ids sampling.logit_bias",
+        columns=table.bias_columns,
+    )
+    allowed_token_ids: TokenIds | None = parameter(
+        None,
+        table.allowed_token_ids,
+        "the only token ids that can be sampled, up to 65,536; None: all. Include the model's end-of-text token if the "
+        "answer should end by itself",
+        wire="sampling",
+        columns=table.token_ids_column,
+    )
+    bad_words: Sequence[str] | None = parameter(
+        None,
+        table.words,
+        "words to avoid, up to 256 of 256 bytes each. A word stands for two sequences of tokens: with and without a "
+        "space before it. The last token of a sequence is not sampled after the others, also if those are in the "
+        "prompt. Other tokens can still spell the word",
+    )
+    custom_params: Json | None = parameter(
+        None,
+        table.json_object,
+        "parameters for the `custom_logit_processor` of the request: a dict, up to 16,384 characters as JSON",
+        wire="sampling",
+        columns=table.json_column,
+    )
+    sampling_seed: int | None = parameter(
+        None,
+        whole_from(-(2**63), 2**63 - 1),
+        "the same seed gives the same tokens; None: a random seed",
+        read=int,
+        flag="seed",
+    )
+    json_schema: JsonSchema = parameter(
+        None,
+        table.constraint("json_schema"),
+        "the output is JSON that is valid under this schema: JSON text, a dict, a pydantic model, a msgspec Struct or "
+        "a dataclass. A schema that cannot be enforced raises `UnsupportedSchemaError`",
+    )
+    json_object: Switch = parameter(False, checks.switch, "the output is any JSON object", read=bool)
+    regex: str | None = parameter(
+        None,
+        table.constraint("regex"),
+        "a Python regular expression that the whole output matches; without lookaround and backreferences",
+        read=str,
+    )
+    ebnf: str | None = parameter(
+        None, table.constraint("text"), "a grammar that the whole output matches, in GBNF or Lark syntax"
+    )
+    choice: Sequence[str] | None = parameter(
+        None, table.constraint("choice"), "the output is one of these strings", read=str, is_list=True
+    )
+    structural_tag: Tag = parameter(
+        None, table.constraint("structural_tag"), "free text with constrained parts: JSON text or a dict"
+    )
+    whitespace: str | None = parameter(
+        None,
+        table.constraint("whitespace"),
+        'whitespace between JSON tokens: "flexible", or a pattern. None: at most one space or line break',
+    )
+    reasoning_end: ReasoningEnd = parameter(
+        None, table.constraint("reasoning_end"), "text or token ids after which the constraint begins", read=str
+    )
+    max_thinking_tokens: int | None = parameter(
+        None, whole_from(0), "maximum tokens before `reasoning_end`, which is then forced", read=int
+    )
+    max_tokens: int | UnsetType | None = other_name("max_new_tokens")
+    max_completion_tokens: int | UnsetType | None = other_name("max_new_tokens")
+    min_tokens: Whole | UnsetType = other_name("min_new_tokens")
+    seed: int | UnsetType | None = other_name("sampling_seed")
+    stop_sequences: str | Sequence[str] | UnsetType | None = other_name("stop")
+    stop_strings: str | Sequence[str] | UnsetType | None = other_name("stop")
+    include_stop_str_in_output: Switch | UnsetType = other_name("no_stop_trim")
+
+    def __post_init__(self) -> None:
+        """Check what differs from the defaults, keep it as plain values, and make the parts of its messages once."""
+        known = type(self).__table__
+        given = [*compress(known.fields, map(is_not, astuple(self), known.defaults))]
+        if not known.aliases.keys().isdisjoint(given):
+            given = _by_own_names(self, given)
+        parts: tuple[dict[str, object], ...] = ({}, {}, {})
+        for name in given:
+            row, value = known.rows[name], _field(self, name)
+            is_left_out = value is UNSET or (value is None and not row.takes_none)
+            is_copied = isinstance(value, DefaultInt | DefaultFloat) and value == row.default
+            kept = row.default if is_left_out or is_copied else row.check(name, value)
+            if kept == row.default and type(kept) is type(row.default):
+                kept = row.default  # the same object: encoders and repr leave it out
+            if kept is not value:
+                force_setattr(self, name, kept)
+            if kept is row.default:
+                continue
+            if row.columns is None:
+                for part, field in known.wire[name]:
+                    parts[part][field] = kept
+            else:
+                for (part, field), column in zip(known.wire[name], row.columns(kept), strict=True):
+                    parts[part][field] = column
+        if self.min_new_tokens and self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+            allowed = f"at most max_new_tokens ({self.max_new_tokens})"
+            raise checks.wrong_value("min_new_tokens", allowed, self.min_new_tokens)
+        if not CONSTRAINTS.isdisjoint(given):
+            from aioengine.constraints.parameters import grammar_of  # slow to import, and most programs have none
+
+            values = {name: _field(self, name) for name in CONSTRAINTS}
+            parts[0]["grammar"] = grammar_of(values, ignore_eos=self.ignore_eos)
+        force_setattr(self, "_parts", _made_parts(*parts))
+
+    def __copy__(self) -> SamplingParams:
+        return self
+
+    def __hash__(self) -> int:  # lists cannot be hashed; equal objects agree in these
+        return hash((self.max_new_tokens, self.temperature, self.top_p, self.n, self.sampling_seed))
+
+    @classmethod
+    def parse(cls, value: SamplingParams | Mapping[str, object] | None) -> SamplingParams:
+        """Accept what callers write: an object, a dict of fields, or None for the defaults.
+
+        Raises:
+            UnknownParameterError: a key that does not exist (a TypeError and a ValueError).
+            TypeError, ValueError: a value of the wrong type, or outside its range.
+        """
+        if isinstance(value, SamplingParams):
+            return value
+        if value is None:
+            return _made_before(cls)
+        if not isinstance(cast("object", value), Mapping):
+            raise checks.wrong_type("sampling_params", "a SamplingParams, a dict or None", value)
+        if not _ONLY_STRINGS.issuperset(map(type, value)):
+            value = {_key(key): entry for key, entry in value.items()}
+        if _UNCHANGING.issuperset(map(type, value.values())):
+            return _made_before(cls, **value)
+        return cls(**value)  # type: ignore[arg-type]  # every value is checked
+
+    @property
+    def is_length_explicit(self) -> bool:
+        """Whether ``max_new_tokens`` was given as a number."""
+        return self.max_new_tokens is not None and not isinstance(self.max_new_tokens, DefaultInt)
+
+
+PARAMETERS: Final[Mapping[str, Parameter]] = SamplingParams.__table__.rows
+ALIASES: Final[Mapping[str, str]] = SamplingParams.__table__.aliases
+"""Other names of parameters -> their own."""
+
+
+def is_sampling_parameter(name: str) -> bool:
+    """Whether ``sampling_params`` may have this key, by its own name or by another engine's."""
+    return name in SamplingParams.__table__.fields
+
+
+@lru_cache(maxsize=64, typed=True)
+def _made_before(of: type[SamplingParams], /, **fields: object) -> SamplingParams:
+    """The same object for the same fields, whose values cannot change: many requests are made alike."""
+    return of(**fields)  # type: ignore[arg-type]  # every value is checked
+
+
+_ONLY_STRINGS: Final = frozenset((str,))
+
+
+def _key(key: object) -> str:
+    """A plain string, also of an enumeration of strings."""
+    if not isinstance(key, str):
+        raise SamplingParams.__table__.unknown(key)
+    return str.__str__(key)
+
+
+def _by_own_names(params: SamplingParams, given: Sequence[str]) -> list[str]:
+    """Move values that were decoded by other names to the parameters' own. (Keywords come by their own names.)"""
+    spellings: dict[str, list[str]] = {}
+    for name in given:
+        spellings.setdefault(type(params).__table__.aliases.get(name, name), []).insert(0, name)
+    for name, (alias, *others) in spellings.items():
+        if others:
+            raise given_twice(name, (alias, *others))
+        if alias != name:
+            force_setattr(params, name, _field(params, alias))
+            force_setattr(params, alias, UNSET)
+    return list(spellings)
+
+
+def _field(params: SamplingParams, name: str) -> object:
+    value: object = getattr(params, name)
+    return value
+
+
+# ---------------------------------------------------------------- to the wire
+
+
+class _Parts(Struct, frozen=True, gc=False):
+    """The parts of a request's messages, as far as its parameters alone determine them."""
+
+    sampling: Sampling = Sampling(0)
+    limits: Limits = Limits(0)
+    text: TextRules = TextRules()
+
+
+_NO_PARTS: Final = _Parts()
+
+
+def _made_parts(sampling: dict[str, object], limits: dict[str, object], text: dict[str, object]) -> _Parts:
+    return _Parts(
+        Sampling(0, **sampling) if sampling else _NO_PARTS.sampling,  # type: ignore[arg-type]
+        Limits(0, **limits) if limits else _NO_PARTS.limits,  # type: ignore[arg-type]
+        TextRules(**text) if text else _NO_PARTS.text,  # type: ignore[arg-type]
+    )
+
+
+def _parts(params: SamplingParams) -> _Parts:
+    return cast("_Parts", vars(params)["_parts"])
+
+
+def output_limit(params: SamplingParams, num_prompt: int, *, context_length: int, max_total_tokens: int) -> int:
+    """The number of tokens that this request may give, for a prompt of ``num_prompt`` tokens.
+
+    ``max_total_tokens`` is the size of the KV pool. The default and None are clipped to what fits.
+
+    Raises:
+        RequestTooLargeError: the prompt leaves no room for a token, or an explicit ``max_new_tokens`` does not fit.
+    """
+    capacity = min(context_length, max_total_tokens)
+    which = f"the context of {context_length} tokens"
+    if max_total_tokens < context_length:
+        which = f"the KV pool of {max_total_tokens} tokens (max_total_tokens)"
+    if num_prompt >= capacity:
+        raise RequestTooLargeError(f"the prompt has {num_prompt} tokens and leaves no room in {which}")
+    room = capacity - num_prompt
+    if params.max_new_tokens is None:
+        return room
+    if params.is_length_explicit and params.max_new_tokens > room:
+        raise RequestTooLargeError(
+            f"max_new_tokens={params.max_new_tokens} with a prompt of {num_prompt} tokens does not fit {which}; "
+            f"at most {room} fit"
+        )
+    return min(int(params.max_new_tokens), room)
+
+
+def sampling(
+    params: SamplingParams,
+    *,
+    vocab_size: int,
+    eos_token_ids: Sequence[int],
+    tokenize: Tokenize | None = None,
+    defaults: Mapping[str, float] | None = None,
+) -> Sampling:
+    """The runner's part, with seed 0.
+
+    Args:
+        tokenize: gives the ids of texts without special tokens; None: there is no tokenizer.
+        defaults: values of the model for parameters of ``FROM_MODEL`` that the caller left out.
+
+    Raises:
+        ValueError: an id is outside the vocabulary, bad words cannot be tokenized, or ``min_new_tokens``, or the
+            allowed tokens without bad words, leave no token to draw.
+    """
+    found = _parts(params).sampling
+    if defaults:
+        unset = {name: value for name, value in defaults.items() if _field(params, name) is PARAMETERS[name].default}
+        found = replace(found, **unset)
+    _check_vocabulary("logit_bias", found.bias_token_ids, vocab_size)
+    _check_vocabulary("allowed_token_ids", found.allowed_token_ids, vocab_size)
+    if params.bad_words:
+        found = replace(found, bad_token_ids=_bad_token_ids(params.bad_words, tokenize))
+        banned = {ids[0] for ids in found.bad_token_ids if len(ids) == 1}
+        if banned.issuperset(found.allowed_token_ids or range(vocab_size)):
+            raise ValueError("bad_words rule out every token that allowed_token_ids allow; allow one more")
+    if found.grammar is not None:
+        end = found.grammar.reasoning_end
+        _check_vocabulary("reasoning_end", () if isinstance(end, str) else end, vocab_size)
+        found = replace(found, grammar=replace(found.grammar, eos_token_ids=tuple(eos_token_ids)))
+    if not found.min_new_tokens:
+        return found
+    stops = stop_ids(params, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+    if len(stops) >= vocab_size:
+        raise ValueError(
+            f"min_new_tokens={params.min_new_tokens} cannot be kept: all {vocab_size} tokens of the vocabulary are "
+            "stop tokens (stop_token_ids and the model's end-of-text ids)"
+        )
+    return replace(found, suppressed_token_ids=stops)
+
+
+def _bad_token_ids(words: Sequence[str], tokenize: Tokenize | None) -> tuple[tuple[int, ...], ...]:
+    """The sequences of tokens that these words mean, each once: of the word alone, and behind a space."""
+    if tokenize is None:
+        raise ValueError("bad_words needs a tokenizer, and this engine has none (skip_tokenizer_init); use logit_bias")
+    bare = [word.lstrip(" ") or word for word in words]
+    found = dict.fromkeys(map(tuple, tokenize([*bare, *(f" {word}" for word in bare)])))
+    return tuple(ids for ids in found if ids)
+
+
+def text_rules(params: SamplingParams, *, stream_interval: int) -> TextRules:
+    """The detokenizer's part, without the context. ``stream_interval``: the engine's, for callers who give none."""
+    found = _parts(params).text
+    is_as_made = params.stream_interval is not None or stream_interval == found.stream_interval
+    return found if is_as_made else replace(found, stream_interval=stream_interval)
+
+
+def stop_ids(params: SamplingParams, *, vocab_size: int, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
+    """The ids that end the request: the model's and the caller's, or none at all with ``ignore_eos``.
+
+    Raises:
+        ValueError: an id is outside the vocabulary.
+    """
+    own = _parts(params).limits.stop_token_ids
+    _check_vocabulary("stop_token_ids", own, vocab_size)
+    return () if params.ignore_eos else tuple(dict.fromkeys((*eos_token_ids, *own)))
+
+
+def _check_vocabulary(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    if token_ids and max(token_ids) >= vocab_size:
+        wrong = next(token_id for token_id in token_ids if token_id >= vocab_size)
+        raise checks.wrong_value(name, f"token ids from 0 to {vocab_size - 1}", wrong)
+
+
+def num_token_ids(params: SamplingParams) -> int:
+    """The token ids and biases in them, without bad words."""
+    made = _parts(params)
+    return len(made.limits.stop_token_ids) + len(made.sampling.logit_bias) + len(made.sampling.allowed_token_ids)
+
+
+def drawn_seed(count: int) -> int:
+    """The seed of a request that gives none: the first bits of a bijection of 64 bits (the finalizer of SplitMix64), so
+    that neighbouring counts give unrelated seeds.
+    """
+    value = (count * 0x9E3779B97F4A7C15) & (2**64 - 1)
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    return (value ^ (value >> 31)) >> (64 - _DRAWN_SEED_BITS)

@@ -1,0 +1,489 @@
+"""The types of the constructors, of ``generate`` and of ``chat``, written once for both engines.
+
+One prompt has one type of result, a list of prompts another, a stream a third: the parameters of ``Generate`` and
+``Chat``. The methods are plain functions; these types are for type checkers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence  # noqa: TC003  # for typing.get_type_hints(EngineArguments)
+from functools import wraps
+from inspect import Parameter, Signature, iscoroutinefunction, signature
+from pathlib import PurePath  # noqa: TC003
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypedDict, TypeVar, cast, overload
+
+from aioengine.api.answers import Answer, BatchOutput, Embedding, Ranking
+from aioengine.api.args import ARGUMENTS
+from aioengine.api.stream import Generation, Stream
+from aioengine.frontend.intake.requests import check_names
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+    from typing import Unpack
+
+    from aioengine.frontend.intake.pool_requests import Pairs, PlainEncodeOptions, PlainPoolOptions
+    from aioengine.frontend.intake.prompts import Messages
+    from aioengine.frontend.intake.request_options import (
+        BatchEmbeds,
+        BatchIds,
+        BatchSampled,
+        Chats,
+        Embeds,
+        PlainChatOptions,
+        PlainRequestOptions,
+        Sampled,
+        Texts,
+        TokenIds,
+    )
+    from aioengine.frontend.intake.score import PlainScoreOptions, ScoreResult
+
+MODEL_PATH: Final = "str | PurePath | None"
+
+
+class Dtype(Protocol):
+    """``torch.dtype``, which is not imported here."""
+
+    @property
+    def is_floating_point(self) -> bool: ...
+
+    @property
+    def is_complex(self) -> bool: ...
+
+
+class OtherNames(TypedDict, total=False):
+    """Names that other engines have for arguments of the constructor."""
+
+    model: str | PurePath | None
+    tokenizer: str | PurePath | None
+    max_model_len: int | None
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | None
+    gpu_memory_utilization: float | None
+    block_size: int | None
+    cuda_graph_max_bs_decode: int | None
+    enforce_eager: bool | None
+    watchdog_timeout: float | None
+    seed: int | None
+
+
+class ModelArguments(OtherNames, total=False):
+    """Keyword arguments of the constructors for the model and its device."""
+
+    tokenizer_path: str | PurePath | None
+    revision: str | None
+    download_dir: str | PurePath | None
+    load_format: str | None
+    dtype: str | Dtype | None
+    context_length: int | None
+    model_impl: str | None
+    trust_remote_code: bool | None
+    skip_tokenizer_init: bool | None
+    chat_template: str | PurePath | None
+    allow_request_templates: bool | None
+    is_embedding: bool | None
+    sampling_defaults: str | None
+    device: str | None
+    attention_backend: str | None
+    enable_deterministic_inference: bool | None
+    disable_cuda_graph: bool | None
+    cuda_graph_max_bs: int | None
+    logits_processors: Sequence[str] | str | None
+
+
+class LoraArguments(ModelArguments, total=False):
+    """Keyword arguments of the constructors for LoRA adapters."""
+
+    enable_lora: bool | None
+    lora_paths: Sequence[str | PurePath | Mapping[str, object]] | Mapping[str, str | PurePath] | str | None
+    max_loras_per_batch: int | None
+    max_lora_rank: int | None
+    lora_target_modules: Sequence[str] | str | None
+    max_loaded_loras: int | None
+
+
+class ImageArguments(LoraArguments, total=False):
+    """Keyword arguments of the constructors for images."""
+
+    allowed_local_media_path: str | PurePath | None
+    allow_private_urls: bool | None
+    max_image_bytes: int | None
+    max_image_pixels: int | None
+    max_images_per_prompt: int | None
+    media_timeout: float | None
+
+
+class EngineArguments(ImageArguments, total=False):
+    """Keyword arguments of ``Engine`` and ``AsyncEngine``, beside ``model_path``. None is the default, for each."""
+
+    page_size: int | None
+    max_total_tokens: int | None
+    mem_fraction_static: float | None
+    disable_radix_cache: bool | None
+    max_running_requests: int | None
+    chunked_prefill_size: int | None
+    schedule_policy: str | None
+    tenant_weights: Mapping[str, float] | str | None
+    disable_overlap_schedule: bool | None
+    max_queued_requests: int | None
+    max_queued_tokens: int | None
+    max_queued_bytes: int | None
+    max_logprob_bytes: int | None
+    slow_reader: str | None
+    slow_reader_timeout: float | None
+    max_hidden_state_bytes: int | None
+    max_restarts: int | None
+    restart_window: float | None
+    stall_timeout: float | None
+    startup_timeout: float | None
+    stream_interval: int | None
+    logprobs_mode: str | None
+    random_seed: int | None
+    log_level: str | None
+    progress: bool | None
+
+
+_ROWS = [f"    {name}: {of.description}" for name, of in ARGUMENTS.items() if name != "model_path"]
+EngineArguments.__doc__ = "\n".join((EngineArguments.__doc__ or "", "", *_ROWS))
+
+Method = TypeVar("Method", bound="Callable[..., object]")
+
+
+def engine_arguments(method: Method) -> Method:
+    """Make ``inspect.signature``, ``help`` and notebooks show each argument of a constructor with its default."""
+    types = {name: str(getattr(of, "__forward_arg__", of)) for name, of in EngineArguments.__annotations__.items()}
+    first = [Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)]
+    first += [Parameter("model_path", Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=MODEL_PATH)]
+    others = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=argument.default, annotation=types[name])
+        for name, argument in ARGUMENTS.items()
+        if name != "model_path"
+    ]
+    method.__doc__ = EngineArguments.__doc__
+    method.__dict__["__signature__"] = Signature([*first, *others], return_annotation=None)
+    return method
+
+
+def own_arguments(method: Method) -> Method:
+    """Make a keyword that a method does not take a TypeError that names the nearest one, as in ``generate``."""
+    known = {name: each for name, each in signature(method).parameters.items() if name != "self"}
+
+    def call(*arguments: object, **options: object) -> object:
+        unknown = {name: value for name, value in options.items() if name not in known}
+        check_names(unknown, (), known)
+        return method(*arguments, **options)
+
+    async def call_async(*arguments: object, **options: object) -> object:
+        return await cast("Any", call(*arguments, **options))
+
+    return cast("Method", wraps(method)(call_async if iscoroutinefunction(method) else call))
+
+
+One = TypeVar("One", covariant=True)
+Batch = TypeVar("Batch", covariant=True)
+Caught = TypeVar("Caught", covariant=True)
+"""A batch whose rows may be exceptions (``return_exceptions=True``)."""
+Chunks = TypeVar("Chunks", covariant=True)
+
+
+class Generate(Protocol[One, Batch, Caught, Chunks]):
+    """A method like ``generate``: a prompt or its token ids; a list of either is a batch."""
+
+    @overload
+    def __call__(
+        self,
+        prompt: str | None = None,
+        sampling_params: Sampled | None = None,
+        input_ids: TokenIds | None = None,
+        *,
+        stream: Literal[False] = False,
+        input_embeds: Embeds | None = None,
+        return_exceptions: bool = False,
+        **options: Unpack[PlainRequestOptions],
+    ) -> One: ...
+    @overload
+    def __call__(
+        self,
+        prompt: Texts,
+        sampling_params: BatchSampled | None = None,
+        input_ids: None = None,
+        *,
+        stream: Literal[False] = False,
+        input_embeds: None = None,
+        return_exceptions: Literal[False] = False,
+        **options: Unpack[PlainRequestOptions],
+    ) -> Batch: ...
+    @overload
+    def __call__(
+        self,
+        prompt: None = None,
+        sampling_params: BatchSampled | None = None,
+        *,
+        input_ids: BatchIds,
+        stream: Literal[False] = False,
+        input_embeds: None = None,
+        return_exceptions: Literal[False] = False,
+        **options: Unpack[PlainRequestOptions],
+    ) -> Batch: ...
+    @overload
+    def __call__(
+        self,
+        prompt: None = None,
+        sampling_params: BatchSampled | None = None,
+        *,
+        input_embeds: BatchEmbeds,
+        stream: Literal[False] = False,
+        return_exceptions: Literal[False] = False,
+        **options: Unpack[PlainRequestOptions],
+    ) -> Batch: ...
+    @overload
+    def __call__(
+        self,
+        prompt: Texts | None = None,
+        sampling_params: BatchSampled | None = None,
+        input_ids: BatchIds | None = None,
+        *,
+        stream: Literal[False] = False,
+        input_embeds: BatchEmbeds | None = None,
+        return_exceptions: bool,
+        **options: Unpack[PlainRequestOptions],
+    ) -> Caught: ...
+    @overload
+    def __call__(
+        self,
+        prompt: str | Texts | None = None,
+        sampling_params: BatchSampled | None = None,
+        input_ids: TokenIds | BatchIds | None = None,
+        *,
+        stream: Literal[True],
+        input_embeds: Embeds | BatchEmbeds | None = None,
+        return_exceptions: bool = False,
+        **options: Unpack[PlainRequestOptions],
+    ) -> Chunks: ...
+    @overload
+    def __call__(
+        self,
+        prompt: str | Texts | None = None,
+        sampling_params: BatchSampled | None = None,
+        input_ids: TokenIds | BatchIds | None = None,
+        *,
+        stream: bool,
+        input_embeds: Embeds | BatchEmbeds | None = None,
+        return_exceptions: Literal[False] = False,
+        **options: Unpack[PlainRequestOptions],
+    ) -> One | Batch | Chunks: ...
+    @overload
+    def __call__(
+        self,
+        prompt: str | Texts | None = None,
+        sampling_params: BatchSampled | None = None,
+        input_ids: TokenIds | BatchIds | None = None,
+        *,
+        stream: bool,
+        input_embeds: Embeds | BatchEmbeds | None = None,
+        return_exceptions: bool,
+        **options: Unpack[PlainRequestOptions],
+    ) -> One | Caught | Chunks: ...
+
+
+class Chat(Protocol[One, Batch, Caught, Chunks]):
+    """A method like ``chat``: a conversation; a list of them is a batch."""
+
+    @overload
+    def __call__(
+        self,
+        messages: Messages,
+        sampling_params: Sampled | None = None,
+        *,
+        stream: Literal[False] = False,
+        return_exceptions: bool = False,
+        **options: Unpack[PlainChatOptions],
+    ) -> One: ...
+    @overload
+    def __call__(
+        self,
+        messages: Chats,
+        sampling_params: BatchSampled | None = None,
+        *,
+        stream: Literal[False] = False,
+        return_exceptions: Literal[False] = False,
+        **options: Unpack[PlainChatOptions],
+    ) -> Batch: ...
+    @overload
+    def __call__(
+        self,
+        messages: Chats,
+        sampling_params: BatchSampled | None = None,
+        *,
+        stream: Literal[False] = False,
+        return_exceptions: bool,
+        **options: Unpack[PlainChatOptions],
+    ) -> Caught: ...
+    @overload
+    def __call__(
+        self,
+        messages: Messages | Chats,
+        sampling_params: BatchSampled | None = None,
+        *,
+        stream: Literal[True],
+        return_exceptions: bool = False,
+        **options: Unpack[PlainChatOptions],
+    ) -> Chunks: ...
+    @overload
+    def __call__(
+        self,
+        messages: Messages | Chats,
+        sampling_params: BatchSampled | None = None,
+        *,
+        stream: bool,
+        return_exceptions: Literal[False] = False,
+        **options: Unpack[PlainChatOptions],
+    ) -> One | Batch | Chunks: ...
+    @overload
+    def __call__(
+        self,
+        messages: Messages | Chats,
+        sampling_params: BatchSampled | None = None,
+        *,
+        stream: bool,
+        return_exceptions: bool,
+        **options: Unpack[PlainChatOptions],
+    ) -> One | Caught | Chunks: ...
+
+
+class Encode(Protocol[One, Batch, Caught]):
+    """A method like ``encode``: a text or its token ids; a list of either is a batch."""
+
+    @overload
+    def __call__(
+        self,
+        prompt: str | None = None,
+        *,
+        input_ids: TokenIds | None = None,
+        return_exceptions: bool = False,
+        **options: Unpack[PlainEncodeOptions],
+    ) -> One: ...
+    @overload
+    def __call__(
+        self,
+        prompt: Texts,
+        *,
+        input_ids: None = None,
+        return_exceptions: Literal[False] = False,
+        **options: Unpack[PlainEncodeOptions],
+    ) -> Batch: ...
+    @overload
+    def __call__(
+        self,
+        prompt: None = None,
+        *,
+        input_ids: BatchIds,
+        return_exceptions: Literal[False] = False,
+        **options: Unpack[PlainEncodeOptions],
+    ) -> Batch: ...
+    @overload
+    def __call__(
+        self,
+        prompt: Texts | None = None,
+        *,
+        input_ids: BatchIds | None = None,
+        return_exceptions: bool,
+        **options: Unpack[PlainEncodeOptions],
+    ) -> Caught: ...
+
+
+class Rerank(Protocol[Batch, Caught]):
+    """A method like ``rerank``: a query and documents, or pairs of them."""
+
+    @overload
+    def __call__(
+        self,
+        query: str,
+        documents: Texts,
+        *,
+        top_n: int | None = None,
+        return_exceptions: Literal[False] = False,
+        **options: Unpack[PlainPoolOptions],
+    ) -> Batch: ...
+    @overload
+    def __call__(
+        self,
+        query: Pairs,
+        documents: None = None,
+        *,
+        top_n: None = None,
+        return_exceptions: Literal[False] = False,
+        **options: Unpack[PlainPoolOptions],
+    ) -> Batch: ...
+    @overload
+    def __call__(
+        self,
+        query: str | Pairs,
+        documents: Texts | None = None,
+        *,
+        top_n: int | None = None,
+        return_exceptions: bool,
+        **options: Unpack[PlainPoolOptions],
+    ) -> Caught: ...
+
+
+class Score(Protocol[Batch, Caught]):
+    """A method like ``score``."""
+
+    @overload
+    def __call__(
+        self,
+        query: str | TokenIds | None = None,
+        items: str | Texts | TokenIds | BatchIds | None = None,
+        label_token_ids: TokenIds | BatchIds | None = None,
+        *,
+        return_exceptions: Literal[False] = False,
+        **options: Unpack[PlainScoreOptions],
+    ) -> Batch: ...
+    @overload
+    def __call__(
+        self,
+        query: str | TokenIds | None = None,
+        items: str | Texts | TokenIds | BatchIds | None = None,
+        label_token_ids: TokenIds | BatchIds | None = None,
+        *,
+        return_exceptions: bool,
+        **options: Unpack[PlainScoreOptions],
+    ) -> Caught: ...
+
+
+AsyncGenerate = Generate[
+    Generation[Answer], Generation[BatchOutput], Generation[BatchOutput[Answer | Exception]], Stream
+]
+AsyncChat = Chat[Generation[Answer], Generation[BatchOutput], Generation[BatchOutput[Answer | Exception]], Stream]
+AsyncEncode = Encode[
+    Generation[Embedding], Generation[BatchOutput[Embedding]], Generation[BatchOutput[Embedding | Exception]]
+]
+AsyncRerank = Rerank[Generation[BatchOutput[Ranking]], Generation[BatchOutput[Ranking | Exception]]]
+
+if TYPE_CHECKING:
+    AsyncScore = Score[Coroutine[None, None, ScoreResult], Coroutine[None, None, ScoreResult[list[float] | Exception]]]
+
+
+def async_generate(method: Callable[..., object]) -> AsyncGenerate:
+    """Give a method the types of ``async_generate``."""
+    return cast("AsyncGenerate", method)
+
+
+def async_encode(method: Callable[..., object]) -> AsyncEncode:
+    """Give a method the types of ``async_encode``."""
+    return cast("AsyncEncode", method)
+
+
+def async_rerank(method: Callable[..., object]) -> AsyncRerank:
+    """Give a method the types of ``async_rerank``."""
+    return cast("AsyncRerank", method)
+
+
+def async_chat(method: Callable[..., object]) -> AsyncChat:
+    """Give a method the types of ``async_chat``."""
+    return cast("AsyncChat", method)
+
+
+def async_score(method: Callable[..., object]) -> AsyncScore:
+    """Give a method the types of ``async_score``."""
+    return cast("AsyncScore", method)

@@ -1,0 +1,236 @@
+"""Generation: the result of ``async_generate``, to be awaited or iterated."""
+
+from __future__ import annotations
+
+import asyncio
+from asyncio import get_running_loop
+from collections.abc import Coroutine
+from functools import partial
+from typing import TYPE_CHECKING, Final, TypeVar, cast
+
+from aioengine.errors import WrongLoopError
+from aioengine.frontend.callers import running_loop
+from aioengine.frontend.calls.outputs import EndOfOutput, resolve, resolve_elsewhere
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+    from types import TracebackType
+    from typing import NoReturn, Self
+
+    from aioengine.api.answers import Chunk
+    from aioengine.frontend.calls.reader import Reader
+
+Result = TypeVar("Result", covariant=True)
+
+_NOT_AWAITED: Final = "this generation was not awaited: write `await` before the call"
+
+
+class Generation(Coroutine[object, None, Result]):
+    """One call to the engine, which began when this was made.
+
+    Await it for the whole answer (a dict, or a ``BatchOutput`` for batches and ``n`` > 1); awaiting again returns the
+    same. With ``stream=True`` iterate it instead, with ``async for`` or ``anext()``; ``await`` then gives the stream
+    itself as soon as the engine has taken the request. Chunks are not kept: a second ``async for`` continues after the
+    last chunk that was read. It is a coroutine too, for ``asyncio.create_task``, ``gather``, ``wait_for`` and
+    ``asyncio.run``.
+
+    Leaving early aborts the request and frees its memory: ``aclose()``, the end of ``async with``, cancelling the
+    task that waits, or dropping the last reference (which ``break`` does where nothing else holds it; a stream that is
+    held stays open, and another ``async for`` continues it). To end it from another task and keep its output so far,
+    call ``abort()``.
+    """
+
+    __slots__ = ("__weakref__", "_drivers", "_home", "_is_bound", "_owner", "_reader")
+
+    def __init__(self, reader: Reader, *, home: asyncio.AbstractEventLoop, is_bound: bool, owner: object) -> None:
+        """``home``: the engine's loop; ``is_bound``: no other loop may use this. ``owner``: kept alive by this."""
+        self._reader = reader
+        self._home = home
+        self._is_bound = is_bound
+        self._owner = owner
+        self._drivers: dict[asyncio.Task[object] | None, Generator[object, None, Result]] = {}
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a request cannot be copied or pickled: it belongs to its engine; copy its answer or chunks")
+
+    @property
+    def rid(self) -> str:
+        """The id of the call: the caller's, or a random one."""
+        return self._reader.rid
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.rid!r} {self._reader.state}>"
+
+    def abort(self) -> None:
+        """End the request now; it finishes with reason ``abort`` and the output so far. Harmless after the end."""
+        self._reader.abort()
+
+    async def aclose(self) -> None:
+        """Stop reading, which aborts a request that is not finished. Does not wait; may be called after the end."""
+        self._reader.leave()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._reader.leave()
+
+    if not TYPE_CHECKING:  # type checkers know that neither exists
+
+        def __iter__(self) -> NoReturn:
+            if self._reader.is_stream:
+                raise TypeError(
+                    "read this stream with `async for`; for a plain `for`, use Engine.generate(..., stream=True)"
+                )
+            raise TypeError(f"{_NOT_AWAITED}, then read it")
+
+        def __getitem__(self, key: object) -> NoReturn:
+            if self._reader.is_stream:
+                raise TypeError("a stream has no items; read its chunks with `async for`")
+            raise TypeError(f"{_NOT_AWAITED}, then [{key!r}] works on its result")
+
+    # ------------------------------------------------------------ async for
+
+    def __aiter__(self) -> Self:
+        """The stream itself: another ``async for`` yields the chunks that were not read yet.
+
+        Raises:
+            TypeError: without ``stream=True``.
+        """
+        if not self._reader.is_stream:
+            raise TypeError("this generation gives one whole answer: await it, or pass stream=True to iterate it")
+        return self
+
+    async def __anext__(self) -> Chunk:
+        """The next chunk: all output since the last one.
+
+        Raises:
+            WrongLoopError: on another loop than the engine's (``AsyncEngine``).
+            EngineError, ValueError: the request failed, or its prompt was refused.
+        """
+        reader = self._reader
+        while True:
+            if not reader.ready:
+                try:
+                    loop = get_running_loop()
+                except RuntimeError:
+                    loop = self._loop()
+                waiter = reader.wait_here(loop) if loop is self._home else self._waiter(loop)
+                if waiter is not None:
+                    try:
+                        chunk = await waiter
+                    except BaseException as error:
+                        reader.leave_for(error)
+                        raise
+                    if chunk is not None:
+                        return chunk
+            try:
+                chunk = reader.take()
+            except EndOfOutput:
+                raise StopAsyncIteration from None
+            except BaseException as error:
+                reader.leave_if_interrupted(error)
+                raise
+            if chunk is not None:
+                return chunk
+
+    # ------------------------------------------------------------ await
+
+    def __await__(self) -> Generator[object, None, Result]:
+        return self._outcome().__await__()
+
+    async def _outcome(self) -> Result:
+        if self._reader.is_stream:
+            while not self._reader.is_accepted():
+                await self._changed(until_accepted=True)
+            return cast("Result", self)
+        while (result := self._reader.result()) is None:
+            await self._changed()
+        return cast("Result", result)
+
+    async def _changed(self, *, until_accepted: bool = False) -> None:
+        """Wait until there may be new output. Cancelling this ends the reader for good."""
+        loop = self._loop()
+        is_here = loop is self._home and not until_accepted
+        waiter = self._reader.wait_here(loop) if is_here else self._waiter(loop, until_accepted=until_accepted)
+        if waiter is None:
+            return
+        try:
+            await waiter
+        except BaseException as error:
+            self._reader.leave_for(error)
+            raise
+
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        """The running loop. Without one, a call of an ``Engine`` is left, since no other caller awaits it."""
+        try:
+            return running_loop()
+        except WrongLoopError:
+            if not self._is_bound:
+                self._reader.leave()
+            raise
+
+    def _waiter(
+        self, loop: asyncio.AbstractEventLoop, *, until_accepted: bool = False
+    ) -> asyncio.Future[Chunk | None] | None:
+        """A future that resolves when there may be new output; None: there is some already."""
+        if self._is_bound and loop is not self._home:
+            raise WrongLoopError(
+                "this generation belongs to the event loop on which its AsyncEngine was started; "
+                "use Engine to call from several loops"
+            )
+        future: asyncio.Future[Chunk | None] = loop.create_future()
+        wake = partial(resolve, future) if loop is self._home else partial(resolve_elsewhere, loop, future)
+        return future if self._reader.wait(wake, until_accepted=until_accepted) else None
+
+    # ------------------------------------------------------------ the coroutine protocol, one driver for each task
+
+    def send(self, value: None) -> object:
+        driver = self._driver()
+        try:
+            return driver.send(value)
+        except BaseException:
+            self._forget_driver()
+            raise
+
+    def throw(
+        self,
+        typ: type[BaseException] | BaseException,
+        val: BaseException | object = None,
+        tb: TracebackType | None = None,
+    ) -> object:
+        error = typ if isinstance(typ, BaseException) else val if isinstance(val, BaseException) else typ()
+        driver = self._driver()
+        try:
+            return driver.throw(error if tb is None else error.with_traceback(tb))
+        except StopIteration:
+            self._forget_driver()
+            raise
+        except BaseException as thrown:  # cancelled before the first step, no wait notices it
+            self._forget_driver()
+            self._reader.leave_for(thrown)
+            raise
+
+    def close(self) -> None:
+        for driver in self._drivers.values():
+            driver.close()
+        self._drivers.clear()
+        self._reader.leave_later()
+
+    def _driver(self) -> Generator[object, None, Result]:
+        task = asyncio.current_task(self._loop())
+        driver = self._drivers.get(task)
+        if driver is None:
+            driver = self._drivers[task] = self.__await__()
+        return driver
+
+    def _forget_driver(self) -> None:
+        self._drivers.pop(asyncio.current_task(), None)
+
+
+class Stream(Generation["Stream"]):
+    """The type of a ``Generation`` with ``stream=True``: awaiting it gives itself."""
+
+    __slots__ = ()

@@ -1,0 +1,455 @@
+"""Engine: the engine for scripts, threads and notebooks, with a loop of its own."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+from aioengine.api import signatures
+from aioengine.api.engine import EngineFace
+from aioengine.errors import EngineClosedError, EngineDeadError
+from aioengine.frontend import callers, info
+from aioengine.frontend.calls.outputs import EndOfOutput
+from aioengine.frontend.frontend import STOP_TIMEOUT_S
+from aioengine.frontend.intake import requests
+from aioengine.frontend.intake.pool_requests import encode_request, rerank_request
+from aioengine.frontend.loaded_adapters import UNLOAD_TIMEOUT_S
+from aioengine.frontend.portal import Portal
+from aioengine.frontend.progress import ProgressBars
+from aioengine.frontend.startup import start_frontend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import PurePath
+    from types import TracebackType
+    from typing import NoReturn, Self, Unpack
+
+    from aioengine.api.answers import Answer, BatchOutput, Chunk, Embedding, Ranking
+    from aioengine.api.signatures import Chat, Encode, Generate, Rerank, Score
+    from aioengine.frontend.calls.reader import Reader
+    from aioengine.frontend.controls import Outcome, PauseMode, ProfileOptions
+    from aioengine.frontend.frontend import Frontend
+    from aioengine.frontend.info import Health, ModelInfo
+    from aioengine.frontend.intake.pool_requests import EncodeOptions, Pairs, PoolOptions
+    from aioengine.frontend.intake.request_options import (
+        BatchIds,
+        BatchSampled,
+        ChatOptions,
+        Conversations,
+        GenerateOptions,
+        Ids,
+        Prompt,
+        Texts,
+        TokenIds,
+    )
+    from aioengine.frontend.intake.requests import CallRequest
+    from aioengine.frontend.intake.score import ScoreOptions, ScoreResult
+    from aioengine.frontend.loaded_adapters import AdapterResult
+    from aioengine.frontend.startup import Blueprint
+    from aioengine.protocol.messages import Progress
+
+
+class ChunkIterator(Iterator["Chunk"]):
+    """The chunks of a stream, for ``for`` and ``next()``; a second ``for`` continues after the last chunk read.
+
+    Leaving the loop and dropping this aborts the request, as ``close`` does.
+    """
+
+    def __init__(self, reader: Reader, owner: object) -> None:
+        """``owner`` is kept alive."""
+        self._reader = reader
+        self._owner = owner
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a request cannot be copied or pickled: it belongs to its engine; copy its chunks")
+
+    @property
+    def rid(self) -> str:
+        """The id of the call."""
+        return self._reader.rid
+
+    def __repr__(self) -> str:
+        return f"<ChunkIterator {self.rid!r} {self._reader.state}>"
+
+    def __next__(self) -> Chunk:
+        while True:
+            try:
+                chunk = self._reader.take()
+            except EndOfOutput:
+                raise StopIteration from None
+            except BaseException as error:
+                self._reader.leave_if_interrupted(error)
+                raise
+            if chunk is not None:
+                return chunk
+            wait_for_news(self._reader)
+
+    def abort(self) -> None:
+        """End the request now, with reason ``abort``; its output so far can still be read."""
+        self._reader.abort()
+
+    def close(self) -> None:
+        """Stop reading, which aborts a request that is not finished. May be called after the end, and twice."""
+        self._reader.leave()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def wait_for_news(reader: Reader) -> None:
+    """Block this thread until there may be new output. An interrupt here ends the reader for good."""
+    gate = threading.Lock()
+    gate.acquire()
+    if not reader.wait(gate.release, blocks=True):
+        return
+    try:
+        gate.acquire()
+    except BaseException:
+        reader.leave()
+        raise
+
+
+if TYPE_CHECKING:
+    SyncGenerate = Generate[Answer, BatchOutput, BatchOutput[Answer | Exception], ChunkIterator]
+    SyncChat = Chat[Answer, BatchOutput, BatchOutput[Answer | Exception], ChunkIterator]
+    SyncEncode = Encode[Embedding, BatchOutput[Embedding], BatchOutput[Embedding | Exception]]
+    SyncRerank = Rerank[BatchOutput[Ranking], BatchOutput[Ranking | Exception]]
+    SyncScore = Score[ScoreResult, ScoreResult[list[float] | Exception]]
+
+
+def _generate(method: Callable[..., object]) -> SyncGenerate:
+    return cast("SyncGenerate", method)
+
+
+def _chat(method: Callable[..., object]) -> SyncChat:
+    return cast("SyncChat", method)
+
+
+def _encode(method: Callable[..., object]) -> SyncEncode:
+    return cast("SyncEncode", method)
+
+
+def _rerank(method: Callable[..., object]) -> SyncRerank:
+    return cast("SyncRerank", method)
+
+
+def _score(method: Callable[..., object]) -> SyncScore:
+    return cast("SyncScore", method)
+
+
+class Engine(EngineFace):
+    """An LLM inference engine for synchronous code; every method is a call into one event loop on its own thread.
+
+    It starts when it is made, and is shut down by ``with``, by ``shutdown()``, or at the end of the program; then it
+    stays closed, and every call raises ``EngineClosedError``. It belongs to the process in which it was made. Any
+    number of threads may call it at once. Its ``async_`` methods may be awaited on any event loop, also on several
+    one after the other. Without a ``model_path`` it runs the small demo model of the package.
+    ``help(EngineArguments)`` describes all arguments.
+
+    Raises:
+        TypeError: an argument that does not exist, or a value of the wrong type.
+        ValueError: a value outside its range, a model that cannot be served.
+        EngineStartupError: a process could not start; no process or file is left behind.
+    """
+
+    def _init(self, prepare: Callable[[], Blueprint], progress: bool | None, model_name: str) -> None:
+        self._model_name = model_name
+        self._pid = os.getpid()
+        bars = ProgressBars(progress)
+        run = _Run()
+        self._portal = run.portal
+        self._finalizer = weakref.finalize(self, run.end)  # before anything is started: no exception leaves it running
+        try:
+            self._frontend = run.start(prepare, bars.show)
+        except BaseException:
+            try:
+                self._finalizer()
+            except BaseException:  # a second interrupt, and the finalizer is called once
+                run.end()
+                raise
+            raise
+        finally:
+            bars.close()
+
+    # ------------------------------------------------------------ life
+
+    def shutdown(self) -> None:
+        """End the processes; calls that wait get ``EngineClosedError``. Takes seconds at most; may be called twice."""
+        self._finalizer()
+        if not self._frontend.is_interrupted:
+            self._portal.join(STOP_TIMEOUT_S)  # another thread may be shutting it down
+
+    def __enter__(self) -> Self:
+        self._running()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def __del__(self) -> None:
+        finalizer: weakref.finalize[..., Engine] | None = self.__dict__.get("_finalizer")
+        if finalizer is not None and finalizer.alive and os.getpid() == self._pid:
+            warnings.warn("an Engine was not shut down", ResourceWarning, stacklevel=1, source=self)
+
+    def _running(self) -> Frontend:
+        callers.refuse_fork(self._pid)
+        if not self._finalizer.alive:
+            raise callers.closed()
+        return self._frontend
+
+    _anywhere = _running
+
+    def _blocking(self) -> Frontend:
+        """The running engine, for a call that waits for its loop."""
+        self._running().check_waiting(blocks=True)
+        return self._frontend
+
+    # ------------------------------------------------------------ generate
+
+    @_generate
+    def generate(
+        self,
+        prompt: Prompt | None = None,
+        sampling_params: BatchSampled | None = None,
+        input_ids: Ids | None = None,
+        *,
+        stream: bool = False,
+        **options: Unpack[GenerateOptions],
+    ) -> Answer | BatchOutput | ChunkIterator:
+        """Generate from a prompt or its token ids, and wait for the answer; a list of either is a batch.
+
+        With ``stream=True`` returns an iterator over the chunks, at once. Arguments and errors are those of
+        ``AsyncEngine.async_generate``. Ctrl-C aborts this call alone.
+        """
+        return self._wait(
+            partial(requests.generate_request, prompt, sampling_params, input_ids, stream=stream, options=options)
+        )
+
+    @_chat
+    def chat(
+        self,
+        messages: Conversations,
+        sampling_params: BatchSampled | None = None,
+        *,
+        stream: bool = False,
+        **options: Unpack[ChatOptions],
+    ) -> Answer | BatchOutput | ChunkIterator:
+        """Answer a conversation, put through the model's chat template; a list of them is a batch."""
+        return self._wait(partial(requests.chat_request, messages, sampling_params, stream=stream, options=options))
+
+    @_encode
+    def encode(
+        self, prompt: Prompt | None = None, *, input_ids: Ids | None = None, **options: Unpack[EncodeOptions]
+    ) -> Answer | BatchOutput | ChunkIterator:
+        """Turn a text, or its token ids, into a vector, as ``async_encode``; a list of either is a batch."""
+        return self._wait(partial(encode_request, prompt, input_ids, options))
+
+    @_rerank
+    def rerank(
+        self,
+        query: str | Pairs,
+        documents: Texts | None = None,
+        *,
+        top_n: int | None = None,
+        **options: Unpack[PoolOptions],
+    ) -> Answer | BatchOutput | ChunkIterator:
+        """Score how well documents answer a query, as ``async_rerank``."""
+        return self._wait(partial(rerank_request, query, documents, top_n, options))
+
+    def _wait(self, make_request: Callable[[], CallRequest]) -> Answer | BatchOutput | ChunkIterator:
+        reader = self._running().open(make_request)
+        if reader.is_stream:
+            return ChunkIterator(reader, self)
+        try:
+            while (result := reader.result()) is None:
+                wait_for_news(reader)
+        except BaseException:
+            reader.leave()
+            raise
+        return result
+
+    def attach(self, rid: str, from_offset: int = 0) -> ChunkIterator:
+        """Continue a stream that was left, as ``AsyncEngine.attach``."""
+        frontend = self._running()
+        return ChunkIterator(frontend.attachments.attach(rid, from_offset, frontend), self)
+
+    def beam_search(
+        self,
+        prompt: str | TokenIds,
+        beam_width: int = 4,
+        max_new_tokens: int = 64,
+        length_penalty: float = 1.0,
+        **sampling: object,
+    ) -> BatchOutput:
+        """The best outputs for one prompt by beam search, as ``async_beam_search``."""
+        self._blocking()
+        return self._portal.call(self.async_beam_search(prompt, beam_width, max_new_tokens, length_penalty, **sampling))
+
+    @_score
+    def score(
+        self,
+        query: str | TokenIds | None = None,
+        items: str | Texts | TokenIds | BatchIds | None = None,
+        label_token_ids: TokenIds | BatchIds | None = None,
+        **options: Unpack[ScoreOptions],
+    ) -> ScoreResult | ScoreResult[list[float] | Exception]:
+        """Score items behind a query, as ``async_score``."""
+        self._blocking()
+        return self._portal.call(self.async_score(query, items, label_token_ids, **options))
+
+    # ------------------------------------------------------------ sessions
+
+    @signatures.own_arguments
+    def open_session(
+        self,
+        capacity_of_str_len: int = 0,
+        session_id: str | None = None,
+        streaming: bool = False,
+        timeout: float | None = None,
+    ) -> str:
+        """Open a session, and return its id, as ``AsyncEngine.open_session``."""
+        return self._running().sessions.open(capacity_of_str_len, session_id, streaming, timeout)
+
+    def close_session(self, session_id: str) -> None:
+        """Close a session, as ``AsyncEngine.close_session``."""
+        self._running().sessions.close(session_id)
+
+    # ------------------------------------------------------------ control
+
+    def admit(self) -> None:
+        """Wait in a queue, first come first served, until there is room for a call.
+
+        The place is reserved for this thread until its next call, for a second at most.
+
+        Raises:
+            EngineDrainingError, EngineClosedError, EngineDeadError: no call will be accepted.
+        """
+        self._running().overload.wait_blocking()
+
+    def flush_cache(self) -> Outcome:
+        """Empty the prefix cache, as ``AsyncEngine.flush_cache``."""
+        return self._portal.call(self._blocking().controls.order("flush_cache"))
+
+    @signatures.own_arguments
+    def load_lora_adapter(self, lora_name: str, lora_path: str | PurePath, pinned: bool = False) -> AdapterResult:
+        """Load a LoRA adapter, as ``AsyncEngine.load_lora_adapter``."""
+        return self._portal.call(self._blocking().adapters.load(lora_name, lora_path, pinned))
+
+    @signatures.own_arguments
+    def unload_lora_adapter(self, lora_name: str, timeout: float = UNLOAD_TIMEOUT_S) -> AdapterResult:
+        """Unload a LoRA adapter once no request uses it, as ``AsyncEngine.unload_lora_adapter``."""
+        return self._portal.call(self._blocking().adapters.unload(lora_name, timeout))
+
+    def list_lora_adapters(self) -> AdapterResult:
+        """The adapters that requests may name, as ``AsyncEngine.list_lora_adapters``."""
+        return self._running().adapters.list()
+
+    def pause_generation(self, mode: PauseMode = "abort") -> Outcome:
+        """Compute nothing until ``continue_generation``, as ``AsyncEngine.pause_generation``."""
+        return self._portal.call(self._blocking().controls.pause(mode))
+
+    def continue_generation(self) -> Outcome:
+        """Continue after ``pause_generation``."""
+        return self._portal.call(self._blocking().controls.order("continue"))
+
+    def freeze_gc(self) -> None:
+        """Exclude all present objects from garbage collection, as ``AsyncEngine.freeze_gc``."""
+        self._portal.call(self._blocking().controls.freeze_gc())
+
+    def start_profile(
+        self, output_dir: str | os.PathLike[str] | None = None, **options: Unpack[ProfileOptions]
+    ) -> None:
+        """Begin a trace of the scheduler process, as ``AsyncEngine.start_profile``."""
+        self._portal.call(self._blocking().controls.start_profile(output_dir, options))
+
+    def stop_profile(self) -> str:
+        """End the trace and write it, as ``AsyncEngine.stop_profile``."""
+        return self._portal.call(self._blocking().controls.stop_profile())
+
+    @signatures.own_arguments
+    def drain(self, timeout: float | None = None) -> bool:
+        """Refuse new calls and wait for all requests, as ``AsyncEngine.drain``."""
+        return self._portal.call(self._blocking().drain(timeout))
+
+    # ------------------------------------------------------------ state
+
+    def health(self) -> Health:
+        """The state of the engine and of its processes; may be called at any time."""
+        state = "closed" if os.getpid() != self._pid else self._frontend.state
+        return info.health(state, self._frontend.parts.processes.processes())
+
+    def get_all_child_pids(self) -> list[int]:
+        """The ids of the engine's processes that are alive."""
+        return info.child_pids(self._frontend.parts.processes.processes(), self._frontend.images)
+
+    def get_server_info(self) -> dict[str, object]:
+        """The resolved settings, the device, the memory and the scheduler's state."""
+        return self._portal.call(self._blocking().server_info())
+
+    def get_model_info(self) -> ModelInfo:
+        """The model that is served."""
+        return info.model_info(self._running().parts.settings)
+
+
+class _Run:
+    """The loop of an Engine and its frontend. It refers to no Engine, so that a forgotten one can be collected.
+
+    Attributes:
+        frontend: set as soon as the start has succeeded.
+    """
+
+    def __init__(self) -> None:
+        self.portal = Portal("aioengine", callers.closed, self._on_loop_ended)
+        self.frontend: Frontend | None = None
+        self._pid = os.getpid()
+
+    def start(self, prepare: Callable[[], Blueprint], on_progress: Callable[[Progress], None]) -> Frontend:
+        self.portal.start()
+        return self.portal.call(self._start(prepare, on_progress))
+
+    async def _start(self, prepare: Callable[[], Blueprint], on_progress: Callable[[Progress], None]) -> Frontend:
+        self.frontend = await start_frontend(prepare, on_progress)
+        return self.frontend
+
+    def end(self) -> None:
+        """Shutdown, for the method, for the end of the program and for forgotten engines. Does nothing in a fork."""
+        if os.getpid() != self._pid:
+            return
+        frontend = self.frontend
+        try:
+            if frontend is not None:  # else a start that is under way is cancelled with its loop
+                self._stop(frontend)
+        finally:
+            self.portal.close(waits=frontend is None or not frontend.is_interrupted)
+
+    def _stop(self, frontend: Frontend) -> None:
+        try:
+            if self.portal.is_current or frontend.is_interrupted:  # on its own thread, or while it waits for this one
+                frontend.close_now()
+            else:
+                self.portal.call(frontend.stop(), STOP_TIMEOUT_S + 1)
+        except EngineClosedError:  # its loop has ended already, and its thread ends the rest
+            return
+        except TimeoutError:
+            frontend.close_now()
+        except BaseException:  # interrupted, and this is called once
+            frontend.close_now()
+            raise
+
+    def _on_loop_ended(self) -> None:
+        """On the loop's thread: calls that are still open have no other end, nor children that still run."""
+        if self.frontend is not None:
+            reason = "the engine's event loop was ended from outside"
+            self.frontend.close_now(EngineDeadError("frontend", pid=self._pid, reason=reason))

@@ -1,0 +1,1 @@
+"""Open calls: their rows, the delivery of chunks, and the limits of the queue."""

@@ -1,0 +1,297 @@
+"""The lifecycle of a call between its registration and its end: started, aborted, left, expired, failed.
+
+Everything here runs on the engine's loop and never waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from copy import copy
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from aioengine.frontend.calls.calls import Ending
+from aioengine.frontend.calls.outputs import Wants
+from aioengine.frontend.intake.submitter import Submitter
+from aioengine.frontend.intake.unstarted_rows import UnstartedRows
+from aioengine.frontend.sessions.attachments import Attachments
+from aioengine.frontend.sessions.replay import AttachableOutput
+from aioengine.protocol.messages import Abort, End, FinishCode, Resume, Suspend
+from aioengine.supervision.tasks import post
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Collection, Sequence
+
+    from aioengine.errors import EngineError
+    from aioengine.frontend.calls.calls import Call, Calls
+    from aioengine.frontend.calls.outputs import CallOutput, Cursor, Place, RowStream
+    from aioengine.frontend.calls.overload import QueueLimits
+    from aioengine.frontend.intake.request_checks import RequestChecks
+    from aioengine.frontend.sessions.sessions import Sessions
+    from aioengine.protocol.messages import Submit
+
+BACKSTOP_S: Final = 0.5
+"""How long the scheduler has to end a request at its deadline before the frontend does it."""
+
+MAX_ROWS_FREED_AT_ONCE: Final = 4096
+"""Unread rows that are freed in one turn of the loop."""
+
+
+class CallLifecycle:
+    """Everything that can happen to an open call. On the engine's loop.
+
+    Attributes:
+        idle: set when a call ended and none is open.
+    """
+
+    def __init__(
+        self,
+        checks: RequestChecks,
+        *,
+        lock: threading.RLock,
+        calls: Calls,
+        limits: QueueLimits,
+        sessions: Sessions,
+        send: Callable[[list[Submit] | list[Abort] | list[Suspend] | list[Resume]], None],
+        computed_since: Callable[[float], Collection[int] | None],
+    ) -> None:
+        """``computed_since`` gives the requests in the scheduler's steps, None where it has ended one since then."""
+        self.idle = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self.submitter = Submitter(
+            checks, lock=lock, calls=calls, limits=limits, sessions=sessions, submit=send, settle=self.settle
+        )
+        self.unstarted = UnstartedRows(lock=lock, settle=self.settle)
+        self._lock = lock
+        self._calls = calls
+        self._limits = limits
+        self._sessions = sessions
+        self._images = checks.images
+        self.attachments = Attachments(calls, lock=lock, settle=self.settle)
+        self._send = send
+        self._computed_since = computed_since
+
+    def start(self, call: Call) -> None:
+        """Check and submit the first rows of a call, on the engine's loop."""
+        if call.output not in self._calls.by_output:
+            return  # another thread ended it before it was started
+        if call.deadlines:
+            self._set_timer(call, min(call.deadlines.values()))
+        if not call.request.is_checked:
+            self.submitter.check_rest(call)
+        self.submitter.submit_next(call)
+        self.settle(call)  # a batch of nothing is over at once
+
+    def on_read(self, output: CallOutput) -> None:
+        """A reader has read: more rows of the call may start, and suspended ones continue."""
+        if isinstance(output, AttachableOutput):
+            self.attachments.on_read(output)
+        call = self._calls.by_output.get(output)
+        if call is not None:
+            if output.wants is Wants.READS:
+                with self._lock:
+                    output.wants = Wants.NOTHING
+                    uids = [row.uid for row in output.live.values()]
+                self._send([Resume(uids)])
+            self.submitter.submit_next(call)
+
+    def suspend(self, call: Call, place: Place) -> None:
+        """Its reader is away, still at ``place``: compute nothing more of its rows until it reads again.
+
+        Nothing where it has read on another thread meanwhile: only what is unread can wake a suspended request.
+        """
+        with self._lock:
+            if call.output.place != place:
+                return
+            call.output.wants = Wants.READS
+            uids = [row.uid for row in call.output.live.values()]
+        self._send([Suspend(uids)])
+
+    def row_ended(self, row: RowStream) -> None:
+        """The processes ended a row: its call is over, or may start more rows."""
+        call = self._calls.by_output.get(row.output)
+        if call is None:
+            return
+        if row.output.is_over:
+            self.settle(call)
+            return
+        with self._lock:
+            self._end_row(call, row, time.monotonic())
+        if row.output.wants:
+            self.submitter.submit_next(call)
+
+    def _end_row(self, call: Call, row: RowStream, now: float) -> None:
+        prompt = row.position // call.request.num_samples
+        if (rules := call.request.logprobs_of(prompt)) is not None:
+            num_positions = rules.num_prompt_positions(len(row.facts.prompt_token_ids)) + max(1, row.num_known())
+            row.free_logprobs(0 if row.error else rules.position_bytes * num_positions)
+        if self._images is not None:
+            self._images.row_ended(call, prompt)
+        self._limits.end_row(call.reservation, prompt, len(row.facts.prompt_token_ids), now)
+
+    def settle(self, call: Call) -> None:
+        """Close a call that is over, and free the rows that it leaves behind."""
+        with self._lock:
+            output = call.output
+            if not output.is_over:
+                return
+            uids = [row.uid for row in output.live.values()]
+            for uid in uids:
+                self._calls.rows.pop(uid, None)
+            output.live.clear()
+            if call.request.sessions is not None:
+                self._sessions.end(output)
+            if (adapters := call.request.given.adapters) is not None:
+                adapters.leave()
+            if not self._calls.close(call):
+                post(self._loop, self._free_names, call)
+            self._limits.release(call.reservation, time.monotonic())
+            if isinstance(output, AttachableOutput) or not output.has_unread:
+                output.free_logprobs()
+            is_idle = not self._calls.by_output
+        if self._images is not None:
+            self._images.release(call)
+        if uids:
+            self._send([Abort(uids)])
+        if isinstance(output, AttachableOutput):
+            self.attachments.ended(call)
+        if is_idle:
+            self.idle.set()
+
+    def _free_names(self, call: Call) -> None:
+        """Free more of its ids, a bounded number in each turn of the loop."""
+        with self._lock:
+            if not self._calls.free_names(call):
+                post(self._loop, self._free_names, call)
+
+    def discard(self, call: Call) -> None:
+        """Starting it failed half-way, so it will not be read: undo what was done."""
+        with self._lock:
+            call.output.is_left = True
+        self.settle(call)
+        self.attachments.discard(call)
+
+    def on_left(self, cursor: Cursor) -> None:
+        """A reader has left."""
+        output = cursor.output
+        with self._lock:
+            output.mark_left(cursor)
+            unread = cursor.close()
+            if output.is_left:
+                output.free_logprobs()
+        self._free(unread)
+        if isinstance(output, AttachableOutput):
+            self.attachments.left(cursor)
+            self.on_read(output)  # it goes on, also where it was suspended
+        elif (call := self._calls.by_output.get(output)) is not None:
+            self.settle(call)
+
+    def _free(self, rows: list[RowStream]) -> None:
+        """Free unread rows, a bounded number in each turn of the loop: each takes about a microsecond."""
+        del rows[-MAX_ROWS_FREED_AT_ONCE:]
+        if rows:
+            asyncio.get_running_loop().call_soon(self._free, rows)
+
+    def abort(self, output: CallOutput) -> None:
+        call = self._calls.by_output.get(output)
+        if call is not None:
+            self._end_call(call, FinishCode.ABORT)
+
+    def end_all(self, calls: Sequence[Call], code: FinishCode, message: str = "") -> None:
+        for call in calls:
+            if call.output in self._calls.by_output:
+                self._end_call(call, code, message=message)
+
+    def abort_opened(self, num_opened: int) -> None:
+        """End the open calls among the first ``num_opened`` of the engine: none that the caller made afterwards."""
+        self.end_all([call for call in self._calls.by_output.values() if call.number <= num_opened], FinishCode.ABORT)
+
+    def abort_named(self, rid: str, num_opened: int) -> None:
+        """End the rows with this id, of one of the first ``num_opened`` calls of the engine."""
+        with self._lock:
+            name = self._calls.find(rid)
+        if name is None and any(call.number <= num_opened for call in self.submitter.checking):
+            self.submitter.after_checks.append(partial(self.abort_named, rid, num_opened))  # it may still become known
+        if name is None or name.call.number > num_opened or name.call.output not in self._calls.by_output:
+            return
+        call, rows, _ = name
+        if len(rows) == call.request.num_rows:
+            self._end_call(call, FinishCode.ABORT)
+            return
+        call.aborted.update(position for position in rows if position >= call.num_started)
+        with self._lock:
+            live = call.output.live
+            uids = [live[position].uid for position in rows if position in live]
+        if uids:
+            self._send([Abort(uids)])
+
+    def _end_call(self, call: Call, code: FinishCode, *, message: str = "") -> None:
+        """End all its rows with their output so far: through the scheduler those that it has, the others here."""
+        with self._lock:
+            uids = [row.uid for row in call.output.live.values()]
+        self.unstarted.end(call, Ending(code))
+        if uids:
+            self._send([Abort(uids, code, message)])
+        self.settle(call)
+
+    def fail(self, call: Call, error: EngineError) -> None:
+        """End a call with a copy of ``error``, or each of its rows, where rows give their exceptions."""
+        output, error = call.output, copy(error)
+        with self._lock:
+            if output.returns_exceptions and not output.is_over:
+                now = time.monotonic()
+                for row in list(output.live.values()):
+                    finished = End(row.uid, FinishCode.FAILED, stage="engine", message=str(error), ended_at=now)
+                    output.end_row(row, finished, now, error)
+                self.unstarted.end(call, Ending(FinishCode.FAILED, error=error))
+            else:
+                output.fail(error)
+        self.settle(call)
+
+    # ------------------------------------------------------------ time
+
+    def _set_timer(self, call: Call, when: float) -> None:
+        call.timer = asyncio.get_running_loop().call_later(max(0.0, when - time.monotonic()), self._expire, call)
+
+    def _expire(self, call: Call) -> None:
+        """End the rows that were not started in time. Those that the scheduler has it ends, or they are given up."""
+        now = time.monotonic()  # one reading: a deadline is either over or waited for again
+        which = call.expired_deadline(now)
+        if which is not None and call.num_started < call.request.num_rows:
+            self.unstarted.end(call, Ending(FinishCode.DEADLINE, matched=which))
+        for late, deadline in call.deadlines.items():
+            if now >= deadline + BACKSTOP_S:
+                self.give_up(call, FinishCode.DEADLINE, late)
+        self.settle(call)
+        if call.output in self._calls.by_output:
+            times = [when for deadline in call.deadlines.values() for when in (deadline, deadline + BACKSTOP_S)]
+            later = [when for when in times if when > now]
+            if later:
+                self._set_timer(call, min(later))
+
+    def give_up(self, call: Call, code: FinishCode, which: str | None = None) -> None:
+        """The scheduler did not end these rows (``which``: at this deadline): they end here, with what they have."""
+        now = time.monotonic()
+        with self._lock:
+            rows = [row for row in call.output.live.values() if which in (None, "total") or not row.has_first_token]
+            if which == "queue":
+                rows = self._surely_waiting(rows, call.called_at)
+            for row in rows:
+                call.output.end_row(row, End(row.uid, code, which, ended_at=now), now)
+                self._end_row(call, row, now)
+        uids = [row.uid for row in rows]
+        for uid in uids:
+            self._calls.rows.pop(uid, None)
+        if uids:
+            self._send([Abort(uids, code)])
+        self.settle(call)
+
+    def _surely_waiting(self, rows: list[RowStream], since: float) -> list[RowStream]:
+        """The rows that were not admitted: a step that could have done it has not ended, and none is under way.
+
+        A scheduler that ends steps is left alone: it looks at the time between them.
+        """
+        computed = self._computed_since(since) if rows else None
+        return [] if computed is None else [row for row in rows if row.uid not in computed]

@@ -1,0 +1,244 @@
+"""Delivery of the processes' output: chunks to their rows, and what is done about readers that do not read.
+
+By default nothing: unread output is merged into one piece, which grows by about 50 bytes with each token and ends with
+the request. Slow readers are found by looking at all streams now and then; reading and writing cost nothing more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from aioengine.errors import describe
+from aioengine.frontend.calls.outputs import Wants
+from aioengine.protocol.messages import End, FinishCode, TextChunks
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Collection
+
+    from aioengine.frontend.calls.call_lifecycle import CallLifecycle
+    from aioengine.frontend.calls.calls import Call
+    from aioengine.frontend.calls.outputs import CallOutput, Place, RowStream
+    from aioengine.settings.config import DeliveryConfig
+
+
+MAX_WOKEN = 128
+"""Readers that are woken in one turn of the loop. They read in the next, so the objects that they make are freed before
+the others are woken: a thousand streams trigger no garbage collection at every step, and no turn is long."""
+
+
+MAX_EXTRA_BYTES: Final = 256 * 1024
+"""Size of the extras that are read in one turn of the loop: 33,000 to 65,000 logprobs, some milliseconds."""
+
+EXTRA_BYTES: Final = 128
+"""Bytes that every extra counts beside its data: the least of them takes about as long as these bytes of logprobs."""
+
+
+NUM_READ_TOGETHER: Final = 8
+"""Rows that wait and of which a piece is read in one turn."""
+
+
+class Router:
+    """Puts chunks into their rows, and wakes their readers. On the engine's loop.
+
+    Reading extras takes long where they are many. So of a frame that has more than can be read in one turn, some rows
+    wait, each with all that comes behind it, and are read in the next turns, one piece of each after the other.
+
+    Attributes:
+        rows: ``Calls.rows``. num_detokenizing: requests that the detokenizer holds.
+    """
+
+    def __init__(
+        self, rows: dict[int, RowStream], lock: threading.RLock, on_ended: Callable[[RowStream], None]
+    ) -> None:
+        """``on_ended`` is called with each row that was ended, without the lock."""
+        self.rows = rows
+        self.num_detokenizing = 0
+        self._lock = lock
+        self._on_ended = on_ended
+        self._fresh: list[CallOutput] = []
+        self._waiting: dict[int, deque[TextChunks]] = {}
+        self._unread_bytes = MAX_EXTRA_BYTES  # that may still be read in this turn
+
+    def deliver(self, chunks: TextChunks) -> None:
+        """Put the chunks of one frame into their rows, as far as this turn allows. ``wake`` wakes their readers."""
+        with self._lock:
+            self._note(chunks)
+            if chunks.tokens.extras or self._waiting:
+                chunks = self._set_aside(chunks)
+            ended = self._put(chunks)
+        if chunks.num_open is not None:
+            self.num_detokenizing = chunks.num_open
+        for row in ended:
+            self._on_ended(row)
+
+    def _put(self, chunks: TextChunks) -> list[RowStream]:
+        """Put chunks into their rows; returns the rows that they end."""
+        rows, fresh = self.rows, self._fresh
+        ended: list[RowStream] = []
+        tokens = chunks.tokens
+        for extra in tokens.extras:
+            if (row := rows.get(extra.uid)) is not None:
+                row.put_extra(extra)
+        for uid, text, new in zip(tokens.uids, chunks.texts, tokens.rows(), strict=True):
+            row = rows.get(uid)
+            if row is not None and row.put(text, new):
+                fresh.append(row.output)
+        if chunks.ended:
+            now = time.monotonic()
+            for finished in chunks.ended:
+                row = rows.pop(finished.uid, None)
+                if row is not None:
+                    row.output.end_row(row, finished, now)
+                    ended.append(row)
+        return ended
+
+    def _set_aside(self, chunks: TextChunks) -> TextChunks:
+        """Let the rows wait that cannot be read in this turn, and those that wait already; returns the others."""
+        sizes: dict[int, int] = {}
+        for extra in chunks.tokens.extras:
+            sizes[extra.uid] = sizes.get(extra.uid, 0) + len(extra.data) + EXTRA_BYTES
+        parts = {uid: TextChunks() for uid in self._waiting}
+        for uid, size in sizes.items():
+            if size > self._unread_bytes:
+                parts[uid] = TextChunks()
+            elif uid not in parts:
+                self._unread_bytes -= size
+        if not parts:
+            return chunks
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._read_waiting)
+        others = TextChunks(num_open=chunks.num_open)
+        for extra in reversed(chunks.tokens.extras):  # those that wait are read from the end
+            parts.get(extra.uid, others).tokens.extras.append(extra)
+        for uid, text, new in zip(chunks.tokens.uids, chunks.texts, chunks.tokens.rows(), strict=True):
+            part = parts.get(uid, others)
+            part.tokens.add(uid, [new] if isinstance(new, int) else new)
+            part.texts.append(text)
+        for end in chunks.ended:
+            parts.get(end.uid, others).ended.append(end)
+        for uid, part in parts.items():
+            if part.has_news:
+                self._waiting.setdefault(uid, deque()).append(part)
+        return others
+
+    def _read_waiting(self) -> None:
+        """Read extras of rows that wait: a bounded number now, more in the next turns of the loop."""
+        ended: list[RowStream] = []
+        unread_bytes = MAX_EXTRA_BYTES
+        with self._lock:
+            while self._waiting and unread_bytes > 0:
+                uid = next(iter(self._waiting))
+                parts = self._waiting.pop(uid)
+                row, extras = self.rows.get(uid), parts[0].tokens.extras
+                if row is None:
+                    continue  # it was ended, and its waiting chunks have no reader
+                piece_bytes = min(unread_bytes, MAX_EXTRA_BYTES // NUM_READ_TOGETHER)
+                unread_bytes -= piece_bytes
+                try:
+                    while extras and piece_bytes > 0:
+                        piece_bytes -= len(extras[-1].data) + EXTRA_BYTES
+                        row.put_extra(extras.pop())
+                except Exception as error:  # nothing else would end this row
+                    failed = End(uid, FinishCode.FAILED, stage="deliver", message=describe(error))
+                    parts = deque([TextChunks(ended=[failed])])
+                    extras = []
+                unread_bytes += piece_bytes
+                if not extras:
+                    ended += self._put(parts.popleft())
+                if parts:
+                    self._waiting[uid] = parts
+        for row in ended:
+            self._on_ended(row)
+        self.wake()
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._read_waiting)
+
+    def _note(self, chunks: TextChunks) -> None:
+        """Note in the rows what holds for all their chunks from now on."""
+        for first_token in chunks.first_tokens:
+            if (row := self.rows.get(first_token.uid)) is not None:
+                row.has_first_token = True
+                row.facts.begin(first_token)
+        for uid in chunks.preempted:
+            if (row := self.rows.get(uid)) is not None:
+                row.facts.preempt()
+        for uid in chunks.compiled:
+            if (row := self.rows.get(uid)) is not None:
+                row.output.note_compiled(row)
+
+    def wake(self) -> None:
+        """Wake some readers, and the others when these have read.
+
+        Chunks of later frames are merged with those that still wait.
+        """
+        fresh = self._fresh
+        self._unread_bytes = MAX_EXTRA_BYTES
+        with self._lock:
+            for output in fresh[:MAX_WOKEN]:
+                output.cursor.wake()
+        del fresh[:MAX_WOKEN]
+        if fresh:
+            asyncio.get_running_loop().call_soon(self.wake)
+
+
+NUM_LOOKS: Final = 4
+"""Checks in ``slow_reader_timeout``: a reader was away for up to a quarter more of it before anything happens."""
+
+
+class SlowReaders:
+    """Suspends or ends calls whose readers stay away; each once, until it is read again. On the engine's loop."""
+
+    def __init__(
+        self, config: DeliveryConfig, open_calls: Callable[[], Collection[Call]], lifecycle: CallLifecycle
+    ) -> None:
+        self._config = config
+        self._open_calls = open_calls
+        self._lifecycle = lifecycle
+        self._places: dict[CallOutput, tuple[Place, int]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def watch(self) -> None:
+        """Check the readers now and then, unless slow ones are left alone."""
+        if self._config.slow_reader != "coalesce":
+            every_s = self._config.slow_reader_timeout_s / NUM_LOOKS
+            self._timer = asyncio.get_running_loop().call_later(every_s, self._look)
+
+    def release(self) -> None:
+        """Suspend no call any more, and resume the suspended ones: the engine waits for their ends."""
+        if self._config.slow_reader == "pause":
+            self.stop()
+            for call in list(self._open_calls()):
+                if call.output.wants is Wants.READS:
+                    self._lifecycle.on_read(call.output)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+
+    def _look(self) -> None:
+        places: dict[CallOutput, tuple[Place, int]] = {}
+        for call in list(self._open_calls()):
+            place = call.output.place
+            if place is None:
+                continue
+            before, num_looks = self._places.get(call.output, (None, 0))
+            num_looks = num_looks + 1 if before == place else 0
+            places[call.output] = place, num_looks
+            if num_looks == NUM_LOOKS:
+                self._act(call, place)
+        self._places = places
+        self.watch()
+
+    def _act(self, call: Call, place: Place) -> None:
+        if self._config.slow_reader == "pause":
+            self._lifecycle.suspend(call, place)
+        else:
+            message = (
+                f"its reader stayed away for longer than slow_reader_timeout={self._config.slow_reader_timeout_s:g}"
+            )
+            self._lifecycle.end_all([call], FinishCode.ABORT, message)

@@ -1,0 +1,1 @@
+"""From a call to the messages of its rows: checks, tokens, limits."""

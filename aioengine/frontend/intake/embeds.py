@@ -1,0 +1,106 @@
+"""``input_embeds``: prompts that are embeddings, as callers give them. Imported when there are any: numpy is slow."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
+
+import numpy as np
+
+from aioengine.api import checks
+from aioengine.errors import RequestTooLargeError
+from aioengine.frontend.intake.prompts import USUAL, EmbedsIds, IdsPrompt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from aioengine.frontend.intake.prompts import CheckBudget, EncodeRules
+
+NAME: Final = "input_embeds"
+ALLOWED: Final = "a float array [tokens, D], or a list of them"
+MAX_EMBEDS_BYTES: Final = 192 * 1024 * 1024
+"""Of one prompt, as fp32: it is sent in one message."""
+
+NUMBERS_PER_ID: Final = 4
+
+
+class EmbedsPrompt(IdsPrompt, frozen=True):
+    """A prompt of embeddings.
+
+    Attributes:
+        given: the caller's array, and ``EmbedsIds`` once ``is_checked``. num_numbers: in the array.
+    """
+
+    num_numbers: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the array as fp32."""
+        return 4 * self.num_numbers
+
+    def checked(self) -> IdsPrompt:
+        """Make them fp32; TypeError or ValueError for what is no array of finite floats."""
+        try:
+            given = np.asarray(self.given)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"{self.name} must be {ALLOWED}, and cannot be made one: {error}") from None
+        if given.dtype.kind != "f":
+            raise TypeError(f"{self.name} must be {ALLOWED}, got an array of {given.dtype}")
+        if given.ndim != 2 or not given.size:
+            raise ValueError(f"{self.name} must be {ALLOWED}, none of them empty, got the shape {list(given.shape)}")
+        if 4 * given.size > MAX_EMBEDS_BYTES:
+            raise RequestTooLargeError(
+                f"{self.name} has {4 * given.size} bytes as float32; at most {MAX_EMBEDS_BYTES} are allowed"
+            )
+        with np.errstate(over="ignore"):
+            embeds = given.astype(np.float32, order="C")
+        if not np.isfinite(embeds).all():
+            raise ValueError(
+                f"{self.name} must have finite numbers, and it has NaN, infinity or more than float32 holds"
+            )
+        return EmbedsPrompt(EmbedsIds(len(embeds), embeds.shape[1], embeds.tobytes()), num_numbers=given.size)
+
+
+def embeds_prompt(name: str, value: object, budget: CheckBudget, rules: EncodeRules = USUAL) -> IdsPrompt:
+    """One prompt. The width of its embeddings is checked later, against the model (``RequestChecks.check_ids``).
+
+    Raises:
+        TypeError, ValueError: it is no float array [tokens, D], nor lists of such numbers.
+    """
+    if rules.add_special_tokens:
+        raise ValueError(f"add_special_tokens=True is for text, and {name} has embeddings")
+    rows = _rows(name, value)
+    rows = rows if rules.keep_last is None else rows[-rules.keep_last :]
+    num_numbers = len(rows) * checks.num_items(rows[0])
+    prompt = EmbedsPrompt(rows, name, is_checked=False, num_numbers=num_numbers)
+    return prompt.checked() if budget.covers(num_numbers // NUMBERS_PER_ID) else prompt
+
+
+class GivenEmbeds(NamedTuple):
+    """The prompts of ``input_embeds``: one, or those of a batch."""
+
+    values: Sequence[object]
+    is_batch: bool
+    make: Callable[[str, object, CheckBudget], IdsPrompt]
+
+
+def given_embeds(value: object, rules: EncodeRules) -> GivenEmbeds:
+    """One array, or the arrays of a batch: those of a list, or of an array of three dimensions."""
+    rows = _rows(NAME, value)
+    first = rows[0]
+    is_batch = (
+        isinstance(first, list | tuple | checks.Array)
+        and checks.num_items(first) > 0
+        and checks.num_items(cast("Sequence[object]", first)[0]) > 0
+    )
+    values = list(rows) if is_batch else [rows]
+    return GivenEmbeds(values, is_batch, partial(embeds_prompt, rules=rules))
+
+
+def _rows(name: str, value: object) -> Sequence[object]:
+    """The rows of an array or of a list, not empty."""
+    if isinstance(value, str | bytes) or not isinstance(value, list | tuple | checks.Array):
+        raise checks.wrong_type(name, ALLOWED, value)
+    if not checks.num_items(value):
+        raise ValueError(f"{name} must be {ALLOWED}, none of them empty, got {checks.shown(value)}")
+    return cast("Sequence[object]", value)

@@ -1,0 +1,88 @@
+"""Tokenizes the texts, and pairs of texts, of ``encode`` and ``rerank``: adds their prompt, cuts where that is asked.
+
+Of a long text only the beginning is tokenized: enough for more tokens than the model takes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+
+from aioengine.errors import RequestError, RequestTooLargeError, describe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from aioengine.frontend.intake.prompts import PooledPrompt
+    from aioengine.protocol.messages import PairIds
+    from aioengine.settings.config import PoolingSettings
+
+MARGIN: Final = 512
+"""Tokens beyond ``max_tokens`` that are made of a text that was cut: near the cut they differ from the text's own."""
+
+CHARACTERS_PER_TOKEN: Final = 8
+GROWTH: Final = 4
+
+
+class PairTokenizer(Protocol):
+    """The methods of a tokenizer that are needed here."""
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]: ...
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str | None]]) -> list[PairIds]: ...
+
+    def encode_cut(self, first: str, second: str | None, max_tokens: int) -> PairIds: ...
+
+
+class PoolEncoder(NamedTuple):
+    """Tokenizes texts of up to ``max_tokens`` tokens. On the tokenizer's threads.
+
+    ``in_text``: as in ``Encoder``.
+    """
+
+    tokenizer: PairTokenizer
+    settings: PoolingSettings
+    max_tokens: int
+    in_text: Callable[[str], str] = str
+
+    def encode(self, prompts: list[PooledPrompt]) -> list[PairIds | ValueError | RequestError]:
+        """The ids of each, or why it has none. One that is wrong fails alone."""
+        try:
+            pairs = [self._texts(prompt) for prompt in prompts]
+            encoded = self.tokenizer.encode_pairs(pairs)
+            return [self._fitting(prompt, pair, ids) for prompt, pair, ids in zip(prompts, pairs, encoded, strict=True)]
+        except BaseException as error:  # also where compiled code panics
+            if len(prompts) == 1:
+                return [RequestError("tokenize", describe(error))]
+            return [self.encode([prompt])[0] for prompt in prompts]
+
+    def _texts(self, prompt: PooledPrompt) -> tuple[str, str | None]:
+        """The text with its prompt before it, and the second text; of long ones the beginning."""
+        settings, name = self.settings, prompt.rules.prompt_name
+        before = settings.prompts.get(settings.default_prompt if name is None else name, "")
+        first = self.in_text(before + prompt.first.text)
+        second = None if prompt.second is None else prompt.second.text
+        if settings.lowers_text:
+            first, second = first.lower(), None if second is None else second.lower()
+        return self._beginning(first), None if second is None else self._beginning(second)
+
+    def _beginning(self, text: str) -> str:
+        """Enough of a text for more tokens than fit."""
+        wanted = self.max_tokens + MARGIN
+        length = CHARACTERS_PER_TOKEN * wanted
+        while length < len(text):
+            [ids] = self.tokenizer.encode_batch([text[:length]], add_special_tokens=False)
+            if len(ids) >= wanted:
+                return text[:length]
+            length *= GROWTH
+        return text
+
+    def _fitting(self, prompt: PooledPrompt, pair: tuple[str, str | None], ids: PairIds) -> PairIds | ValueError:
+        """The ids, cut where they are too many and that was asked for."""
+        if len(ids) <= self.max_tokens:
+            return ids
+        if prompt.rules.truncates:
+            return self.tokenizer.encode_cut(*pair, self.max_tokens)
+        kind = "text" if prompt.second is None else "pair of texts"
+        return RequestTooLargeError(
+            f"the {kind} has {len(ids)} tokens or more, and {self.max_tokens} fit; with truncate=True its end is cut"
+        )

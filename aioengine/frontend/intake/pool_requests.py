@@ -1,0 +1,129 @@
+"""The arguments of ``encode`` and ``rerank``, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence  # noqa: TC003  # for the annotations of the options
+from functools import partial
+from typing import TYPE_CHECKING, Final, TypedDict, cast
+
+from aioengine.api import checks
+from aioengine.frontend.intake import requests
+from aioengine.frontend.intake.pooling import Pooled
+from aioengine.frontend.intake.prompts import PoolRules, ids_prompt, pair_prompt, pooled_prompt
+from aioengine.frontend.intake.request_options import ImageData  # noqa: TC001  # for the annotations of the options
+from aioengine.frontend.intake.requests import IDS_OR_ROWS, GivenRows
+
+if TYPE_CHECKING:
+    from aioengine.frontend.intake.requests import CallRequest
+
+Pairs = list[list[str]] | list[tuple[str, str]] | tuple[tuple[str, str], ...]
+
+PAIRS: Final = "a list of pairs [query, document]"
+DOCUMENTS: Final = "a list of strings ([document] for a single one)"
+
+
+class PlainPoolOptions(TypedDict, total=False):
+    """``PoolOptions`` without ``return_exceptions``, on which the type of the result depends."""
+
+    rid: str | Sequence[str] | None
+    priority: int | None
+    tenant: str | None
+    timeout: float | None
+    queue_timeout: float | None
+    refuse_late: bool
+    cache_salt: str | Sequence[str | None] | None
+    lora_path: str | Sequence[str | None] | None
+    truncate: bool
+
+
+class PoolOptions(PlainPoolOptions, total=False):
+    """Keyword arguments of ``rerank``: the applicable ones of ``RequestOptions``, and
+
+    truncate: cut the end of a text that exceeds the model's limit; special tokens stay. In a pair, the longer text is
+        cut first. By default, such a text is an error.
+    """
+
+    return_exceptions: bool
+
+
+class PlainEncodeOptions(PlainPoolOptions, total=False):
+    """``EncodeOptions`` without ``return_exceptions``."""
+
+    dimensions: int | None
+    normalize: bool | None
+    prompt_name: str | None
+    image_data: ImageData | Sequence[ImageData | Sequence[ImageData] | None] | None
+
+
+class EncodeOptions(PlainEncodeOptions, total=False):
+    """Keyword arguments of ``encode``: those of ``PoolOptions``, and
+
+    dimensions: the vector is cut to this length, then normalised.
+    normalize: whether vectors have the length 1; None: as the model's files say.
+    prompt_name: which of the model's prompts stands before each text ("query", "document"); None: its usual one.
+    image_data: as in ``RequestOptions``: the images of the texts, of a model that reads images.
+    """
+
+    return_exceptions: bool
+
+
+def encode_request(prompt: object, input_ids: object, options: Mapping[str, object]) -> CallRequest:
+    """Check a call of ``encode``.
+
+    Raises:
+        TypeError, ValueError: what is wrong, with the field and the value.
+    """
+    requests.check_names(options, ("prompt", "input_ids"), EncodeOptions.__annotations__)
+    requests.check_one_prompt(prompt, input_ids)
+    dimensions, normalize, name = (options.get(field) for field in ("dimensions", "normalize", "prompt_name"))
+    pooled = Pooled(
+        is_normalized=None if normalize is None else checks.switch("normalize", normalize),
+        dimensions=None if dimensions is None else checks.whole("dimensions", dimensions, 1),
+        truncates=checks.switch("truncate", options.get("truncate", False)),
+        prompt_name=None if name is None else checks.text("prompt_name", name),
+    )
+    make = partial(pooled_prompt, rules=PoolRules(pooled.truncates, pooled.prompt_name))
+    if isinstance(prompt, str):
+        given = GivenRows("prompt", [prompt], make, is_batch=False)
+    elif prompt is not None:
+        texts = checks.items("prompt", prompt, checks.MAX_COUNT, allowed=checks.TEXTS)
+        given = GivenRows("prompt", texts, make, is_batch=True)
+    else:
+        if pooled.prompt_name is not None:
+            raise ValueError("prompt_name is for texts, and input_ids are given; put the prompt's ids before them")
+        given = requests.given_rows("input_ids", input_ids, ids_prompt, options, allowed=IDS_OR_ROWS)
+    return _request(given, pooled, options)
+
+
+def rerank_request(query: object, documents: object, top_n: object, options: Mapping[str, object]) -> CallRequest:
+    """Check a call of ``rerank``.
+
+    Raises:
+        TypeError, ValueError: what is wrong, with the field and the value.
+    """
+    requests.check_names(options, ("query", "documents", "top_n"), PoolOptions.__annotations__)
+    pooled = Pooled(
+        is_normalized=False,
+        truncates=checks.switch("truncate", options.get("truncate", False)),
+        gives_scores=True,
+        is_ranked=documents is not None,
+        top_n=None if top_n is None else checks.whole("top_n", top_n, 1),
+    )
+    rules = PoolRules(pooled.truncates)
+    if documents is not None:
+        text = checks.text("query", query)
+        rows = checks.items("documents", documents, checks.MAX_COUNT, allowed=DOCUMENTS)
+        given = GivenRows("documents", rows, partial(pair_prompt, rules=rules, query=text), is_batch=True)
+    elif top_n is not None:
+        raise ValueError("top_n is for a query with documents; pairs keep their order")
+    elif isinstance(query, str):
+        raise TypeError(f"rerank takes a query and documents, or {PAIRS}; documents is missing")
+    else:
+        pairs = checks.items("query", query, checks.MAX_COUNT, allowed=PAIRS)
+        given = GivenRows("query", cast("Sequence[object]", pairs), partial(pair_prompt, rules=rules), is_batch=True)
+    return _request(given, pooled, options)
+
+
+def _request(given: GivenRows, pooled: Pooled, options: Mapping[str, object]) -> CallRequest:
+    given.pooled = pooled
+    return requests.call_request(given, None, stream=False, options=options)

@@ -1,0 +1,497 @@
+"""Prompts as a caller gives them, checked at the call, and the chat template arguments of ``chat``.
+
+Checking every part of a very large prompt would hold the caller's loop: that is done later, on the tokenizer's thread.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final, Protocol, Self, cast, runtime_checkable
+from uuid import uuid4
+
+from msgspec import Struct, ValidationError, convert
+from msgspec.structs import replace
+
+from aioengine.api import checks
+from aioengine.frontend.image_sources import ImageSource, part_source
+from aioengine.tokenization.chat_template import MAX_TEMPLATE_BYTES, VARIABLES, template_variables
+
+if TYPE_CHECKING:
+    from aioengine.protocol.messages import Media
+
+Messages = Sequence[Mapping[str, object]]
+"""A conversation: dicts with ``role`` and ``content``, as chat templates read them."""
+
+PromptError = ValueError | TypeError
+"""The error of a wrong prompt, in its place where it fails alone (``return_exceptions=True``)."""
+
+IDS: Final = "a list of token ids"
+MESSAGES: Final = "a list of dicts with role and content"
+
+MAX_IDS_AT_CALL: Final = 64 * 1024
+CHARACTERS_PER_ID: Final = 4
+IDS_PER_MESSAGE: Final = 256
+MAX_CHARACTERS_AT_CALL: Final = CHARACTERS_PER_ID * MAX_IDS_AT_CALL
+MAX_MESSAGES_AT_CALL: Final = MAX_IDS_AT_CALL // IDS_PER_MESSAGE
+"""Limits of what a call checks of its prompts together. A message takes as long as ``IDS_PER_MESSAGE`` ids."""
+
+NUM_SAMPLED_MESSAGES: Final = 16
+BYTES_PER_PART: Final = 256
+"""Of memory, for the dict of a message, or of a part of one."""
+
+IDS_IN_SLICE: Final = 16 * 1024
+MESSAGES_IN_SLICE: Final = 64
+
+CHAT_ARGUMENTS: Final = ("chat_template", VARIABLES, "enable_thinking", "tools")
+MAX_TOOLS: Final = 1024
+MAX_NODES: Final = 4096
+MANY_CHARACTERS: Final = 1024 * 1024
+"""The size of nested data with more than ``MAX_NODES`` parts, which are not counted."""
+
+_THINKING: Final = "enable_thinking"
+
+
+class CheckBudget:
+    """How much is checked at once of the prompts of a call, in token ids."""
+
+    __slots__ = ("num_left",)
+
+    def __init__(self, num_ids: int = MAX_IDS_AT_CALL) -> None:
+        self.num_left = num_ids
+
+    def covers(self, num_ids: int) -> bool:
+        """Whether a prompt of this size is to be checked now. One that is not uses up the budget."""
+        self.num_left -= num_ids
+        return self.num_left >= 0
+
+
+class EncodeRules(Struct, frozen=True, gc=False):
+    """How a text becomes ids. ``add_special_tokens`` None: those of a text that is no chat. ``keep_last``: ids at the
+    end of the prompt that are kept; None: all.
+    """
+
+    add_special_tokens: bool | None = None
+    keep_last: int | None = None
+
+
+USUAL: Final = EncodeRules()
+
+
+class TextPrompt(Struct, frozen=True, gc=False):
+    """Text to be tokenized. ``num_bytes``: of its UTF-8, or a lower bound until ``is_checked``."""
+
+    text: str
+    num_bytes: int
+    name: str = ""
+    is_checked: bool = True
+    rules: EncodeRules = USUAL
+
+    def checked(self) -> Self:
+        """Count the bytes, and raise ValueError for lone surrogates."""
+        num_bytes = 0
+        for start in range(0, len(self.text), MAX_CHARACTERS_AT_CALL):
+            if start:
+                _let_others_run()
+            try:
+                num_bytes += len(self.text[start : start + MAX_CHARACTERS_AT_CALL].encode())
+            except UnicodeEncodeError as error:
+                place = start + error.start
+                raise ValueError(
+                    f"{self.name} has a lone surrogate at position {place}, which is no character: "
+                    f"{checks.shown(self.text[max(0, place - 10) : place + 10])}"
+                ) from None
+        return replace(self, num_bytes=num_bytes, name="", is_checked=True)
+
+
+class IdsPrompt(Struct, frozen=True):
+    """Token ids. ``given``: as the caller gave them; a list of integers of its own once ``is_checked``."""
+
+    given: object
+    name: str = ""
+    is_checked: bool = True
+
+    @property
+    def token_ids(self) -> list[int]:
+        return cast("list[int]", self.given)
+
+    @property
+    def num_ids(self) -> int:
+        return checks.num_items(self.given)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the list."""
+        return 8 * self.num_ids
+
+    def checked(self) -> IdsPrompt:
+        """Make all ids plain integers; TypeError or ValueError for those that are none."""
+        token_ids: list[int] = []
+        for start in range(0, self.num_ids, IDS_IN_SLICE):
+            if start:
+                _let_others_run()
+            part = checks.sequence(self.name, _slice(self.name, self.given, start, start + IDS_IN_SLICE), allowed=IDS)
+            try:
+                token_ids += convert(part, list[int])  # in one pass where all are plain integers
+            except ValidationError:
+                token_ids += [checks.whole(f"{self.name} entries", entry, 0) for entry in part]
+        return IdsPrompt(token_ids)
+
+
+class EmbedsIds(list[int]):
+    """Stands for the ids of a prompt that is embeddings: one 0 for each.
+
+    Attributes:
+        width: numbers of an embedding. embeds: all of them as fp32. salt: no other prompt shares its cached prefix.
+    """
+
+    def __init__(self, num_tokens: int, width: int, embeds: bytes) -> None:
+        super().__init__([0] * num_tokens)
+        self.width = width
+        self.embeds = embeds
+        self.salt = uuid4().hex
+
+
+class MediaIds(list[int]):
+    """The ids of a prompt with its images in place.
+
+    Attributes:
+        media: its images.
+    """
+
+    def __init__(self, ids: Sequence[int], media: list[Media]) -> None:
+        super().__init__(ids)
+        self.media = media
+
+    @property
+    def num_image_tokens(self) -> int:
+        return sum(image.num_features for image in self.media)
+
+
+class TemplateOptions(Struct, frozen=True):
+    """The arguments of ``chat`` about its template.
+
+    template: text, name or file of the chat template; None: the model's own. num_characters: about, of the tools and
+    variables.
+    """
+
+    template: str | os.PathLike[str] | None = None
+    tools: list[dict[str, object]] | None = None
+    variables: dict[str, object] = {}
+    num_characters: int = 0
+
+
+class ChatPrompt(Struct, frozen=True):
+    """A conversation to be put through a chat template, then tokenized without special tokens.
+
+    ``num_bytes``: about, the characters of its text; until it ``is_checked``, of what was looked at, and its objects.
+    ``images``: of its parts, once it ``is_checked``; None for one that is given beside the messages.
+    """
+
+    messages: Messages
+    num_bytes: int
+    options: TemplateOptions = TemplateOptions()
+    name: str = ""
+    is_checked: bool = True
+    rules: EncodeRules = USUAL
+    images: tuple[ImageSource | None, ...] = ()
+
+    def checked(self) -> ChatPrompt:
+        """Check every message; TypeError or ValueError for one that is wrong."""
+        messages: list[dict[str, object]] = []
+        images: list[ImageSource | None] = []
+        for position, message in enumerate(self.messages):
+            if position % MESSAGES_IN_SLICE == MESSAGES_IN_SLICE - 1:
+                _let_others_run()
+            messages.append(_message(f"{self.name}[{position}]", message, images))
+        try:
+            num_characters = _num_characters(messages) + self.options.num_characters
+        except RecursionError:
+            raise ValueError(f"{self.name} is nested too deeply, or holds itself; give plain text parts") from None
+        num_bytes = num_characters + sum(image.num_bytes for image in images if image is not None)
+        return replace(self, messages=messages, num_bytes=num_bytes, name="", is_checked=True, images=tuple(images))
+
+
+class ChatIds(list[int]):
+    """The ids of a conversation that has images.
+
+    Attributes:
+        images: in the order of its placeholders; None for one that is given beside the messages.
+    """
+
+    def __init__(self, ids: Sequence[int], images: tuple[ImageSource | None, ...]) -> None:
+        super().__init__(ids)
+        self.images = images
+
+
+class PoolRules(Struct, frozen=True, gc=False):
+    """How a text to be pooled becomes ids. ``truncates``: one that is too long is cut. ``prompt_name``: of the prompt
+    that stands before it; None: of the usual one.
+    """
+
+    truncates: bool = False
+    prompt_name: str | None = None
+
+
+class PooledPrompt(Struct, frozen=True, gc=False):
+    """A text to be pooled, or a pair of texts to be compared."""
+
+    first: TextPrompt
+    second: TextPrompt | None
+    rules: PoolRules
+
+    @property
+    def name(self) -> str:
+        return self.first.name
+
+    @property
+    def num_bytes(self) -> int:
+        return self.first.num_bytes + (0 if self.second is None else self.second.num_bytes)
+
+    @property
+    def is_checked(self) -> bool:
+        return self.first.is_checked and (self.second is None or self.second.is_checked)
+
+    def checked(self) -> PooledPrompt:
+        """As of ``TextPrompt``."""
+        second = self.second
+        return PooledPrompt(self.first.checked(), None if second is None else second.checked(), self.rules)
+
+
+Prompt = TextPrompt | ChatPrompt | IdsPrompt | PooledPrompt
+"""One row of a call. Until ``is_checked``, ``checked()`` is to be called on the tokenizer's thread."""
+
+
+@runtime_checkable
+class _Sliced(Protocol):
+    def __getitem__(self, key: slice, /) -> object: ...
+
+
+def _slice(name: str, given: object, start: int, stop: int | None = None) -> object:
+    """Some entries of a list, tuple or array. Of an array before it becomes a list: a long one would hold the loop."""
+    if isinstance(given, list | tuple) or not isinstance(given, checks.Array) or not isinstance(given, _Sliced):
+        return checks.sequence(name, given, allowed=IDS)[start:stop]
+    return given[start:stop]
+
+
+def _let_others_run() -> None:
+    """Give the interpreter to a thread that waits for it, which else takes it after 5 ms."""
+    time.sleep(0)
+
+
+def encode_rules(options: Mapping[str, object]) -> EncodeRules:
+    """The keyword arguments about tokenizing. Raises TypeError or ValueError."""
+    specials, keep_last = options.get("add_special_tokens"), options.get("truncate_prompt_tokens")
+    return EncodeRules(
+        None if specials is None else checks.switch("add_special_tokens", specials),
+        None if keep_last is None else checks.whole("truncate_prompt_tokens", keep_last, 1),
+    )
+
+
+def text_prompt(name: str, value: object, budget: CheckBudget, rules: EncodeRules = USUAL) -> TextPrompt:
+    """One text, all of whose characters are checked if ``budget`` covers it, else later.
+
+    Raises:
+        TypeError, ValueError: it is no text, or empty.
+    """
+    value = checks.plain(value)
+    if not isinstance(value, str):
+        if isinstance(value, Mapping) and "role" in value:
+            raise checks.wrong_type(name, "a string (messages with a role are given to chat)", value)
+        is_id = isinstance(value, int) and not isinstance(value, bool)
+        raise checks.wrong_type(name, "a string (token ids are given as input_ids)" if is_id else "a string", value)
+    if not value:
+        raise ValueError(f"{name} is empty; give at least one character, or input_ids")
+    if value.isascii():
+        return TextPrompt(value, len(value), rules=rules)
+    prompt = TextPrompt(value, len(value), name, is_checked=False, rules=rules)
+    return prompt.checked() if budget.covers(len(value) // CHARACTERS_PER_ID) else prompt
+
+
+def pooled_prompt(name: str, value: object, budget: CheckBudget, *, rules: PoolRules) -> PooledPrompt:
+    """A text to be pooled, which may be empty: special tokens are added."""
+    return PooledPrompt(_any_text(name, value, budget), None, rules)
+
+
+def pair_prompt(
+    name: str, value: object, budget: CheckBudget, *, rules: PoolRules, query: str | None = None
+) -> PooledPrompt:
+    """A query and a document: both in ``value``, or the document where the query is given.
+
+    Raises:
+        TypeError, ValueError: it is no pair of texts.
+    """
+    if query is None:
+        pair = checks.sequence(name, value, allowed="a pair [query, document]")
+        if len(pair) != 2:
+            raise ValueError(f"{name} must be a pair [query, document], got {len(pair)} entries")
+        first, second = pair
+    else:
+        first, second = query, value
+    return PooledPrompt(_any_text(name, first, budget), _any_text(name, second, budget), rules)
+
+
+def _any_text(name: str, value: object, budget: CheckBudget) -> TextPrompt:
+    if not isinstance(value, str):
+        raise checks.wrong_type(name, "a string", value)
+    return text_prompt(name, value, budget) if value else TextPrompt("", 0)
+
+
+def ids_prompt(
+    name: str, value: object, budget: CheckBudget, rules: EncodeRules = USUAL, *, may_be_empty: bool = False
+) -> IdsPrompt:
+    """Ids of any kind of integer; those outside the vocabulary are found by the engine, which knows it.
+
+    Raises:
+        TypeError, ValueError: it is no list of ids, or empty.
+    """
+    if rules.add_special_tokens:
+        raise ValueError(f"add_special_tokens=True is for text, and {name} has ids; put the special ones among them")
+    if isinstance(value, list | tuple) or not isinstance(value, checks.Array) or not checks.num_items(value):
+        value = checks.sequence(name, value, allowed=IDS)
+        if not value and not may_be_empty:
+            raise ValueError(f"{name} is empty; give at least one token id")
+    if rules.keep_last is not None:
+        value = _slice(name, value, -rules.keep_last)
+    prompt = IdsPrompt(value, name, is_checked=False)
+    return prompt.checked() if budget.covers(prompt.num_ids) else prompt
+
+
+def chat_prompt(
+    name: str, value: object, budget: CheckBudget, *, options: TemplateOptions, rules: EncodeRules = USUAL
+) -> ChatPrompt:
+    """One conversation, whose messages are checked if ``budget`` covers their likely size, else later.
+
+    Raises:
+        TypeError, ValueError: it is no list of messages, or empty.
+    """
+    given = checks.sequence(name, value, allowed=MESSAGES)
+    if not given:
+        raise ValueError(f"{name} is empty; give at least one dict with role and content")
+    first = given[: MAX_MESSAGES_AT_CALL if budget.num_left > 0 else NUM_SAMPLED_MESSAGES]
+    sizes = [_size_of_message(message) for message in first]
+    num_characters = sum(num_characters for num_characters, _ in sizes)
+    num_parts = sum(num_parts for _, num_parts in sizes)
+    # It counts against the limits of all calls: what was not looked at must not count as if it were large, too.
+    num_bytes = num_characters + BYTES_PER_PART * (len(given) + num_parts) + options.num_characters
+    prompt = ChatPrompt(list(cast("Messages", given)), num_bytes, options, name, is_checked=False, rules=rules)
+    likely = (num_characters // CHARACTERS_PER_ID + num_parts * IDS_PER_MESSAGE) * len(given) // len(first)
+    size = max(len(given) * IDS_PER_MESSAGE, likely + options.num_characters // CHARACTERS_PER_ID)
+    return prompt.checked() if budget.covers(size) else prompt
+
+
+def _size_of_message(message: object) -> tuple[int, int]:
+    """The characters of a message that is text, and the parts of another, in no time."""
+    content = cast("Mapping[object, object]", message).get("content") if isinstance(message, Mapping) else None
+    if isinstance(content, list | tuple):
+        return 0, checks.num_items(cast("object", content))
+    return str.__len__(content) if isinstance(content, str) else 0, 0
+
+
+def _message(name: str, value: object, images: list[ImageSource | None]) -> dict[str, object]:
+    """A message with its role and its content: text, parts, or None, as calls of tools and assistants have it.
+
+    Its images are added to ``images``.
+    """
+    if not isinstance(value, Mapping):
+        raise checks.wrong_type(name, "a dict with role and content", value)
+    message = _with_plain_keys(value)
+    if message.get("role") is None:
+        raise ValueError(f"{name} has no role, got {checks.shown(message)}")
+    role = message["role"] = checks.text(f"the role of {name}", message["role"])
+    content = message.get("content")
+    if content is None:
+        is_silent = role == "assistant" and "content" in message
+        if not message.get("tool_calls") and not is_silent:
+            raise ValueError(f"{name} has no content, got {checks.shown(message)}")
+    elif isinstance(content, list | tuple):
+        parts = cast("Sequence[object]", checks.plain(cast("object", content)))
+        message["content"] = [_part(f"part {place} of {name}", part, images) for place, part in enumerate(parts)]
+    elif isinstance(content, str):
+        message["content"] = checks.text(f"the content of {name}", content)
+    else:
+        raise checks.wrong_type(f"the content of {name}", "a string or a list of parts", content)
+    return message
+
+
+def _part(name: str, value: object, images: list[ImageSource | None]) -> dict[str, object]:
+    """One part of a message's content: text, or an image, of which the template learns that it is there alone."""
+    if not isinstance(value, Mapping):
+        raise checks.wrong_type(name, 'a dict such as {"type": "text", "text": "..."}', value)
+    part = _with_plain_keys(value)
+    kind = checks.plain(part.get("type"))
+    if kind in ("image", "image_url"):
+        images.append(part_source(name, part | {"type": kind}))
+        return {"type": "image"}
+    if kind != "text":
+        raise ValueError(f"{name} is of type {checks.shown(part.get('type'))}; there are text, image and image_url")
+    return part | {"type": "text", "text": checks.text(f"the text of {name}", part.get("text"))}
+
+
+def _with_plain_keys(value: Mapping[object, object]) -> dict[str, object]:
+    """A copy, with plain strings for keys of an enumeration."""
+    return {cast("str", checks.plain(key)): entry for key, entry in value.items()}
+
+
+def _num_characters(value: object) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_num_characters, cast("Mapping[object, object]", value).values()))
+    return sum(map(_num_characters, cast("list[object]", value))) if isinstance(value, list) else 0
+
+
+# ---------------------------------------------------------------- arguments about the chat template
+
+
+def template_options(options: Mapping[str, object]) -> TemplateOptions:
+    """The keyword arguments of ``chat`` about its template. Files, and what is nested in tools, are read later.
+
+    Raises:
+        TypeError, ValueError: what is wrong, with the field and the value.
+    """
+    given = {name: options[name] for name in CHAT_ARGUMENTS if options.get(name) is not None}
+    if not given:
+        return TemplateOptions()
+    variables = template_variables({name: given[name] for name in (VARIABLES, _THINKING) if name in given})
+    if _THINKING in variables:
+        checks.switch(_THINKING, variables[_THINKING])
+    tools = _tools(given["tools"]) if "tools" in given else None
+    return TemplateOptions(_source(given.get("chat_template")), tools, variables, _size([tools, variables]))
+
+
+def _source(value: object) -> str | os.PathLike[str] | None:
+    """A text is never a path here: it may come from a client, who must not choose a file to be read."""
+    if value is None or isinstance(value, os.PathLike):
+        return cast("os.PathLike[str] | None", value)
+    if not isinstance(value, str):
+        raise checks.wrong_type("chat_template", "the text or the name of a chat template, or a pathlib.Path", value)
+    return checks.text("chat_template", value, max_bytes=MAX_TEMPLATE_BYTES)
+
+
+def _tools(value: object) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = []
+    given = checks.items("tools", value, MAX_TOOLS, allowed="a list of dicts in JSON schema form")
+    for place, tool in enumerate(given):
+        if not isinstance(tool, Mapping):
+            raise checks.wrong_type(f"tools[{place}]", "a dict in JSON schema form", tool)
+        found.append(dict(cast("Mapping[str, object]", tool)))
+    return found
+
+
+def _size(value: object) -> int:
+    """About the characters of nested data; ``MANY_CHARACTERS`` where it has more than ``MAX_NODES`` parts."""
+    waiting, num_characters = [value], 0
+    for _ in range(MAX_NODES):
+        if not waiting:
+            return num_characters
+        each = waiting.pop()
+        if isinstance(each, Mapping):
+            given = cast("Mapping[object, object]", each)
+            waiting += [*given, *given.values()]
+        elif isinstance(each, list | tuple):
+            waiting += cast("Sequence[object]", each)
+        else:
+            num_characters += str.__len__(each) if isinstance(each, str) else 1
+    return MANY_CHARACTERS

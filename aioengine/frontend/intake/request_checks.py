@@ -1,0 +1,210 @@
+"""RequestChecks: checks the rows of a call against the engine's model and limits, before anything is queued."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Annotated, NamedTuple, cast
+
+from msgspec import Meta, Struct, ValidationError, convert
+
+from aioengine.api import checks
+from aioengine.api import params as wire
+from aioengine.errors import RequestTooLargeError
+from aioengine.frontend.image_prompts import check_images
+from aioengine.frontend.intake.pooling import completed
+from aioengine.frontend.intake.prompts import ChatPrompt, EmbedsIds, IdsPrompt, PooledPrompt, TextPrompt
+from aioengine.protocol.messages import ALL_STATES
+from aioengine.settings.config import PoolingSettings
+
+if TYPE_CHECKING:
+    from aioengine.api.params import SamplingParams
+    from aioengine.frontend.image_prompts import PromptImages
+    from aioengine.frontend.intake.encoder import Encoder
+    from aioengine.frontend.intake.prompts import Prompt
+    from aioengine.frontend.intake.requests import CallRequest
+    from aioengine.protocol.messages import Sampling, TextRules
+
+
+class PromptRules(Struct, frozen=True, kw_only=True):
+    """The limits and facts of the model that prompts and parameters are checked against.
+
+    ``template_names``: the chat templates of the model, which requests may choose; None: also any text or file.
+    """
+
+    vocab_size: int
+    context_length: int
+    max_total_tokens: int
+    eos_token_ids: tuple[int, ...]
+    stream_interval: int
+    sampling_defaults: dict[str, float] = {}
+    random_seed: int
+    max_rows_in_flight: int
+    logits_processors: tuple[str, ...] = ()
+    hidden_size: int = 0
+    max_hidden_state_bytes: int = 0
+    template_names: tuple[str, ...] | None = None
+    task: str = "generate"
+    pooling: PoolingSettings = PoolingSettings()
+    vector_size: int = 1
+
+
+class ParamsParts(NamedTuple):
+    """The parts of a message that follow from sampling parameters; seed and text context are each row's own."""
+
+    params: SamplingParams
+    sampling: Sampling
+    stop_ids: tuple[int, ...]
+    text: TextRules
+
+
+class RequestChecks:
+    """Checks requests against the model. From any thread.
+
+    Attributes:
+        rules: of the model. encoder: None without a tokenizer. images: None where the model takes text alone.
+    """
+
+    def __init__(self, rules: PromptRules, encoder: Encoder | None, images: PromptImages | None = None) -> None:
+        self.rules = rules
+        self.encoder = encoder
+        self.images = images
+        self._vocabulary = list[Annotated[int, Meta(ge=0, lt=rules.vocab_size)]]  # checked in one pass
+        self._last_parts: ParamsParts | None = None
+
+    def check(self, request: CallRequest, first: int) -> None:
+        """Check the rows from prompt ``first`` on that ``request`` has checked so far.
+
+        If rows may fail alone, a wrong row gets its error in its place.
+
+        Raises:
+            TypeError, ValueError: the call is wrong, or a row that may not fail alone.
+        """
+        if first == 0:
+            self._check_call(request)
+        for place in range(first, len(request.prompts)):
+            prompt = request.prompts[place]
+            if self.encoder is None and isinstance(prompt, TextPrompt | ChatPrompt | PooledPrompt):
+                raise ValueError("this engine has no tokenizer (skip_tokenizer_init); give input_ids")
+            if isinstance(prompt, ChatPrompt) and prompt.options.template is not None:
+                self._check_template(prompt.options.template)
+            try:
+                if request.logprobs is not None and request.logprobs.differ:
+                    request.logprobs.check(place, self.rules.vocab_size, has_tokenizer=self.encoder is not None)
+                if request.given.params is not None:
+                    self._check_params(request, request.params[place])
+                if request.processors is not None and request.processors.is_list:
+                    self._check_processor(request.processors.of(place))
+                if isinstance(prompt, IdsPrompt) and prompt.is_checked:
+                    self.check_ids(prompt.token_ids)
+                if request.given.images is not None or isinstance(prompt, ChatPrompt):
+                    check_images(request, place, self.images)
+            except (TypeError, ValueError) as error:
+                request.fail_row(place, error)
+
+    def _check_call(self, request: CallRequest) -> None:
+        """Check the options that all rows share."""
+        if (given := request.given).pooled or self.rules.task != "generate":
+            given.pooled = completed(given.pooled, self.rules.pooling, self.rules.task, self.rules.vector_size)
+        if request.given.params is None:
+            self._check_params(request, request.params[0])
+        if request.logprobs is not None and not request.logprobs.differ:
+            request.logprobs.check(0, self.rules.vocab_size, has_tokenizer=self.encoder is not None)
+        if request.processors is not None and not request.processors.is_list:
+            self._check_processor(request.processors.of(0))
+
+    def _check_template(self, template: str | os.PathLike[str]) -> None:
+        names = self.rules.template_names
+        if names is not None and not (isinstance(template, str) and template in names):
+            raise ValueError(
+                f"chat_template={checks.shown(os.fspath(template))} is not the name of one of the model's templates "
+                f"({', '.join(names) or 'it has none'}), and requests cannot bring their own: make the engine with "
+                "allow_request_templates=True if none of them come from strangers"
+            )
+
+    def _check_params(self, request: CallRequest, params: SamplingParams) -> None:
+        parts = self.parts_of(params, request.given.parts)
+        if self.encoder is None and (parts.text.stop or parts.text.stop_regex):
+            raise ValueError("stop and stop_regex need a tokenizer, and this engine has none; use stop_token_ids")
+        if self.encoder is None and parts.sampling.grammar:
+            raise ValueError("structured output needs a tokenizer, and this engine has none (skip_tokenizer_init)")
+
+    def _check_processor(self, name: str) -> None:
+        known = self.rules.logits_processors
+        if name and name not in known:
+            allowed = f"allows {', '.join(known)}" if known else "allows none (logits_processors of the constructor)"
+            raise ValueError(f"custom_logit_processor {checks.shown(name)} is not known: this engine {allowed}")
+
+    def parts_of(self, params: SamplingParams, known: dict[int, object]) -> ParamsParts:
+        """Make the parts, or return the last or ``known`` ones (by the identity of the parameters).
+
+        Raises:
+            ValueError: an id is outside the vocabulary.
+        """
+        parts, rules = self._last_parts, self.rules
+        if parts is None or parts.params is not params:
+            parts = cast("ParamsParts | None", known.get(id(params)))
+        if parts is None:
+            known[id(params)] = parts = ParamsParts(
+                params,
+                wire.sampling(
+                    params,
+                    vocab_size=rules.vocab_size,
+                    eos_token_ids=rules.eos_token_ids,
+                    tokenize=None if self.encoder is None else self.encoder.tokenize,
+                    defaults=rules.sampling_defaults,
+                ),
+                wire.stop_ids(params, vocab_size=rules.vocab_size, eos_token_ids=rules.eos_token_ids),
+                wire.text_rules(params, stream_interval=rules.stream_interval),
+            )
+        self._last_parts = parts
+        return parts
+
+    def check_ids(self, token_ids: list[int]) -> None:
+        """Raise ValueError for ids outside the vocabulary."""
+        size = self.rules.vocab_size
+        if isinstance(token_ids, EmbedsIds) and token_ids.width != self.rules.hidden_size:
+            raise ValueError(
+                f"input_embeds has embeddings of {token_ids.width} numbers; this model needs {self.rules.hidden_size}"
+            )
+        if len(token_ids) > self.rules.context_length:
+            return  # refused anyway, and may be very long
+        try:
+            convert(token_ids, self._vocabulary)
+        except ValidationError:
+            wrong = next(token_id for token_id in token_ids if not 0 <= token_id < size)
+            raise ValueError(f"input_ids has {wrong}, outside the vocabulary; ids go from 0 to {size - 1}") from None
+
+    def check_size(self, prompt: Prompt) -> None:
+        """Raise RequestTooLargeError if a prompt is certainly too long. Does not tokenize."""
+        if isinstance(prompt, IdsPrompt):
+            self.output_limit(wire.SamplingParams(), prompt.num_ids)
+        elif isinstance(prompt, TextPrompt) and prompt.rules.keep_last is None and self.encoder and self.encoder.sizes:
+            self.encoder.sizes.check_bytes(prompt.num_bytes)
+
+    def output_limit(self, params: SamplingParams, num_ids: int) -> int:
+        """Return the number of tokens that a row may generate. Raises RequestTooLargeError."""
+        rules = self.rules
+        return wire.output_limit(
+            params, num_ids, context_length=rules.context_length, max_total_tokens=rules.max_total_tokens
+        )
+
+    def logprob_bytes_bound(self, request: CallRequest, prompt: int) -> int:
+        """Return an upper bound for the memory of a row's logprobs. The length of the prompt is not known yet."""
+        rules, num_positions = request.logprobs_of(prompt), self.rules.context_length
+        if rules is None:
+            return 0
+        num_output = request.params_of(prompt).max_new_tokens
+        if rules.start < 0 and num_output is not None:
+            num_positions = max(1, min(num_output, num_positions))
+        return rules.position_bytes * num_positions
+
+    def check_states(self, states: str, num_ids: int, max_new_tokens: int) -> None:
+        """Raise RequestTooLargeError where the hidden states of a row may be larger than allowed."""
+        num_positions = num_ids + max_new_tokens - 1 if states == ALL_STATES else 1
+        num_bytes = 4 * self.rules.hidden_size * num_positions
+        if num_bytes > self.rules.max_hidden_state_bytes:
+            raise RequestTooLargeError(
+                f"return_hidden_states of {num_ids} prompt tokens and up to {max_new_tokens} output tokens may give "
+                f"{num_bytes} bytes; max_hidden_state_bytes={self.rules.max_hidden_state_bytes} are allowed. Lower "
+                "max_new_tokens, or give a shorter prompt"
+            )

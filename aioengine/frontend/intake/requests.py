@@ -1,0 +1,550 @@
+"""The arguments of a call, checked: prompts, sampling parameters and the options of a request.
+
+Checks that need the tokenizer or the engine's state come later. The call itself checks the first rows of a long batch.
+Later turns of the loop check the other rows in pieces, after a thread has parsed their sampling parameters, since
+parsing may take long. The size of a batch has no limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from aioengine.api import checks
+from aioengine.api.answers import StateReader
+from aioengine.api.args import ARGUMENTS
+from aioengine.api.foreign_names import ALIASES, MISSING_OPTIONS, our_way
+from aioengine.api.params import SamplingParams, is_sampling_parameter, num_token_ids
+from aioengine.frontend.image_sources import NOT_TRUNCATED, GivenImages, given_images
+from aioengine.frontend.intake.pooling import Pooled  # a field of a Struct
+from aioengine.frontend.intake.prompts import (
+    CHAT_ARGUMENTS,
+    MAX_IDS_AT_CALL,
+    MESSAGES,
+    CheckBudget,
+    EncodeRules,
+    Prompt,
+    PromptError,
+    chat_prompt,
+    encode_rules,
+    ids_prompt,
+    template_options,
+    text_prompt,
+)
+from aioengine.frontend.intake.request_options import ChatOptions, GenerateOptions, RequestOptions
+from aioengine.frontend.intake.row_options import (
+    ROWS_IN_PIECE,
+    LogprobOptions,
+    PerPrompt,
+    list_for,
+    logprob_options,
+    per_prompt,
+)
+from aioengine.frontend.loaded_adapters import AdapterChoice, adapter_choice  # the first: a field of a Struct
+from aioengine.frontend.sessions.sessions import SessionParams, session_params
+from aioengine.protocol.messages import ALL_STATES, LAST_STATES
+from aioengine.protocol.packed_logprobs import LogprobReader
+
+if TYPE_CHECKING:
+    from aioengine.api.answers import ExtraReader
+    from aioengine.frontend.intake.request_options import Sampled
+    from aioengine.protocol.packed_logprobs import LogprobRules
+
+MAX_TIMEOUT_S: Final = 1e9
+MAX_RID_BYTES: Final = 512
+MAX_SALT_BYTES: Final = 512
+MAX_PRIORITY: Final = 2**63 - 1
+IDS_OR_ROWS: Final = "a list of token ids, or a list of such lists"
+
+MAX_WEIGHT_AT_CALL: Final = 32_768
+"""Of the sampling parameters that the call itself parses (``_weight``), in about as many microseconds."""
+WORD_WEIGHT: Final = 64
+PATTERN_WEIGHT: Final = 4096
+
+_TIMEOUTS: Final = (("total", "timeout"), ("queue", "queue_timeout"), ("first_token", "first_token_timeout"))
+"""Words of a finish reason, and the options that they belong to."""
+
+
+class GivenRows(Struct):
+    """The rows of a call as the caller gave them.
+
+    Attributes:
+        name: of the argument. make: checks the prompt of a row.
+        params: the sampling parameters of each row; None: all rows share one.
+        parsed: parsed parameters or the error of parsing them, by the ``id()`` of the entry of ``params``. Rows may
+            share an entry.
+        parts: parts of messages by the ``id()`` of parsed parameters. Some take long to make.
+        pooled: options for the vectors of the rows; None: the call generates tokens.
+        adapters: the adapters of the rows; None: all use the base model.
+        images: images from ``image_data``; None: there are none.
+    """
+
+    name: str
+    values: Sequence[object]
+    make: Callable[[str, object, CheckBudget], Prompt]
+    is_batch: bool
+    params: list[object] | None = None
+    parsed: dict[int, SamplingParams | Exception] = {}
+    parts: dict[int, object] = {}
+    pooled: Pooled | None = None
+    adapters: AdapterChoice | None = None
+    images: GivenImages | None = None
+
+
+class CallRequest(Struct, kw_only=True):
+    """A call whose arguments were checked. ``check_more`` checks later rows of a long batch.
+
+    Attributes:
+        prompts: the checked prompts; an exception is the error of a row that fails alone.
+        params: one for all prompts, or one for each checked prompt. num_samples: samples of each prompt.
+        rid: the caller's id of the whole call. rids: the caller's ids of the prompts; "" replaces a wrong id.
+        timeouts: seconds from the call, by their names in a finish reason.
+    """
+
+    given: GivenRows
+    params: list[SamplingParams]
+    num_prompts: int
+    num_samples: int
+    is_stream: bool
+    prompts: list[Prompt | PromptError] = []
+    rid: str | None = None
+    rids: list[str] | None = None
+    priority: int = 0
+    tenant: str = ""
+    timeouts: dict[str, float] = {}
+    refuses_late: bool = False
+    resume_ttl_s: float | None = None
+    returns_exceptions: bool = False
+    shows_prompt: bool = False
+    salts: PerPrompt[str] | None = None
+    processors: PerPrompt[str] | None = None
+    states: PerPrompt[str] | None = None
+    sessions: PerPrompt[SessionParams | None] | None = None
+    logprobs: LogprobOptions | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_prompts * self.num_samples
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the prompt. 0 for a batch: the caller keeps it anyway, and its rows start one after the other."""
+        first = None if self.is_batch else self.prompts[0]
+        if first is None or isinstance(first, Exception):
+            return 0
+        images = self.given.images
+        return first.num_bytes + (0 if images is None else images.num_bytes)
+
+    @property
+    def is_batch(self) -> bool:
+        return self.given.is_batch
+
+    @property
+    def gives_batch(self) -> bool:
+        return self.is_batch or self.num_samples > 1
+
+    @property
+    def is_checked(self) -> bool:
+        return len(self.prompts) == self.num_prompts
+
+    @property
+    def rows_fail_alone(self) -> bool:
+        """Whether a wrong row gets its exception in its place, instead of failing the whole call."""
+        return self.returns_exceptions and self.is_batch
+
+    @property
+    def gives_arrays(self) -> bool:
+        """Whether some of its answers have arrays of numpy."""
+        return self.states is not None or self.given.pooled is not None
+
+    def params_of(self, prompt: int) -> SamplingParams:
+        return self.params[0 if self.given.params is None else prompt]
+
+    def states_of(self, prompt: int) -> str:
+        """``Sampling.hidden_states`` of a prompt; empty if the prompt is not checked yet."""
+        return "" if self.states is None or prompt >= len(self.prompts) else self.states.of(prompt)
+
+    def logprobs_of(self, prompt: int) -> LogprobRules | None:
+        """The logprobs that a prompt asks for; None if the prompt is not checked yet."""
+        return None if self.logprobs is None or prompt >= len(self.prompts) else self.logprobs.of(prompt)
+
+    def readers_of(self, prompt: int, num_ids: int, hidden_size: int) -> tuple[ExtraReader, ...]:
+        """New readers of the logprobs and hidden states of a row. ``num_ids``: tokens of the prompt."""
+        rules = self.logprobs_of(prompt)
+        readers: tuple[ExtraReader, ...] = () if rules is None else (LogprobReader(rules, num_ids),)
+        return (*readers, StateReader(num_ids, hidden_size)) if self.states_of(prompt) == ALL_STATES else readers
+
+    def check_more(self) -> None:
+        """Check some more rows of the call: their ids, parameters and prompts.
+
+        Raises:
+            TypeError, ValueError: what is wrong, with the field and the value.
+        """
+        given, first = self.given, len(self.prompts)
+        budget = CheckBudget(0 if first else MAX_IDS_AT_CALL)
+        last = self._end_of_piece(first)
+        lists = self._option_lists()
+        for place in range(first, last):
+            try:
+                if self.rids is not None:
+                    rid, self.rids[place] = self.rids[place], ""  # stays empty if the id is wrong
+                    self.rids[place] = _rid(rid)
+                for option in lists:
+                    option.check_row(place)
+                if given.params is not None:
+                    self.params.append(self._parsed(given.params[place]))
+                if self.processors is None and (unread := self.params_of(place).custom_params):
+                    message = "is given without custom_logit_processor, which reads it; name one"
+                    raise ValueError(f"custom_params={checks.shown(unread)} {message}")
+                name = f"{given.name}[{place}]" if given.is_batch else given.name
+                prompt: Prompt | PromptError = given.make(name, given.values[place], budget)
+            except (TypeError, ValueError) as error:
+                if not self.rows_fail_alone:
+                    raise
+                prompt = _without_frames(error)
+                for option in lists:
+                    option.reset_row(place)
+                if given.params is not None and len(self.params) == place:
+                    self.params.append(SamplingParams(n=self.num_samples))
+            if self.params_of(place).n != self.num_samples:  # an error of the call: n decides the index of each answer
+                counts = f"{self.num_samples} and {self.params_of(place).n}"
+                raise ValueError(f"n must be the same in all sampling_params of a batch, got {counts}")
+            self.prompts.append(prompt)
+
+    def fail_row(self, prompt: int, error: TypeError | ValueError) -> None:
+        """Give a prompt this error in its place. If rows do not fail alone, raise the error."""
+        if not self.rows_fail_alone:
+            raise error
+        self.prompts[prompt] = _without_frames(error)
+
+    def _option_lists(self) -> list[PerPrompt[Any]]:
+        """The options with one value for each prompt."""
+        options = [self.salts, self.processors, self.states, self.sessions, *(self.logprobs or ())]
+        if self.given.adapters is not None:
+            options.append(self.given.adapters.of_prompts)
+        return [option for option in options if option is not None and option.is_list]
+
+    def _end_of_piece(self, first: int) -> int:
+        """Return the end of the rows from ``first`` that are checked together. There is at least one."""
+        given = self.given
+        last = min(first + ROWS_IN_PIECE, self.num_prompts)
+        if self.logprobs is not None:
+            last = self.logprobs.end_of_piece(first, last)
+        if given.params is None:
+            return last
+        if first:  # a thread has parsed the parameters of some rows
+            later = range(first + 1, last)
+            return next((place for place in later if id(given.params[place]) not in given.parsed), last)
+        weight, seen = 0, set[int]()
+        for place, value in enumerate(given.params[:last]):
+            if id(value) not in seen:
+                if weight > MAX_WEIGHT_AT_CALL:
+                    return place
+                weight += _weight(value)
+                seen.add(id(value))
+        return last
+
+    def parse_more(self, use: Callable[[SamplingParams], object], max_s: float) -> None:
+        """Parse sampling parameters of unchecked rows, for about ``max_s``. On any thread.
+
+        ``use`` is called with each result. If it raises an exception, the parameters count as wrong.
+        """
+        parsed, until = self.given.parsed, time.monotonic() + max_s
+        for value in (self.given.params or [])[len(self.prompts) :]:
+            if id(value) not in parsed:
+                try:
+                    use(self._parsed(value))
+                except Exception as error:  # raised when the row is checked
+                    parsed[id(value)] = error
+                if time.monotonic() > until:
+                    return
+
+    def _parsed(self, value: object) -> SamplingParams:
+        parsed = self.given.parsed
+        params = parsed.get(id(value))
+        if params is None:
+            try:
+                params = SamplingParams.parse(cast("Sampled | None", value))
+            except (TypeError, ValueError) as error:  # other rows may share it
+                params = error
+            parsed[id(value)] = params
+        if isinstance(params, Exception):
+            raise params.with_traceback(None)
+        return params
+
+
+def _weight(value: object) -> int:
+    """About how many microseconds it takes to parse sampling parameters, and to check them against the model."""
+    if isinstance(value, SamplingParams):
+        return num_token_ids(value) + WORD_WEIGHT * len(value.bad_words or ())
+    if not isinstance(value, Mapping):
+        return 0
+    given = dict(cast("Mapping[str, object]", value))
+    return (
+        checks.json_size(given, MAX_WEIGHT_AT_CALL)
+        + sum(map(checks.num_items, given.values()))  # of sets and arrays, too
+        + WORD_WEIGHT * checks.num_items(given.get("bad_words"))
+        + PATTERN_WEIGHT * ("stop_regex" in given)
+    )
+
+
+def _without_frames(error: PromptError) -> PromptError:
+    """Remove the tracebacks of an error. Their frames would keep the reader of a dropped call alive."""
+    cause: BaseException | None = error
+    while cause is not None:
+        cause.__traceback__ = None
+        cause = cause.__cause__ or cause.__context__
+    return error
+
+
+def generate_request(
+    prompt: object, sampling_params: object, input_ids: object, *, stream: object, options: Mapping[str, object]
+) -> CallRequest:
+    """Check a call of ``generate``.
+
+    Raises:
+        TypeError, ValueError: what is wrong, with the field and the value.
+    """
+    check_names(options, ("prompt", "sampling_params", "input_ids", "stream"), GenerateOptions.__annotations__)
+    embeds = options.get("input_embeds")
+    if embeds is None:
+        check_one_prompt(prompt, input_ids)
+    rules = encode_rules(options)
+    if embeds is not None:
+        if prompt is not None or input_ids is not None:
+            raise ValueError("input_embeds is given beside a prompt; give one of them")
+        given = _embeds_rows(embeds, options, rules)
+    elif isinstance(prompt, str):
+        given = GivenRows("prompt", [prompt], partial(text_prompt, rules=rules), is_batch=False)
+    elif prompt is not None:
+        texts = checks.items("prompt", prompt, checks.MAX_COUNT, allowed=checks.TEXTS)
+        given = GivenRows("prompt", texts, partial(text_prompt, rules=rules), is_batch=True)
+    else:
+        make = partial(ids_prompt, rules=rules, may_be_empty=options.get("session_params") is not None)
+        given = given_rows("input_ids", input_ids, make, options, allowed=IDS_OR_ROWS)
+    return call_request(given, sampling_params, stream=stream, options=options)
+
+
+def check_one_prompt(prompt: object, input_ids: object) -> None:
+    """Raise ValueError unless one of the two is given."""
+    if prompt is not None and input_ids is not None:
+        raise ValueError("prompt and input_ids are both given; give one of them")
+    if prompt is None and input_ids is None:
+        raise ValueError("prompt and input_ids are both missing; give one of them")
+
+
+def chat_request(
+    messages: object, sampling_params: object, *, stream: object, options: Mapping[str, object]
+) -> CallRequest:
+    """Check a call of ``chat``: one conversation, or a list of them.
+
+    Raises:
+        TypeError, ValueError: what is wrong, with the field and the value.
+    """
+    check_names(options, ("messages", "sampling_params", "stream"), ChatOptions.__annotations__)
+    make = partial(chat_prompt, options=template_options(options), rules=encode_rules(options))
+    given = given_rows("messages", messages, make, options, allowed=MESSAGES)
+    return call_request(given, sampling_params, stream=stream, options=options)
+
+
+def _embeds_rows(value: object, options: Mapping[str, object], rules: EncodeRules) -> GivenRows:
+    """The rows of a call whose prompts are embeddings. Raises ValueError for options that need ids."""
+    from aioengine.frontend.intake.embeds import (  # imports numpy, which most programs do not need here
+        NAME,
+        given_embeds,
+    )
+
+    for name in ("return_prompt_token_ids", "session_params", "image_data"):
+        if options.get(name) is not None and options.get(name) is not False:
+            raise ValueError(f"{name} is for prompts that have token ids, and input_embeds has none; leave it out")
+    given = given_embeds(value, rules)
+    return GivenRows(NAME, given.values, given.make, given.is_batch)
+
+
+def given_rows(
+    name: str,
+    value: object,
+    make: Callable[[str, object, CheckBudget], Prompt],
+    options: Mapping[str, object],
+    *,
+    allowed: str,
+) -> GivenRows:
+    """Return the rows of a list, or the list itself as one row.
+
+    A list is a batch if its first entry is a list. With ``return_exceptions`` the first row may be wrong, so any of the
+    first ``ROWS_IN_PIECE`` entries may be the list.
+    """
+    num_dimensions = _num_dimensions(value)
+    given = cast("Sequence[object]", value) if num_dimensions else checks.sequence(name, value, allowed=allowed)
+    first = given[: ROWS_IN_PIECE if options.get("return_exceptions") is True else 1]
+    is_batch = any(isinstance(entry, list | tuple) or isinstance(checks.plain(entry), list) for entry in first)
+    values = [given] if not is_batch else given if num_dimensions > 1 else list(given)
+    return GivenRows(name, values, make, is_batch)
+
+
+def _num_dimensions(value: object) -> int:
+    """Of an array of numpy or torch, which gives its rows one by one: as lists, all of them could hold the loop."""
+    if isinstance(value, list | tuple | memoryview):  # asked first: a protocol is slow to check
+        return 0
+    if not isinstance(value, checks.Array) or not checks.num_items(value):
+        return 0
+    found: object = getattr(value, "ndim", 0)
+    return found if isinstance(found, int) else 0
+
+
+def call_request(
+    given: GivenRows, sampling_params: object, *, stream: object, options: Mapping[str, object]
+) -> CallRequest:
+    """Make the request of a call, and check its first rows (``check_more`` checks later ones).
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+    """
+    num_prompts = len(given.values)
+    params = _params(sampling_params, given)
+    request = CallRequest(
+        given=given,
+        params=params,
+        num_prompts=num_prompts,
+        num_samples=params[0].n if params else _num_samples(given.params or ()),
+        is_stream=checks.switch("stream", stream),
+    )
+    if options:
+        request = _with_options(request, options)
+        given.images = given_images(options.get("image_data"), is_batch=given.is_batch, num_prompts=num_prompts)
+        if given.images is not None and options.get("truncate_prompt_tokens") is not None:
+            raise ValueError(NOT_TRUNCATED)
+    request.check_more()
+    return request
+
+
+def _params(value: object, given: GivenRows) -> list[SamplingParams]:
+    """Return the parameters that all rows share, or no entry if each row has its own: then they are in ``given``."""
+    if not isinstance(value, list | tuple):
+        return [SamplingParams.parse(cast("Sampled | None", value))]
+    if not given.is_batch:
+        raise TypeError("sampling_params is a list, but there is one prompt; give a list of prompts, or one dict")
+    entries = checks.items("sampling_params", value, checks.MAX_COUNT)
+    if len(entries) != len(given.values):
+        found, prompts = checks.counted(len(entries), "entry", "entries"), checks.counted(len(given.values), "prompt")
+        raise ValueError(f"sampling_params has {found} for {prompts}; give one for each")
+    given.params = entries
+    return []
+
+
+def _num_samples(params: Sequence[object]) -> int:
+    """Return the first valid ``n``. Wrong parameters are errors of their rows."""
+    for entry in params[:ROWS_IN_PIECE]:
+        if isinstance(entry, SamplingParams):
+            return entry.n
+        if isinstance(entry, Mapping) and "n" in entry:
+            with contextlib.suppress(TypeError, ValueError):
+                return SamplingParams.parse({"n": cast("Mapping[str, int]", entry)["n"]}).n
+    return 1
+
+
+def _with_options(plain: CallRequest, options: Mapping[str, object]) -> CallRequest:
+    rid = options.get("rid")
+    has_list = isinstance(rid, list | tuple)
+    priority = options.get("priority")
+    plain.given.adapters = adapter_choice(options, plain)
+    request = replace(
+        plain,
+        rid=None if rid is None or has_list else _rid(rid),
+        rids=_rids(rid, plain) if has_list else None,
+        priority=0 if priority is None else checks.whole("priority", priority, -MAX_PRIORITY, MAX_PRIORITY),
+        tenant=_tenant(options.get("tenant")),
+        timeouts={which: found for which, name in _TIMEOUTS if (found := _timeout(name, options)) is not None},
+        refuses_late=checks.switch("refuse_late", options.get("refuse_late", False)),
+        resume_ttl_s=_timeout("resume_ttl", options),
+        returns_exceptions=checks.switch("return_exceptions", options.get("return_exceptions", False)),
+        shows_prompt=checks.switch("return_prompt_token_ids", options.get("return_prompt_token_ids", False)),
+        salts=per_prompt("cache_salt", options, _salt, plain),
+        processors=per_prompt("custom_logit_processor", options, _processor, plain),
+        states=per_prompt("return_hidden_states", options, _states, plain),
+        sessions=per_prompt("session_params", options, session_params, plain),
+        logprobs=logprob_options(options, plain),
+    )
+    if request.resume_ttl_s is not None and (request.gives_batch or not request.is_stream):
+        raise ValueError("resume_ttl is for streams (stream=True) of one prompt and one sample (n=1)")
+    return request
+
+
+def check_names(
+    options: Mapping[str, object], others: tuple[str, ...], known: Mapping[str, object] = RequestOptions.__annotations__
+) -> None:
+    """Refuse unknown options, and options of missing features unless every value switches the feature off.
+
+    ``others``: other arguments of the call, for the message.
+    """
+    for name, value in options.items():
+        if name in known:
+            continue
+        if name in MISSING_OPTIONS:
+            entries = cast("list[object]", value) if isinstance(value, list) else [value]
+            for entry in entries:
+                checks.off(name, entry, *MISSING_OPTIONS[name])
+        else:
+            raise _unexpected(name, (*others, *known))
+
+
+def _unexpected(name: str, known: tuple[str, ...]) -> TypeError:
+    if is_sampling_parameter(name) and "sampling_params" in known:
+        return TypeError(f"unexpected argument {name!r}: it belongs in sampling_params, as {{{name!r}: ...}}")
+    if name in CHAT_ARGUMENTS and "sampling_params" in known:
+        return TypeError(f"unexpected argument {name!r}: chat takes it, for its messages")
+    if hint := our_way(name):
+        return TypeError(f"unexpected argument {name!r}{hint}")
+    if name in ARGUMENTS or name in ALIASES:
+        return TypeError(f"unexpected argument {name!r}: the constructor of the engine takes it")
+    hint = checks.did_you_mean(name, (*known, *MISSING_OPTIONS))
+    return TypeError(f"unexpected argument {checks.shown(name)}{hint}; there are {', '.join(known)}")
+
+
+def _rid(value: object) -> str:
+    found = checks.text("rid", value, max_bytes=MAX_RID_BYTES)
+    if not found:
+        raise ValueError("rid is empty; leave it out to have one drawn")
+    return found
+
+
+def _rids(value: object, request: CallRequest) -> list[str]:
+    """The ids of the rows, each to be checked with its row."""
+    return cast("list[str]", list_for("rid", value, request))
+
+
+def _salt(value: object) -> str:
+    return "" if value is None else checks.text("cache_salt", value, max_bytes=MAX_SALT_BYTES)
+
+
+def _states(value: object) -> str:
+    """``Sampling.hidden_states``."""
+    if value is None or isinstance(value, bool):
+        return ALL_STATES if value else ""
+    allowed = "True, False or 'last'"
+    if not isinstance(value, str):
+        raise checks.wrong_type("return_hidden_states", allowed, value)
+    if value != LAST_STATES:
+        raise checks.wrong_value("return_hidden_states", allowed, value)
+    return LAST_STATES
+
+
+def _processor(value: object) -> str:
+    if value == "":
+        raise ValueError("custom_logit_processor is empty; give the name of one, or leave it out for none")
+    return "" if value is None else checks.text("custom_logit_processor", value)
+
+
+def _tenant(value: object) -> str:
+    return "" if value is None else checks.text("tenant", value, max_bytes=checks.MAX_TENANT_BYTES)
+
+
+def _timeout(name: str, options: Mapping[str, object]) -> float | None:
+    value = options.get(name)
+    return None if value is None else checks.number(name, value, 0, MAX_TIMEOUT_S, above=True)

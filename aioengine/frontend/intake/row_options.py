@@ -1,0 +1,248 @@
+"""Options of a call that may differ between its prompts: one value for all of them, or a list with one for each.
+
+One value is checked at the call; the entries of a list are checked with their prompts, some at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar, cast
+
+from msgspec import Struct
+
+from aioengine.api import checks
+from aioengine.errors import RequestTooLargeError
+from aioengine.protocol.packed_logprobs import LogprobRules
+
+Value = TypeVar("Value")
+Checked = TypeVar("Checked", covariant=True)
+
+ROWS_IN_PIECE: Final = 512
+"""Rows of a batch that are checked at once, in the call or in one turn of the loop."""
+
+MAX_TOKEN_IDS: Final = 65_536
+"""Of ``token_ids_logprob`` for one prompt, and for those that are checked in one turn of the loop."""
+
+MAX_PROMPT_VALUES: Final = 1 << 23
+"""Logprobs of one prompt, which are sent in one piece."""
+
+MAX_OUTPUT_VALUES: Final = 1 << 25
+"""Logprobs of the output tokens of one request, which its reader may leave unread."""
+
+
+class PerPrompt(Struct, Generic[Value]):
+    """An option of a call: one value for all prompts, or a list with one for each.
+
+    Attributes:
+        values: of each prompt, or one for all. Entries of prompts that are not checked yet are as the caller gave them.
+    """
+
+    name: str
+    check: Callable[[object], Value]
+    values: list[Value]
+    is_list: bool
+
+    def check_row(self, prompt: int) -> None:
+        """Check the value of a prompt in a list. Raises TypeError or ValueError."""
+        self.values[prompt] = self.check(self.values[prompt])
+
+    def reset_row(self, prompt: int) -> None:
+        """Set the value of a prompt in a list to the default."""
+        self.values[prompt] = self.check(None)
+
+    def of(self, prompt: int) -> Value:
+        return self.values[prompt if self.is_list else 0]
+
+
+class Rows(Protocol):
+    """The prompts of a call."""
+
+    @property
+    def is_batch(self) -> bool: ...
+
+    @property
+    def num_prompts(self) -> int: ...
+
+    @property
+    def num_samples(self) -> int: ...
+
+
+def list_for(name: str, value: object, rows: Rows) -> list[object]:
+    """A list with one entry for each prompt.
+
+    Raises:
+        TypeError, ValueError: there is one prompt, or another number of prompts.
+    """
+    if not rows.is_batch:
+        raise TypeError(f"{name} is a list, but there is one prompt; give a list of prompts, or one {name}")
+    found = checks.items(name, value, checks.MAX_COUNT)
+    if len(found) != rows.num_prompts:
+        entries = checks.counted(len(found), "entry", "entries")
+        raise ValueError(f"{name} has {entries} for {checks.counted(rows.num_prompts, 'prompt')}; give one for each")
+    return found
+
+
+def per_prompt(
+    name: str, options: Mapping[str, object], check: Callable[[object], Value], rows: Rows
+) -> PerPrompt[Value] | None:
+    """Return the option ``name``; None: it is not given. ``check_row`` checks the values of a list later."""
+    value = options.get(name)
+    if value is None:
+        return None
+    if isinstance(value, list | tuple):
+        values = list_for(name, cast("object", value), rows)
+        return PerPrompt(name, check, cast("list[Value]", values), is_list=True)
+    return PerPrompt(name, check, [check(value)], is_list=False)
+
+
+# ---------------------------------------------------------------- logprobs
+
+
+class LogprobOptions(NamedTuple):
+    """The options of a call that say which logprobs its prompts get."""
+
+    wanted: PerPrompt[bool]
+    start: PerPrompt[int]
+    num_top: PerPrompt[int]
+    token_ids: PerPrompt[tuple[int, ...]]
+    with_text: PerPrompt[bool]
+
+    @property
+    def differ(self) -> bool:
+        """Whether they may differ between the prompts."""
+        return any(option.is_list for option in self)
+
+    def end_of_piece(self, first: int, last: int) -> int:
+        """Return the end of the prompts from ``first`` that are checked together, at most ``last``: at least one."""
+        if not self.token_ids.is_list:
+            return last
+        num_ids = 0
+        for prompt, given in enumerate(self.token_ids.values[first:last], first):
+            size = checks.num_items(given)
+            num_ids += size if size <= MAX_TOKEN_IDS else 0  # it is refused for its length alone
+            if num_ids > MAX_TOKEN_IDS and prompt > first:
+                return prompt
+        return last
+
+    def of(self, prompt: int) -> LogprobRules | None:
+        """What a prompt gets; None: no logprobs."""
+        if not self.wanted.of(prompt):
+            return None
+        return _rules(*(option.of(prompt) for option in self[1:]))
+
+    def check(self, prompt: int, vocab_size: int, *, has_tokenizer: bool) -> None:
+        """Raise ValueError where the rules of a prompt need a larger vocabulary, or a tokenizer that is not there."""
+        rules = self.of(prompt)
+        if rules is None:
+            return
+        if rules.num_top > vocab_size:
+            raise checks.wrong_value("top_logprobs_num", f"at most {vocab_size}, the vocabulary", rules.num_top)
+        if rules.token_ids and max(rules.token_ids) >= vocab_size:
+            wrong = next(token_id for token_id in rules.token_ids if token_id >= vocab_size)
+            raise checks.wrong_value("token_ids_logprob", f"token ids from 0 to {vocab_size - 1}", wrong)
+        if rules.with_text and not has_tokenizer:
+            raise ValueError("return_text_in_logprobs needs a tokenizer, and this engine has none; leave it out")
+
+
+_rules = lru_cache(maxsize=64)(LogprobRules)
+"""The same object for the same rules: most rows of a call share theirs."""
+
+
+def logprob_options(options: Mapping[str, object], rows: Rows) -> LogprobOptions | None:
+    """The options that are there, checked; None: no prompt gets logprobs.
+
+    Raises:
+        TypeError, ValueError: what is wrong, with the field and the value; also a list together with ``n`` above 1,
+            and an option of logprobs without ``return_logprob``.
+    """
+    found = LogprobOptions(
+        _option("return_logprob", options, checks.switch, rows, default=False),
+        _option("logprob_start_len", options, partial(checks.whole, low=-1), rows, default=-1),
+        _option("top_logprobs_num", options, partial(checks.whole, low=0), rows, default=0),
+        _token_ids_option(options, rows),
+        _option("return_text_in_logprobs", options, checks.switch, rows, default=False),
+    )
+    if options.get("return_logprob") is None:
+        _refuse_alone(found, options)
+    is_off = not found.wanted.is_list and not found.wanted.of(0)
+    return None if is_off else found
+
+
+def _refuse_alone(found: LogprobOptions, options: Mapping[str, object]) -> None:
+    """Raise ValueError for an option of logprobs that is given without ``return_logprob``."""
+    more = cast("tuple[PerPrompt[object], ...]", found[1:])
+    for option, off in zip(more, (-1, 0, (), False), strict=True):
+        if option.is_list or option.of(0) != off:
+            given = f"{option.name}={checks.shown(options[option.name])}"
+            raise ValueError(f"{given} is given without return_logprob; add return_logprob=True, or False for none")
+
+
+class _Check(Protocol[Checked]):
+    def __call__(self, name: str, value: object, /) -> Checked: ...
+
+
+def _option(
+    name: str, options: Mapping[str, object], check: _Check[Value], rows: Rows, *, default: Value
+) -> PerPrompt[Value]:
+    def check_entry(value: object) -> Value:
+        return default if value is None else check(name, value)
+
+    if isinstance(options.get(name), list | tuple):
+        _refuse_with_samples(name, rows)
+    found = per_prompt(name, options, check_entry, rows)
+    return PerPrompt(name, check_entry, [default], is_list=False) if found is None else found
+
+
+def _token_ids_option(options: Mapping[str, object], rows: Rows) -> PerPrompt[tuple[int, ...]]:
+    """Token ids for all prompts, or a list of such lists (or None)."""
+    name = "token_ids_logprob"
+    value = options.get(name)
+    entries = () if value is None else checks.sequence(name, value, allowed="a list of token ids, or of such lists")
+    first = entries[: ROWS_IN_PIECE if rows.is_batch else 1]  # the entry of a wrong row may come before a list
+    if any(entry is None or isinstance(entry, list | tuple | checks.Array) for entry in first):
+        _refuse_with_samples(name, rows)
+        values = cast("list[tuple[int, ...]]", list_for(name, entries, rows))
+        return PerPrompt(name, _token_ids, values, is_list=True)
+    return PerPrompt(name, _token_ids, [_token_ids(entries)], is_list=False)
+
+
+def _token_ids(value: object) -> tuple[int, ...]:
+    name = "token_ids_logprob"
+    if value is None:
+        return ()
+    entries = checks.sequence(name, value, MAX_TOKEN_IDS, allowed="a list of token ids")
+    if set(map(type, entries)) <= {int} and min(cast("Sequence[int]", entries), default=0) >= 0:
+        return tuple(cast("Sequence[int]", entries))
+    return tuple(checks.whole(name, entry, 0) for entry in entries)
+
+
+def _refuse_with_samples(name: str, rows: Rows) -> None:
+    if rows.num_samples > 1:
+        raise ValueError(
+            f"{name} is a list, and n is {rows.num_samples}; with n above 1 give one value for all prompts"
+        )
+
+
+def check_lengths(rules: LogprobRules, *, num_prompt: int, num_output: int, has_ids: bool) -> None:
+    """Check rules once the length of the prompt is known. ``has_ids``: the prompt is token ids, not embeddings.
+
+    Raises:
+        ValueError: the logprobs of the prompt begin behind its end, or it has no token ids.
+        RequestTooLargeError: there would be too many logprobs.
+    """
+    if rules.start >= 0 and not has_ids:
+        raise ValueError(
+            f"logprob_start_len={rules.start} is for prompts with token ids, and input_embeds has none; leave it out"
+        )
+    if rules.start > num_prompt:
+        raise checks.wrong_value("logprob_start_len", f"at most {num_prompt}, the tokens of the prompt", rules.start)
+    for what, num_positions, most in (
+        ("prompt", rules.num_prompt_positions(num_prompt), MAX_PROMPT_VALUES),
+        ("output", num_output, MAX_OUTPUT_VALUES),
+    ):
+        if num_positions * rules.num_values > most:
+            raise RequestTooLargeError(
+                f"{rules.num_values} logprobs at each of {num_positions} {what} tokens are more than {most:,}; lower "
+                "top_logprobs_num, or " + ("raise logprob_start_len" if what == "prompt" else "max_new_tokens")
+            )

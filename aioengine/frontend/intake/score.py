@@ -1,0 +1,318 @@
+"""``score``: scores of items after a query, computed by calls of ``generate`` and ``encode``.
+
+With a generative model, the scores of an item are the probabilities of the label tokens as the next token. Each item is
+one request that generates no token and finds the query in the prefix cache. With a classifier, they are its scores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence  # noqa: TC003  # for the annotations of the options
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypedDict, cast
+
+from msgspec import Meta, Struct, ValidationError, convert
+
+from aioengine.api import checks
+from aioengine.errors import RequestError
+from aioengine.frontend.intake.requests import check_names
+from aioengine.frontend.intake.row_options import ROWS_IN_PIECE
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping
+
+    from typing_extensions import TypeVar
+
+    from aioengine.frontend.frontend import Running
+
+    Scores = TypeVar("Scores", default=list[float])
+else:
+    from typing import TypeVar
+
+    Scores = TypeVar("Scores")
+
+MAX_LABELS: Final = 1 << 17
+MAX_TEMPERATURE: Final = 1e6
+_ENTRIES_PER_TURN: Final = 4096
+"""Items and labels that are read in one turn of the event loop, some 10 ms."""
+ITEMS: Final = "a string, or a list of strings or of lists of token ids"
+LABELS: Final = "a list of token ids, or one for each item"
+
+_Ids = list[Annotated[int, Meta(ge=0, le=checks.MAX_COUNT)]]
+
+
+class PlainScoreOptions(TypedDict, total=False):
+    """``ScoreOptions`` without ``return_exceptions``, on which the type of the result depends."""
+
+    apply_softmax: bool
+    item_first: bool
+    temperature: float
+    return_token_logprobs: bool
+    lora_path: str | Sequence[str | None] | None
+
+
+class ScoreOptions(PlainScoreOptions, total=False):
+    """Keyword arguments of ``score``.
+
+    apply_softmax: probabilities among the labels alone, at ``temperature`` (1 by default).
+    item_first: the prompt is the item, then the query.
+    return_token_logprobs: the result has ``token_logprobs``, the log-probabilities of the labels.
+    lora_path: as for ``generate``; a list has one for each item.
+    return_exceptions: an item that is wrong or fails has its exception in place of its scores.
+    """
+
+    return_exceptions: bool
+
+
+class ScoreResult(list[Scores]):
+    """The scores of each item, in the order of its labels.
+
+    With ``return_exceptions=True``, a failed item has its exception in place of its scores and in ``token_logprobs``.
+
+    Attributes:
+        prompt_tokens: of all items that have scores, with the query each time.
+        token_logprobs: log-probabilities of the labels, where they were asked for.
+    """
+
+    def __init__(
+        self, scores: Sequence[Scores], prompt_tokens: int = 0, token_logprobs: list[Scores] | None = None
+    ) -> None:
+        super().__init__(scores)
+        self.prompt_tokens = prompt_tokens
+        self.token_logprobs = token_logprobs
+
+    @property
+    def scores(self) -> list[Scores]:
+        """The scores as a plain list."""
+        return list(self)
+
+    def __repr__(self) -> str:
+        return f"ScoreResult({self.scores}, prompt_tokens={self.prompt_tokens}, token_logprobs={self.token_logprobs})"
+
+
+class ScoreRequest(Struct, kw_only=True):
+    """The arguments of ``score``, checked.
+
+    Attributes:
+        prompts: query and item together, as texts or as token ids.
+        labels: of each item, or one list for all; None: those of a classifier.
+        lora_path: as it was given; the calls check it.
+        errors: errors of items that fail alone, by index. Their prompts and labels are not used.
+    """
+
+    prompts: list[str] | list[list[int]] = []
+    labels: list[list[int]] | None = None
+    has_softmax: bool = False
+    temperature: float = 1.0
+    gives_logprobs: bool = False
+    lora_path: object = None
+    returns_exceptions: bool = False
+    errors: dict[int, Exception] = {}
+
+    def fail_item(self, place: int, error: TypeError | ValueError) -> None:
+        """Give an item this error in its place. If items do not fail alone, raise the error."""
+        if not self.returns_exceptions:
+            raise error
+        self.errors.setdefault(place, error)
+
+    def scores_of(self, logits: list[float]) -> list[float]:
+        """Return the softmax of log-probabilities, or of the scores of a classifier, at ``temperature``."""
+        top = max(logits)
+        weights = [math.exp((logit - top) / self.temperature) for logit in logits]
+        total = sum(weights)
+        return [weight / total for weight in weights]
+
+
+async def score_request(
+    query: object, items: object, labels: object, options: Mapping[str, object], *, parts: Running
+) -> ScoreRequest:
+    """Check a call of ``score``, many items in several turns of the loop.
+
+    Raises:
+        TypeError, ValueError: what is wrong, with the field and the value.
+    """
+    check_names(options, ("query", "items", "label_token_ids"), ScoreOptions.__annotations__)
+    model = parts.settings.model
+    if model.task == "embed":
+        raise ValueError("score needs a model that generates or classifies; this one gives embeddings")
+    is_classifier = model.task == "classify"
+    if labels is None and not is_classifier:
+        raise ValueError("label_token_ids is missing: the token ids of which the probabilities are the scores")
+    request = ScoreRequest(
+        has_softmax=checks.switch("apply_softmax", options.get("apply_softmax", False)),
+        temperature=checks.number("temperature", options.get("temperature", 1.0), 0, MAX_TEMPERATURE, above=True),
+        gives_logprobs=checks.switch("return_token_logprobs", options.get("return_token_logprobs", False)),
+        lora_path=options.get("lora_path"),
+        returns_exceptions=checks.switch("return_exceptions", options.get("return_exceptions", False)),
+    )
+    if request.temperature != 1.0 and not request.has_softmax:
+        raise ValueError(f"temperature {request.temperature:g} needs apply_softmax=True")
+    if request.gives_logprobs and is_classifier:
+        raise ValueError("return_token_logprobs is for models that generate, and this one is a classifier")
+    is_item_first = checks.switch("item_first", options.get("item_first", False))
+    await _add_prompts(request, query, items, is_item_first=is_item_first, may_be_empty=is_classifier)
+    if not is_classifier:
+        await _add_labels(request, labels, parts)
+    return request
+
+
+class _Turns:
+    """Long lists are read in several turns of the event loop."""
+
+    def __init__(self) -> None:
+        self._num_left = _ENTRIES_PER_TURN
+
+    async def read(self, num: int = 1) -> None:
+        """Count entries that were read. After many of them, wait for the next turn of the loop."""
+        self._num_left -= num
+        if self._num_left <= 0:
+            self._num_left = _ENTRIES_PER_TURN
+            await asyncio.sleep(0)
+
+
+async def _add_prompts(
+    request: ScoreRequest, query: object, items: object, *, is_item_first: bool, may_be_empty: bool
+) -> None:
+    """Add the prompts: query and item together, as texts or as ids."""
+    if items is None:
+        raise ValueError("items is missing: the texts (or lists of token ids) to be scored")
+    entries: list[Any] = (
+        [items] if isinstance(items, str) else checks.items("items", items, checks.MAX_COUNT, allowed=ITEMS)
+    )
+    if entries and all(_is_id(entry) for entry in entries):
+        entries = [entries]
+    shared: Any = None if query is None else _text_or_ids("query", query)
+    first = None if shared is None else ("query", shared)
+    turns = _Turns()
+    prompts: list[Any] = []
+    for place, entry in enumerate(entries):
+        try:
+            item = _text_or_ids(f"items[{place}]", entry)
+            first = first or (f"items[{place}]", item)
+            if not isinstance(item, type(first[1])):
+                raise ValueError(
+                    f"items[{place}] is {checks.shown(item)} and {first[0]} is {checks.shown(first[1])}; give all of "
+                    "them as texts, or all as lists of token ids"
+                )
+            if not item and not shared and not may_be_empty:
+                raise ValueError(f"query and items[{place}] are both empty; give at least one character or token id")
+        except (TypeError, ValueError) as error:
+            request.fail_item(place, error)
+            item = type(first[1])() if first else ""
+        prompts.append(item if shared is None else item + shared if is_item_first else shared + item)
+        await turns.read((1 if isinstance(item, str) else len(item)) + len(prompts[-1]) // 1000)
+    request.prompts = prompts
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _text_or_ids(name: str, value: object) -> str | list[int]:
+    if isinstance(value, str):
+        return checks.text(name, value)
+    entries = checks.items(name, value, checks.MAX_COUNT, allowed="a string or a list of token ids")
+    try:
+        return convert(entries, _Ids)  # in one pass where all are plain integers
+    except ValidationError:
+        return [checks.whole(f"{name} entries", entry, 0) for entry in entries]
+
+
+async def _add_labels(request: ScoreRequest, value: object, parts: Running) -> None:
+    """Add the labels: one list for all items, or one for each."""
+    given = checks.items("label_token_ids", value, checks.MAX_COUNT, allowed=LABELS)
+    if not given:
+        raise ValueError("label_token_ids is empty; give at least one token id")
+    size = parts.settings.model.vocab_size if parts.tokenizer is None else parts.tokenizer.vocab_size
+    turns = _Turns()
+    if not any(isinstance(checks.plain(entry), list | tuple) for entry in given[:ROWS_IN_PIECE]):
+        given = checks.items("label_token_ids", given, MAX_LABELS)
+        request.labels = [await _checked_labels("label_token_ids", given, size, turns)]
+        return
+    if len(given) != len(request.prompts):
+        lists, items = checks.counted(len(given), "list"), checks.counted(len(request.prompts), "item")
+        raise ValueError(f"label_token_ids has {lists} for {items}; give one for each")
+    request.labels = []
+    for place, row in enumerate(given):
+        name = f"label_token_ids[{place}]"
+        try:
+            request.labels.append(await _checked_labels(name, checks.items(name, row, MAX_LABELS), size, turns))
+        except (TypeError, ValueError) as error:
+            request.fail_item(place, error)
+            request.labels.append([])
+
+
+async def _checked_labels(name: str, given: list[object], vocab_size: int, turns: _Turns) -> list[int]:
+    seen = dict[int, None]()
+    for entry in given:
+        if isinstance(entry, str):
+            allowed = f"token ids, such as engine.tokenizer.encode({checks.shown(entry)}, add_special_tokens=False)"
+            raise checks.wrong_type(f"{name} entries", allowed, entry)
+        label = checks.whole(f"{name} entries", entry, 0, vocab_size - 1)
+        if label in seen:
+            raise ValueError(f"{name} has {label} twice; give each label once")
+        seen[label] = None
+        await turns.read()
+    if not seen:
+        raise ValueError(f"{name} is empty; give at least one token id")
+    return list(seen)
+
+
+async def score(
+    request: ScoreRequest, *, generate: Callable[..., Awaitable[Any]], encode: Callable[..., Awaitable[Any]]
+) -> ScoreResult[Any]:
+    """Compute the items of a call, which share the beginning of their prompts.
+
+    Raises:
+        RequestError: an item ended before its scores were there: it was aborted.
+        Exception: what ``generate`` and ``encode`` raise.
+    """
+    num_items, labels = len(request.prompts), request.labels
+    scores: list[Any] = [request.errors.get(place) for place in range(num_items)]
+    logprobs = scores.copy()
+    places = [place for place in range(num_items) if place not in request.errors]
+    if not places:
+        return ScoreResult(scores, 0, logprobs if request.gives_logprobs else None)
+
+    def chosen(values: Any) -> Any:
+        """The values of the items that are computed."""
+        is_list = isinstance(values, list | tuple) and len(cast("list[object]", values)) == num_items
+        return [values[place] for place in places] if is_list else values
+
+    call: dict[str, Any] = {"return_exceptions": request.returns_exceptions}
+    call["prompt" if isinstance(request.prompts[places[0]], str) else "input_ids"] = chosen(request.prompts)
+    if request.lora_path is not None:
+        call["lora_path"] = chosen(request.lora_path)
+    if labels is None:
+        outs = await encode(**call)
+    else:
+        outs = await generate(
+            **call,
+            sampling_params={"max_new_tokens": 0, "temperature": 1.0},
+            return_logprob=True,
+            token_ids_logprob=labels[0] if len(labels) == 1 else chosen(labels),
+        )
+    turns, num_tokens = _Turns(), 0
+    for place, out in zip(places, outs, strict=True):
+        if isinstance(out, Exception):
+            scores[place] = logprobs[place] = out
+            continue
+        info = out["meta_info"]
+        num_tokens += info["prompt_tokens"]
+        if labels is None:
+            row = out["embedding"].tolist()
+        elif given := info.get("output_token_ids_logprobs"):
+            row = [-math.inf if logprob is None else logprob for logprob, _, _ in given[0]]
+        else:
+            error = RequestError("schedule", f"it ended before its scores were there: {dict(info['finish_reason'])}")
+            if not request.returns_exceptions:
+                raise error
+            scores[place] = logprobs[place] = error
+            continue
+        logprobs[place] = row
+        if request.has_softmax:
+            scores[place] = request.scores_of(row)
+        else:
+            scores[place] = row if labels is None else [math.exp(logprob) for logprob in row]
+        await turns.read(len(row))
+    return ScoreResult(scores, num_tokens, logprobs if request.gives_logprobs else None)

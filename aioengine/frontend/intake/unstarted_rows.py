@@ -1,0 +1,111 @@
+"""Rows of calls that end without ever having been sent to the scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Final, cast
+
+from aioengine.api.answers import RowFacts
+from aioengine.errors import RequestError, RequestTooLargeError, describe
+from aioengine.protocol.messages import End, FinishCode
+from aioengine.supervision.tasks import post
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable
+
+    from aioengine.api.answers import RowError
+    from aioengine.frontend.calls.calls import Call, Ending
+    from aioengine.frontend.calls.outputs import RowStream
+
+MAX_ROWS_ENDED_AT_ONCE: Final = 512
+"""Rows that are ended in one turn of the loop. Each takes up to 10 microseconds."""
+
+
+class UnstartedRows:
+    """Ends the rows of calls that will not start. On the engine's loop."""
+
+    def __init__(self, *, lock: threading.RLock, settle: Callable[[Call], None]) -> None:
+        """``settle`` is called with every call all of whose rows have ended."""
+        self._lock = lock
+        self._settle = settle
+        self._loop = asyncio.get_running_loop()
+        self._ending: deque[Call] = deque()
+
+    def end(self, call: Call, ending: Ending) -> None:
+        """Start no more rows of the call, and end those that were not started, in their places.
+
+        They end in the next turns of the loop: a large batch would hold it for long. A call that ends already goes on
+        with that.
+        """
+        if call.ending is None and call.num_started < call.request.num_rows:
+            call.ending = ending
+            self._ending.append(call)
+            if len(self._ending) == 1:
+                post(self._loop, self.end_some)
+        with self._lock:
+            call.output.accept()
+
+    async def wait(self) -> None:
+        """Wait until all these rows have their ends."""
+        while self._ending:  # noqa: ASYNC110  # it is over after a known number of turns
+            await asyncio.sleep(0)
+
+    def end_some(self, max_rows: int = MAX_ROWS_ENDED_AT_ONCE) -> None:
+        """End some rows, of one call after the other, and more in the next turn of the loop, where there is one."""
+        try:
+            while self._ending and max_rows > 0:
+                call = self._ending.popleft()
+                max_rows -= self._end_rows(call, max_rows)
+        finally:
+            if self._ending:
+                post(self._loop, self.end_some)
+
+    def _end_rows(self, call: Call, max_rows: int) -> int:
+        """Returns how many were ended, or 1 where there was nothing to do: that takes a moment as well."""
+        output, first, num_rows = call.output, call.num_started, call.request.num_rows
+        ending = cast("Ending", call.ending)
+        try:
+            with self._lock:
+                while not output.is_over and call.num_started < min(first + max_rows, num_rows):
+                    call.num_started += 1
+                    end_row(output.add_row(call.num_started - 1, _facts(call, call.num_started - 1)), *ending)
+        except BaseException as error:
+            with self._lock:
+                call.output.fail(RequestError("submit", describe(error)))
+            self._settle(call)
+            raise
+        if call.num_started < num_rows and not output.is_over:
+            self._ending.append(call)
+        else:
+            self._settle(call)
+        return max(1, call.num_started - first)
+
+
+def _facts(call: Call, position: int) -> RowFacts:
+    request = call.request
+    prompt = position // request.num_samples
+    return RowFacts(
+        rid=call.row_rid(position),
+        index=position if request.gives_batch else None,
+        seed=0,
+        called_at=call.called_at,
+        shows_prompt=request.shows_prompt,
+        readers=request.readers_of(prompt, 0, 0),
+        states=request.states_of(prompt),
+    )
+
+
+def refuse_row(row: RowStream, error: RowError) -> None:
+    is_too_large = isinstance(error, RequestTooLargeError)
+    end_row(row, FinishCode.TOO_LARGE if is_too_large else FinishCode.FAILED, error=error)
+
+
+def end_row(row: RowStream, code: FinishCode, matched: str | None = None, error: RowError | None = None) -> None:
+    """End a row that never reached the scheduler."""
+    now = time.monotonic()
+    message = "" if error is None else str(error)
+    finished = End(uid=-1, code=code, matched=matched, stage="tokenize", message=message, ended_at=now)
+    row.output.end_row(row, finished, now, error)

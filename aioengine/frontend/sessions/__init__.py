@@ -1,0 +1,1 @@
+"""Requests that share history, and streams that are read again."""

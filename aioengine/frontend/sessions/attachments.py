@@ -1,0 +1,187 @@
+"""Requests that outlive their readers: leaving such a stream detaches it, and another reader may attach to it.
+
+A request with ``resume_ttl`` continues when its reader leaves, and its output is kept. It is forgotten when it was not
+read for ``resume_ttl`` seconds, counted from the leaving or from the reading of its end, whichever came later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from copy import copy
+from typing import TYPE_CHECKING, Final, cast
+
+from msgspec.structs import replace
+
+from aioengine.api import checks
+from aioengine.frontend.callers import refuse_interrupting
+from aioengine.frontend.calls.reader import Reader
+from aioengine.frontend.sessions.replay import AttachableOutput
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable
+
+    from aioengine.errors import EngineClosedError
+    from aioengine.frontend.calls.calls import Call, Calls
+    from aioengine.frontend.calls.outputs import Cursor, ReaderActions
+
+MAX_KEPT_TOKENS: Final = 1 << 20
+"""Tokens of ended requests that are kept in all; beyond it the requests that ended first are forgotten."""
+
+TOKENS_PER_REQUEST: Final = 32
+"""Counted of every ended request beside its own: its objects take about the memory of that much output (5 kB)."""
+
+
+class Attachment:
+    """One attachable request.
+
+    Attributes:
+        until: when it is forgotten, None while it runs and is read.
+        num_kept: what is kept of it after its end, in tokens.
+    """
+
+    __slots__ = ("call", "is_ended", "num_kept", "output", "timer", "until")
+
+    def __init__(self, call: Call, output: AttachableOutput) -> None:
+        self.call = call
+        self.output = output
+        self.is_ended = False
+        self.num_kept = 0
+        self.until: float | None = None
+        self.timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_read_to_end(self) -> bool:
+        """Whether the request has ended, and its present reader, where it has one, knows."""
+        return self.is_ended and not self.output.has_unread_end
+
+    def next_until(self) -> float:
+        """When it is forgotten, if it is not read from now on."""
+        return time.monotonic() + cast("float", self.call.request.resume_ttl_s)
+
+    def end(self) -> None:
+        """The request is over: keep what readers can still get, and not what it was computed from."""
+        self.is_ended = True
+        self.call.request = replace(self.call.request, prompts=[], params=[])
+        self.output.end()
+        self.num_kept = TOKENS_PER_REQUEST + self.output.num_kept_tokens
+
+
+class Attachments:
+    """The requests that can be attached to, by id. On the engine's loop, except ``attach``: from any thread.
+
+    Every decision (which reader reads, whether the time is over) is made and carried out in one step under the lock.
+    """
+
+    def __init__(self, calls: Calls, *, lock: threading.RLock, settle: Callable[[Call], None]) -> None:
+        """``settle`` ends a call that will not be read any more."""
+        self._calls = calls
+        self._lock = lock
+        self._settle = settle
+        self._by_rid: dict[str, Attachment] = {}
+        self._num_kept_tokens = 0
+        self._closed: EngineClosedError | None = None
+
+    def add(self, call: Call) -> None:
+        """A call was opened. Under the lock."""
+        if isinstance(call.output, AttachableOutput):
+            self._by_rid[call.rid] = Attachment(call, call.output)
+
+    def attach(self, rid: str, from_offset: object, actions: ReaderActions) -> Reader:
+        """A reader of what the request gives from the ``from_offset``-th character on; the one before is at its end.
+
+        Raises:
+            ValueError: there is no such request, or it has not given so much text.
+            EngineClosedError: the engine was shut down.
+        """
+        offset = checks.whole("from_offset", from_offset, 0)
+        rid = checks.text("rid", rid)
+        refuse_interrupting(self._lock)
+        with self._lock:
+            attachment = self._by_rid.get(rid)
+            if attachment is None:
+                if self._closed is not None:
+                    raise copy(self._closed)
+                raise ValueError(
+                    f"no request {checks.shown(rid)} can be attached to: it had no resume_ttl, or its time is over"
+                )
+            cursor, view = attachment.output.new_reader(offset)
+            reader = Reader(cursor, lock=self._lock, actions=actions)  # an exception after this point leaves it
+            attachment.output.attach(cursor, view)
+            attachment.until = attachment.next_until() if attachment.is_read_to_end else None
+        actions.on_read(attachment.output)  # on the loop: it goes on where it was suspended
+        return reader
+
+    def left(self, cursor: Cursor) -> None:
+        """A reader has left. Its request is forgotten some time later, unless another attaches."""
+        with self._lock:
+            attachment = self._by_rid.get(cursor.output.rid)
+            if attachment is not None and attachment.output.cursor is cursor:  # no other has attached meanwhile
+                self._forget_later(attachment)
+
+    def on_read(self, output: AttachableOutput) -> None:
+        """A reader has read. A request that has ended is forgotten some time after its end was read."""
+        with self._lock:
+            attachment = self._by_rid.get(output.rid)
+            if attachment is not None and attachment.output is output and attachment.is_read_to_end:
+                self._forget_later(attachment)
+
+    def ended(self, call: Call) -> None:
+        """The call is over: it has all it will ever have."""
+        with self._lock:
+            attachment = self._by_rid.get(call.rid)
+            if attachment is None or attachment.call is not call or attachment.is_ended:
+                return
+            attachment.end()
+            self._by_rid[call.rid] = self._by_rid.pop(call.rid)  # behind those that ended before
+            self._num_kept_tokens += attachment.num_kept
+            if attachment.is_read_to_end:
+                self._forget_later(attachment)
+            while self._num_kept_tokens > MAX_KEPT_TOKENS:
+                self._forget(next(one for one in self._by_rid.values() if one.is_ended))
+
+    def discard(self, call: Call) -> None:
+        """Forget this call, and free its id."""
+        with self._lock:
+            attachment = self._by_rid.get(call.rid)
+            if attachment is not None and attachment.call is call:
+                self._forget(attachment)
+            self._calls.free_names(call)
+
+    def clear(self, error: EngineClosedError) -> None:
+        """Forget all requests; ``attach`` raises ``error`` from now on."""
+        with self._lock:
+            self._closed = error
+            for attachment in list(self._by_rid.values()):
+                self._forget(attachment)
+
+    def _forget_later(self, attachment: Attachment) -> None:
+        attachment.until = attachment.next_until()
+        self._set_timer(attachment, attachment.until)
+
+    def _set_timer(self, attachment: Attachment, until: float) -> None:
+        if attachment.timer is not None:
+            attachment.timer.cancel()
+        delay_s = until - time.monotonic()
+        attachment.timer = asyncio.get_running_loop().call_later(delay_s, self._expire, attachment)
+
+    def _expire(self, attachment: Attachment) -> None:
+        with self._lock:
+            until = attachment.until
+            if until is None:  # it is read again
+                return
+            if until > time.monotonic():
+                self._set_timer(attachment, until)
+                return
+            self._forget(attachment)
+            attachment.output.is_left = True
+        self._settle(attachment.call)
+
+    def _forget(self, attachment: Attachment) -> None:
+        """Forget a request, and free its id. Under the lock."""
+        if attachment.timer is not None:
+            attachment.timer.cancel()
+        del self._by_rid[attachment.call.rid]
+        self._num_kept_tokens -= attachment.num_kept
+        self._calls.free_names(attachment.call)

@@ -1,0 +1,587 @@
+"""Sessions: requests that go on from earlier ones. The token ids of a session are kept here, in the user's process.
+
+A session is a tree of turns. A turn is one request (one row of a call): its prompt begins with ids of its parent and
+goes on with new ones; its answer stands behind it. The first turns are children of an empty root:
+
+    root ── "a": prompt, answer ── "b": + prompt, answer        generate(..., session_params={"id": ..., "rid": "a"})
+                               └── "c": + prompt, answer
+
+To the scheduler a turn is a plain request with the ids of its whole history and the number of its session. The pages
+of answered requests stay pinned until the control "close_sessions". The pages of a lost process are computed again from
+these ids: no session is lost with it. The pins of a session end when it is closed and has no open turn. Until then it
+keeps the files of its images, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from array import array
+from collections import Counter
+from collections.abc import Coroutine, Mapping
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from msgspec import Struct, structs
+
+from aioengine.api import checks
+from aioengine.errors import EngineClosedError, EngineOverloadedError
+from aioengine.frontend.callers import refuse_interrupting
+from aioengine.frontend.intake.prompts import MediaIds
+from aioengine.logs import log
+from aioengine.protocol.messages import Abort, FinishCode
+from aioengine.supervision.tasks import post
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Generator
+
+    from aioengine.frontend.calls.outputs import CallOutput, RowStream
+    from aioengine.frontend.calls.overload import QueueLimits
+    from aioengine.frontend.image_intake import ImageIntake
+    from aioengine.frontend.sessions.replay import KeptRow
+    from aioengine.protocol.messages import Media
+
+logger = logging.getLogger(__name__)
+
+MAX_SESSIONS: Final = 1 << 16
+MAX_SESSION_TOKENS: Final = 1 << 25
+"""Of all sessions together; four bytes each."""
+
+TOKENS_PER_TURN: Final = 128
+"""Tokens that each turn counts beside those that it has: about the memory of its objects."""
+
+MAX_ID_BYTES: Final = 512
+MAX_TIMEOUT_S: Final = 1e9
+CHECK_S: Final = 1.0
+"""How often idle sessions are looked for."""
+
+ANSWERED: Final = (FinishCode.STOP, FinishCode.LENGTH)
+
+
+class SessionParams(Struct, frozen=True):
+    """``session_params`` of one prompt, checked.
+
+    Attributes:
+        id: of the session. rid: of the request to go on from; None: begin anew.
+        offset: how many ids of its history to keep; 0: all of them.
+    """
+
+    id: str
+    rid: str | None = None
+    offset: int = 0
+    replace: bool = False
+    drop_previous_output: bool = False
+
+
+def session_params(value: object) -> SessionParams | None:
+    """Check the ``session_params`` of a prompt; None for one without a session.
+
+    Raises:
+        TypeError, ValueError: what is wrong, with the field and the value.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise checks.wrong_type("session_params", "a dict with the id of a session", value)
+    given = cast("Mapping[object, object]", value)
+    known = SessionParams.__struct_fields__
+    for name in given:
+        if name not in known:
+            hint = checks.did_you_mean(str(name), known)
+            raise TypeError(f"session_params has no {checks.shown(name)}{hint}; there are {', '.join(known)}")
+    if given.get("id") is None:
+        raise ValueError("session_params has no id; give the one that open_session returned")
+    rid, offset = given.get("rid"), given.get("offset")
+    return SessionParams(
+        id=checks.text("the id of session_params", given["id"], max_bytes=MAX_ID_BYTES),
+        rid=None if rid is None else checks.text("the rid of session_params", rid),
+        offset=0 if offset is None else checks.whole("the offset of session_params", offset, 0),
+        replace=_switch("replace", given),
+        drop_previous_output=_switch("drop_previous_output", given),
+    )
+
+
+def _switch(name: str, given: Mapping[object, object]) -> bool:
+    value = given.get(name)
+    return False if value is None else checks.switch(f"{name} of session_params", value)
+
+
+class Turn:
+    """One request of a session.
+
+    Attributes:
+        parent: the turn that it goes on from; None: it is the root.
+        source, num_kept: its prompt begins with the first ``num_kept`` ids of ``source``: its parent, or the ancestor
+            to which the last of them belongs.
+        num_prompt: ids of its whole prompt. ids: those behind the first ``num_kept``.
+        media: the images of its whole prompt.
+        row: gives its output while it runs; then ``ids`` has it. has_ended: its call is over.
+        num_counted: tokens that it counts for in the limit. is_dropped: no turn can go on from it any more.
+    """
+
+    __slots__ = (
+        "children", "has_ended", "ids", "is_dropped", "media", "num_counted", "num_kept", "num_prompt", "parent", "rid",
+        "row", "session", "source",
+    )  # fmt: skip
+
+    def __init__(self, session: Session, rid: str = "", parent: Turn | None = None) -> None:
+        self.session = session
+        self.rid = rid
+        self.parent = self.source = parent
+        self.num_kept = 0
+        self.num_prompt = 0
+        self.ids = array("I")
+        self.media: list[Media] = []
+        self.num_counted = 0
+        self.is_dropped = self.has_ended = False
+        self.children: dict[Turn, None] = {}
+        self.row: KeptRow | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has its answer, or has ended without one."""
+        row = self.row
+        return row is None or row.finished is not None or row.output.is_left
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a turn that is over has no answer to go on from."""
+        row = self.row
+        if row is None:  # else it would be dropped
+            return False
+        if row.finished is None or row.error is not None:
+            return True
+        return self.session.is_streaming and row.finished.code not in ANSWERED
+
+    def history(self, num_ids: int) -> list[int]:
+        """Its first ``num_ids`` ids, of prompt and answer."""
+        parts: list[array[int]] = []
+        turn: Turn | None = self
+        while turn is not None and num_ids > 0:
+            if num_ids > turn.num_kept:
+                parts.append(turn._own_ids()[: num_ids - turn.num_kept])
+                num_ids = turn.num_kept
+            turn = turn.source
+        joined = array("I")
+        for part in reversed(parts):
+            joined += part
+        return joined.tolist()
+
+    def media_in(self, num_ids: int) -> list[Media]:
+        """The images in its first ``num_ids`` ids. Raises ValueError where these divide one."""
+        media = [image for image in self.media if image.start < num_ids]
+        if media and (end := media[-1].start + media[-1].num_tokens) > num_ids:
+            raise ValueError(
+                f"session_params has offset={num_ids}, inside of the image at tokens {media[-1].start} to {end}; give "
+                "one before or behind it"
+            )
+        return media
+
+    @property
+    def num_ids(self) -> int:
+        return self.num_kept + len(self._own_ids())
+
+    def _own_ids(self) -> array[int]:
+        return self.ids if self.row is None else self.ids + array("I", self.row.kept_ids)
+
+
+class Session:
+    """An open session.
+
+    Attributes:
+        number: the scheduler's name for it. used_at: when it was opened, or its last turn ended.
+        turns: by the id of their requests, those to go on from.
+        current: the turn that began last, until it has ended. last: the one that had its answer last.
+        num_open: turns that run. num_tokens: counted of all its turns. is_used: it had a turn.
+        images: by content, how often its turns have each.
+    """
+
+    __slots__ = (
+        "current", "id", "images", "is_closed", "is_streaming", "is_used", "last", "num_open", "num_tokens", "number",
+        "root", "timeout_s", "turns", "used_at",
+    )  # fmt: skip
+
+    def __init__(self, name: str, number: int, *, is_streaming: bool, timeout_s: float | None) -> None:
+        self.id = name
+        self.number = number
+        self.is_streaming = is_streaming
+        self.timeout_s = timeout_s
+        self.used_at = time.monotonic()
+        self.root = self.last = Turn(self)
+        self.current: Turn | None = None
+        self.turns: dict[str, Turn] = {}
+        self.images = Counter[bytes]()
+        self.num_open = 0
+        self.num_tokens = 0
+        self.is_used = False
+        self.is_closed = False
+
+    def parent_of(self, params: SessionParams) -> Turn:
+        """The turn to go on from.
+
+        Raises:
+            ValueError: there is none, or it runs, or the session or a missing ``rid`` does not allow an option.
+        """
+        about_history = {"offset": params.offset, "drop_previous_output": params.drop_previous_output}
+        if self.is_streaming:
+            for name, value in {**about_history, "replace": params.replace}.items():
+                if value:
+                    raise ValueError(f"session {self.id!r} was opened with streaming=True, which takes no {name}")
+            if self.current is not None and not self.current.is_over:
+                raise ValueError(f"streaming session {self.id!r} already has an active request; wait for its end")
+            if self.current is not None and not self.current.has_failed:
+                self.last = self.current
+            return self.last
+        if params.rid is None:
+            for name, value in about_history.items():
+                if value:
+                    raise ValueError(
+                        f"session_params has {name}={value} and no rid, the request whose history is cut; give the "
+                        f'meta_info["id"] of an answer as rid, or leave {name} out'
+                    )
+            return self.root
+        parent = self.turns.get(params.rid)
+        if parent is None or (parent.is_over and parent.has_failed):
+            raise ValueError(
+                f"invalid request: session {self.id!r} has no request {checks.shown(params.rid)}, or it failed; give "
+                'the meta_info["id"] of an answer'
+            )
+        if not parent.is_over and not params.replace:
+            raise ValueError(
+                f"session {self.id!r}: appending to a request that hasn't finished, {parent.rid!r}; wait for its end, "
+                "or replace it"
+            )
+        return parent
+
+
+class SessionOpening(Coroutine[Any, Any, str]):
+    """Opens a session when it is awaited, and returns its id. ``async with`` closes the session after its block."""
+
+    def __init__(self, opening: Coroutine[Any, Any, str], close: Callable[[str], Coroutine[Any, Any, None]]) -> None:
+        self._opening = opening
+        self._close = close
+        self._id = ""
+
+    async def __aenter__(self) -> str:
+        self._id = await self._opening
+        return self._id
+
+    async def __aexit__(self, *_: object) -> None:
+        with contextlib.suppress(EngineClosedError):  # the shutdown closed it
+            await self._close(self._id)
+
+    def __await__(self) -> Generator[Any, Any, str]:
+        return self._opening.__await__()
+
+    def send(self, value: object) -> Any:
+        return self._opening.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._opening.throw(*error)
+
+    def close(self) -> None:
+        self._opening.close()
+
+
+class Sessions:
+    """The open sessions, and the turns that run. Under the engine's lock; ``begin`` and ``end`` on its loop."""
+
+    def __init__(
+        self,
+        *,
+        lock: threading.RLock,
+        limits: QueueLimits,
+        bos_token_id: int | None,
+        task: str,
+        images: ImageIntake | None,
+        abort: Callable[[list[Abort]], None],
+        unpin: Callable[[list[int]], None],
+    ) -> None:
+        """``task``: of the model; one that does not generate has no sessions. ``images``: has their files.
+
+        ``unpin`` ends the pins of the sessions with these numbers. It and ``abort`` are called on the loop.
+        """
+        self._lock = lock
+        self._loop = asyncio.get_running_loop()
+        self._limits = limits
+        self._bos = [] if bos_token_id is None else [bos_token_id]
+        self._task = task
+        self._images = images
+        self._abort = abort
+        self._unpin = unpin
+        self._by_id: dict[str, Session] = {}
+        self._running: dict[CallOutput, dict[int, Turn]] = {}
+        self._num_opened = 0
+        self._num_tokens = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._unpinned: list[Session] = []  # reported to the scheduler in the next turn of the loop
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    # ------------------------------------------------------------ from any thread
+
+    def open(self, capacity: object, session_id: object, streaming: object, timeout: object) -> str:
+        """Open a session, and return its id.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong, the id is in use, or the model generates nothing.
+            EngineOverloadedError: there are too many.
+            EngineError: the engine takes no calls.
+        """
+        if self._task != "generate":
+            raise ValueError(
+                f"the task of this model is '{self._task}', and it has no sessions, which are for requests that "
+                "generate; call encode without one"
+            )
+        checks.whole("capacity_of_str_len", capacity, 0)
+        name = os.urandom(16).hex() if session_id is None else _checked_id(session_id)
+        is_streaming = checks.switch("streaming", streaming)
+        timeout_s = None if timeout is None else checks.number("timeout", timeout, 0, MAX_TIMEOUT_S, above=True)
+        refuse_interrupting(self._lock)
+        with self._lock:
+            self._limits.check_refusal()
+            if name in self._by_id:
+                raise ValueError(f"session {checks.shown(name)} is open already; choose another session_id")
+            if len(self._by_id) >= MAX_SESSIONS:
+                raise EngineOverloadedError(
+                    f"{MAX_SESSIONS} sessions are open; close some of them, or open them with a timeout"
+                )
+            self._num_opened += 1
+            session = Session(name, self._num_opened, is_streaming=is_streaming, timeout_s=timeout_s)
+            self._by_id[name] = session
+        if timeout_s is not None:
+            post(self._loop, self._watch)
+        return name
+
+    def close(self, session_id: object) -> None:
+        """Close a session; its turns that run go on. An unknown one is logged.
+
+        Raises:
+            TypeError, ValueError: this is no id.
+        """
+        name = _checked_id(session_id)
+        refuse_interrupting(self._lock)
+        with self._lock:
+            session = self._by_id.get(name)
+            if session is not None:
+                self._close(session)
+        if session is None:
+            log(logger, logging.INFO, "no session %s is open; it was not closed", checks.shown(name))
+
+    def clear(self) -> None:
+        """The engine has ended: forget all sessions."""
+        with self._lock:
+            self._by_id.clear()
+            self._running.clear()
+            self._num_tokens = 0
+        if self._timer is not None:
+            self._timer.cancel()
+
+    # ------------------------------------------------------------ turns, on the loop
+
+    def begin(
+        self,
+        params: SessionParams,
+        ids: list[int],
+        *,
+        check: Callable[[int], object],
+        output: CallOutput,
+        position: int,
+        rid: str,
+    ) -> list[int]:
+        """Begin a turn with new ``ids``, of a row that is going to be added to ``output``; returns its whole prompt.
+
+        Raises:
+            ValueError: there is no such session, or it does not allow this turn; or from ``check`` of its length.
+            EngineOverloadedError: the sessions have too many tokens, or their images too many bytes.
+        """
+        session = self._by_id.get(params.id)
+        if session is None:
+            raise ValueError(f"invalid request: session {checks.shown(params.id)} does not exist; open it first")
+        parent = session.parent_of(params)
+        num_kept = parent.num_prompt if params.drop_previous_output else parent.num_ids
+        if params.offset:
+            num_kept = min(num_kept, params.offset)
+        num_cut = 1 if num_kept and ids[:1] == self._bos else 0
+        media = parent.media_in(num_kept)
+        if isinstance(ids, MediaIds):
+            shift = num_kept - num_cut
+            media += [structs.replace(image, start=image.start + shift) for image in ids.media]
+        ids = ids[num_cut:]
+        if not num_kept and not ids:
+            raise ValueError(f"the prompt has no tokens, and no history in session {session.id!r}; give at least one")
+        check(num_kept + len(ids))
+        if self._num_tokens + len(ids) + TOKENS_PER_TURN > MAX_SESSION_TOKENS:
+            raise EngineOverloadedError(
+                f"the open sessions have {self._num_tokens} tokens, and {MAX_SESSION_TOKENS} are kept at most; close "
+                "some of them, or open them with a timeout"
+            )
+        if media:
+            self._keep_images(session, media)
+        if params.replace:
+            self._replace(parent)
+        turn = Turn(session, rid, parent)
+        turn.media = media
+        turn.num_kept, turn.num_prompt = num_kept, num_kept + len(ids)
+        while turn.source is not None and num_kept <= turn.source.num_kept:  # else long chains of offsets take long
+            turn.source = turn.source.source
+        turn.ids.extend(ids)
+        self._add(turn, parent)
+        self._running.setdefault(output, {})[position] = turn
+        whole = parent.history(num_kept) + ids
+        return MediaIds(whole, media) if media else whole
+
+    def attach(self, row: RowStream) -> int:
+        """The turn of this row has it from now on. Returns the number of its session, 0 for a row without one."""
+        turn = self._running.get(row.output, {}).get(row.position)
+        if turn is None:
+            return 0
+        turn.row = cast("KeptRow", row)
+        return turn.session.number
+
+    def end(self, output: CallOutput) -> None:
+        """The call is over, and its turns with it."""
+        for turn in self._running.pop(output, {}).values():
+            self._end_turn(turn)
+
+    def _keep_images(self, session: Session, media: list[Media]) -> None:
+        """Keep the images of a new turn. Raises ValueError or EngineOverloadedError where there are too many."""
+        assert self._images is not None
+        most = self._images.model.limits.max_images_per_prompt
+        if len(media) > most:
+            raise ValueError(
+                f"the prompt has {checks.counted(len(media), 'image')} with those of its session; the limit is "
+                f"max_images_per_prompt={most}"
+            )
+        contents = [image.content for image in media]
+        self._images.keep(set(contents) - session.images.keys())
+        session.images.update(contents)
+
+    def _let_images_go(self, turn: Turn) -> None:
+        """No turn can go on from this one, which has ended."""
+        images, media = turn.session.images, turn.media
+        turn.media = []
+        images.subtract(image.content for image in media)
+        if self._images is not None and media:
+            gone = {image.content for image in media if not images[image.content]}
+            for content in gone:
+                del images[content]
+            self._images.let_go(gone)
+
+    def _add(self, turn: Turn, parent: Turn) -> None:
+        session = turn.session
+        old = session.turns.get(turn.rid)
+        if old is not None and old is not parent and not old.children and old.is_over:
+            self._drop(old)
+        parent.children[turn] = None
+        session.turns[turn.rid] = session.current = turn
+        session.num_open += 1
+        session.is_used = True
+        self._count(turn, len(turn.ids) + TOKENS_PER_TURN)
+
+    def _end_turn(self, turn: Turn) -> None:
+        session, row = turn.session, turn.row
+        has_failed = row is None or turn.has_failed
+        if row is not None:
+            turn.ids.extend(row.kept_ids)
+            turn.row = None
+        turn.has_ended = True
+        session.num_open -= 1
+        session.used_at = time.monotonic()
+        is_last, session.current = session.current is turn, None if session.current is turn else session.current
+        if session.is_closed:
+            self._unpin_later(session)
+        elif has_failed and not turn.children:
+            self._drop(turn)
+        elif not turn.is_dropped:
+            self._count(turn, len(turn.ids) + TOKENS_PER_TURN - turn.num_counted)
+            session.last = turn if is_last else session.last
+        if turn.is_dropped:
+            self._let_images_go(turn)
+
+    def _replace(self, parent: Turn) -> None:
+        """Abort a turn that runs, and forget those that went on from it. Their pages are unpinned with all others."""
+        replaced, waiting = [parent], list(parent.children)
+        while waiting:
+            turn = waiting.pop()
+            replaced.append(turn)
+            waiting += turn.children
+            self._drop(turn)
+        uids = [turn.row.uid for turn in replaced if turn.row is not None and not turn.is_over]
+        if uids:
+            self._abort([Abort(uids)])
+        self._unpin([parent.session.number])  # now: this turn is not submitted yet
+
+    def _drop(self, turn: Turn) -> None:
+        """Forget a turn, from which no other goes on."""
+        if turn.is_dropped:
+            return
+        turn.is_dropped = True
+        self._count(turn, -turn.num_counted)
+        if turn.session.turns.get(turn.rid) is turn:
+            del turn.session.turns[turn.rid]
+        if turn.parent is not None:
+            del turn.parent.children[turn]
+        if turn.has_ended:
+            self._let_images_go(turn)
+
+    def _count(self, turn: Turn, num_tokens: int) -> None:
+        turn.num_counted += num_tokens
+        turn.session.num_tokens += num_tokens
+        self._num_tokens += num_tokens
+
+    # ------------------------------------------------------------ the end of sessions
+
+    def _close(self, session: Session) -> None:
+        del self._by_id[session.id]
+        session.is_closed = True
+        self._num_tokens -= session.num_tokens
+        for turn in (session.root, *session.turns.values()):
+            turn.children.clear()  # without these cycles they are freed at once
+        session.turns.clear()
+        session.last = session.root
+        if session.is_used:
+            self._unpin_later(session)
+
+    def _unpin_later(self, session: Session) -> None:
+        """End the pins of a closed session, unless a turn of it still runs; many sessions in one message."""
+        if not session.num_open:
+            self._unpinned.append(session)
+            if len(self._unpinned) == 1:
+                post(self._loop, self._unpin_now)
+
+    def _unpin_now(self) -> None:
+        with self._lock:
+            unpinned, self._unpinned = self._unpinned, []
+        self._unpin([session.number for session in unpinned])
+        if self._images is not None:
+            for session in unpinned:
+                self._images.let_go(session.images)
+                session.images.clear()
+
+    def _watch(self) -> None:
+        """Look for idle sessions now and then, while any session has a timeout. On the loop."""
+        if self._timer is None:
+            self._timer = self._loop.call_later(CHECK_S, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        now = time.monotonic()
+        with self._lock:
+            timed = [session for session in self._by_id.values() if session.timeout_s is not None]
+            for session in timed:
+                if not session.num_open and now - session.used_at >= cast("float", session.timeout_s):
+                    self._close(session)
+        if timed:
+            self._watch()
+
+
+def _checked_id(value: object) -> str:
+    name = checks.text("session_id", value, max_bytes=MAX_ID_BYTES)
+    if not name:
+        raise ValueError("session_id is empty; leave it out to have one drawn")
+    return name

@@ -1,0 +1,326 @@
+"""From the user's configuration and facts about model and machine to ``Settings``, without None and "auto".
+
+Pure: facts are arguments (``model_folder.find_facts``, ``machine.device_facts``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from aioengine.api import checks
+from aioengine.model_files.adapter_folder import FUSED
+from aioengine.settings.config import (
+    TRANSFORMERS,
+    EngineConfig,
+    LoraConfig,
+    LoraSettings,
+    MemorySettings,
+    ModelSettings,
+    RunnerSettings,
+    SchedulerSettings,
+    Settings,
+    TextSettings,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aioengine.model_files.adapter_folder import AdapterFolder
+    from aioengine.model_files.model_folder import ModelFacts
+    from aioengine.settings.machine import DeviceFacts
+
+RUNNER_FACTORY: Final = "aioengine.runner.build:build"
+PACKED: Final = "packed"
+"""The one attention backend for models that attend in both directions."""
+
+CPU_LIMITS: Final = 512, 64
+"""Tokens of a step, running requests."""
+
+COMPILE_SHARE: Final = 0.9
+"""The part of ``startup_timeout`` that kernels may take to compile: their error is clearer than that of the start."""
+
+GPU_LIMITS: Final = 8192, 1024
+EMBEDDER_WORK: Final = 3.5e12
+MOST_EMBEDDER_TOKENS: Final = 32_768
+"""Parameters times tokens of a step of a model that gives vectors, for which an H200 takes about 15 ms, and its most
+tokens: more tokens than ``GPU_LIMITS`` where the host would take longer for a step than the device.
+"""
+GPU_DECODE_COST: Final = 4
+"""On an H200 a row that decodes after 128 to 1000 positions takes as long as 2 (8 billion weights) to 6 (0.6 billion)
+tokens of a prompt.
+"""
+SNAPSHOT_TOKENS: Final = 64, 256
+"""States are kept at multiples of these numbers of tokens, on a CPU and on a GPU. What is computed again before a hit
+is less than this, which takes a GPU hardly longer than one token; and a step that ends there has to be worth it.
+"""
+GPU_GRAPH_ROWS: Final = 1024
+FUSED_CHUNK: Final = 512
+"""Positions that attention_backend='fused' works on at a time, which must be whole pages."""
+
+CPU_MEMORY_FRACTION: Final = 0.4
+"""Modest: a laptop's other programs stay in memory."""
+THREADED_PARAMETERS: Final = 16_000_000
+"""Weights, about. The operations of a smaller model take a few microseconds: waking a second thread for each costs more
+than it saves.
+"""
+
+GPU_MEMORY_FRACTION: Final = 0.88
+
+
+def resolve(
+    config: EngineConfig, model: ModelFacts, device: DeviceFacts, adapters: Sequence[AdapterFolder] = ()
+) -> Settings:
+    """Replace every None and "auto". ``adapters``: the folders of those of the configuration.
+
+    Raises:
+        ValueError: a value does not fit this model or this machine.
+    """
+    place = _device(config, device)
+    is_on_gpu = place == "cuda"
+    if model.implementation == TRANSFORMERS and config.device.batch_invariant and is_on_gpu:
+        raise ValueError(
+            "enable_deterministic_inference is for models of our own code; with transformers' code the bits on a GPU "
+            "depend on the batch"
+        )
+    dtype = _dtype(config, model, device, is_on_gpu=is_on_gpu)
+    backend = _attention_backend(config, dtype, is_on_gpu=is_on_gpu) if model.is_causal else PACKED
+    scheduler = _scheduler_settings(config, model, is_on_gpu=is_on_gpu)
+    return Settings(
+        model=_model_settings(config, model, dtype),
+        memory=_memory_settings(config, backend, is_on_gpu=is_on_gpu),
+        scheduler=scheduler,
+        runner=RunnerSettings(
+            factory=RUNNER_FACTORY,
+            device=place,
+            attention_backend=backend,
+            fallback_backend="triton" if config.device.attention_backend == "auto" else "",
+            num_threads=_num_threads(model, device),
+            batch_invariant=config.device.batch_invariant,
+            cuda_graph_max_rows=_graph_rows(config, scheduler.max_running) if is_on_gpu else 0,
+            compile_timeout_s=COMPILE_SHARE * config.supervision.startup_timeout_s,
+            logprobs_mode=config.logprobs_mode,
+            logits_processors=config.device.logits_processors,
+            lora=_lora_settings(config.lora, model, adapters),
+        ),
+        text=TextSettings(
+            tokenizer_path=_tokenizer_path(config, model),
+            allow_request_templates=config.model.allow_request_templates,
+            files=model.weights.tokenizer_files,
+            eos_token_ids=model.eos_token_ids,
+        ),
+        random_seed=device.drawn_seed if config.random_seed is None else config.random_seed,
+        log_level=config.log_level,
+    )
+
+
+def context_length(config: EngineConfig, model: ModelFacts) -> int:
+    """Tokens of the context: the model's, or a smaller number from the configuration.
+
+    Raises:
+        ValueError: the configuration has a larger one.
+    """
+    wanted = config.model.context_length
+    if wanted is None:
+        return min(model.context_length, model.pooling.max_tokens or model.context_length)
+    if wanted > model.context_length:
+        raise ValueError(
+            f"context_length must be at most {model.context_length}, which this model was made for, got {wanted}"
+        )
+    return wanted
+
+
+def _num_parameters(model: ModelFacts) -> int:
+    """About."""
+    return 12 * model.num_layers * model.hidden_size**2 + model.vocab_size * model.hidden_size
+
+
+def _num_threads(model: ModelFacts, device: DeviceFacts) -> int:
+    return device.num_threads if _num_parameters(model) >= THREADED_PARAMETERS else 1
+
+
+def _device(config: EngineConfig, device: DeviceFacts) -> str:
+    if config.device.name == "cuda" and not device.num_gpus:
+        raise ValueError("device='cuda' is not available: this machine shows no NVIDIA GPU; device='cpu' works")
+    if config.device.name != "auto":
+        return config.device.name
+    return "cuda" if device.num_gpus and device.has_triton else "cpu"
+
+
+def _attention_backend(config: EngineConfig, dtype: str, *, is_on_gpu: bool) -> str:
+    """FlashInfer on a GPU, for the dtypes it supports. The runner finds out whether it works on this machine."""
+    wanted = config.device.attention_backend
+    is_invariant = config.device.batch_invariant and is_on_gpu
+    if wanted in {"flashinfer", "triton"} and not is_on_gpu:
+        raise ValueError(f"attention_backend={wanted!r} needs an NVIDIA GPU, and this engine would run on the CPU")
+    if wanted == "fused" and is_on_gpu:
+        raise ValueError(f"attention_backend={wanted!r} is for the CPU, and this engine would run on a GPU")
+    if wanted in {"flashinfer", "torch"} and is_invariant:
+        raise ValueError(
+            f"attention_backend={wanted!r} gives other bits in other batches on a GPU; enable_deterministic_inference "
+            "works with 'auto' or 'triton'"
+        )
+    if wanted != "auto":
+        return wanted
+    if not is_on_gpu:
+        return "fused"
+    return "triton" if dtype == "float32" or is_invariant else "flashinfer"
+
+
+def _graph_rows(config: EngineConfig, max_running: int) -> int:
+    """Rows of the largest CUDA graph; 0: no graphs."""
+    wanted = config.device.cuda_graph_max_rows
+    return min(max_running, GPU_GRAPH_ROWS if wanted is None else wanted) if config.device.cuda_graphs else 0
+
+
+def _dtype(config: EngineConfig, model: ModelFacts, device: DeviceFacts, *, is_on_gpu: bool) -> str:
+    """Return the dtype of the computation.
+
+    "auto" on a GPU is 16 bits. A float32 checkpoint becomes float16 if the model is an encoder, else bfloat16: the
+    activations of some decoders leave the range of float16. "auto" on a CPU is bfloat16 for a 16-bit checkpoint if the
+    CPU has bf16 dot products, else float32.
+    """
+    if config.model.dtype == "float16" and not is_on_gpu:
+        raise ValueError("dtype='float16' is not available on a CPU; dtype must be 'auto', 'bfloat16' or 'float32'")
+    if config.model.dtype != "auto":
+        return config.model.dtype
+    if is_on_gpu:
+        half = "float16" if model.is_encoder else "bfloat16"
+        return half if model.dtype == "float32" else model.dtype
+    return "bfloat16" if device.cpu_bfloat16 and model.dtype != "float32" else "float32"
+
+
+def _model_settings(config: EngineConfig, model: ModelFacts, dtype: str) -> ModelSettings:
+    if model.weights.missing and config.model.load_format != "dummy":
+        raise ValueError(model.weights.missing)
+    stored = "gguf" if model.path.endswith(".gguf") else "safetensors"
+    wanted = stored if config.model.load_format == "auto" else config.model.load_format
+    if wanted not in {stored, "dummy"}:
+        kind = "a GGUF file" if stored == "gguf" else "no GGUF file"
+        raise ValueError(f"load_format={wanted!r}, and {model.path!r} is {kind}; load_format='auto' works")
+    return ModelSettings(
+        path=model.path,
+        dtype=dtype,
+        checkpoint_dtype=model.dtype,
+        load_format=wanted,
+        context_length=context_length(config, model),
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        task=model.task,
+        pooling=model.pooling,
+        files=model.weights.files,
+        trust_remote_code=config.model.trust_remote_code,
+        implementation=model.implementation,
+        sampling_defaults=model.sampling_defaults,
+    )
+
+
+def _memory_settings(config: EngineConfig, backend: str, *, is_on_gpu: bool) -> MemorySettings:
+    wanted, page_size = config.memory.max_total_tokens, config.memory.page_size
+    if backend == "fused" and FUSED_CHUNK % page_size:
+        raise ValueError(
+            f"page_size must be a power of two from 1 to {FUSED_CHUNK} with attention_backend='fused', got {page_size};"
+            " 'torch', and on a GPU 'flashinfer' and 'triton', take any from 1 to 1024"
+        )
+    if wanted is not None and wanted < page_size:
+        raise ValueError(f"max_total_tokens must be at least one page ({page_size} tokens), got {wanted}")
+    default = GPU_MEMORY_FRACTION if is_on_gpu else CPU_MEMORY_FRACTION
+    fraction = config.memory.mem_fraction_static
+    return MemorySettings(
+        page_size=page_size,
+        num_pages=None if wanted is None else wanted // page_size,
+        mem_fraction_static=default if fraction is None else fraction,
+    )
+
+
+def _scheduler_settings(config: EngineConfig, model: ModelFacts, *, is_on_gpu: bool) -> SchedulerSettings:
+    """A step must have room for a token of every running request, so the budget is never below ``max_running``.
+
+    On a CPU a launch returns when its step is computed; overlap would only delay its tokens: depth 0.
+    """
+    length, wanted = context_length(config, model), config.scheduler
+    default_chunk, default_running = GPU_LIMITS if is_on_gpu else CPU_LIMITS
+    if is_on_gpu and model.task != "generate":
+        enough = int(EMBEDDER_WORK / _num_parameters(model)) // 1024 * 1024
+        default_chunk = min(max(enough, default_chunk), MOST_EMBEDDER_TOKENS)
+    chunk = default_chunk if wanted.chunk_tokens is None else wanted.chunk_tokens
+    if wanted.chunk_tokens == -1:
+        chunk = length
+    splits_prompts = model.is_causal and (model.task == "generate" or model.pooling.kind == "last")
+    max_running = min(default_running, chunk) if wanted.max_running is None else wanted.max_running
+    return SchedulerSettings(
+        max_running=max_running,
+        chunk_tokens=max(chunk, max_running),
+        context_length=length,
+        policy=wanted.policy,
+        prefix_cache=config.memory.prefix_cache and splits_prompts,
+        splits_prompts=splits_prompts,
+        whole_image_tokens=model.whole_image_tokens,
+        short_length=model.short_length if length > model.short_length else 0,
+        depth=1 if is_on_gpu and wanted.overlap else 0,
+        tenant_weights=wanted.tenant_weights,
+        decode_cost=GPU_DECODE_COST if is_on_gpu else 1,
+        snapshot_tokens=_snapshot_tokens(config.memory.page_size, is_on_gpu=is_on_gpu) if model.keeps_states else 0,
+    )
+
+
+def _snapshot_tokens(page_size: int, *, is_on_gpu: bool) -> int:
+    """A multiple of the page size."""
+    return -(-SNAPSHOT_TOKENS[is_on_gpu] // page_size) * page_size
+
+
+def _lora_settings(wanted: LoraConfig, model: ModelFacts, adapters: Sequence[AdapterFolder]) -> LoraSettings | None:
+    if wanted.enabled is False and wanted.adapters:
+        raise ValueError("lora_paths is given with enable_lora=False; leave out one of them")
+    if not (wanted.enabled or wanted.adapters):
+        return None
+    if not model.is_causal:
+        raise ValueError(
+            "enable_lora is for models whose tokens attend to earlier ones; those of this one attend to all"
+        )
+    if not adapters and (wanted.max_rank is None or wanted.modules is None):
+        raise ValueError(
+            "enable_lora=True without lora_paths needs max_lora_rank (such as 16) and lora_target_modules (a list such "
+            "as ['q_proj', 'v_proj'], or 'all')"
+        )
+    num_slots, num_pinned = wanted.num_slots, sum(adapter.is_pinned for adapter in wanted.adapters)
+    if num_pinned >= num_slots:
+        pinned = checks.counted(num_pinned, "pinned adapter")
+        raise ValueError(
+            f"lora_paths has {pinned}, and max_loras_per_batch={num_slots} has to be larger: adapters that are not "
+            "pinned need a place"
+        )
+    if wanted.max_loaded is not None and wanted.max_loaded < num_slots:
+        raise ValueError(f"max_loaded_loras must be at least max_loras_per_batch={num_slots}, got {wanted.max_loaded}")
+    ranks = [module.rank for folder in adapters for module in folder.modules]
+    return LoraSettings(
+        num_slots=num_slots,
+        max_rank=max(ranks) if wanted.max_rank is None else wanted.max_rank,
+        modules=_lora_modules(wanted, model, adapters),
+        max_loaded=wanted.max_loaded,
+    )
+
+
+def _lora_modules(wanted: LoraConfig, model: ModelFacts, adapters: Sequence[AdapterFolder]) -> tuple[str, ...]:
+    """The modules that adapters may change; () stands for all of the model."""
+    if wanted.modules is None:
+        parts = [part for folder in adapters for part in folder.parts(model.linear_layers)]
+        return tuple(sorted({part.module for part in parts}))
+    known = {name.rpartition(".")[2] for name in model.linear_layers}
+    modules = tuple(own for module in wanted.modules for own in FUSED.get(module, (module,)))
+    if unknown := next((module for module in modules if module not in known), None):
+        raise ValueError(
+            f"lora_target_modules has {checks.shown(unknown)}, which this model has not; it has "
+            f"{', '.join(sorted(known))}"
+        )
+    return modules
+
+
+def _tokenizer_path(config: EngineConfig, model: ModelFacts) -> str | None:
+    if not config.model.tokenizer:
+        return None
+    if model.tokenizer_path is None:
+        raise ValueError(
+            f"{(config.model.tokenizer_path or model.path)!r} has no tokenizer.json, and is no GGUF file with a "
+            "tokenizer; name another folder with tokenizer_path, or pass token ids only with skip_tokenizer_init=True"
+        )
+    return model.tokenizer_path

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from msgspec import Struct
+
+from aioengine.api.answers import BatchOutput, FinishReason, RowFacts, answer, chunk, error, finish_reason
+from aioengine.errors import RequestError, RequestTooLargeError
+from aioengine.protocol.messages import End, FinishCode
+
+
+class Piece(Struct):
+    """What a row has to give."""
+
+    text: str
+    token_ids: list[int]
+    text_offset: int
+    token_offset: int
+    finished: End | None
+    delivered_at: float
+    error: None = None
+
+
+FACTS = RowFacts(rid="x", index=None, seed=5, called_at=10.0, tokenize_s=1.0, prompt_token_ids=[1, 2, 3])
+
+
+def finished(code: FinishCode, **fields: object) -> End:
+    return End(uid=1, code=code, ended_at=20.0, **fields)  # type: ignore[arg-type]
+
+
+class TestFinishReason:
+    def test_a_dict_that_equals_and_prints_its_type(self) -> None:
+        reason = FinishReason(type="stop", matched=7)
+        assert reason == "stop"
+        assert reason != "length"
+        assert reason == {"type": "stop", "matched": 7}
+        assert reason != {"type": "stop", "matched": 8}
+        assert str(reason) == f"{reason}" == "stop"
+        assert reason in ("length", "stop")
+        assert {"stop": 1}[reason] == 1  # type: ignore[index]
+        assert json.loads(json.dumps(reason)) == {"type": "stop", "matched": 7}
+
+    def test_matched_is_none_where_nothing_matched(self) -> None:
+        reason = FinishReason(type="length", length=3)
+        assert reason["matched"] is None
+        with pytest.raises(KeyError):
+            reason["other"]
+
+    @pytest.mark.parametrize(
+        ("end", "expected"),
+        [
+            (finished(FinishCode.STOP, matched="###"), {"type": "stop", "matched": "###"}),
+            (finished(FinishCode.STOP, matched=0), {"type": "stop", "matched": 0}),
+            (finished(FinishCode.LENGTH), {"type": "length", "length": 12}),
+            (finished(FinishCode.DEADLINE, matched="queue"), {"type": "deadline", "which": "queue"}),
+            (finished(FinishCode.ABORT), {"type": "abort", "message": "aborted by the caller"}),
+            (finished(FinishCode.SHUTDOWN, message="bye"), {"type": "shutdown", "message": "bye"}),
+            (
+                finished(FinishCode.TOO_LARGE, message="9 pages"),
+                {"type": "abort", "message": "9 pages", "err_type": "RequestTooLargeError"},
+            ),
+        ],
+    )
+    def test_finish_reasons_of_every_end(self, end: End, expected: dict[str, object]) -> None:
+        assert finish_reason(end, 12) == expected
+
+    def test_which_ends_are_errors(self) -> None:
+        assert isinstance(error(finished(FinishCode.TOO_LARGE)), RequestTooLargeError)
+        failed = error(finished(FinishCode.FAILED, stage="sample", message="nan"))
+        assert isinstance(failed, RequestError)
+        assert (failed.stage, failed.cause) == ("sample", "nan")
+        for code in (FinishCode.STOP, FinishCode.LENGTH, FinishCode.ABORT, FinishCode.DEADLINE, FinishCode.SHUTDOWN):
+            assert error(finished(code)) is None
+
+
+class TestDicts:
+    def test_the_keys_of_a_chunk_before_the_last(self) -> None:
+        made = chunk(FACTS, Piece("new", [7, 8], text_offset=4, token_offset=3, finished=None, delivered_at=0.0))
+        assert made == {
+            "text": "new",
+            "output_ids": [7, 8],
+            "text_offset": 4,
+            "token_offset": 3,
+            "meta_info": {
+                "id": "x",
+                "finish_reason": None,
+                "prompt_tokens": 3,
+                "completion_tokens": 5,
+                "reasoning_tokens": 0,
+                "weight_version": "default",
+                "dp_rank": None,
+                "seed": 5,
+                "cached_tokens": 0,
+                "num_preemptions": 0,
+                "num_retractions": 0,
+            },
+        }
+
+    def test_the_end_of_an_answer(self) -> None:
+        end = finished(
+            FinishCode.STOP, matched=0, num_cached=2, num_preemptions=1, admitted_at=12.0, first_token_at=15.0
+        )
+        made = answer(FACTS, Piece("all", [7], 0, 0, end, delivered_at=20.5))
+        assert "index" not in made
+        assert "prompt_token_ids" not in made
+        info = made["meta_info"]
+        assert info["finish_reason"] == "stop"
+        assert (info["cached_tokens"], info["cached_tokens_details"]) == (2, {"device": 2, "host": 0})
+        assert info["num_preemptions"] == info["num_retractions"] == 1
+        assert info["e2e_latency"] == 10.5
+        assert info["timings"] == {
+            "tokenize_s": 1.0,
+            "queue_s": 1.0,
+            "prefill_s": 3.0,
+            "decode_s": 5.0,
+            "deliver_s": 0.5,
+            "first_token_s": 5.0,
+            "total_s": 10.5,
+        }
+
+    def test_index_and_prompt_are_there_if_asked_for(self) -> None:
+        facts = RowFacts(rid="x", index=3, seed=0, called_at=0.0, prompt_token_ids=[1], shows_prompt=True)
+        made = chunk(facts, Piece("", [], 0, 0, None, 0.0))
+        assert made["index"] == 3
+        assert made["prompt_token_ids"] == [1]
+
+    @pytest.mark.parametrize("reached", ["nothing", "admitted", "odd clocks"])
+    def test_timings_add_up_whatever_stage_was_reached(self, reached: str) -> None:
+        times: dict[str, object] = {
+            "nothing": {},
+            "admitted": {"admitted_at": 13.0},
+            "odd clocks": {"admitted_at": 9.0, "first_token_at": 25.0},
+        }[reached]  # type: ignore[assignment]
+        made = answer(FACTS, Piece("", [], 0, 0, finished(FinishCode.ABORT, **times), delivered_at=20.5))
+        timings = made["meta_info"]["timings"]
+        stages = [timings[name] for name in ("tokenize_s", "queue_s", "prefill_s", "decode_s", "deliver_s")]  # type: ignore[literal-required]
+        assert min(stages) >= 0
+        assert sum(stages) == pytest.approx(timings["total_s"]) == pytest.approx(10.5)
+
+
+class TestBatchOutput:
+    OUTS = BatchOutput(
+        answer(
+            RowFacts(rid=f"x_{number}", index=number, seed=number, called_at=0.0),
+            Piece(f"text {number}", [number] * number, 0, 0, finished(FinishCode.LENGTH), 1.0),
+        )
+        for number in range(3)
+    )
+
+    def test_it_is_a_list_of_dicts(self) -> None:
+        assert isinstance(self.OUTS, list)
+        assert self.OUTS[1]["text"] == "text 1"
+        assert [out["text"] for out in self.OUTS] == ["text 0", "text 1", "text 2"]
+        json.dumps(self.OUTS)
+
+    def test_a_key_returns_the_column(self) -> None:
+        assert self.OUTS["text"] == ["text 0", "text 1", "text 2"]
+        assert self.OUTS["output_ids"] == [[], [1], [2, 2]]
+        assert self.OUTS["meta_info"]["completion_tokens"] == [0, 1, 2]
+        assert self.OUTS["meta_info"]["finish_reason"] == ["length"] * 3
+        assert self.OUTS["meta_info"][2]["id"] == "x_2"
+        assert self.OUTS["meta_info"][1:]["id"] == ["x_1", "x_2"]
+
+    def test_slices_have_columns(self) -> None:
+        assert self.OUTS[1:]["text"] == ["text 1", "text 2"]
+
+    def test_an_unknown_column_is_a_key_error_with_a_suggestion(self) -> None:
+        with pytest.raises(
+            KeyError, match=r"no column 'txt' \(did you mean 'text'\?\); there are text, output_ids, meta"
+        ):
+            self.OUTS["txt"]
+        with pytest.raises(KeyError, match="no column 'tokens'.*there are .*completion_tokens"):
+            self.OUTS["meta_info"]["tokens"]
+
+    def test_an_exception_is_an_entry_of_every_column(self) -> None:
+        failure = RequestError("sample", "nan")
+        outs = BatchOutput([self.OUTS[0], failure])  # type: ignore[list-item]
+        assert outs["text"] == ["text 0", failure]
+        assert outs["meta_info"]["id"] == ["x_0", failure]
+
+    def test_an_empty_batch_has_empty_columns(self) -> None:
+        assert BatchOutput()["text"] == []

@@ -1,0 +1,260 @@
+"""Every job that a lane was given is answered exactly once, however the work on its thread ends."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioengine.errors import RequestError
+from aioengine.frontend.intake.encoder import Encoded, Encoder, Job
+from aioengine.frontend.intake.prompts import ChatPrompt, Prompt, TextPrompt
+
+
+class Panic(BaseException):
+    """What a panic of compiled code looks like."""
+
+
+class Unprintable(BaseException):
+    """Its message raises another error."""
+
+    def __str__(self) -> str:
+        raise Panic("no message")
+
+
+ERRORS = [Panic, Unprintable, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, StopIteration]
+
+
+class Fragile:
+    """A tokenizer of bytes that raises ``error`` for texts and chats with "bad" in them."""
+
+    def __init__(self, error: type[BaseException] = Panic) -> None:
+        self.error = error
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        self.gate.wait(10)
+        if any("bad" in text for text in texts):
+            raise self.error("it broke")
+        return [list(text.encode()) for text in texts]
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, object]], **options: object) -> str:
+        text = str(messages[0]["content"])
+        if "bad" in text:
+            raise self.error("it broke")
+        return text
+
+
+def check_nothing(token_ids: list[int]) -> None:
+    """All ids are right."""
+
+
+class Answers:
+    """Gives jobs to an encoder and notes every answer."""
+
+    def __init__(self, tokenizer: Fragile) -> None:
+        self.encoder = Encoder(tokenizer)
+        self.answers: dict[int, list[list[Encoded]]] = {}
+
+    def ask(self, *prompts: Prompt, then: Callable[[], object] = list) -> None:
+        """``then`` is called with the answer, and may raise."""
+        found = self.answers[len(self.answers)] = []
+
+        def done(encoded: list[Encoded], _seconds: float) -> None:
+            found.append(encoded)
+            then()
+
+        self.encoder.encode(Job(prompts, done, check_nothing))
+
+    async def all(self) -> list[list[Encoded]]:
+        """The one answer to each job."""
+        async with asyncio.timeout(30):
+            while not all(self.answers.values()):  # noqa: ASYNC110  # jobs have no event
+                await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)  # in which a second answer could come
+        assert {len(found) for found in self.answers.values()} == {1}
+        return [found[0] for found in self.answers.values()]
+
+
+def text(words: str) -> TextPrompt:
+    return TextPrompt(words, len(words))
+
+
+def chat(words: str) -> ChatPrompt:
+    return ChatPrompt([{"role": "user", "content": words}], len(words))
+
+
+def large(words: str, error: type[BaseException]) -> Prompt:
+    """A prompt that is checked on the thread."""
+
+    class Broken(Mapping[str, object]):
+        def __getitem__(self, key: str) -> object:
+            raise error("it broke")
+
+        def __iter__(self) -> Iterator[str]:
+            raise error("it broke")
+
+        def __len__(self) -> int:
+            raise error("it broke")
+
+    if words == "bad":
+        return ChatPrompt([Broken()], 1, name="messages", is_checked=False)
+    return TextPrompt(words, len(words), "prompt", is_checked=False)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("kind", ["text", "chat", "large"])
+async def test_a_prompt_that_raises_any_exception_fails_alone(kind: str, error: type[BaseException]) -> None:
+    answers = Answers(Fragile(error))
+
+    def made(words: str) -> Prompt:
+        return large(words, error) if kind == "large" else chat(words) if kind == "chat" else text(words)
+
+    answers.ask(made("bad"))
+    answers.ask(made("good"), made("bad"), text("also good"))
+    answers.ask(chat("fine"))
+    [[alone], [good, bad, also], [fine]] = await answers.all()
+    assert (good, also, fine) == ([*b"good"], [*b"also good"], [*b"fine"])
+    for refused in (alone, bad):
+        assert isinstance(refused, RequestError if kind == "text" else ValueError)
+        assert error.__name__ in str(refused)
+    answers.ask(made("good"))
+    assert (await answers.all())[-1] == [[*b"good"]]
+    answers.encoder.close()
+
+
+async def test_an_error_in_the_callback_of_one_job_does_not_affect_the_others() -> None:
+    reported: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context["exception"]))
+    answers = Answers(Fragile())
+    mistake = RuntimeError("in the answer")
+
+    def fail() -> None:
+        raise mistake
+
+    answers.ask(text("one"))
+    answers.ask(text("two"), then=fail)
+    answers.ask(text("three"))
+    assert await answers.all() == [[[*b"one"]], [[*b"two"]], [[*b"three"]]]
+    assert reported == [mistake]
+    answers.encoder.close()
+
+
+@pytest.mark.parametrize("error", ERRORS)
+async def test_an_error_of_a_whole_batch_fails_all_its_jobs(error: type[BaseException]) -> None:
+    answers = Answers(Fragile())
+
+    def break_down(_jobs: list[Job]) -> list[list[Encoded]]:
+        raise error("everything broke")
+
+    lane = answers.encoder._short  # pyright: ignore[reportPrivateUsage]
+    lane._encode = break_down  # pyright: ignore[reportPrivateUsage]
+    answers.ask(text("one"), text("two"))
+    answers.ask(text("three"))
+    [first, second] = await answers.all()
+    for refused in (*first, *second):
+        assert isinstance(refused, RequestError)
+        assert error.__name__ in str(refused)
+    assert len(first) == 2
+    answers.encoder.close()
+
+
+async def test_closing_fails_waiting_and_running_jobs() -> None:
+    tokenizer = Fragile()
+    tokenizer.gate.clear()
+    answers = Answers(tokenizer)
+    for size in (40_000, 40_000, 100, 100):  # one on the thread, one behind it, two that were not given to it yet
+        answers.ask(text("x" * size))
+    await asyncio.sleep(0.01)
+    answers.encoder.close()
+    found = [refused for [refused] in await answers.all()]
+    assert [str(error) for error in found] == [str(RequestError("tokenize", "the engine was shut down"))] * 4
+    tokenizer.gate.set()
+    await asyncio.sleep(0.01)
+    await answers.all()
+
+
+async def test_a_thread_that_cannot_be_started_is_an_error_of_the_constructor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        Encoder(Fragile())
+
+
+async def test_jobs_that_cannot_be_handed_to_the_thread_fail() -> None:
+    answers = Answers(Fragile())
+    lane = answers.encoder._short  # pyright: ignore[reportPrivateUsage]
+
+    def refuse(_jobs: object) -> None:
+        raise MemoryError
+
+    plain = lane._submit  # pyright: ignore[reportPrivateUsage]
+    lane._submit = refuse  # type: ignore[assignment]
+    answers.ask(text("one"))
+    with pytest.raises(MemoryError):
+        answers.ask(text("x" * 50_000))
+    [[first], [second]] = await answers.all()
+    assert "MemoryError" in str(first)
+    assert "MemoryError" in str(second)
+    lane._submit = plain  # type: ignore[method-assign]
+    answers.ask(text("three"))
+    assert (await answers.all())[-1] == [[*b"three"]]
+    answers.encoder.close()
+
+
+@given(st.lists(st.lists(st.sampled_from(["good", "bad", "x" * 9000, "y" * 70_000, "bad" * 4000]), max_size=4)))
+async def test_every_job_is_answered_once_and_in_order(jobs: list[list[str]]) -> None:
+    answers = Answers(Fragile())
+    for texts in jobs:
+        answers.ask(*map(text, texts))
+    for texts, found in zip(jobs, await answers.all() if jobs else [], strict=True):
+        assert [ids if isinstance(ids, list) else "bad" for ids in found] == [
+            "bad" if "bad" in words else [*words.encode()] for words in texts
+        ]
+    answers.encoder.close()
+
+
+ENDLESS = """
+import asyncio, time
+from aioengine.supervision import tasks
+from aioengine.frontend.intake.encoder import Encoder, Job
+from aioengine.frontend.intake.prompts import TextPrompt
+
+tasks.MAX_EXIT_S = 0.1
+
+class Endless:
+    def encode_batch(self, texts, *, add_special_tokens=True):
+        while True:
+            time.sleep(0.01)
+
+async def main():
+    encoder = Encoder(Endless())
+    encoder.encode(Job([TextPrompt("text", 4)], lambda encoded, seconds: print(encoded), list))
+    await asyncio.sleep(0.1)
+    encoder.close()
+    await asyncio.sleep(0.1)
+
+asyncio.run(main())
+"""
+
+
+def test_encoding_that_never_ends_does_not_prevent_the_program_from_exiting() -> None:
+    ended = subprocess.run([sys.executable, "-c", ENDLESS], capture_output=True, text=True, timeout=60, check=True)
+    assert "the engine was shut down" in ended.stdout
+
+
+async def test_jobs_after_close_fail() -> None:
+    answers = Answers(Fragile())
+    answers.encoder.close()
+    answers.ask(text("late"))
+    [[refused]] = await answers.all()
+    assert "the engine was shut down" in str(refused)

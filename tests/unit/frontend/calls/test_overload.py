@@ -1,0 +1,97 @@
+"""Waiting until a call fits: a place that was not used goes to the next, also where the loop's timers are early."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from aioengine.frontend.calls import overload
+from aioengine.frontend.calls.overload import Overload, QueueLimits, Reservation
+from aioengine.settings.config import QueueConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+EARLY_S = 0.01
+
+
+class HastyLoop(asyncio.SelectorEventLoop):
+    """Its timers are early, as are those of loops that count whole milliseconds."""
+
+    num_timers = 0
+
+    def call_later(
+        self, delay: float, callback: Callable[..., object], *args: object, **options: object
+    ) -> asyncio.TimerHandle:
+        self.num_timers += 1
+        return super().call_later(max(0.0, delay - EARLY_S), callback, *args)
+
+
+@pytest.mark.parametrize("num_places", [1, 3])
+def test_places_that_are_not_used_in_time_go_to_the_next_tasks(
+    monkeypatch: pytest.MonkeyPatch, num_places: int
+) -> None:
+    monkeypatch.setattr(overload, "PLACE_S", 3 * EARLY_S)
+    loop = HastyLoop()
+
+    async def wait(queue: Overload, order: list[int], number: int) -> None:
+        await queue.wait()
+        order.append(number)
+
+    async def main() -> None:
+        limits = QueueLimits(QueueConfig(max_requests=num_places - 1), max_running=1, max_total_tokens=100)
+        queue = Overload(limits, threading.RLock(), loop)
+        order: list[int] = []
+        line = [asyncio.create_task(wait(queue, order, number)) for number in range(4 * num_places)]
+        async with asyncio.timeout(20):
+            await asyncio.wait(line)
+            assert order == list(range(4 * num_places))
+            while limits.due_at is not None:  # noqa: ASYNC110  # there is no event for it
+                await asyncio.sleep(0.001)
+        queue.reserve(Reservation())
+        before = loop.num_timers
+        await asyncio.sleep(0.001)
+        assert loop.num_timers - before <= 1  # the sleep's own
+
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(main())
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_place_of_a_waiter_whose_loop_has_ended_goes_to_the_next(
+    monkeypatch: pytest.MonkeyPatch, is_closed: bool
+) -> None:
+    """At once where that loop is closed, else after the time in which every place must be used."""
+    monkeypatch.setattr(overload, "PLACE_S", 3 * EARLY_S)
+    elsewhere = asyncio.new_event_loop()
+
+    async def main() -> None:
+        limits = QueueLimits(QueueConfig(max_requests=0), max_running=1, max_total_tokens=100)
+        queue = Overload(limits, threading.RLock(), asyncio.get_running_loop())
+        queue.reserve(opened := Reservation())
+        first = elsewhere.create_task(queue.wait())
+
+        def stand_in_line() -> None:
+            elsewhere.call_soon(elsewhere.stop)
+            elsewhere.run_forever()
+            if is_closed:
+                elsewhere.close()
+
+        await asyncio.to_thread(stand_in_line)
+        second = asyncio.create_task(queue.wait())
+        await asyncio.sleep(0)
+        assert limits.num_queued == 2
+        queue.release(opened)
+        async with asyncio.timeout(30):
+            await second
+        assert not first.done()
+
+    asyncio.run(main())
+    if not is_closed:
+        for task in asyncio.all_tasks(elsewhere):
+            task.cancel()
+        elsewhere.run_until_complete(asyncio.sleep(0))
+        elsewhere.close()

@@ -1,0 +1,218 @@
+"""Frames with more logprobs than are read in one turn of the loop: their rows wait, in order, and others do not."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from struct import pack
+from typing import Any
+
+import pytest
+
+from aioengine.api.answers import RowFacts
+from aioengine.errors import RequestError
+from aioengine.frontend.calls.delivery import EXTRA_BYTES, MAX_EXTRA_BYTES, Router
+from aioengine.frontend.calls.outputs import CallOutput, RowStream
+from aioengine.frontend.calls.reader import Reader
+from aioengine.frontend.sessions.replay import AttachableOutput
+from aioengine.protocol.columns import HIDDEN_STATES, Extra, TokenColumns
+from aioengine.protocol.messages import LAST_STATES, End, FinishCode, TextChunks
+from aioengine.protocol.packed_logprobs import (
+    OUTPUT_LOGPROBS,
+    PROMPT_LOGPROBS,
+    LogprobReader,
+    LogprobRules,
+    prompt_extras,
+)
+from tests.unit.api.test_stream import Notes
+
+RULES = LogprobRules(start=0, num_top=1_000)
+LARGE_PROMPT = MAX_EXTRA_BYTES // RULES.position_bytes
+
+
+class CountingReader(LogprobReader):
+    """Counts the bytes that were read since the last look."""
+
+    num_bytes = 0
+
+    def read(self, extra: Extra) -> None:
+        CountingReader.num_bytes += len(extra.data) + EXTRA_BYTES
+        super().read(extra)
+
+
+class World:
+    """One call of rows with logprobs, by uid, and a router of their frames."""
+
+    def __init__(self, num_rows: int, num_prompt: int = 0, *, is_stream: bool = False) -> None:
+        lock = threading.RLock()
+        self.output = CallOutput("x", num_rows, is_stream=is_stream, is_batch=True, returns_exceptions=False)
+        self.reader = Reader(self.output.cursor, lock=lock, actions=Notes())
+        self.ended: list[RowStream] = []
+        readers = [CountingReader(RULES, num_prompt) for _ in range(num_rows)]
+        rows = {
+            uid: self.output.add_row(uid, RowFacts(str(uid), uid, 0, 0.0, readers=(reader,)))
+            for uid, reader in enumerate(readers)
+        }
+        self.router = Router(rows, lock, self.ended.append)
+
+    def deliver(self, *frames: TextChunks) -> int:
+        """Deliver them in one turn of the loop; returns how many bytes were read."""
+        CountingReader.num_bytes = 0
+        for frame in frames:
+            self.router.deliver(frame)
+        self.router.wake()
+        return CountingReader.num_bytes
+
+    async def turn(self) -> int:
+        """One more turn of the loop."""
+        CountingReader.num_bytes = 0
+        await asyncio.sleep(0)
+        return CountingReader.num_bytes
+
+
+def position(token_id: int) -> bytes:
+    return pack(f"<{RULES.num_values}f{1 + RULES.num_top}i", *[0.5] * RULES.num_values, *[token_id] * RULES.num_values)
+
+
+def frame(uids: list[int], token_id: int, *, num_prompt: int = 0, ends: bool = False) -> TextChunks:
+    """A token of each, its index, with its logprobs, and before the first token those of the prompt."""
+    tokens = TokenColumns(uids, [token_id] * len(uids))
+    for uid in uids:
+        tokens.extras.append(Extra(uid, token_id, OUTPUT_LOGPROBS, position(token_id)))
+        tokens.extras += prompt_extras(uid, position(7) * num_prompt, RULES)
+    return TextChunks(tokens, [str(token_id)] * len(uids), [End(uid, FinishCode.LENGTH) for uid in uids if ends])
+
+
+def entries_of(piece: Any, side: str = "output") -> list[int]:
+    assert [len(top) for top in piece["meta_info"][f"{side}_top_logprobs"] if top] == [RULES.num_top] * len(
+        [top for top in piece["meta_info"][f"{side}_top_logprobs"] if top]
+    )
+    return [token_id for _, token_id, _ in piece["meta_info"][f"{side}_token_logprobs"]]
+
+
+async def test_a_large_prompt_is_read_in_several_turns_before_its_row_ends() -> None:
+    world = World(1, 4 * LARGE_PROMPT)
+    read = [world.deliver(frame([0], 0, num_prompt=4 * LARGE_PROMPT, ends=True))]
+    while not world.ended:
+        read.append(await world.turn())
+    assert len(read) >= 5
+    assert 0 < max(read) <= MAX_EXTRA_BYTES + 70_000  # a block is read as a whole
+    answer = world.reader.result()
+    assert answer is not None
+    assert entries_of(answer[0]) == [0]
+    assert entries_of(answer[0], "input") == [7] * 4 * LARGE_PROMPT
+
+
+async def test_many_rows_that_end_together_are_read_in_several_turns() -> None:
+    world = World(100)
+    uids = list(range(100))
+    frames = [frame(uids, 0), frame(uids, 1), frame(uids, 2, ends=True)]
+    read = [world.deliver(*frames)]
+    while len(world.ended) < 100:
+        read.append(await world.turn())
+    assert len(read) > 100 * 3 * len(position(0)) / MAX_EXTRA_BYTES
+    assert max(read) <= MAX_EXTRA_BYTES + 70_000
+    answers = world.reader.result()
+    assert answers is not None
+    assert [entries_of(answer) for answer in answers] == [[0, 1, 2]] * 100
+
+
+async def test_a_row_that_waits_holds_up_no_other_one() -> None:
+    world = World(3, 4 * LARGE_PROMPT)
+    world.deliver(frame([0], 0, num_prompt=4 * LARGE_PROMPT), frame([1], 0))
+    world.deliver(frame([0], 1, ends=True), frame([1], 1, ends=True))
+    assert [row.position for row in world.ended] == [1]
+    world.deliver(frame([2], 0, num_prompt=4 * LARGE_PROMPT))
+    world.deliver(frame([2], 1, ends=True))
+    while len(world.ended) < 3:
+        await world.turn()
+    assert [row.position for row in world.ended] == [1, 0, 2]
+    answers = world.reader.result()
+    assert answers is not None
+    assert [entries_of(answer) for answer in answers] == [[0, 1]] * 3
+
+
+async def test_a_stream_gets_each_chunk_with_its_entries() -> None:
+    world = World(1, 2 * LARGE_PROMPT, is_stream=True)
+    world.deliver(frame([0], 0, num_prompt=2 * LARGE_PROMPT))
+    assert world.reader.take() is None
+    world.deliver(frame([0], 1), frame([0], 2, ends=True))
+    chunks: list[Any] = []
+    while not chunks or chunks[-1]["meta_info"]["finish_reason"] is None:
+        await world.turn()
+        if (chunk := world.reader.take()) is not None:
+            chunks.append(chunk)
+    assert "".join(chunk["text"] for chunk in chunks) == "012"
+    for chunk in chunks:
+        assert entries_of(chunk) == chunk["output_ids"]
+    assert [
+        len(entries_of(chunks[0], "input")),
+        *("input_token_logprobs" in chunk["meta_info"] for chunk in chunks),
+    ] == [
+        2 * LARGE_PROMPT,
+        True,
+        *[False] * (len(chunks) - 1),
+    ]
+
+
+async def test_a_row_whose_logprobs_cannot_be_read_fails_alone() -> None:
+    world = World(2, 4 * LARGE_PROMPT)
+    world.output.returns_exceptions = True
+    broken = frame([0], 0, num_prompt=4 * LARGE_PROMPT)
+    broken.tokens.extras[-2] = Extra(0, broken.tokens.extras[-2].index, PROMPT_LOGPROBS, b"123")
+    world.deliver(broken, frame([1], 0, num_prompt=4 * LARGE_PROMPT, ends=True))
+    while len(world.ended) < 2:
+        await world.turn()
+    answers: Any = world.reader.result()
+    assert isinstance(answers[0], RequestError)
+    assert entries_of(answers[1]) == [0]
+
+
+async def test_what_waits_of_a_row_that_was_ended_elsewhere_is_dropped() -> None:
+    world = World(2, 4 * LARGE_PROMPT)
+    world.deliver(frame([0, 1], 0, num_prompt=4 * LARGE_PROMPT, ends=True))
+    del world.router.rows[0]
+    while not world.ended:
+        await world.turn()
+    assert [row.position for row in world.ended] == [1]
+    await world.turn()
+    assert await world.turn() == 0
+
+
+@pytest.mark.parametrize("is_batch", [True, False])
+def test_an_answer_is_freed_as_soon_as_its_caller_drops_it(is_batch: bool) -> None:
+    class Entry(list[object]):
+        """What can be watched."""
+
+    world = World(1)
+    world.deliver(frame([0], 0, ends=True))
+    world.output.is_batch = is_batch
+    found = world.reader.result()
+    assert found is not None
+    assert world.reader.result() is found
+    answer: Any = found[0] if is_batch else found
+    answer["watched"] = watched = Entry()
+    freed = weakref.ref(watched)
+    gc.disable()  # the parts of a call refer to each other: it takes a collection to free them
+    try:
+        cursor = world.output.cursor
+        del world, watched, found, answer
+        assert freed() is None
+        assert cursor.is_over
+    finally:
+        gc.enable()
+
+
+def test_a_reader_of_a_log_keeps_the_last_state_whatever_the_size_of_chunks() -> None:
+    output = AttachableOutput("x")
+    row = output.add_row(0, RowFacts("x", None, 0, 0.0, states=LAST_STATES))
+    view = output.view
+    assert view is not None
+    for end in (31, 60):  # the second chunk has fewer tokens
+        for index in range(view.token_offset, end):
+            row.put_extra(Extra(0, index, HIDDEN_STATES, pack("<f", index)))
+            row.put("a", index)
+        assert (end - 1, HIDDEN_STATES) in view.extras
+        assert view.take()["output_ids"][-1] == end - 1

@@ -1,0 +1,284 @@
+"""Settings from config and facts: no None, no "auto", and nothing that does not go together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from aioengine.api.args import engine_config
+from aioengine.model_files.adapter_folder import AdapterFolder, read_folder
+from aioengine.model_files.model_folder import Heads, ModelFacts, StoredWeights
+from aioengine.settings.config import LoraSettings, Settings
+from aioengine.settings.machine import DeviceFacts
+from aioengine.settings.resolve import resolve
+from tests.kit.fake_adapters import write_adapter
+
+MODEL = ModelFacts(
+    path="/model",
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    context_length=1000,
+    vocab_size=300,
+    hidden_size=64,
+    num_layers=2,
+    heads=Heads(num_heads=4, num_kv_heads=2, head_dim=16),
+    dtype="bfloat16",
+    tokenizer_path="/words",
+)
+MACHINE = DeviceFacts(num_threads=3, cpu_bfloat16=True, num_gpus=0, drawn_seed=99)
+
+
+def settings(model: ModelFacts = MODEL, machine: DeviceFacts = MACHINE, **arguments: object) -> Settings:
+    return resolve(engine_config(None, arguments), model, machine)
+
+
+def test_the_defaults() -> None:
+    found = settings()
+    assert (found.model.path, found.model.dtype, found.model.load_format) == ("/model", "bfloat16", "safetensors")
+    assert (found.model.context_length, found.scheduler.context_length, found.model.vocab_size) == (1000, 1000, 300)
+    assert (found.memory.page_size, found.memory.num_pages) == (16, None)
+    assert (found.scheduler.policy, found.scheduler.prefix_cache, found.scheduler.depth) == ("fcfs", True, 0)
+    assert 256 <= found.scheduler.chunk_tokens <= 512
+    assert (found.runner.device, found.runner.attention_backend, found.runner.num_threads) == ("cpu", "fused", 1)
+    assert (found.text.tokenizer_path, found.random_seed, found.log_level) == ("/words", 99, "error")
+
+
+def test_tiny_models_are_computed_by_one_thread() -> None:
+    tiny = replace(MODEL, hidden_size=256, num_layers=6, vocab_size=4096)
+    small = replace(MODEL, hidden_size=896, num_layers=24, vocab_size=151_936)
+    assert settings(tiny).runner.num_threads == 1
+    assert settings(small).runner.num_threads == 3
+    assert settings(replace(tiny, vocab_size=151_936)).runner.num_threads == 3
+
+
+def test_resolved_settings_have_no_auto_and_survive_encoding() -> None:
+    encoded = msgspec.json.encode(settings())
+    assert b'"auto"' not in encoded
+    assert msgspec.json.decode(encoded, type=Settings) == settings()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "checkpoint", "has_bfloat16", "expected"),
+    [
+        ("auto", "bfloat16", True, "bfloat16"),
+        ("auto", "float16", True, "bfloat16"),
+        ("auto", "bfloat16", False, "float32"),
+        ("auto", "float32", True, "float32"),
+        ("bfloat16", "float32", False, "bfloat16"),
+        ("float32", "bfloat16", True, "float32"),
+    ],
+)
+def test_the_dtype_is_that_of_the_weights_or_supported(
+    wanted: str, checkpoint: str, has_bfloat16: bool, expected: str
+) -> None:
+    found = settings(replace(MODEL, dtype=checkpoint), replace(MACHINE, cpu_bfloat16=has_bfloat16), dtype=wanted)
+    assert found.model.dtype == expected
+
+
+@pytest.mark.parametrize(
+    ("is_encoder", "checkpoint", "wanted", "expected"),
+    [
+        (True, "float32", "auto", "float16"),
+        (False, "float32", "auto", "bfloat16"),
+        (True, "bfloat16", "auto", "bfloat16"),
+        (False, "float16", "auto", "float16"),
+        (True, "float32", "float32", "float32"),
+        (False, "float32", "float16", "float16"),
+    ],
+)
+def test_auto_dtype_on_a_gpu_has_16_bits(is_encoder: bool, checkpoint: str, wanted: str, expected: str) -> None:
+    model = replace(MODEL, is_encoder=is_encoder, is_causal=not is_encoder, dtype=checkpoint)
+    found = settings(model, replace(MACHINE, num_gpus=1, has_triton=True), dtype=wanted)
+    assert (found.model.dtype, found.model.checkpoint_dtype) == (expected, checkpoint)
+
+
+def test_sizes_given_and_their_effect_on_others() -> None:
+    assert settings(max_total_tokens=100, page_size=16).memory.num_pages == 6
+    assert settings(context_length=10).scheduler.context_length == 10
+    assert settings(chunked_prefill_size=-1).scheduler.chunk_tokens == 1000
+    small = settings(chunked_prefill_size=8).scheduler
+    assert (small.chunk_tokens, small.max_running) == (8, 8)
+    both = settings(chunked_prefill_size=8, max_running_requests=20).scheduler
+    assert (both.chunk_tokens, both.max_running) == (20, 20)
+    assert settings(random_seed=0).random_seed == 0
+    assert settings(skip_tokenizer_init=True).text.tokenizer_path is None
+    assert settings(disable_radix_cache=True).scheduler.prefix_cache is False
+    assert settings(mem_fraction_static=0.9).memory.mem_fraction_static == 0.9
+
+
+def test_defaults_on_a_gpu() -> None:
+    machine = replace(MACHINE, num_gpus=1, has_triton=True)
+    model = replace(MODEL, heads=replace(MODEL.heads, head_dim=128))
+    found = settings(model, machine)
+    assert (found.runner.device, found.runner.attention_backend, found.scheduler.depth) == ("cuda", "flashinfer", 1)
+    assert (found.scheduler.chunk_tokens, found.scheduler.max_running) == (8192, 1024)
+    assert found.scheduler.decode_cost > 1
+    assert (found.runner.cuda_graph_max_rows, found.memory.mem_fraction_static) == (1024, 0.88)
+    assert settings(model, machine, disable_overlap_schedule=True).scheduler.depth == 0
+    assert settings(model, machine, disable_cuda_graph=True).runner.cuda_graph_max_rows == 0
+    assert settings(model, machine, cuda_graph_max_bs=64).runner.cuda_graph_max_rows == 64
+    assert settings(model, machine, max_running_requests=5).runner.cuda_graph_max_rows == 5
+    assert settings(model, machine, device="cpu").runner.device == "cpu"
+    assert settings(model, machine, dtype="half").model.dtype == "float16"
+
+
+def test_steps_of_embedders_on_a_gpu_hold_more_tokens_the_smaller_the_model() -> None:
+    machine = replace(MACHINE, num_gpus=1, has_triton=True)
+    base = replace(MODEL, task="embed", is_causal=False, vocab_size=30_522, hidden_size=768, num_layers=12)
+    large, largest = replace(base, hidden_size=1024, num_layers=24), replace(base, hidden_size=4096, num_layers=36)
+    found = [settings(model, machine).scheduler.chunk_tokens for model in (MODEL, base, large, largest)]
+    assert found == [8192, 31_744, 10_240, 8192]
+    assert settings(base, machine, chunked_prefill_size=64).scheduler.chunk_tokens == 64
+    assert settings(base, machine, device="cpu").scheduler.chunk_tokens == 512
+
+
+def test_the_attention_backend_fits_the_model() -> None:
+    machine = replace(MACHINE, num_gpus=1, has_triton=True)
+
+    def backends(model: ModelFacts = MODEL, **arguments: object) -> tuple[str, str]:
+        found = settings(model, machine, **arguments).runner
+        return found.attention_backend, found.fallback_backend
+
+    assert backends() == ("flashinfer", "triton")
+    assert backends(attention_backend="flashinfer") == ("flashinfer", "")
+    assert backends(attention_backend="torch") == ("torch", "")
+    assert backends(dtype="float32") == ("triton", "triton")
+    assert settings(startup_timeout=100).runner.compile_timeout_s == pytest.approx(90)
+
+
+def test_deterministic_inference_chooses_batch_invariance() -> None:
+    machine = replace(MACHINE, num_gpus=1, has_triton=True)
+    model = replace(MODEL, heads=replace(MODEL.heads, head_dim=128))
+    on = {"enable_deterministic_inference": True}
+    assert settings(model, machine).runner.batch_invariant is False
+    found = settings(model, machine, **on).runner
+    assert (found.batch_invariant, found.attention_backend) == (True, "triton")
+    assert settings(model, machine, attention_backend="triton", **on).runner.attention_backend == "triton"
+    for backend in ("flashinfer", "torch"):
+        with pytest.raises(ValueError, match=f"attention_backend='{backend}'.*'auto' or 'triton'"):
+            settings(model, machine, attention_backend=backend, **on)
+    assert settings(model, **on).runner.attention_backend == "fused"  # a CPU
+    assert settings(model, attention_backend="torch", **on).runner.attention_backend == "torch"
+
+
+@pytest.mark.parametrize("backend", ["flashinfer", "triton"])
+def test_backends_of_a_gpu_need_one(backend: str) -> None:
+    with pytest.raises(ValueError, match=f"attention_backend='{backend}' needs an NVIDIA GPU"):
+        settings(attention_backend=backend)
+
+
+def test_the_backend_of_a_cpu_needs_one() -> None:
+    assert settings(attention_backend="fused").runner.attention_backend == "fused"
+    with pytest.raises(ValueError, match="attention_backend='fused' is for the CPU"):
+        settings(machine=replace(MACHINE, num_gpus=1, has_triton=True), attention_backend="fused")
+
+
+def test_a_gpu_without_triton_is_not_used() -> None:
+    assert settings(machine=replace(MACHINE, num_gpus=1)).runner.device == "cpu"
+
+
+def test_inconsistent_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="context_length must be at most 1000.*got 1001"):
+        settings(context_length=1001)
+    with pytest.raises(ValueError, match="max_total_tokens must be at least one page"):
+        settings(max_total_tokens=8, page_size=16)
+    with pytest.raises(ValueError, match="device='cuda' is not available"):
+        settings(device="cuda")
+    with pytest.raises(ValueError, match="attention_backend='flashinfer' needs an NVIDIA GPU"):
+        settings(attention_backend="flashinfer")
+    with pytest.raises(ValueError, match="dtype='float16' is not available on a CPU"):
+        settings(dtype="half")
+    with pytest.raises(ValueError, match="no tokenizer.json.*skip_tokenizer_init"):
+        settings(replace(MODEL, tokenizer_path=None))
+    with pytest.raises(ValueError, match="'elsewhere' has no tokenizer.json"):
+        settings(replace(MODEL, tokenizer_path=None), tokenizer_path="elsewhere")
+    with pytest.raises(ValueError, match="no weights here"):
+        settings(replace(MODEL, weights=StoredWeights(missing="no weights here")))
+    with pytest.raises(ValueError, match="load_format='gguf', and '/model' is no GGUF file"):
+        settings(load_format="gguf")
+    assert (
+        settings(replace(MODEL, weights=StoredWeights(missing="x")), load_format="dummy").model.load_format == "dummy"
+    )
+
+
+@pytest.mark.parametrize(
+    ("page_size", "arguments", "message"),
+    [
+        (3, {}, "power of two from 1 to 512 with attention_backend='fused', got 3; 'torch'"),
+        (1024, {}, "power of two from 1 to 512"),
+    ],
+)
+def test_page_sizes_that_the_cpu_backend_does_not_support_are_refused(
+    page_size: int, arguments: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        settings(page_size=page_size, **arguments)
+
+
+def test_page_sizes_of_the_other_backends() -> None:
+    gpu = replace(MACHINE, num_gpus=1, has_triton=True)
+    assert settings(machine=gpu, page_size=3).memory.page_size == 3
+    assert settings(machine=gpu, page_size=1024, attention_backend="triton").memory.page_size == 1024
+    assert [settings(page_size=2**power).memory.page_size for power in range(10)] == [2**power for power in range(10)]
+    for machine in (gpu, MACHINE):
+        assert settings(machine=machine, page_size=1000, attention_backend="torch").memory.page_size == 1000
+
+
+LAYERS = {
+    f"model.layers.{layer}.self_attn.{name}": (8, 8) for layer in range(2) for name in ("q_proj", "k_proj", "v_proj")
+}
+ADAPTED = replace(MODEL, linear_layers=LAYERS)
+
+
+def lora_of(folders: list[AdapterFolder], **arguments: object) -> LoraSettings | None:
+    return resolve(engine_config(None, arguments), ADAPTED, MACHINE, folders).runner.lora
+
+
+def test_adapters_of_the_start_say_ranks_and_modules(tmp_path: Path) -> None:
+    layers = {name: shape for name, shape in LAYERS.items() if "q_proj" in name}
+    folders = [
+        read_folder(write_adapter(tmp_path / "a", rank=4, layers=layers)),
+        read_folder(write_adapter(tmp_path / "b", rank=2, layers=LAYERS)),
+    ]
+    paths = [str(folder.path) for folder in folders]
+    assert lora_of(folders, lora_paths=paths) == LoraSettings(
+        num_slots=8, max_rank=4, modules=("k_proj", "q_proj", "v_proj")
+    )
+    assert lora_of(folders[:1], lora_paths=paths[:1], max_lora_rank=16, lora_target_modules="all") == LoraSettings(
+        num_slots=8, max_rank=16
+    )
+
+
+def test_without_adapters_of_the_start_their_bounds_are_needed() -> None:
+    assert lora_of([]) is lora_of([], enable_lora=False) is lora_of([], max_lora_rank=8) is None
+    bounds = {"max_lora_rank": 8, "lora_target_modules": ["qkv_proj"], "max_loras_per_batch": 2, "max_loaded_loras": 3}
+    assert lora_of([], enable_lora=True, **bounds) == LoraSettings(
+        num_slots=2, max_rank=8, modules=("q_proj", "k_proj", "v_proj"), max_loaded=3
+    )
+    with pytest.raises(ValueError, match=r"max_lora_rank.*lora_target_modules"):
+        lora_of([], enable_lora=True, max_lora_rank=8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"enable_lora": False, "lora_paths": ["a=/a"]}, "lora_paths is given with enable_lora=False"),
+        ({"max_loaded_loras": 3, "max_loras_per_batch": 4}, "at least max_loras_per_batch=4, got 3"),
+        ({"lora_target_modules": ["q_proj", "x_proj"]}, "'x_proj', which this model has not; it has k_proj, q_proj"),
+        (
+            {"lora_paths": [{"lora_name": "a", "lora_path": "/a", "pinned": True}], "max_loras_per_batch": 1},
+            "1 pinned adapter, and max_loras_per_batch=1",
+        ),
+    ],
+)
+def test_bounds_of_adapters_that_do_not_fit_together(arguments: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        lora_of([], **{"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": "all", **arguments})
+
+
+def test_models_that_attend_in_both_directions_have_no_adapters() -> None:
+    with pytest.raises(ValueError, match="attend to all"):
+        settings(replace(MODEL, is_causal=False), enable_lora=True, max_lora_rank=8, lora_target_modules="all")
