@@ -9,7 +9,7 @@ padded with copies to the smallest row count from which all counts agree, and sp
 no counts agree, rows are computed one by one. On a GPU, results are independent of T only with ``batch_invariant``.
 
 oneDNN compiles code for each pair of row count and weight shape, at least 0.5 MB in 0.5 to 4 ms, and keeps it. So using
-few row counts also saves memory and time. ``processes.host.limit_kernel_cache`` limits the cached code.
+few row counts also saves memory and time. ``child_process.host.limit_kernel_cache`` limits the cached code.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
 
 from aioengine.errors import RequestError, describe
 from aioengine.model_files.checkpoint import check_unchanged
-from aioengine.processes.child import Child, run_child
-from aioengine.processes.host import limit_threads
-from aioengine.processes.open_text import OpenText, TextSource
+from aioengine.child_process.child import Child, run_child
+from aioengine.child_process.host import limit_threads
+from aioengine.text.open_text import OpenText, TextSource
 from aioengine.protocol.board import NO_END, CrashBoard, blank_board
 from aioengine.protocol.messages import (
     SCHEDULER,

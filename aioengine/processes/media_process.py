@@ -27,7 +27,7 @@ from aioengine.errors import describe
 from aioengine.media._base import ImageShape
 from aioengine.processes import resampling
 from aioengine.processes.array_files import reserve, write_arrays
-from aioengine.processes.host import die_with_parent, handle_signals, limit_threads, name_process
+from aioengine.child_process.host import die_with_parent, handle_signals, limit_threads, name_process
 from aioengine.processes.image_arrays import LatePictures, faster
 from aioengine.processes.picture_bytes import STORED_BYTES, bytes_of
 from aioengine.processes.picture_files import SpareFiles, fits_in_file

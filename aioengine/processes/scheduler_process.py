@@ -16,11 +16,11 @@ import msgspec
 
 from aioengine.constraints.grammars import GrammarError, Grammars
 from aioengine.errors import describe
-from aioengine.processes.adapter_loading import STAGE, AdapterRunner, Adapters, Copies
-from aioengine.processes.child import Child, run_child
-from aioengine.processes.host import keep_freed_memory, limit_kernel_cache, limit_threads
-from aioengine.processes.profile import Profile
-from aioengine.processes.uplink import encodable
+from aioengine.scheduler.adapter_loading import STAGE, AdapterRunner, Adapters, Copies
+from aioengine.child_process.child import Child, run_child
+from aioengine.child_process.host import keep_freed_memory, limit_kernel_cache, limit_threads
+from aioengine.runner.profile import Profile
+from aioengine.child_process.uplink import encodable
 from aioengine.protocol.messages import (
     DETOKENIZER,
     LOAD_ADAPTER,

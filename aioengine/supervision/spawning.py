@@ -15,7 +15,7 @@ from aioengine.errors import EngineStartupError
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-_BOOTSTRAP = Path(__file__).resolve().parents[1] / "processes" / "bootstrap.py"
+_BOOTSTRAP = Path(__file__).resolve().parents[1] / "child_process" / "bootstrap.py"
 
 _no_forks = threading.RLock()
 """Forks of the program wait while a child starts: each would inherit the pipe on whose end ``Popen`` waits, and so hold

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import aioengine
 from aioengine.processes.detokenizer_process import DetokenizerService
-from aioengine.processes.open_text import TextSource
+from aioengine.text.open_text import TextSource
 from aioengine.protocol.codec import FrameDecoder, FrameEncoder
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import FirstToken, Message, StepOutput, TextChunks, TextOpened, TextRules

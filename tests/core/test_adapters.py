@@ -14,7 +14,7 @@ from msgspec.structs import asdict, replace
 
 from aioengine.model_files import adapter_folder
 from aioengine.processes import adapter_loading
-from aioengine.processes.adapter_loading import Adapters, Copies
+from aioengine.scheduler.adapter_loading import Adapters, Copies
 from aioengine.protocol.messages import LOAD_ADAPTER, UNLOAD_ADAPTER, Adapter, Control, FinishCode, Limits, Reply
 from aioengine.scheduler.core import SchedulerCore
 from aioengine.scheduler.gates import Gate

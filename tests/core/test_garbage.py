@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from aioengine.processes.child import GC_THRESHOLDS
+from aioengine.child_process.child import GC_THRESHOLDS
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import Limits, Submit
 from aioengine.scheduler.plan import TOKENS, StepResult

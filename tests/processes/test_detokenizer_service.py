@@ -10,7 +10,7 @@ import pytest
 from aioengine.errors import RequestError
 from aioengine.processes import open_text
 from aioengine.processes.detokenizer_process import DetokenizerService, build_service
-from aioengine.processes.open_text import OpenText, TextSource
+from aioengine.text.open_text import OpenText, TextSource
 from aioengine.protocol.board import CrashBoard, blank_board, read_board
 from aioengine.protocol.columns import Extra, TokenColumns
 from aioengine.protocol.messages import (

@@ -24,7 +24,7 @@ import psutil
 import pytest
 import zmq
 
-from aioengine.processes.host import limit_threads
+from aioengine.child_process.host import limit_threads
 from aioengine.protocol.messages import FinishCode, Limits, Sampling
 from aioengine.testing.fake_runner import FakeModel, reference_output
 from aioengine.transport.addresses import PrivateDirectory
@@ -329,7 +329,7 @@ def test_threads_are_limited_and_sleep_soon_unless_wished_otherwise(
 
 FREEING = """
 import resource
-from aioengine.processes.host import keep_freed_memory
+from aioengine.child_process.host import keep_freed_memory
 
 keep_freed_memory()
 block = bytearray(8 << 20)

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from aioengine.errors import EngineStartupError
-from aioengine.processes.bootstrap import merged
+from aioengine.child_process.bootstrap import merged
 from aioengine.supervision.spawning import import_path
 from tests.kit.source import ROOT
 from tests.processes.engine_kit import Frontend, fake_settings

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from aioengine.processes.detokenizer_process import STEP_BUDGET_S, DetokenizerService, MatchingQueue
-from aioengine.processes.open_text import OpenText, TextSource
+from aioengine.text.open_text import OpenText, TextSource
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import (
     Abort,

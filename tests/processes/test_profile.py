@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from aioengine import AsyncEngine, Engine
-from aioengine.processes.profile import Profile
+from aioengine.runner.profile import Profile
 from aioengine.scheduler.plan import TOKENS, Plan, Row
 
 PROMPT = "Once upon a time"

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from aioengine.constraints.grammars import BYTES_PER_GRAMMAR, Grammars
-from aioengine.processes.profile import Profile
+from aioengine.runner.profile import Profile
 from aioengine.processes.scheduler_process import SchedulerService, build_service, load_factory
 from aioengine.protocol.messages import (
     Abort,

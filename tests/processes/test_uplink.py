@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from aioengine.processes import uplink as module
-from aioengine.processes.uplink import ForwardedLogs, Uplink, forward_logs
+from aioengine.child_process.uplink import ForwardedLogs, Uplink, forward_logs
 from aioengine.protocol.messages import LogRecord, Message, Progress
 from aioengine.transport.base import BacklogFullError
 

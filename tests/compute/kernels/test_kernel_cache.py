@@ -21,7 +21,7 @@ MAX_GROWTH = 100_000_000
 MANY_COUNTS = """
 import sys
 from pathlib import Path
-from aioengine.processes.host import limit_kernel_cache, limit_threads
+from aioengine.child_process.host import limit_kernel_cache, limit_threads
 limit_threads(1)
 limit_kernel_cache()
 import torch
