@@ -25,12 +25,12 @@ import torch
 from PIL import Image
 
 from aioengine import Engine, models
-from aioengine.frontend.image_intake import folder_base
-from aioengine.frontend.image_sources import ImageSource, read_source
-from aioengine.media._base import find_image_model
+from aioengine.media.intake.image_intake import folder_base
+from aioengine.media.intake.sources import ImageSource, read_source
+from aioengine.media.service import resampling
+from aioengine.media.service.worker import MediaWorker, load_processor
+from aioengine.media.tokens._base import find_image_model
 from aioengine.models._base import ModelOptions, VisionModel
-from aioengine.processes import resampling
-from aioengine.processes.media_process import MediaWorker, load_processor
 from aioengine.protocol.media import MediaOrders, PrepareJob
 from aioengine.runner import weights
 from aioengine.runner.tensor_files import read_arrays

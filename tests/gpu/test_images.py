@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from aioengine import Engine, models
+from aioengine.media.service.array_files import write_arrays
 from aioengine.models._base import ModelOptions, VisionModel
-from aioengine.processes.array_files import write_arrays
 from aioengine.runner import weights
 from aioengine.runner.device_memory import image_memory
 from aioengine.runner.tensor_files import read_arrays

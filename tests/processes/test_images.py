@@ -28,12 +28,12 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from aioengine import AsyncEngine, EngineError, RequestError
-from aioengine.frontend import image_prompts
-from aioengine.frontend.image_intake import ImageIntake, ImagesOfPrompt, folder_base
-from aioengine.frontend.image_sources import ImageSource
+from aioengine.frontend.intake import image_prompts
 from aioengine.frontend.startup import Blueprint
-from aioengine.media._base import find_image_model
-from aioengine.processes.media_process import MediaWorker, PixelGate
+from aioengine.media.intake.image_intake import ImageIntake, ImagesOfPrompt, folder_base
+from aioengine.media.intake.sources import ImageSource
+from aioengine.media.service.worker import MediaWorker, PixelGate
+from aioengine.media.tokens._base import find_image_model
 from aioengine.protocol.media import Cancelled, FetchJob, PrepareJob, Waits, encode_line
 from aioengine.protocol.messages import Submit
 from aioengine.testing.fake_engine import FakeSetup
@@ -279,7 +279,7 @@ async def test_kept_files_are_removed_beyond_their_limit_the_least_recently_used
     [last] = submitted[-1].media
     assert last.content in intake(engine).files
     assert submitted[0].media[0].content not in intake(engine).files
-    monkeypatch.setattr("aioengine.frontend.image_intake.MAX_KEPT_FILES", 2)
+    monkeypatch.setattr("aioengine.media.intake.image_intake.MAX_KEPT_FILES", 2)
     for seed in (204, 206):  # the first is there, and older than the last
         await engine.async_generate("<image> a", SHORT, image_data=png(picture(seed)))
     await settled(engine)
@@ -627,7 +627,7 @@ async def test_images_that_a_dead_engine_left_in_shared_memory_take_no_room_of_t
     left = PrivateDirectory(str(tmp_path))
     await asyncio.to_thread(Path(left.path, "1.media").write_bytes, bytes(1000))
     os.close(left._lock)  # as the end of its program does
-    monkeypatch.setattr("aioengine.frontend.image_intake.SHARED_MEMORY", str(tmp_path))
-    monkeypatch.setattr("aioengine.frontend.image_intake.MIN_SHARED_BYTES", 1 << 60)
+    monkeypatch.setattr("aioengine.media.intake.image_intake.SHARED_MEMORY", str(tmp_path))
+    monkeypatch.setattr("aioengine.media.intake.image_intake.MIN_SHARED_BYTES", 1 << 60)
     assert folder_base() == tempfile.gettempdir()
     assert not await asyncio.to_thread(Path(left.path).exists)

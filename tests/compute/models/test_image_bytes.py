@@ -12,12 +12,12 @@ import pytest
 import torch
 from PIL import Image
 
-from aioengine.media._base import find_image_model
+from aioengine.media.service import resampling
+from aioengine.media.service.image_arrays import LatePictures, faster
+from aioengine.media.service.picture_bytes import bytes_of
+from aioengine.media.tokens._base import find_image_model
 from aioengine.models._image_pixels import looked_up, resized
 from aioengine.models._qwen_tower import cut
-from aioengine.processes import resampling
-from aioengine.processes.image_arrays import LatePictures, faster
-from aioengine.processes.picture_bytes import bytes_of
 from tests.kit.image_models import FAMILIES, write_image_folder
 
 SIZES = [(90, 50), (20, 20), (64, 97), (700, 520)]

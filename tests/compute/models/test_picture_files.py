@@ -12,10 +12,10 @@ import pytest
 from PIL import Image
 from safetensors.numpy import load_file
 
-from aioengine.media._base import find_image_model
-from aioengine.processes import picture_files
-from aioengine.processes.media_process import MediaWorker, load_processor
-from aioengine.processes.picture_files import MAX_SPARES, PictureFile, SpareFiles
+from aioengine.media.service import picture_files
+from aioengine.media.service.picture_files import MAX_SPARES, PictureFile, SpareFiles
+from aioengine.media.service.worker import MediaWorker, load_processor
+from aioengine.media.tokens._base import find_image_model
 from aioengine.protocol.media import JobEnd, MediaOrders, Prepared, PrepareJob, Refused
 from tests.kit.image_models import FAMILIES, write_image_folder
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from aioengine.processes.array_files import reserve, write_arrays
+from aioengine.media.service.array_files import reserve, write_arrays
 from aioengine.runner.tensor_files import read_arrays
 
 ARRAYS = {

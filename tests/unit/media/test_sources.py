@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from aioengine.frontend.image_sources import ImageSource, image_source, read_source
+from aioengine.media.intake.sources import ImageSource, image_source, read_source
 from aioengine.settings.config import MediaConfig
 
 

@@ -92,7 +92,7 @@ def image_source(name: str, value: object) -> ImageSource:
             return ImageSource("web", checks.text(name, text))
         return ImageSource("text", text)
     if isinstance(value, bytes | bytearray | memoryview):
-        return ImageSource("bytes", bytes(value))
+        return ImageSource("bytes", bytes(cast("bytes", value)))
     if isinstance(value, os.PathLike):
         path = os.fspath(cast("os.PathLike[str] | os.PathLike[bytes]", value))
         return ImageSource("path", os.fsdecode(path))
@@ -112,7 +112,7 @@ def part_source(name: str, part: Mapping[str, object]) -> ImageSource | None:
         given = part.get("image_url")
         url = cast("Mapping[object, object]", given).get("url") if isinstance(given, Mapping) else given
         if not isinstance(url, str):
-            raise checks.wrong_type(f"image_url of {name}", 'a URL, or a dict {"url": ...}', given)
+            raise checks.wrong_type(f"image_url of {name}", 'a URL, or a dict {"url": ...}', part.get("image_url"))
         return image_source(f"the URL of {name}", url)
     if unknown := sorted(map(str, part.keys() - {"type", *CONTENT})):
         raise ValueError(
@@ -230,7 +230,7 @@ def read_source(source: ImageSource, limits: MediaConfig) -> SourceBytes:
 
 
 def _read_picture(value: object, limits: MediaConfig) -> SourceBytes:
-    from aioengine import pictures  # imports Pillow, which is there
+    from aioengine.media import pictures  # imports Pillow, which is there
 
     picture = cast("pictures.PillowImage", value)
     pictures.check_pixels(picture, limits.max_image_pixels)

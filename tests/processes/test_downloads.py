@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from aioengine.processes import web
-from aioengine.processes.web import MAX_REDIRECTS, Cancellation, WebLimits, fetch, is_public
+from aioengine.media.service import download
+from aioengine.media.service.download import MAX_REDIRECTS, Cancellation, WebLimits, fetch, is_public
 
 LIMITS = WebLimits(max_bytes=100_000, timeout_s=5.0, allows_private=True)
 BODY = bytes(range(256)) * 16
@@ -141,7 +141,7 @@ def test_private_addresses_are_not_connected_to(server: Server) -> None:
 
 
 def test_each_redirect_is_checked_too(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web, "is_public", lambda address: str(address) == "127.0.0.1")
+    monkeypatch.setattr(download, "is_public", lambda address: str(address) == "127.0.0.1")
     port = server.server_address[1]
     server.answers["/inward"] = answer(status="301 M", Location=f"http://127.0.0.2:{port}/plain")
     with pytest.raises(ValueError, match=r"'127.0.0.2' has the address 127.0.0.2, which is not public"):

@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from aioengine.processes import resampling
+from aioengine.media.service import resampling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from aioengine.processes.resampling import RowsFirst
+    from aioengine.media.service.resampling import RowsFirst
 
 Found = TypeVar("Found")
 Bytes = npt.NDArray[np.uint8]

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import numpy as np
 from PIL import Image
 
-from aioengine import pictures
-from aioengine.processes.array_files import header_of, write_arrays
-from aioengine.processes.picture_bytes import STORED_BYTES
+from aioengine.media import pictures
+from aioengine.media.service.array_files import header_of, write_arrays
+from aioengine.media.service.picture_bytes import STORED_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
