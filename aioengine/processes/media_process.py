@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import faulthandler
 import os
 import socket
-import threading
-from concurrent import futures
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from PIL import Image
 
 from aioengine.media import pictures
-from aioengine.media.service.worker import MediaWorker, load_processor
+from aioengine.media.service.processors import load_processor
+from aioengine.media.service.worker import MediaWorker
 from aioengine.processes.host import die_with_parent, handle_signals, limit_threads, name_process
-from aioengine.protocol.media import (
-    NUM_FETCHES,
-    CancelJob,
-    FetchJob,
-    MediaReady,
-    decode_job,
-    decode_media_orders,
-    encode_line,
-)
+from aioengine.protocol.media import CancelJob, MediaReady, decode_job, decode_media_orders, encode_line
 
 if TYPE_CHECKING:
     from aioengine.protocol.media import Job, JobEnd, Waits
+
+MAX_LINE: Final = 1 << 20
+"""Bytes of a message. URLs and paths are the only long parts."""
 
 
 def main() -> None:
@@ -37,35 +32,38 @@ def main() -> None:
     die_with_parent(orders.parent_pid)
     limit_threads(1)
     pictures.limit_pixels(orders.max_pixels)
-    worker = MediaWorker(orders, *load_processor(orders))
-    Image.init()  # loads the decoders, now and not for the first picture
+    processor, device_resize = load_processor(orders)
+    Image.init()  # loads the decoders before the first picture
+    channel = socket.socket(fileno=orders.socket_fd)
     with contextlib.suppress(SystemExit, OSError):  # asked to end, or the frontend has ended
-        _serve(socket.socket(fileno=orders.socket_fd), worker, orders.num_workers)
+        asyncio.run(_serve(channel, MediaWorker(orders, processor, device_resize)))
     os._exit(0)
 
 
-def _serve(channel: socket.socket, worker: MediaWorker, num_workers: int) -> None:
-    lock = threading.Lock()
+async def _serve(channel: socket.socket, worker: MediaWorker) -> None:
+    loop = asyncio.get_running_loop()
+    channel.setblocking(False)
+    reader, writer = await asyncio.open_connection(sock=channel, limit=MAX_LINE)
+    tasks: set[asyncio.Task[None]] = set()
 
     def send(reply: MediaReady | Waits | JobEnd) -> None:
-        with lock:
-            channel.sendall(encode_line([reply]))
+        writer.write(encode_line([reply]))
 
-    def work(job: Job) -> None:
-        send(worker.do(job, send))
-        worker.spares.make()
+    def report(waits: Waits) -> None:
+        loop.call_soon_threadsafe(send, waits)
 
-    prepares = futures.ThreadPoolExecutor(num_workers, "prepare")
-    fetches = futures.ThreadPoolExecutor(NUM_FETCHES, "fetch")
+    async def do(job: Job) -> None:
+        send(await worker.do(job, report))
+
     send(MediaReady())
-    for line in channel.makefile("rb"):
+    while line := await reader.readline():
         job = decode_job(line)
         if isinstance(job, CancelJob):
             worker.cancel(job.id)
             continue
-        worker.accept(job)
-        pool = fetches if isinstance(job, FetchJob) else prepares
-        pool.submit(work, job)
+        tasks.add(task := asyncio.create_task(do(job)))
+        task.add_done_callback(tasks.discard)
+        await asyncio.sleep(0)  # the job has begun when the next line, which may cancel it, is read
 
 
 def _read_line(fd: int) -> bytes:

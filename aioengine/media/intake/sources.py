@@ -29,6 +29,7 @@ CONTENT: Final = ("image", "url", "path", "base64")
 
 NOT_TRUNCATED: Final = "truncate_prompt_tokens is for prompts without images, which cannot be cut; shorten the text"
 MAX_PATH: Final = 4096
+MAX_URL: Final = 8192
 _WEB: Final = ("http://", "https://")
 _DECODING: Final = tuple(threading.Lock() for _ in range(61))
 """By the id of a picture: one that was only opened is loaded now, which Pillow can do on one thread at a time."""
@@ -89,6 +90,8 @@ def image_source(name: str, value: object) -> ImageSource:
         if not text:
             raise ValueError(f"{name} is empty; give {ALLOWED}")
         if text[:8].lower().startswith(_WEB):
+            if len(text) > MAX_URL:
+                raise ValueError(f"{name} is a URL of {len(text)} characters; at most {MAX_URL} are allowed")
             return ImageSource("web", checks.text(name, text))
         return ImageSource("text", text)
     if isinstance(value, bytes | bytearray | memoryview):

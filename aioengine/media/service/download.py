@@ -1,32 +1,33 @@
-"""Files from the web: one GET with a limit of bytes, of time and of redirects, to addresses that are allowed.
+"""Downloads images, with limits on bytes, time, redirects and addresses.
 
-The address that was checked is the one that is connected to: names are looked up once for each request. The proxies of
-the environment are not used, since they would connect to addresses that cannot be checked here.
+HTTP is spoken by a transport of httpx. ``httpx.AsyncClient`` is not used, because it would break promises of ours: it
+reads the whole body of a redirect, inflates a compressed body without a limit, ignores unknown content encodings, and
+keeps cookies between downloads.
 """
 
 from __future__ import annotations
 
-import contextlib
-import http.client
+import asyncio
 import ipaddress
 import socket
 import ssl
-import threading
-import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
-from urllib.parse import SplitResult, urljoin, urlsplit
+
+import httpx
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 MAX_REDIRECTS: Final = 5
-MAX_URL: Final = 8192
-PIECE_BYTES: Final = 64 * 1024
-_REDIRECTS: Final = (301, 302, 303, 307, 308)
+MAX_LOOKUPS: Final = 64
+"""Threads for DNS lookups, which cannot be cancelled: each may outlast its download."""
+
+_PORTS: Final = {"http": 80, "https": 443}
 _HEADERS: Final = {"User-Agent": "aioengine", "Accept": "image/*", "Accept-Encoding": "identity"}
+_COMPRESSED: Final = ("gzip", "x-gzip", "deflate")
 _NAT64: Final = ipaddress.ip_network("64:ff9b::/96")
 # IANA's special-purpose address registries (iana-ipv4-special-registry and iana-ipv6-special-registry, 2025): networks
 # that are not globally reachable. ``is_global`` of older Python releases lacks some. They contain the metadata services
@@ -38,59 +39,121 @@ _NOT_PUBLIC_NETWORKS: Final = (
     "5f00::/16", "fc00::/7", "fe80::/10", "fec0::/10", "168.63.129.16/32",
 )  # fmt: skip
 _NOT_PUBLIC: Final = tuple(map(ipaddress.ip_network, _NOT_PUBLIC_NETWORKS))
-_COMPRESSED: Final = ("gzip", "x-gzip", "deflate")
 
 
-class WebLimits(NamedTuple):
-    """``timeout_s``: for all of it, the redirects too. ``allows_private``: also addresses that are not public."""
+class DownloadLimits(NamedTuple):
+    """``timeout_s``: for the whole download, with its redirects. ``allows_private``: also addresses not public."""
 
     max_bytes: int
     timeout_s: float
     allows_private: bool = False
 
 
-class Cancellation:
-    """Ends work early, from any thread. What waits is woken by ``wake``, which is called once at most."""
+class Downloader:
+    """Downloads images. On one event loop."""
 
-    def __init__(self) -> None:
-        self.is_cancelled = False
-        self._wake: Callable[[], None] | None = None
-        self._lock = threading.Lock()
+    def __init__(self, limits: DownloadLimits) -> None:
+        self._limits = limits
+        # No connection is kept: another host with the same address could get it without a check of its certificate.
+        # Proxies of the environment are not used: they would connect to addresses that cannot be checked here.
+        self._transport = httpx.AsyncHTTPTransport(
+            verify=ssl.create_default_context(),
+            trust_env=False,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+        )
+        self._lookups = ThreadPoolExecutor(MAX_LOOKUPS, "lookup")
 
-    def cancel(self) -> None:
-        with self._lock:
-            self.is_cancelled = True
-            if self._wake is not None:
-                self._wake()
+    async def fetch(self, address: str) -> bytes:
+        """Return the body at a URL.
 
-    def set_wake(self, wake: Callable[[], None] | None) -> None:
-        """None: nothing waits. It is called now where this is cancelled already."""
-        with self._lock:
-            self._wake = wake
-            if self.is_cancelled and wake is not None:
-                wake()
+        Raises ValueError if it cannot be downloaded within the limits. The message does not contain the URL.
+        """
+        if not address.isascii() or any(character <= " " or character == "\x7f" for character in address):
+            raise ValueError("the URL has characters that must be written as %XX")
+        try:
+            async with asyncio.timeout(self._limits.timeout_s):
+                url = httpx.URL(address)
+                for _ in range(MAX_REDIRECTS + 1):
+                    response = await self._request(url)
+                    try:
+                        if not response.has_redirect_location:
+                            return await self._read(response)
+                        url = url.join(response.headers["Location"])
+                    finally:
+                        await response.aclose()
+        except TimeoutError:
+            raise ValueError(f"it was not there within media_timeout={self._limits.timeout_s:g} seconds") from None
+        except (httpx.HTTPError, httpx.InvalidURL, zlib.error) as error:
+            raise ValueError(f"it could not be read: {type(error).__name__}: {error}") from error
+        raise ValueError(f"more than {MAX_REDIRECTS} redirects")
 
+    async def _request(self, url: httpx.URL) -> httpx.Response:
+        """Send a GET request to the first allowed address of the host that accepts a connection."""
+        if url.scheme not in _PORTS:
+            raise ValueError(f"it redirects to a URL of the scheme {url.scheme!r:.80}, which is not http or https")
+        if not url.host:
+            raise ValueError("the URL names no host")
+        if url.userinfo:
+            raise ValueError("the URL has a user name; pass the bytes of such files")
+        host, port = url.raw_host.decode(), url.port or _PORTS[url.scheme]
+        headers = {**_HEADERS, "Host": url.netloc.decode()}
+        refused = problem = ""
+        for address in await self._addresses(host, port):
+            if not (self._limits.allows_private or is_public(ipaddress.ip_address(address.partition("%")[0]))):
+                refused = refused or address
+                continue
+            # The connection goes to the checked address. The certificate must be of the host.
+            request = httpx.Request(
+                "GET", url.copy_with(host=address), headers=headers, extensions={"sni_hostname": host}
+            )
+            try:
+                return await self._transport.handle_async_request(request)
+            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+                cause: BaseException = error
+                while cause.__cause__ is not None:  # the error of the operating system
+                    cause = cause.__cause__
+                problem = f"{address} port {port}: {cause}"
+        if refused and not problem:
+            raise ValueError(
+                f"its host {host!r} has the address {refused}, which is not public; allow_private_urls=True allows it"
+            )
+        raise ValueError(f"no connection to its host {host!r} ({problem or 'it has no address'})")
 
-def fetch(url: str, limits: WebLimits, cancellation: Cancellation | None = None) -> bytes:
-    """The body at ``url``.
+    async def _addresses(self, host: str, port: int) -> list[str]:
+        look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        try:
+            entries = await asyncio.get_running_loop().run_in_executor(self._lookups, look_up)
+        except (OSError, UnicodeError) as error:
+            raise ValueError(f"its host {host!r} has no address: {error}") from error
+        return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
-    Raises:
-        ValueError: it could not be got within the limits, or was cancelled; the message has no URL.
-    """
-    deadline = time.monotonic() + limits.timeout_s
-    cancellation = cancellation or Cancellation()
-    for _ in range(MAX_REDIRECTS + 1):
-        body, url = _one_request(url, limits, deadline, cancellation)
-        if body is not None:
-            return body
-    raise ValueError(f"more than {MAX_REDIRECTS} redirects")
+    async def _read(self, response: httpx.Response) -> bytes:
+        """Return the body. Both its compressed and its inflated size are limited."""
+        max_bytes = self._limits.max_bytes
+        too_large = ValueError(f"it has more than max_image_bytes={max_bytes} bytes")
+        if response.status_code != httpx.codes.OK:
+            raise ValueError(f"its host answered {response.status_code} {response.reason_phrase:.80}")
+        content_type = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+        if content_type.startswith(("text/", "application/json")):
+            raise ValueError(f"its host gave {content_type}, which is no picture")
+        length = response.headers.get("Content-Length", "")
+        if length.isdecimal() and int(length) > max_bytes:
+            raise too_large
+        encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
+        if encoding not in ("identity", "", *_COMPRESSED):
+            raise ValueError(f"its host sent it in the content encoding {encoding!r:.80}, which was not asked for")
+        inflater = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32) if encoding in _COMPRESSED else None
+        body, num_read = bytearray(), 0
+        async for piece in response.aiter_raw():
+            num_read += len(piece)
+            body += piece if inflater is None else inflater.decompress(piece, max_bytes + 1 - len(body))
+            if max(num_read, len(body)) > max_bytes:
+                raise too_large
+        return bytes(body)
 
 
 def is_public(address: Address) -> bool:
-    """Whether the address means the same machine everywhere on the internet, as does the IPv4 address that it embeds.
-
-    Teredo addresses are not public.
-    """
+    """Whether the address is globally reachable, with the IPv4 address that it embeds. Teredo addresses are not."""
     if isinstance(address, ipaddress.IPv6Address):
         if address in _NAT64:
             return is_public(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
@@ -101,183 +164,3 @@ def is_public(address: Address) -> bool:
     if any(address in network for network in _NOT_PUBLIC):
         return False
     return address.is_global and not (address.is_multicast or address.is_reserved or address.is_unspecified)
-
-
-class _Cutter:
-    """Shuts a connection down at the deadline, or when it is cancelled: whatever waits for it then goes on, however
-    slowly bytes trickled.
-    """
-
-    def __init__(self, connection: socket.socket, deadline: float, cancellation: Cancellation) -> None:
-        self._own = connection.dup()  # another descriptor of it, which stays this connection until ``end``
-        self._cancellation = cancellation
-        cancellation.set_wake(self._cut)
-        self._timer = threading.Timer(max(0.0, deadline - time.monotonic()), self._cut)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def _cut(self) -> None:
-        with contextlib.suppress(OSError):  # the other side has ended it
-            self._own.shutdown(socket.SHUT_RDWR)
-
-    def end(self) -> None:
-        self._cancellation.set_wake(None)
-        self._timer.cancel()
-        self._timer.join()
-        self._own.close()
-
-
-class _Connection(http.client.HTTPConnection):
-    """A connection to an address that was checked, under the name of its host."""
-
-    def __init__(self, target: SplitResult, limits: WebLimits, deadline: float, cancellation: Cancellation) -> None:
-        self._is_secure = target.scheme == "https"
-        super().__init__(target.hostname or "", target.port or (443 if self._is_secure else 80))
-        self._limits = limits
-        self._deadline = deadline
-        self._cancellation = cancellation
-        self._cutter: _Cutter | None = None
-
-    def connect(self) -> None:
-        self.sock = _connected(self.host, self.port, self._limits, self._deadline)
-        self._cutter = _Cutter(self.sock, self._deadline, self._cancellation)
-        if self._is_secure:
-            self.sock = ssl.create_default_context().wrap_socket(self.sock, server_hostname=self.host)
-
-    def end(self) -> None:
-        """Close it, and end the watch over its time; ``close`` is called before an answer is read."""
-        self.close()
-        if self._cutter is not None:
-            self._cutter.end()
-
-
-def _connected(host: str, port: int, limits: WebLimits, deadline: float) -> socket.socket:
-    """A connection to the first address of ``host`` that is allowed and answers."""
-    refused, problem = list[str](), ""
-    for address in _addresses(host, port, deadline):
-        if not (limits.allows_private or is_public(ipaddress.ip_address(address.partition("%")[0]))):
-            refused.append(address)
-            continue
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            raise _late(limits)
-        try:
-            connection = socket.create_connection((address, port), timeout=left_s)
-        except OSError as error:
-            problem = f"{address} port {port}: {error}"
-            continue
-        connection.settimeout(None)  # the deadline is the cutter's
-        return connection
-    if time.monotonic() >= deadline:
-        raise _late(limits)
-    if refused and not problem:
-        raise ValueError(
-            f"its host {host!r} has the address {refused[0]}, which is not public; allow_private_urls=True allows it"
-        )
-    raise ValueError(f"no connection to its host {host!r} ({problem or 'it has no address'})")
-
-
-def _addresses(host: str, port: int, deadline: float) -> list[str]:
-    """The addresses of a host, looked up on a thread: there is no limit of time for it."""
-    found: list[str] = []
-    errors: list[Exception] = []
-
-    def look_up() -> None:
-        try:
-            entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:
-            errors.append(error)
-        else:
-            found.extend(dict.fromkeys(str(entry[4][0]) for entry in entries))
-
-    thread = threading.Thread(target=look_up, name="look-up", daemon=True)
-    thread.start()
-    thread.join(max(0.0, deadline - time.monotonic()))
-    if errors:
-        raise ValueError(f"its host {host!r} has no address: {errors[0]}")
-    return list(found)
-
-
-def _one_request(url: str, limits: WebLimits, deadline: float, cancellation: Cancellation) -> tuple[bytes | None, str]:
-    """(its body, url), or (None, the URL that it redirects to)."""
-    target = _checked_url(url)
-    connection, answer = _Connection(target, limits, deadline, cancellation), None
-    try:
-        path = (target.path or "/") + (f"?{target.query}" if target.query else "")
-        connection.request("GET", path, headers=_HEADERS)
-        answer = connection.getresponse()
-        if answer.status in _REDIRECTS and (place := answer.getheader("Location")):
-            return None, urljoin(url, place)
-        if answer.status != http.client.OK:
-            raise ValueError(f"its host answered {answer.status} {answer.reason:.80}")
-        _check_headers(answer, limits)
-        body = bytearray()  # and no list, whose pieces may have a byte each
-        for part in _body(answer, limits, deadline):
-            body += part
-        return bytes(body), url
-    except (OSError, http.client.HTTPException, UnicodeError, zlib.error) as error:
-        if time.monotonic() >= deadline:
-            raise _late(limits) from error
-        raise ValueError(f"it could not be read: {type(error).__name__}: {error}") from error
-    finally:
-        if answer is not None:
-            answer.close()
-        connection.end()
-
-
-def _checked_url(url: str) -> SplitResult:
-    """A URL that can be asked for. Raises ValueError."""
-    if len(url) > MAX_URL:
-        raise ValueError(f"the URL has {len(url)} characters, more than {MAX_URL}")
-    if not url.isascii() or any(character <= " " or character == "\x7f" for character in url):
-        raise ValueError("the URL has characters that must be written as %XX")
-    target = urlsplit(url)
-    if target.scheme not in ("http", "https"):
-        raise ValueError(f"it redirects to a URL of the scheme {target.scheme!r:.80}, which is not http or https")
-    if not target.hostname:
-        raise ValueError("the URL names no host")
-    if target.username is not None:
-        raise ValueError("the URL has a user name; pass the bytes of such files")
-    return target
-
-
-def _check_headers(answer: http.client.HTTPResponse, limits: WebLimits) -> None:
-    kind = answer.headers.get_content_type()
-    if answer.getheader("Content-Type") and kind.startswith(("text/", "application/json")):
-        raise ValueError(f"its host gave {kind}, which is no picture")
-    length = answer.getheader("Content-Length", "")
-    if length.isdecimal() and int(length) > limits.max_bytes:
-        raise _too_large(limits)
-
-
-def _body(answer: http.client.HTTPResponse, limits: WebLimits, deadline: float) -> Iterator[bytes]:
-    """Its pieces. One that is compressed counts as it is, and as what it becomes."""
-    coding = answer.getheader("Content-Encoding", "identity").strip().lower()
-    if coding not in ("identity", "", *_COMPRESSED):
-        raise ValueError(f"its host sent it in the content encoding {coding!r:.80}, which was not asked for")
-    inflate = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32) if coding in _COMPRESSED else None
-    num_read = num_given = 0
-    while piece := answer.read1(PIECE_BYTES):
-        num_read += len(piece)
-        while piece:
-            part = piece
-            piece = b""
-            if inflate is not None:
-                part = inflate.decompress(part, PIECE_BYTES)
-                piece = inflate.unconsumed_tail
-            num_given += len(part)
-            if max(num_read, num_given) > limits.max_bytes:
-                raise _too_large(limits)
-            yield part
-    if time.monotonic() >= deadline:  # the end of what was read may be that of the connection, which was cut
-        raise _late(limits)
-    if answer.length:
-        raise ValueError(f"its host ended the connection {answer.length} bytes before the end")
-
-
-def _too_large(limits: WebLimits) -> ValueError:
-    return ValueError(f"it has more than max_image_bytes={limits.max_bytes} bytes")
-
-
-def _late(limits: WebLimits) -> ValueError:
-    return ValueError(f"it was not there within media_timeout={limits.timeout_s:g} seconds")
