@@ -8,8 +8,8 @@ from typing import Literal, TypedDict
 
 from aioengine.api import checks
 from aioengine.api.params import SamplingParams
-from aioengine.frontend.image_sources import Picture
 from aioengine.frontend.intake.prompts import Messages
+from aioengine.media.intake.sources import Picture
 
 Sampled = SamplingParams | Mapping[str, object]
 """Sampling parameters of one prompt."""
