@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from aioengine import logs, plugins
 from aioengine.api import checks
 from aioengine.api.params import FROM_MODEL, PARAMETERS
+from aioengine.families._block_config import AttentionConfig
 from aioengine.families._config import DecoderConfig, Task, as_embedder
 from aioengine.families._encoders import EncoderConfig
 from aioengine.families._fallback_config import linear_layers as fallback_layers
@@ -86,6 +87,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
         short_length: as in ``TransformerConfig``.
         task: "generate", "embed" or "classify". is_causal: a token attends to no later position.
         is_encoder: an encoder as BERT, not a decoder, whatever its task.
+        is_latent: latent attention (DeepSeek). has_soft_cap: attention with soft caps. Unknown for transformers' code.
         linear_layers: those that an adapter may change: name in the checkpoint -> (outputs, inputs).
         implementation: whose code computes it: "aioengine" or "transformers".
         sampling_defaults: of generation_config.json, for the parameters in ``params.FROM_MODEL``.
@@ -107,6 +109,8 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     task: str = "generate"
     is_causal: bool = True
     is_encoder: bool = False
+    is_latent: bool = False
+    has_soft_cap: bool = False
     keeps_states: bool = False
     whole_image_tokens: int = 0
     short_length: int = 0
@@ -289,6 +293,7 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
     if wanted.sampling_defaults == "model" and model.task is Task.GENERATE:
         defaults, left_out = _sampling_defaults(generation)
     text = config.text_config or _TextConfig()
+    attention = model.attention if isinstance(model, DecoderConfig) else AttentionConfig()
     eos = dict.fromkeys((*_ids(generation.eos_token_id), *_ids(config.eos_token_id), *_ids(text.eos_token_id)))
     return ModelFacts(
         path=path,
@@ -306,6 +311,8 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
         task=model.task.value,
         is_causal=model.is_causal,
         is_encoder=isinstance(model, EncoderConfig),
+        is_latent=attention.latent is not None,
+        has_soft_cap=attention.soft_cap is not None,
         keeps_states=model.keeps_states,
         short_length=model.short_length,
         whole_image_tokens=model.whole_image_tokens if isinstance(model, VisionConfig) else 0,

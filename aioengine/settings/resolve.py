@@ -83,7 +83,7 @@ def resolve(
             "depend on the batch"
         )
     dtype = _dtype(config, model, device, is_on_gpu=is_on_gpu)
-    backend = _attention_backend(config, dtype, is_on_gpu=is_on_gpu) if model.is_causal else PACKED
+    backend = _attention_backend(config, model, dtype, is_on_gpu=is_on_gpu)
     scheduler = _scheduler_settings(config, model, is_on_gpu=is_on_gpu)
     return Settings(
         model=_model_settings(config, model, dtype),
@@ -146,8 +146,13 @@ def _device(config: EngineConfig, device: DeviceFacts) -> str:
     return "cuda" if device.num_gpus and device.has_triton else "cpu"
 
 
-def _attention_backend(config: EngineConfig, dtype: str, *, is_on_gpu: bool) -> str:
-    """FlashInfer on a GPU, for the dtypes it supports. The runner finds out whether it works on this machine."""
+def _attention_backend(config: EngineConfig, model: ModelFacts, dtype: str, *, is_on_gpu: bool) -> str:
+    """Return the fastest backend that can compute the model. The runner checks that it works on this machine.
+
+    FlashInfer computes neither latent attention nor float32, and ``fused`` neither latent attention nor soft caps.
+    """
+    if not model.is_causal:
+        return PACKED
     wanted = config.device.attention_backend
     is_invariant = config.device.batch_invariant and is_on_gpu
     if wanted in {"flashinfer", "triton"} and not is_on_gpu:
@@ -159,11 +164,16 @@ def _attention_backend(config: EngineConfig, dtype: str, *, is_on_gpu: bool) -> 
             f"attention_backend={wanted!r} gives other bits in other batches on a GPU; enable_deterministic_inference "
             "works with 'auto' or 'triton'"
         )
-    if wanted != "auto":
-        return wanted
-    if not is_on_gpu:
-        return "fused"
-    return "triton" if dtype == "float32" or is_invariant else "flashinfer"
+    if wanted == "flashinfer" and model.is_latent:
+        raise ValueError(
+            "attention_backend='flashinfer' has no latent attention, which this model needs; 'triton', 'torch' and "
+            "'auto' work"
+        )
+    if is_on_gpu and wanted == "auto":
+        return "triton" if dtype == "float32" or is_invariant or model.is_latent else "flashinfer"
+    if wanted in {"auto", "fused"}:
+        return "torch" if model.is_latent or model.has_soft_cap else "fused"
+    return wanted
 
 
 def _graph_rows(config: EngineConfig, max_running: int) -> int:

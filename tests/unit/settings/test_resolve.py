@@ -146,6 +146,14 @@ def test_the_attention_backend_fits_the_model() -> None:
     assert backends(attention_backend="flashinfer") == ("flashinfer", "")
     assert backends(attention_backend="torch") == ("torch", "")
     assert backends(dtype="float32") == ("triton", "triton")
+    latent, soft_cap = replace(MODEL, is_latent=True), replace(MODEL, has_soft_cap=True)
+    assert backends(latent) == ("triton", "triton")
+    assert backends(soft_cap) == ("flashinfer", "triton")
+    for model in (latent, soft_cap):
+        assert settings(model).runner.attention_backend == "torch"
+        assert settings(model, attention_backend="fused").runner.attention_backend == "torch"
+    with pytest.raises(ValueError, match="'flashinfer' has no latent attention.*'triton', 'torch' and 'auto' work"):
+        backends(latent, attention_backend="flashinfer")
     assert settings(startup_timeout=100).runner.compile_timeout_s == pytest.approx(90)
 
 
