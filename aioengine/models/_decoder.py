@@ -12,7 +12,6 @@ import torch
 
 from aioengine.attention._base import AttentionShape
 from aioengine.families._config import Task
-from aioengine.families._memory import active_parameters
 from aioengine.families._tensors import block_shapes, is_ignored
 from aioengine.layers.embedding import EmbeddingTable
 from aioengine.layers.layer import Layer
@@ -22,6 +21,7 @@ from aioengine.layers.placement import Placement, Target
 from aioengine.layers.rope import RotaryEmbedding
 from aioengine.models._base import InputSpec
 from aioengine.models._decoder_block import Block, BlockStep
+from aioengine.settings.memory_model import active_parameters
 
 if TYPE_CHECKING:
     from torch import Tensor

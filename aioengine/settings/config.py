@@ -283,14 +283,19 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
         return most + self.whole_image_tokens
 
 
+ADAPTER_RANKS: Final = 16
+"""The kernels pad the ranks of LoRA adapters to a multiple of this number."""
+
+
 class LoraSettings(Struct, frozen=True, kw_only=True):
     """LoRA adapters beside the base model.
 
     Attributes:
-        num_slots: adapters on the device at a time, those of one batch; their slots are 1 to ``num_slots``.
-        max_rank: the highest rank of an adapter.
-        modules: the modules of a layer that adapters may change ("q_proj"); empty: all that the model has.
-        max_loaded: adapters in the memory of the scheduler process; None: any number. max_bytes: of all of them.
+        num_slots: adapters on the device at a time. Their slots are 1 to ``num_slots``.
+        max_rank: maximum rank of an adapter.
+        modules: the modules of a layer that adapters may change, such as "q_proj"; empty: all modules of the model.
+        max_loaded: maximum number of adapters in the memory of the scheduler process; None: no limit.
+        max_bytes: maximum memory of these adapters.
     """
 
     num_slots: int
@@ -298,6 +303,11 @@ class LoraSettings(Struct, frozen=True, kw_only=True):
     modules: tuple[str, ...] = ()
     max_loaded: int | None = None
     max_bytes: int = 4 * 1024**3
+
+    @property
+    def slot_rank(self) -> int:
+        """The rank that each slot has memory for."""
+        return -(-self.max_rank // ADAPTER_RANKS) * ADAPTER_RANKS
 
 
 class RunnerSettings(Struct, frozen=True, kw_only=True):

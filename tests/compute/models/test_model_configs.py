@@ -12,12 +12,12 @@ from transformers import AutoConfig, LlamaConfig, MistralConfig, MixtralConfig, 
 
 from aioengine import models, plugins
 from aioengine.api.args import engine_config
-from aioengine.families._memory import active_parameters, kv_numbers, num_parameters, state_bytes
 from aioengine.families._tensors import adaptable_layers, is_ignored, tensor_shapes
 from aioengine.model_files.model_folder import _context_length, supported_model_types
 from aioengine.models._base import StatefulModel
 from aioengine.models._decoder import DecoderModel
 from aioengine.runner.device_memory import kv_bytes_per_token
+from aioengine.settings.memory_model import active_parameters, kv_cache, num_parameters, state_bytes
 from tests.compute.stepping import options
 from tests.kit import decoders
 from tests.kit.hub_configs import HUB
@@ -120,7 +120,7 @@ def test_tensor_shapes_match_the_tensors_that_models_load(case: str, architectur
     assert num_parameters(decoder) == sum(
         count * per_entry.get(name.rpartition("_")[2], 1) for name, count in numbers.items()
     )
-    assert kv_numbers(decoder) == kv_bytes_per_token(model.attention_shape, torch.int8)
+    assert kv_cache(decoder, 1).numbers_per_token == kv_bytes_per_token(model.attention_shape, torch.int8)
     states = model.state_shape.num_bytes if isinstance(model, StatefulModel) else 0
     assert state_bytes(decoder, model.dtype.itemsize) == states
 

@@ -148,7 +148,7 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert aioengine.plan().device_memory == 2000 << 20
     smi.write_text("#!/bin/sh\nexit 9\n")
-    with pytest.raises(ValueError, match="memory of this machine's 1 GPU cannot be found out.*device_memory"):
+    with pytest.raises(ValueError, match="report the memory of this machine's 1 GPU.*give device_memory"):
         aioengine.plan()
 
 
