@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from aioengine.families._fields import not_implemented
+
 if TYPE_CHECKING:
     from collections.abc import Collection
 
@@ -56,7 +58,7 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The experts of a block.
+    """The experts of a block. Raises ValueError if the router cannot choose ``top_k`` experts.
 
     Attributes:
         top_k: number of experts per token.
@@ -81,6 +83,19 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     alpha: float = 1.0
     shared: SharedConfig | None = None
     dense_layers: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        num_experts, num_groups, top_groups = self.num_experts, self.router.num_groups, self.router.top_groups
+        if not 1 <= self.top_k <= num_experts:
+            not_implemented("num_experts_per_tok", self.top_k, f"1 to {num_experts}, the number of experts")
+        if num_experts % num_groups:
+            not_implemented("n_group", num_groups, f"a divisor of the number of experts ({num_experts})")
+        if num_experts // num_groups < self.router.group_top:
+            limit = f"at most {num_experts // self.router.group_top}, with {self.router.group_top} experts per group"
+            not_implemented("n_group", num_groups, limit)
+        minimum = -(-self.top_k * num_groups // num_experts)
+        if not minimum <= top_groups <= num_groups:
+            not_implemented("topk_group", top_groups, f"{minimum} to {num_groups} of the {num_groups} groups")
 
 
 CHOICE_BIAS = "e_score_correction_bias"
@@ -136,5 +151,10 @@ def quantized_tensors(config: ExpertsConfig, hidden_size: int) -> dict[str, tupl
 
 
 def dense_layers(num_layers: int, sparse_step: int, mlp_only: Collection[int]) -> frozenset[int]:
-    """Return the layers without experts: all but every ``sparse_step``-th layer, and the layers of ``mlp_only``."""
+    """Return the layers without experts: all but every ``sparse_step``-th layer, and the layers of ``mlp_only``.
+
+    Raises ValueError if ``sparse_step`` is not positive.
+    """
+    if sparse_step < 1:
+        not_implemented("decoder_sparse_step", sparse_step, "at least 1")
     return frozenset(layer for layer in range(num_layers) if layer in mlp_only or (layer + 1) % sparse_step)

@@ -13,6 +13,8 @@ from aioengine.families._config import DecoderConfig, DecoderFamily
 
 class CohereFamily(DecoderFamily, frozen=True, kw_only=True):
     default_theta: ClassVar[float] = 5e5
+    norm = NormConfig(kind="layer")
+    block = BlockConfig(is_parallel=True, mlp_norm="")
 
     rms_norm_eps: float = msgspec.field(default=1e-5, name="layer_norm_eps")
     max_position_embeddings: int = 8192
@@ -22,12 +24,10 @@ class CohereFamily(DecoderFamily, frozen=True, kw_only=True):
     use_qk_norm: bool = False
 
     def decoder(self) -> DecoderConfig:
-        bias, norm = self.attention_bias, NormConfig(kind="layer")
-        head_norm = HeadNorm(norm=norm, extent="each_head") if self.use_qk_norm else None
+        bias = self.attention_bias
+        head_norm = HeadNorm(norm=self.norm, extent="each_head") if self.use_qk_norm else None
         return replace(
             super().decoder(),
-            norm=norm,
-            block=BlockConfig(is_parallel=True, mlp_norm=""),
             attention=AttentionConfig(qkv_bias=bias, output_bias=bias, is_interleaved=True, head_norm=head_norm),
             logits_scale=self.logit_scale,
         )

@@ -12,6 +12,9 @@ from aioengine.families._config import DecoderConfig, WindowFamily
 
 
 class Cohere2Family(WindowFamily, frozen=True, kw_only=True):
+    norm = NormConfig(kind="layer")
+    block = BlockConfig(is_parallel=True, mlp_norm="")
+
     rms_norm_eps: float = msgspec.field(default=1e-5, name="layer_norm_eps")
     max_position_embeddings: int = 8192
     tie_word_embeddings: bool = True
@@ -27,8 +30,6 @@ class Cohere2Family(WindowFamily, frozen=True, kw_only=True):
         windows = decoder.windows or (None,) * decoder.num_layers
         return replace(
             decoder,
-            norm=NormConfig(kind="layer"),
-            block=BlockConfig(is_parallel=True, mlp_norm=""),
             attention=AttentionConfig(qkv_bias=bias, output_bias=bias, is_interleaved=True),
             layer_ropes=tuple(None if window is None else decoder.rope for window in windows),
             logits_scale=self.logit_scale,
