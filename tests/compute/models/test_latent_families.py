@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from aioengine import models, plugins
+from aioengine.families._latent import YoutuFamily
 from aioengine.families._tensors import is_ignored, tensor_shapes
-from aioengine.families.youtu import YoutuFamily
 from aioengine.models import _decoder
 from aioengine.runner import weights
 from aioengine.runner.device_memory import kv_bytes_per_token
