@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from msgspec import field
 from msgspec.structs import replace
 
 from aioengine.families._block_config import AttentionConfig
 from aioengine.families._config import DecoderConfig, WindowFamily
 from aioengine.families._experts import ExpertsConfig, RouterConfig, SharedConfig, dense_layers
-
-if TYPE_CHECKING:
-    from aioengine.families.qwen3 import Qwen3MoeFamily
-    from aioengine.families.qwen3_next import Qwen3NextFamily
 
 
 class Qwen2Family(WindowFamily, frozen=True, kw_only=True):
@@ -50,21 +44,15 @@ class Qwen2MoeFamily(Qwen2Family, frozen=True, kw_only=True):
         return layer % 2 == 0 and layer < self.max_window_layers
 
     def decoder(self) -> DecoderConfig:
-        experts = sparse_experts(self, self.shared_expert_intermediate_size)
+        experts = ExpertsConfig(
+            num_experts=self.num_experts,
+            top_k=self.experts_per_token,
+            inner_size=self.moe_intermediate_size,
+            router=RouterConfig(is_normalized=self.norm_topk_prob),
+            shared=SharedConfig(inner_size=self.shared_expert_intermediate_size, gate="shared_expert_gate"),
+            dense_layers=dense_layers(self.num_hidden_layers, self.decoder_sparse_step, self.mlp_only_layers or ()),
+        )
         return replace(super().decoder(), experts=experts, attention=AttentionConfig(qkv_bias=self.qkv_bias))
-
-
-def sparse_experts(family: Qwen2MoeFamily | Qwen3MoeFamily | Qwen3NextFamily, shared_size: int = 0) -> ExpertsConfig:
-    """Return the experts of Qwen's families. ``shared_size``: inner size of the shared expert; 0: there is none."""
-    shared = SharedConfig(inner_size=shared_size, gate="shared_expert_gate") if shared_size else None
-    return ExpertsConfig(
-        num_experts=family.num_experts,
-        top_k=family.experts_per_token,
-        inner_size=family.moe_intermediate_size,
-        router=RouterConfig(is_normalized=family.norm_topk_prob),
-        shared=shared,
-        dense_layers=dense_layers(family.num_hidden_layers, family.decoder_sparse_step, family.mlp_only_layers or ()),
-    )
 
 
 PLUGIN = Qwen2Family

@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from aioengine.families._block_config import AttentionConfig, HeadNorm
 from aioengine.families._config import DecoderConfig
-from aioengine.families.qwen2 import Qwen2Family, sparse_experts
+from aioengine.families._experts import ExpertsConfig, RouterConfig, dense_layers
+from aioengine.families.qwen2 import Qwen2Family
 
 
 class Qwen3Family(Qwen2Family, frozen=True, kw_only=True):
@@ -49,7 +50,14 @@ class Qwen3MoeFamily(Qwen3Family, frozen=True, kw_only=True):
         return True
 
     def decoder(self) -> DecoderConfig:
-        return replace(super().decoder(), experts=sparse_experts(self))
+        experts = ExpertsConfig(
+            num_experts=self.num_experts,
+            top_k=self.experts_per_token,
+            inner_size=self.moe_intermediate_size,
+            router=RouterConfig(is_normalized=self.norm_topk_prob),
+            dense_layers=dense_layers(self.num_hidden_layers, self.decoder_sparse_step, self.mlp_only_layers or ()),
+        )
+        return replace(super().decoder(), experts=experts)
 
 
 PLUGIN = Qwen3Family

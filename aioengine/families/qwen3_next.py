@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from aioengine.families._block_config import AttentionConfig, DeltaNetConfig, HeadNorm, NormConfig
 from aioengine.families._config import DecoderConfig, DecoderFamily
+from aioengine.families._experts import ExpertsConfig, RouterConfig, SharedConfig, dense_layers
 from aioengine.families._fields import not_implemented
-from aioengine.families.qwen2 import sparse_experts
 
 _MAX_HEAD: Final = 128
 """Maximum size of a key or value head. The kernels keep a block of tokens in the shared memory of a GPU."""
@@ -104,7 +104,16 @@ class Qwen3NextFamily(DeltaNetFamily, frozen=True, kw_only=True):
     norm_topk_prob: bool = True
 
     def decoder(self) -> DecoderConfig:
-        experts = sparse_experts(self, self.shared_expert_intermediate_size) if self.num_experts else None
+        if not self.num_experts:
+            return super().decoder()
+        experts = ExpertsConfig(
+            num_experts=self.num_experts,
+            top_k=self.experts_per_token,
+            inner_size=self.moe_intermediate_size,
+            router=RouterConfig(is_normalized=self.norm_topk_prob),
+            shared=SharedConfig(inner_size=self.shared_expert_intermediate_size, gate="shared_expert_gate"),
+            dense_layers=dense_layers(self.num_hidden_layers, self.decoder_sparse_step, self.mlp_only_layers or ()),
+        )
         return replace(super().decoder(), experts=experts)
 
 
