@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from msgspec import Struct, field
 
+from aioengine.families._block_config import LinearShape
 from aioengine.families._config import Labels, Task, TransformerConfig, task_of
 from aioengine.families._fields import check_sizes, decode_config, not_implemented
 from aioengine.families._rope_config import RopeConfig
@@ -16,15 +17,6 @@ Gelu = Literal["none", "tanh"]
 
 GELU: dict[str, Gelu] = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
 """Supported activation names in config.json -> approximation of GELU."""
-
-
-class LinearShape(Struct, frozen=True):
-    """Name, sizes and bias of a linear layer in the checkpoint."""
-
-    name: str
-    outputs: int
-    inputs: int
-    has_bias: bool
 
 
 class HeadConfig(Struct, frozen=True, kw_only=True):

@@ -7,8 +7,9 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
+from aioengine.families._block_config import LinearShape
 from aioengine.families._config import Task
-from aioengine.families._encoders import GELU, EncoderConfig, EncoderFamily, HeadConfig, LinearShape
+from aioengine.families._encoders import GELU, EncoderConfig, EncoderFamily, HeadConfig
 from aioengine.families._fields import not_implemented
 from aioengine.families._rope_config import RopeConfig, read_layer_rope
 

@@ -6,7 +6,6 @@ import hashlib
 import math
 import os
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
@@ -14,13 +13,17 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from aioengine.api import checks
+from aioengine.families._tensors import checkpoint_tensors, is_ignored
 from aioengine.model_files import folder_files
 from aioengine.model_files.gguf_header import BLOCKS
 from aioengine.model_files.gguf_model import tensors_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+    from collections.abc import Iterable, Iterator, Mapping, Sized
     from typing import BinaryIO
+
+    from aioengine.families._block_config import TensorSpec
+    from aioengine.families._config import TransformerConfig
 
     Renamed = tuple[tuple[str, str], ...]
 
@@ -91,29 +94,18 @@ class _Described(Struct):
     data_offsets: tuple[_Size, _Size]
 
 
-def check_folder(
-    folder: Path,
-    make_shapes: Callable[[], Mapping[str, tuple[int, ...]]],
-    *,
-    num_layers: int,
-    prefix: str,
-    renamed: Renamed = (),
-    is_ignored: Callable[[str], bool] = lambda _: False,
-    types: Mapping[str, str] = MappingProxyType({}),
-) -> None:
-    """Check that the folder has the tensors of a model, and no others but those that may be ignored.
-
-    ``make_shapes``: returns the tensors by name. It is not called if the model has more layers than the folder has
-    tensors: a wrong config.json may name millions. ``types``: as in ``check_entries``.
+def check_folder(folder: Path, config: TransformerConfig) -> None:
+    """Check that the folder has all tensors of a model, and no others except ignored ones.
 
     Raises:
-        ValueError: a file is missing or damaged, or the tensors are not those of the model.
+        ValueError: a file is missing or damaged, or the tensors do not match the model.
     """
-    found = read_headers(folder, prefix, renamed)
-    check_num_layers(found, num_layers, folder)
-    shapes = make_shapes()
-    entries = [entry for entry in found if entry.name in shapes or not is_ignored(entry.name)]
-    check_entries(entries, shapes, folder, types=types)
+    entries = read_headers(folder, config.prefix, config.renamed)
+    check_num_layers(entries, config.num_layers, folder)  # first: a wrong config.json may describe millions of tensors
+    specs = checkpoint_tensors(config)
+    check_entries(
+        [entry for entry in entries if entry.name in specs or not is_ignored(config, entry.name)], specs, folder
+    )
 
 
 def check_num_layers(entries: Sized, num_layers: int, folder: Path) -> None:
@@ -125,28 +117,19 @@ def check_num_layers(entries: Sized, num_layers: int, folder: Path) -> None:
         )
 
 
-def check_entries(
-    entries: list[Entry],
-    shapes: Mapping[str, tuple[int, ...]],
-    folder: Path,
-    *,
-    types: Mapping[str, str] = MappingProxyType({}),
-) -> None:
-    """Raise ValueError for tensors that are missing, unexpected, or of another shape or type; it names them.
-
-    ``types``: the type of each tensor that must have that one; all others are floats of 16 bits or more.
-    """
-    found = {entry.name for entry in entries}
+def check_entries(entries: list[Entry], specs: Mapping[str, TensorSpec], folder: Path) -> None:
+    """Raise ValueError for tensors that are missing, unexpected, or have a wrong shape or dtype."""
+    names = {entry.name for entry in entries}
     problems = [
-        *_listed("missing", sorted(shapes.keys() - found)),
-        *_listed("not expected by this model", sorted(found - shapes.keys())),
+        *_listed("missing", sorted(specs.keys() - names)),
+        *_listed("not expected by this model", sorted(names - specs.keys())),
     ]
     for entry in entries:
-        wanted, shown = shapes.get(entry.name), checks.name(entry.name)
+        spec, shown = specs.get(entry.name), checks.name(entry.name)
         floats = BLOCKS if folder_files.is_gguf(entry.path) else FLOAT_BYTES
-        allowed = [types[entry.name]] if entry.name in types else list(floats)
-        if wanted is not None and wanted != entry.shape:
-            problems.append(f"{shown} has shape {list(entry.shape)}, the model wants {list(wanted)}")
+        allowed = [spec.dtype] if spec is not None and spec.dtype else list(floats)
+        if spec is not None and spec.shape != entry.shape:
+            problems.append(f"{shown} has shape {list(entry.shape)}, the model wants {list(spec.shape)}")
         elif entry.dtype not in allowed:
             problems.append(f"{shown} is of type {checks.name(entry.dtype)}; what works: {', '.join(allowed)}")
     if problems:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
@@ -25,7 +24,7 @@ from aioengine.families._encoders import EncoderConfig
 from aioengine.families._fallback_config import linear_layers as fallback_layers
 from aioengine.families._fallback_config import read_fallback_config
 from aioengine.families._fields import MAX_SIZES, not_implemented
-from aioengine.families._tensors import adaptable_layers, exact_types, is_ignored, tensor_shapes
+from aioengine.families._tensors import adaptable_layers
 from aioengine.families._towers import num_tower_parameters
 from aioengine.families._vision import VisionConfig
 from aioengine.model_files import checkpoint, folder_files
@@ -355,20 +354,10 @@ def _stored_weights(folder: Path, model: TransformerConfig, *, is_looked_at: boo
     is_loaded = is_looked_at and load_format != "dummy" and not missing
     files = checkpoint.file_states(checkpoint.model_files(folder, with_weights=is_loaded))
     if is_loaded:
-        if types := exact_types(model):
-            text = (
-                "%d tensors in %s are of 4 bits (MXFP4); they are converted to the model's dtype when they are loaded"
-            )
-            logs.log(_logger, logging.INFO, text, len(types) // 2, folder)
-        checkpoint.check_folder(
-            folder,
-            partial(tensor_shapes, model),
-            num_layers=model.num_layers,
-            prefix=model.prefix,
-            renamed=model.renamed,
-            is_ignored=partial(is_ignored, model),
-            types=types,
-        )
+        checkpoint.check_folder(folder, model)
+        if isinstance(model, DecoderConfig) and model.experts is not None and model.experts.stored == "mxfp4":
+            text = "the experts in %s have 4 bits (MXFP4); they are converted to the model's dtype when they are loaded"
+            logs.log(_logger, logging.INFO, text, folder)
     return StoredWeights(missing=missing, files=files)
 
 

@@ -5,14 +5,13 @@ Sizes are in bytes; ``numbers`` are elements of the model's dtype.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from msgspec import Struct
 
 from aioengine.families._block_config import MambaConfig, ShortConvConfig
 from aioengine.families._config import DecoderConfig
-from aioengine.families._tensors import tensor_shapes
+from aioengine.families._tensors import checkpoint_tensors
 from aioengine.families._towers import num_tower_parameters
 from aioengine.families._vision import VisionConfig
 from aioengine.settings.page_groups import PageGroups, layer_groups
@@ -53,15 +52,10 @@ def num_parameters(config: TransformerConfig, raw: Mapping[str, object] | None =
     Args:
         raw: config.json, to count a vision tower too; None: without the tower.
     """
-    count = sum(math.prod(shape) * _parameters_per_element(name) for name, shape in tensor_shapes(config).items())
+    count = sum(spec.num_parameters for spec in checkpoint_tensors(config).values())
     if raw is not None and isinstance(config, VisionConfig):
         count += num_tower_parameters(raw, config.hidden_size)
     return count
-
-
-def _parameters_per_element(name: str) -> int:
-    """Return the parameters per element of a tensor: 2 in MXFP4 blocks, 0 in their scales, else 1."""
-    return 2 if name.endswith("_blocks") else 0 if name.endswith("_scales") else 1
 
 
 def active_parameters(config: TransformerConfig) -> int:

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from aioengine.families._tensors import tensor_shapes
+from aioengine.families._tensors import checkpoint_tensors
 from aioengine.settings.memory_model import kv_cache, state_bytes
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def expected_hits(config: DecoderConfig, num_tokens: int) -> float:
 
 def _weights(config: DecoderConfig) -> tuple[float, float, float]:
     """Numbers of the head, of all experts, and of the other layers."""
-    shapes = {name: math.prod(shape) for name, shape in tensor_shapes(config).items()}
+    shapes = {name: math.prod(spec.shape) for name, spec in checkpoint_tensors(config).items()}
     embedding = shapes.pop(f"{config.names.embedding}.weight")
     head = embedding if config.tied else shapes.pop(f"{config.names.head}.weight")
     experts = sum(count for name, count in shapes.items() if ".experts." in name)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from aioengine import AsyncEngine, Engine
-from aioengine.families._tensors import tensor_shapes
+from aioengine.families._tensors import checkpoint_tensors
 from aioengine.families.mistral import MistralFamily
 from aioengine.model_files.model_folder import DEMO_MODEL
 from tests.kit.source import ROOT
@@ -41,7 +41,8 @@ Break = Callable[[Path], object]
 
 
 def shapes(**changes: object) -> Shapes:
-    return tensor_shapes(MistralFamily.read(CONFIG | changes))
+    specs = checkpoint_tensors(MistralFamily.read(CONFIG | changes))
+    return {name: spec.shape for name, spec in specs.items()}
 
 
 def save_weights(path: Path, tensors: Shapes, *, dtype: str = "F32") -> None:
