@@ -251,12 +251,12 @@ def _num_parameters(family: TransformerConfig, facts: ModelFacts) -> int:
     """
     if facts.implementation == OWN:
         return num_parameters(family, folder_files.read_object(Path(facts.path) / "config.json"))
-    if not facts.weights.num_numbers:
+    if not facts.weights.num_parameters:
         raise ValueError(
             f"transformers' own code would compute this model, if it knows the type {checks.shown(facts.model_type)}, "
             f"and the size of its weights is found in their files: {checkpoint.missing_weights(Path(facts.path))}"
         )
-    return facts.weights.num_numbers
+    return facts.weights.num_parameters
 
 
 def _activations(family: TransformerConfig, settings: Settings, itemsize: int) -> int:

@@ -93,7 +93,7 @@ def test_a_file_or_its_folder_is_a_model(tmp_path: Path) -> None:
     assert blueprint_of(engine_config(str(path), {"load_format": "gguf"})).settings.model.load_format == "gguf"
     path.rename(tmp_path / "a.gguf")
     write(tmp_path / "b.gguf")
-    with pytest.raises(ValueError, match=r"holds 2 GGUF files; give the path of one of them: a\.gguf, b\.gguf"):
+    with pytest.raises(ValueError, match=r"has 2 GGUF files; give the path of one of them: a\.gguf, b\.gguf"):
         locate(str(tmp_path))
 
 

@@ -58,13 +58,13 @@ def test_facts_of_a_model_that_transformers_computes(tmp_path: Path) -> None:
     facts = read_facts(folder(tmp_path, {"model.safetensors": None}, **given))
     assert (facts.implementation, facts.context_length, facts.vocab_size) == ("transformers", 70, 90)
     assert (facts.hidden_size, facts.num_layers, facts.heads.num_heads, facts.heads.head_dim) == (48, 3, 6, 8)
-    with pytest.raises(ValueError, match="type 'gpt9' has no code.*model_impl='auto'.*llama, .*qwen3"):
+    with pytest.raises(ValueError, match="type 'gpt9' is not implemented.*model_impl='auto'.*llama, .*qwen3"):
         find_facts(ModelConfig(path=str(tmp_path), load_format="dummy", implementation="aioengine"))
     with pytest.raises(ValueError, match=r"'gpt9', as model_impl='transformers' reads it: .*missing .*hidden_size"):
         read_facts(folder(tmp_path, {"model.safetensors": None}, **{**given, "n_embd": None}))
     (tmp_path / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
     path = folder(tmp_path, {"model.safetensors": None}, **{**given, "n_layer": 16_384})
-    with pytest.raises(ValueError, match="they are 0 tensors, for num_hidden_layers=16384"):
+    with pytest.raises(ValueError, match="they have only 0 tensors, for num_hidden_layers=16384"):
         find_facts(ModelConfig(path=path))
 
 
@@ -245,12 +245,12 @@ def test_folders_are_located_or_refused_with_a_hint(tmp_path: Path, monkeypatch:
     (tmp_path / "file").write_text("")
     assert locate(None) == str(model_folder.DEMO_MODEL)
     assert locate("model") == locate(str(tmp_path / "model")) == str(tmp_path / "model")
-    with pytest.raises(ValueError, match="'./modell': there is no such folder; '.' holds the folders model"):
+    with pytest.raises(ValueError, match="'./modell': there is no such folder; '.' has the folders model"):
         locate("./modell")
     with pytest.raises(ValueError, match="is a file; give the folder"):
         locate("file")
     (tmp_path / "\x1b[31m").mkdir()
-    with pytest.raises(ValueError, match=r"'\.' holds the folders '\\x1b\[31m', model"):
+    with pytest.raises(ValueError, match=r"'\.' has the folders '\\x1b\[31m', model"):
         locate("./modell")
     with pytest.raises(ValueError, match="tokenizer_path './words': there is no such folder"):
         locate("./words", argument="tokenizer_path")
@@ -271,7 +271,7 @@ def test_files_that_cannot_be_looked_up_are_named(tmp_path: Path, name: str) -> 
 def test_the_hint_leaves_out_what_cannot_be_looked_up(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "link").symlink_to("x" * 1000)
-    with pytest.raises(ValueError, match="holds the folders model$"):
+    with pytest.raises(ValueError, match="has the folders model$"):
         locate(str(tmp_path / "modell"))
 
 

@@ -212,7 +212,7 @@ def test_of_a_model_that_transformers_computes_the_headers_of_weights_too(
     plan = aioengine.plan("owner/name", device_memory="80GiB", revision="main")
     assert asked == [("owner/name", "main")]
     assert (plan.implementation, plan.num_parameters) == ("transformers", 128256 * 64 + 64 * 64)
-    with pytest.raises(ValueError, match="size of its weights is found in their files: .*holds no weights"):
+    with pytest.raises(ValueError, match="size of its weights is found in their files: .*has no weights"):
         aioengine.plan(tmp_path, device_memory="80GiB")
 
 
