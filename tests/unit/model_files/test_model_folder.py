@@ -247,7 +247,7 @@ def test_folders_are_located_or_refused_with_a_hint(tmp_path: Path, monkeypatch:
     assert locate("model") == locate(str(tmp_path / "model")) == str(tmp_path / "model")
     with pytest.raises(ValueError, match="'./modell': there is no such folder; '.' has the folders model"):
         locate("./modell")
-    with pytest.raises(ValueError, match="is a file; give the folder"):
+    with pytest.raises(ValueError, match="is a file; give its folder"):
         locate("file")
     (tmp_path / "\x1b[31m").mkdir()
     with pytest.raises(ValueError, match=r"'\.' has the folders '\\x1b\[31m', model"):
