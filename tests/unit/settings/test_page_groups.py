@@ -70,5 +70,5 @@ def test_a_request_gets_to_its_end_with_these_pages(groups: PageGroups, length: 
 
 @pytest.mark.parametrize("windows", [(), (0,), (None, -3)])
 def test_windows_that_cannot_be_are_refused(windows: tuple[int | None, ...]) -> None:
-    with pytest.raises(ValueError, match="there must be windows"):
+    with pytest.raises(ValueError, match="windows must not be empty"):
         PageGroups(windows=windows, page_size=16)

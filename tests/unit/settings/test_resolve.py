@@ -205,7 +205,7 @@ def test_inconsistent_settings_are_refused() -> None:
         settings(replace(MODEL, tokenizer_path=None), tokenizer_path="elsewhere")
     with pytest.raises(ValueError, match="no weights here"):
         settings(replace(MODEL, weights=StoredWeights(missing="no weights here")))
-    with pytest.raises(ValueError, match="load_format='gguf', and '/model' is no GGUF file"):
+    with pytest.raises(ValueError, match="load_format='gguf', but '/model' is no GGUF file"):
         settings(load_format="gguf")
     assert (
         settings(replace(MODEL, weights=StoredWeights(missing="x")), load_format="dummy").model.load_format == "dummy"
@@ -273,12 +273,15 @@ def test_without_adapters_of_the_start_their_bounds_are_needed() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"enable_lora": False, "lora_paths": ["a=/a"]}, "lora_paths is given with enable_lora=False"),
+        ({"enable_lora": False, "lora_paths": ["a=/a"]}, "lora_paths is set, but enable_lora=False"),
         ({"max_loaded_loras": 3, "max_loras_per_batch": 4}, "at least max_loras_per_batch=4, got 3"),
-        ({"lora_target_modules": ["q_proj", "x_proj"]}, "'x_proj', which this model has not; it has k_proj, q_proj"),
+        (
+            {"lora_target_modules": ["q_proj", "x_proj"]},
+            "'x_proj', which this model does not have; what works: k_proj, q_proj",
+        ),
         (
             {"lora_paths": [{"lora_name": "a", "lora_path": "/a", "pinned": True}], "max_loras_per_batch": 1},
-            "1 pinned adapter, and max_loras_per_batch=1",
+            "1 pinned adapter; max_loras_per_batch=1 must be larger",
         ),
     ],
 )
@@ -288,5 +291,5 @@ def test_bounds_of_adapters_that_do_not_fit_together(arguments: dict[str, object
 
 
 def test_models_that_attend_in_both_directions_have_no_adapters() -> None:
-    with pytest.raises(ValueError, match="attend to all"):
+    with pytest.raises(ValueError, match="attend in both directions"):
         settings(replace(MODEL, is_causal=False), enable_lora=True, max_lora_rank=8, lora_target_modules="all")
