@@ -88,7 +88,7 @@ def test_a_file_or_its_folder_is_a_model(tmp_path: Path) -> None:
     assert tokenizer.eos_token_ids == (263,)
     text = tokenizer.apply_chat_template([{"role": "user", "content": "the"}])
     assert tokenizer.encode(text) == [264, 257]
-    with pytest.raises(ValueError, match=r"load_format='safetensors', and .*model\.gguf' is a GGUF file"):
+    with pytest.raises(ValueError, match=r"load_format='safetensors', but .*model\.gguf' is a GGUF file"):
         blueprint_of(engine_config(str(path), {"load_format": "safetensors"}))
     assert blueprint_of(engine_config(str(path), {"load_format": "gguf"})).settings.model.load_format == "gguf"
     path.rename(tmp_path / "a.gguf")

@@ -67,7 +67,7 @@ def test_shapes_of_weights_are_read_from_the_headers_of_their_files(
     files = {f"model-{number}.safetensors": save(named) for number, named in enumerate(tensors)}
     index = {"weight_map": {name: file for file, named in zip(files, tensors, strict=True) for name in named}}
     shapes = {name: each.shape for named in tensors for name, each in named.items()}
-    with pytest.raises(ValueError, match=r"'owner/name' has no \*.safetensors files; other forms are not read"):
+    with pytest.raises(ValueError, match=r"'owner/name' has no \*.safetensors files; other formats are not read"):
         hub.weight_shapes("owner/name", revision=None)
     double.files = files | {"model.safetensors.index.json": json.dumps(index).encode()}
     assert hub.weight_shapes("owner/name", revision=None) == shapes
@@ -79,7 +79,7 @@ def test_shapes_of_weights_are_read_from_the_headers_of_their_files(
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{filename}")
     with pytest.raises(
-        ValueError, match="no such folder in .*, and the model's files could not be fetched from http://127"
+        ValueError, match="no such folder in .*, and the model's files could not be downloaded from http://127"
     ):
         hub.weight_shapes("owner/name", revision=None)
 
@@ -89,7 +89,7 @@ def test_a_file_that_cannot_be_fetched_is_an_error(double: HubDouble, monkeypatc
         raise OSError(f"no space left for {filename}")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
-    with pytest.raises(ValueError, match=r"could not be fetched from http://127.*: no space left for .*disk"):
+    with pytest.raises(ValueError, match=r"could not be downloaded from http://127.*: no space left for .*disk"):
         locate("owner/name", download_dir="cache")
 
 
@@ -99,14 +99,14 @@ def test_without_a_network_the_error_says_what_was_tried(monkeypatch: pytest.Mon
     with pytest.raises(ValueError, match=r"'owner/name': there is no such folder in .*HF_HUB_OFFLINE is set") as caught:
         locate("owner/name", download_dir=str(tmp_path), revision="main")
     assert caught.value.__cause__ is not None
-    assert str(caught.value).endswith("; unset it, or give the path of a folder that has them")
+    assert str(caught.value).endswith("; unset it, or give the path of a folder with the files")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(ValueError, match=f"no such folder in .*, the cache '{tmp_path}' lacks files of") as caught:
         locate("owner/name", download_dir=str(tmp_path))
-    assert "could not be fetched from http://127.0.0.1:9: ConnectError: " in str(caught.value)
+    assert "could not be downloaded from http://127.0.0.1:9: ConnectError: " in str(caught.value)
     assert str(caught.value).endswith(
-        "; check the network and the disk of this machine, or give the path of a folder that has them"
+        "; check the network and the disk of this machine, or give the path of a folder with the files"
     )
 
 
