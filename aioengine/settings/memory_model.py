@@ -5,6 +5,7 @@ Sizes are in bytes; ``numbers`` are elements of the model's dtype.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from msgspec import Struct
@@ -134,15 +135,33 @@ def kv_cache(config: TransformerConfig, context_length: int) -> KVCache:
     )
 
 
+class StateSpec(NamedTuple):
+    """A tensor of a layer's recurrent state of one request. It has the model's dtype unless ``in_fp32``."""
+
+    shape: tuple[int, ...]
+    in_fp32: bool = False
+
+
+def state_specs(config: DecoderConfig) -> tuple[StateSpec, ...]:
+    """Return the tensors of a recurrent layer: last inputs of the convolution, and for all but LFM2 one matrix per
+    head.
+    """
+    net = config.stateful
+    if net is None:
+        return ()
+    if isinstance(net, ShortConvConfig):
+        return (StateSpec((net.width - 1, config.hidden_size)),)
+    num_heads = net.num_heads if isinstance(net, MambaConfig) else net.num_value_heads
+    convolution, matrices = (net.width - 1, net.num_channels), (num_heads, net.key_size, net.value_size)
+    return StateSpec(convolution), StateSpec(matrices, in_fp32=True)
+
+
 def state_bytes(config: TransformerConfig, itemsize: int) -> int:
     """Return the bytes of the recurrent states of one request. ``itemsize``: of the model's dtype."""
-    if not isinstance(config, DecoderConfig) or (net := config.stateful) is None:
+    if not isinstance(config, DecoderConfig) or config.stateful is None:
         return 0
-    if isinstance(net, ShortConvConfig):
-        return len(net.layers) * config.hidden_size * (net.width - 1) * itemsize
-    convolution = net.num_channels * (net.width - 1) * itemsize
-    num_heads = net.num_heads if isinstance(net, MambaConfig) else net.num_value_heads
-    return len(net.layers) * (convolution + num_heads * net.key_size * net.value_size * 4)
+    sizes = [math.prod(spec.shape) * (4 if spec.in_fp32 else itemsize) for spec in state_specs(config)]
+    return len(config.stateful.layers) * sum(sizes)
 
 
 # ---------------------------------------------------------------- the pool
