@@ -74,7 +74,7 @@ def read_all(path: Path) -> None:
     Tokenizer(path)
 
 
-def test_a_file_or_its_folder_is_a_model(tmp_path: Path) -> None:
+def test_model_is_a_file_or_its_folder(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", tokenizer__chat_template=TEMPLATE)
     for given in (path, tmp_path):
         blueprint = blueprint_of(engine_config(str(given), {"device": "cpu"}))
@@ -98,13 +98,13 @@ def test_a_file_or_its_folder_is_a_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16")])
-def test_the_dtype_is_that_of_the_matrices(tmp_path: Path, kind: str, dtype: str) -> None:
+def test_dtype_is_the_dtype_of_the_matrices(tmp_path: Path, kind: str, dtype: str) -> None:
     assert find_facts(engine_config(str(write(tmp_path / "m.gguf", kind)), {}).model).dtype == dtype
 
 
 @pytest.mark.parametrize("pre", ["qwen2", "llama-bpe", "tekken", "gpt-2"])
 @pytest.mark.parametrize("adds_bos", [True, False])
-def test_a_tokenizer_of_bytes(tmp_path: Path, pre: str, adds_bos: bool) -> None:
+def test_byte_tokenizer_is_converted(tmp_path: Path, pre: str, adds_bos: bool) -> None:
     keys = {"tokenizer.ggml.pre": pre, "tokenizer.ggml.add_bos_token": adds_bos, "tokenizer.ggml.bos_token_id": 264}
     words = byte_tokenizer(MERGES, ["<|im_end|>", "<|im_start|>", "<|endoftext|>"], 300)
     path = write(tmp_path / "m.gguf", tokenizer={**words, **keys})
@@ -116,7 +116,7 @@ def test_a_tokenizer_of_bytes(tmp_path: Path, pre: str, adds_bos: bool) -> None:
     check_against_transformers(path, tokenizer)
 
 
-def test_pieces_that_are_tokens_of_llama_3_are_whole(tmp_path: Path) -> None:
+def test_llama_3_tokenizer_keeps_pieces_that_are_tokens(tmp_path: Path) -> None:
     words = byte_tokenizer([*MERGES, "x the"], ["<|end_of_text|>"], 300)
     merges = words["tokenizer.ggml.merges"]
     assert isinstance(merges, list)
@@ -131,7 +131,7 @@ def test_pieces_that_are_tokens_of_llama_3_are_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("adds_bos", [None, False])
-def test_a_tokenizer_of_words(tmp_path: Path, adds_bos: bool | None) -> None:
+def test_character_tokenizer_is_converted(tmp_path: Path, adds_bos: bool | None) -> None:
     words = word_tokenizer(["▁the", "▁other", "▁thing", "th", "▁th", "▁o", "the", "ing", "er", "in", "▁a"])
     keys = {} if adds_bos is None else {"tokenizer.ggml.add_bos_token": adds_bos}
     path = write(tmp_path / "m.gguf", tokenizer={**words, **keys})
@@ -188,7 +188,7 @@ def check_against_transformers(path: Path, ours: Tokenizer) -> None:
         ({"tokenizer__ggml__model": "no_vocab"}, "m.gguf' has no tokenizer in it; name a folder that has one"),
     ],
 )
-def test_files_that_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+def test_unsupported_metadata_is_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
     path = write(tmp_path / "m.gguf", **changes)
     with pytest.raises(ValueError, match=message) as caught:
         read_all(path)
@@ -234,7 +234,7 @@ def described(name: bytes, dimensions: list[int], kind: int, begin: int) -> byte
         (raw(described(b"t", [8], 0, 0), described(b"t", [8], 0, 32), bytes(99), num_tensors=2), "'t' twice"),
     ],
 )
-def test_damaged_headers(tmp_path: Path, content: bytes, message: str) -> None:
+def test_damaged_headers_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=message) as caught:
@@ -244,7 +244,7 @@ def test_damaged_headers(tmp_path: Path, content: bytes, message: str) -> None:
 
 
 @pytest.mark.parametrize("tokenizer", [None, word_tokenizer(["the", "th"])])
-def test_random_damage_is_a_clear_error_or_none(tmp_path: Path, tokenizer: dict[str, object] | None) -> None:
+def test_random_damage_gives_a_clear_error_or_none(tmp_path: Path, tokenizer: dict[str, object] | None) -> None:
     path = write(tmp_path / "m.gguf", tokenizer=tokenizer, tokenizer__chat_template=TEMPLATE)
     content = path.read_bytes()
     end = content.index(b"ffn_down") + 80
@@ -263,7 +263,7 @@ def test_random_damage_is_a_clear_error_or_none(tmp_path: Path, tokenizer: dict[
             assert len(str(error)) < 2000  # noqa: PT017  # most are, some damage is harmless
 
 
-def test_a_vocabulary_whose_merges_would_take_for_ever_is_refused(tmp_path: Path) -> None:
+def test_vocabulary_with_too_many_merges_is_refused(tmp_path: Path) -> None:
     words = word_tokenizer(["the"])
     tokens = words["tokenizer.ggml.tokens"]
     assert isinstance(tokens, list)
@@ -277,7 +277,7 @@ def test_a_vocabulary_whose_merges_would_take_for_ever_is_refused(tmp_path: Path
         Tokenizer(path)
 
 
-def test_a_file_that_is_no_file(tmp_path: Path) -> None:
+def test_pipes_and_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"m\.gguf': there is no such file"):
         locate(str(tmp_path / "m.gguf"))
     (tmp_path / "m.gguf").mkdir()
@@ -285,7 +285,7 @@ def test_a_file_that_is_no_file(tmp_path: Path) -> None:
     assert not folder_files.is_gguf(tmp_path / "m.gguf")
 
 
-def test_a_header_is_read_no_further_than_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_stops_at_the_end_of_the_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = Stored(0, (1 << 20,), bytes(4 << 20))
     path = write_gguf(tmp_path / "m.gguf", {"general.architecture": "llama"}, {"t": tensor})
     monkeypatch.setattr(gguf_header, "_FIRST_READ", 64)
@@ -295,7 +295,7 @@ def test_a_header_is_read_no_further_than_it_goes(tmp_path: Path, monkeypatch: p
     assert [(info.name, info.shape) for info in header.tensors] == [("t", (1 << 20,))]
 
 
-def test_headers_are_read_as_the_gguf_package_writes_them(tmp_path: Path) -> None:
+def test_headers_of_the_gguf_package_are_read(tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
     values = {"a.text": "é", "a.flag": True, "a.texts": ["a", "", "é"], "a.numbers": [1, 2], "a.float": 0.5}
@@ -323,7 +323,7 @@ def test_headers_are_read_as_the_gguf_package_writes_them(tmp_path: Path) -> Non
     assert (second.name, second.shape, second.kind, second.num_bytes) == ("second", (2, 64), "Q8_0", 136)
 
 
-def test_types_of_tensors_are_those_of_the_gguf_package() -> None:
+def test_tensor_types_match_the_gguf_package() -> None:
     gguf = pytest.importorskip("gguf")
     for kind, sizes in gguf_header.BLOCKS.items():
         member = gguf.GGMLQuantizationType[kind]
