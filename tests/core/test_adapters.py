@@ -254,7 +254,7 @@ def test_an_adapter_that_cannot_be_read_fails_its_requests_alone(adapters: dict[
     for uid, adapter in enumerate((wrong, gone, changed, adapters["a"], wrong)):
         world.submit(with_adapter(submit_of(uid, [1]), adapter))
     world.run()
-    for uid, words in ((0, "not finite"), (1, "no adapter_config.json any more"), (2, "have changed"), (4, "finite")):
+    for uid, words in ((0, "not finite"), (1, "was removed"), (2, "have changed"), (4, "finite")):
         assert world.ended[uid].code is FinishCode.FAILED
         assert world.ended[uid].stage == "adapter"
         assert words in world.ended[uid].message
