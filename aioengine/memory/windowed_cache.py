@@ -162,10 +162,7 @@ class WindowedCache(PrefixCache):
         return pages
 
     def insert(self, allocation: Allocation, token_ids: list[int], num_computed: int) -> None:
-        """Record that positions before ``num_computed`` have KV, and release pages that no later token attends to.
-
-        The last position may be computed again (``Request.rewind``), so its window is kept.
-        """
+        """Record that positions before ``num_computed`` have KV, and release pages that no later token attends to."""
         assert isinstance(allocation, WindowedAllocation)
         size, index, num_full = self.page_size, allocation.num_ready, num_computed // self.page_size
         while self.enabled and index < num_full:
@@ -178,7 +175,7 @@ class WindowedCache(PrefixCache):
         allocation.num_ready = index
         allocation.next_insert_at = ((index if self.enabled else num_full) + 1) * size
         for group in range(self._groups.num_groups):
-            self._give_back(allocation, group, self._groups.first_seen(group, num_computed - 1))
+            self._give_back(allocation, group, self._groups.first_seen(group, num_computed))
 
     def unlock(self, allocation: Allocation, *, is_invalid: bool = False) -> None:
         assert isinstance(allocation, WindowedAllocation)

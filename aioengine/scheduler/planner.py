@@ -106,10 +106,10 @@ class Planner:
             if not request.decodes:
                 if not request.num_missing or request.gates:
                     continue  # gated, or its last row is in flight
-                if not request.is_rewound:
+                if not request.is_behind:
                     if request.allocation.capacity >= request.num_tokens or self._has_room(request):
                         prompts.append(request)
-                elif (row := self._recompute(request, flight)) is not None:
+                elif (row := self._row_of_forced(request, flight)) is not None:
                     flight.add(row, request)
                 continue
             start = request.num_computed
@@ -130,8 +130,8 @@ class Planner:
             request.num_tokens += 1
         return prompts
 
-    def _recompute(self, request: Request, flight: Flight) -> Row | None:
-        """Return a row for the missing positions of a rewound request; None: it was preempted, or waits for pages.
+    def _row_of_forced(self, request: Request, flight: Flight) -> Row | None:
+        """Return a row for the forced tokens of a request; None: it was preempted, or waits for pages.
 
         The row has at least one token. It leaves an eighth of the token budget to prompts.
         """
@@ -147,8 +147,8 @@ class Planner:
                 end = request.allocation.capacity
                 break
             pages += more
-        request.is_rewound = end < request.num_tokens
-        outputs = NOTHING if request.is_rewound else TOKENS
+        request.is_behind = end < request.num_tokens
+        outputs = NOTHING if request.is_behind else TOKENS
         return Row(request.uid, start, end - start, outputs, request.ids_to_compute(start, end), pages)
 
     def _grow(self, request: Request) -> list[int] | None:

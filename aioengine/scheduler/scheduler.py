@@ -139,14 +139,15 @@ class Scheduler:
 
         new: its tokens. None: the row has no output.
         """
+        end = row.start + row.count
         error = result.failed.get(row.uid)
-        if error is None and new is None and row.outputs:
+        is_missing = new is None or (row.outputs == TOKENS and not new and end == len(request.token_ids))
+        if error is None and row.outputs and is_missing:
             error = f"the runner gave no {_OUTPUT_NAMES[row.outputs]}"
         if error is not None:
             failed = End(row.uid, FinishCode.FAILED, stage="sample", message=error)
             self.requests.end(request, failed, is_invalid=True)
             return 0
-        end = row.start + row.count
         if end >= request.allocation.next_insert_at:
             self.cache.insert(request.allocation, request.token_ids, end)
         if new is None:  # a part of a prompt
@@ -169,7 +170,7 @@ class Scheduler:
         if len(request.token_ids) >= request.max_tokens:
             self._restart_long(request)
         else:
-            request.rewind(end)
+            request.count_forced()
         return None
 
     def _restart_long(self, request: Request) -> None:
@@ -236,7 +237,7 @@ class Scheduler:
 def _by_row(plan: Plan, result: StepResult) -> tuple[list[int], dict[int, list[int]]]:
     """Return the token of each row (-1 if it does not have exactly one), and the tokens of these other rows by uid.
 
-    A row has an entry by uid if it has its planned output: none or several tokens, a vector, or a distribution.
+    A row has an entry by uid if it has its planned output: no or several tokens, a vector, or a distribution.
     """
     tokens = result.tokens
     others: dict[int, list[int]] = {}

@@ -50,9 +50,10 @@ class FakeModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     vocab_size: tokens are 0 ... vocab_size - 1. alphabet: if given, only the code points of these characters are
     sampled, which are tokens of a byte-level tokenizer. eos_token_id is sampled with ``eos_probability`` at each
-    position, and never else. tokens_per_step: digits; in its n-th step a request gives as many tokens as the n-th digit
-    says, counted round and round. gives_extras: each token has an extra, ``extra_of``. step_time_s, token_time_s: how
-    long the device takes for a step, and for each token of it. adapter_s: how long it takes to read an adapter.
+    position, and never else. tokens_per_step: digits from 1; the n-th result of a request has as many tokens as the
+    n-th digit says, again from the first digit after the last. gives_extras: each token has an extra, ``extra_of``.
+    step_time_s, token_time_s: time of the device for a step, and for each token of it. adapter_s: time to read an
+    adapter.
     """
 
     vocab_size: int = 256
@@ -183,8 +184,8 @@ class _FakeRow:
 
     __slots__ = (
         "adapter",
-        "is_rewound",
         "kind",
+        "known_end",
         "last_token",
         "logprobs",
         "num_prompt",
@@ -203,7 +204,7 @@ class _FakeRow:
         self.num_prompt = opened.num_prompt
         self.pages = list(opened.pages)
         self.num_steps = 0
-        self.is_rewound = False
+        self.known_end = 0
         self.last_token: int | None = None
 
 
@@ -324,9 +325,6 @@ class FakeRunner:
         if held is None:
             raise RuntimeError(f"row of request {row.uid}, which was never opened")
         held.pages += row.new_pages
-        if held.is_rewound and len(row.token_ids) < row.count:
-            tokens.add(row.uid, ())  # launched before it was known how many tokens the step before gives
-            return
         self._write(row, held)
         if not row.outputs:
             return
@@ -339,22 +337,25 @@ class FakeRunner:
             tokens.add(row.uid, ())
             tokens.extras.append(self._last_extra(row, held, checksum))
             return
-        digit = self._tokens_per_step[held.num_steps % len(self._tokens_per_step)]
+        held.last_token = token_id = self._next_token(checksum, end, held.num_prompt, held.sampling)
+        if end < held.known_end:  # an earlier step gave this token
+            tokens.add(row.uid, ())
+            return
+        held.known_end = end + self._tokens_per_step[held.num_steps % len(self._tokens_per_step)]
         held.num_steps += 1
-        held.is_rewound = digit != 1
         new: list[int] = []
-        for position in range(end, end + digit):
+        for position in range(end, held.known_end):
             if new:
-                checksum = zlib.crc32(array("q", [new[-1] + (held.adapter << 32)]), checksum)
-            held.last_token = self._next_token(checksum, position, held.num_prompt, held.sampling)
-            new.append(held.last_token)
+                checksum = zlib.crc32(array("q", [token_id + (held.adapter << 32)]), checksum)
+                token_id = self._next_token(checksum, position, held.num_prompt, held.sampling)
+            new.append(token_id)
             if held.logprobs is not None:
-                numbers = fake_logprobs(held.logprobs, held.last_token, self._model.vocab_size)
+                numbers = fake_logprobs(held.logprobs, token_id, self._model.vocab_size)
                 tokens.extras.append(Extra(row.uid, position - held.num_prompt, OUTPUT_LOGPROBS, numbers))
             if held.sampling.hidden_states:
                 tokens.extras += fake_states(row.uid, held.sampling, position, held.num_prompt)
             if self._model.gives_extras:
-                tokens.extras.append(extra_of(row.uid, position - held.num_prompt, held.last_token))
+                tokens.extras.append(extra_of(row.uid, position - held.num_prompt, token_id))
         tokens.add(row.uid, new)
 
     def _add_prompt_logprobs(self, row: Row, held: _FakeRow, tokens: TokenColumns) -> None:

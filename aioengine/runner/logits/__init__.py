@@ -29,11 +29,11 @@ a ruled out token again.
 
 
 class Constraint(Protocol):
-    """What one request has followed of its grammar.
+    """The tokens that a grammar allows at one position of a request.
 
     Attributes:
-        source: computes its masks. is_complete: no further token is allowed. error: why it cannot be followed any
-            further; empty while it can. next_token: the only one that is allowed next; -1 where its mask says which.
+        source: computes the mask. is_complete: no token is allowed. error: the reason why the grammar cannot be
+            followed, or empty. next_token: the only allowed token; -1: the mask has the allowed tokens.
     """
 
     is_complete: bool
@@ -42,6 +42,20 @@ class Constraint(Protocol):
 
     @property
     def source(self) -> Grammars: ...
+
+
+@dataclass(slots=True)
+class Forced:
+    """The constraint of a token that an earlier result gave as a forced token."""
+
+    next_token: int
+    source: Grammars
+    is_complete: bool = False
+    error: str = ""
+
+
+class OpenConstraint(Constraint, Protocol):
+    """The position of one request in its grammar, and the tokens that are allowed there."""
 
     @property
     def is_over(self) -> bool:
@@ -62,7 +76,7 @@ class Grammars(Protocol):
 
     num_words: int
 
-    def open(self, grammar: Grammar, token_ids: Sequence[int], num_prompt: int) -> Constraint:
+    def open(self, grammar: Grammar, token_ids: Sequence[int], num_prompt: int) -> OpenConstraint:
         """Follow a grammar from its beginning, behind the tokens of the request: prompt, then output.
 
         Raises:

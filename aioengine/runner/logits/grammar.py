@@ -24,12 +24,7 @@ if TYPE_CHECKING:
 
 
 class GrammarMask:
-    """follow: called before masks are computed, as late as the device allows: constraints then follow the last tokens,
-    for which the host waits.
-    """
-
     def __init__(self) -> None:
-        self.follow: Callable[[], None] | None = None
         self._begun: _Begun | None = None
         self._buffers: list[_Buffer] = []  # two on a GPU: one is written while the other is copied
 
@@ -42,8 +37,6 @@ class GrammarMask:
 
     def mask(self, logits: Tensor, indices: Sequence[int], constraints: Sequence[Constraint | None]) -> None:
         """As ``apply``, for the rows ``indices`` of logits [S, W] and their constraints; None: it has none."""
-        if self.follow is not None:
-            self.follow()
         pairs = [(index, each) for index, each in zip(indices, constraints, strict=True) if each is not None]
         wanted = [constraint for _, constraint in pairs]
         begun = self._take_begun(wanted)
