@@ -2,22 +2,22 @@
 
     ValueError
     ├── RequestTooLargeError          the prompt (with its output) can never fit
-    ├── UnknownParameterError         (also a TypeError) a sampling key that does not exist
-    └── UnsupportedSchemaError        an output constraint that could not be enforced in full
+    ├── UnknownParameterError         (also a TypeError) an unknown sampling parameter
+    └── UnsupportedSchemaError        an output constraint that cannot be enforced completely
     RuntimeError
     └── EngineError                   not the caller's mistake
-        ├── EngineStartupError        a process could not start; carries the child's own message
+        ├── EngineStartupError        a process could not start; has the message of the child process
         ├── EngineDeadError           a process died: role, pid, exit code or signal, last log lines
-        ├── EngineStalledError        a process lives but makes no progress
+        ├── EngineStalledError        a process makes no progress
         ├── EngineOverloadedError     the queue is full; ``retry_after`` seconds
-        ├── EngineDrainingError       drain() was called, no new requests are taken
+        ├── EngineDrainingError       drain() was called; new requests are refused
         ├── EngineClosedError         shutdown() was called, or the engine was never started
         ├── RequestError              one request failed, in ``stage``; others continue
         └── WrongLoopError            an AsyncEngine was used from another event loop
 
-Mistakes of the caller are ``ValueError`` or ``TypeError``; all others are ``RuntimeError``. Each class has the HTTP
-status for a response as ``status_code``: 400 for mistakes of the caller, 500 for a failed request and for a mistake of
-the server's code, 503 where the engine cannot answer now.
+Mistakes of the caller are ``ValueError`` or ``TypeError``; all others are ``RuntimeError``. ``status_code`` of each
+class is the HTTP status for a response: 400 for mistakes of the caller, 500 for a failed request and for a mistake in
+the server's code, 503 if the engine cannot answer now.
 
 All of them can be pickled and copied, with their attributes, notes and causes.
 """
@@ -29,22 +29,22 @@ from contextvars import ContextVar
 from typing import Any, Final
 
 MAX_DESCRIBED_CHARACTERS: Final = 4096
-"""Of ``describe``."""
+"""Longer descriptions of errors are cut (``describe``)."""
 
 _is_trial = ContextVar("_is_trial", default=False)
-"""Set while a value is pickled to find out whether it can be: nested trials would take exponential time."""
+"""True while a value is pickled as a trial. Nested trials would take exponential time."""
 
 
 def _reduce(self: object) -> tuple[Any, ...]:
-    """How an error is pickled.
+    """Pickle an error.
 
-    Python would call the class with ``args``, which hold the message and not the arguments of the constructor.
+    By default, unpickling calls the class with ``args``. They hold the message, not the arguments of the constructor.
     """
     assert isinstance(self, Exception)
     if _is_trial.get():
         return _rebuild, (type(self), self.args), _state(self, self.__cause__)
     known = _importable(type(self))
-    notes = [] if known is type(self) else [f"It was of the class {type(self).__qualname__}, which cannot be imported."]
+    notes = [] if known is type(self) else [f"Its class {type(self).__qualname__} cannot be imported."]
     args = tuple(_portable(value, "An argument", notes) for value in self.args)
     state = {name: _portable(value, name, notes) for name, value in _state(self, self.__cause__).items()}
     if notes:
@@ -59,8 +59,8 @@ def _copy(error: Exception) -> Exception:
 
 
 def _deepcopy(error: Exception, memo: dict[int, object]) -> Exception:
-    """A copy that shares with ``error`` whatever cannot be copied."""
-    from copy import deepcopy  # imported already where this is called
+    """Copy ``error``. The copy shares values that cannot be copied."""
+    from copy import deepcopy  # the caller has imported it already
 
     notes: list[str] = []
 
@@ -68,7 +68,7 @@ def _deepcopy(error: Exception, memo: dict[int, object]) -> Exception:
         try:
             return deepcopy(value, memo)
         except Exception as nested:
-            notes.append(f"It shares a {type(value).__name__}, which cannot be copied: {describe(nested)}")
+            notes.append(f"It shares a {type(value).__name__} that cannot be copied: {describe(nested)}")
             return value
 
     copied = memo[id(error)] = _rebuild(type(error), error.args)
@@ -80,7 +80,7 @@ def _deepcopy(error: Exception, memo: dict[int, object]) -> Exception:
 
 
 def _importable(error_type: type[Exception]) -> type[Exception]:
-    """The class, or where it was made in a function, the nearest of its bases that another process can import."""
+    """Return the class, or its nearest base that another process can import (a local class cannot be imported)."""
     return next(base for base in error_type.__mro__ if issubclass(base, _OWN) and _can_be_found(base))
 
 
@@ -97,14 +97,15 @@ def _rebuild(error_type: type[Exception], args: tuple[object, ...]) -> Exception
 
 def _state(error: Exception, cause: BaseException | None) -> dict[str, Any]:
     is_suppressed = error.__suppress_context__
-    return {**vars(error), "__cause__": cause, "__suppress_context__": is_suppressed}  # the latter is set by the former
+    # Setting __cause__ sets __suppress_context__, so the order matters.
+    return {**vars(error), "__cause__": cause, "__suppress_context__": is_suppressed}
 
 
 def _portable(value: object, name: str, notes: list[str]) -> object:
-    """``value``, or its text where it cannot be pickled: an answer that cannot be read breaks a whole process pool."""
+    """Return ``value``, or its text if it cannot be pickled: an unreadable result breaks a whole process pool."""
     if value is None or type(value) in (str, int, float, bool) or isinstance(value, _OWN):
         return value
-    import pickle  # imported already wherever an error is pickled
+    import pickle  # the caller has imported it already
 
     token = _is_trial.set(True)
     try:
@@ -129,9 +130,9 @@ def _shown(value: object) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """The type and the message of an error of any class, whose message may raise an error itself.
+    """Return the type and the message of any exception, also if its ``__str__`` raises.
 
-    It can be sent to other processes: it is not long, with escapes for what UTF-8 does not encode.
+    The text can be sent to other processes: its length is limited, and lone surrogates are escaped.
     """
     try:
         described = f"{type(error).__name__}: {error}"
@@ -153,7 +154,7 @@ class RequestTooLargeError(ValueError):
 
 
 class UnknownParameterError(TypeError, ValueError):
-    """A sampling parameter that does not exist; the message names it and the nearest that does."""
+    """An unknown sampling parameter. The message names it and the most similar known one."""
 
     status_code = 400
 
@@ -163,11 +164,11 @@ class UnknownParameterError(TypeError, ValueError):
 
 
 class UnsupportedSchemaError(ValueError):
-    """An output constraint that this engine could not enforce in full, refused instead of weakened.
+    """An output constraint that the engine cannot enforce completely. It is refused instead of weakened.
 
-    ``pointer``: the JSON pointer to the place in the schema; empty for its root, for other constraints, and if the
-    schema as a whole cannot be compiled. ``keyword``: the keyword of JSON Schema that cannot be enforced there, or the
-    name of the sampling parameter.
+    ``pointer``: the JSON pointer to the place in the schema; empty for the root, for other constraints, and if the
+    whole schema cannot be compiled. ``keyword``: the JSON Schema keyword that cannot be enforced there, or the name of
+    the sampling parameter.
     """
 
     status_code = 400
@@ -183,7 +184,7 @@ class UnsupportedSchemaError(ValueError):
 
 
 class EngineError(RuntimeError):
-    """Root of everything that is not the caller's mistake."""
+    """Base class of all errors that are not the caller's mistake."""
 
     status_code = 503
 
@@ -193,15 +194,15 @@ class EngineError(RuntimeError):
 
 
 class EngineStartupError(EngineError):
-    """The engine could not start; the message holds the child's own error, a note the traceback of it."""
+    """The engine could not start. The message has the error of the child process, and a note has its traceback."""
 
 
 class EngineDeadError(EngineError):
-    """A process of the engine died and has no replacements left; no request can be answered any more.
+    """A process of the engine died and will not be replaced. The engine answers no more requests.
 
-    ``exit_code`` is minus the number of the signal that killed it, and None where the system did not keep it: in a
-    program that ignores SIGCHLD, or waits for its children by itself. ``reason``: where no process
-    died: a task of the engine in the user's process was cancelled or failed (``role`` is "frontend" then).
+    ``exit_code``: negative if a signal killed the process (-9 for SIGKILL); None if unknown, because the program
+    ignores SIGCHLD or waits for its children itself. ``reason``: set if no process died but a task of the engine in the
+    user's process was cancelled or failed (``role`` is "frontend").
     """
 
     def __init__(
@@ -222,7 +223,7 @@ class EngineDeadError(EngineError):
 
     @property
     def signal(self) -> int | None:
-        """The signal that killed the process, or None where it exited by itself or that is unknown."""
+        """The signal that killed the process; None if it exited by itself or the signal is unknown."""
         return -self.exit_code if self.exit_code is not None and self.exit_code < 0 else None
 
     def _describe(self) -> str:
@@ -232,7 +233,7 @@ class EngineDeadError(EngineError):
 
 
 class EngineStalledError(EngineError):
-    """A process of the engine lives but has made no progress for longer than ``stall_timeout``."""
+    """A process of the engine has made no progress for longer than ``stall_timeout``."""
 
 
 class EngineOverloadedError(EngineError):
@@ -248,7 +249,7 @@ class EngineDrainingError(EngineError):
 
 
 class EngineClosedError(EngineError):
-    """The engine was shut down, was not started, or runs in the process of which this one is a fork.
+    """The engine was shut down, was not started, or was started by the parent of this forked process.
 
     An ``AsyncEngine`` can be started again; an ``Engine`` that was shut down stays closed.
     """
@@ -257,12 +258,11 @@ class EngineClosedError(EngineError):
 class RequestError(EngineError):
     """One request failed; the engine and all other requests continue.
 
-    ``stage`` is the part of the engine that failed it (``tokenize``, ``image``: an image of it could not be prepared;
-    ``submit``; ``schedule``: also an ``encode``, ``score`` or ``beam_search`` that was aborted; ``forward``,
-    ``sample``, ``detokenize``, ``deliver``, ``engine``; ``adapter``: its LoRA adapter could not be read; ``control``:
-    a control call failed in the runner; ``crash``: it killed a process of the engine, again and again, or it is a
-    control call, which is not repeated, and was in progress when one was lost);
-    ``cause``: the error there.
+    ``cause`` is the error, and ``stage`` the part of the engine where it happened: ``tokenize``; ``image``: an image
+    could not be prepared; ``submit``; ``schedule``, also for an aborted ``encode``, ``score`` or ``beam_search``;
+    ``forward``; ``sample``; ``detokenize``; ``deliver``; ``engine``; ``adapter``: the LoRA adapter could not be read;
+    ``control``: a control call failed in the runner; ``crash``: the request killed a process of the engine repeatedly,
+    or a process was lost during a control call (control calls are not repeated).
     """
 
     status_code = 500
@@ -280,7 +280,7 @@ class WrongLoopError(EngineError):
 
 
 def describe_exit(code: int | None) -> str:
-    """An exit code as the end of a sentence."""
+    """Describe an exit code as the end of a sentence."""
     if code is None:
         return "ended with an unknown exit code (this program ignores SIGCHLD or waits for its children by itself)"
     return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"

@@ -18,7 +18,7 @@ QUESTIONS = ["What is the capital of Norway?", "What is 2 + 5?"]
 
 def main() -> None:
     if not all((FOLDER / name / "adapter_model.safetensors").exists() for name in NAMES):
-        command = [sys.executable, "-m", "examples.train_demo_adapter", "--out", str(FOLDER)]
+        command = [sys.executable, "-m", "benchmarks.train_demo_adapter", "--out", str(FOLDER)]
         subprocess.run(command, check=True, cwd=Path(__file__).parent.parent)
 
     with Engine(enable_lora=True, lora_paths={name: str(FOLDER / name) for name in NAMES}) as llm:

@@ -18,7 +18,7 @@ QUESTIONS = ["What is in the picture?", "What is on the right?", "Is anything ye
 
 def main() -> None:
     if not (FOLDER / "model.safetensors").exists():
-        command = [sys.executable, "-m", "examples.train_demo_vision_model", "--out", str(FOLDER)]
+        command = [sys.executable, "-m", "benchmarks.train_demo_vision_model", "--out", str(FOLDER)]
         subprocess.run(command, check=True, cwd=Path(__file__).parent.parent)
     one, two = (Image.new("RGB", (240, 240), "white") for _ in range(2))
     ImageDraw.Draw(one).ellipse((10, 90, 70, 150), "#d02020")  # a red circle on the left

@@ -73,14 +73,14 @@ class EngineFace(ABC):
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> Self:
-        """An engine from an ``EngineConfig``."""
+        """Make an engine from an ``EngineConfig``."""
         engine = cls.__new__(cls)
         engine._init(*parts_of(config))
         return engine
 
     @classmethod
     def from_blueprint(cls, prepare: Callable[[], Blueprint], *, progress: bool | None = False) -> Self:
-        """An engine of given parts, as ``aioengine.testing.fake_engine`` makes them."""
+        """Make an engine from prepared parts, such as those of ``aioengine.testing.fake_engine``."""
         engine = cls.__new__(cls)
         engine._init(prepare, progress, "")
         return engine
@@ -91,20 +91,20 @@ class EngineFace(ABC):
 
     @abstractmethod
     def _running(self) -> Frontend:
-        """The started engine, for a caller on a thread and loop that may use it."""
+        """Return the started frontend; raise an error if this thread or loop may not use it."""
 
     @abstractmethod
     def _anywhere(self) -> Frontend:
-        """The started engine, for a caller on any thread."""
+        """Return the started frontend, on any thread."""
 
     @abstractmethod
     def health(self) -> Health:
-        """The state of the engine and of its processes; may be called at any time, from any thread."""
+        """Return the state of the engine and of its processes. May be called at any time, from any thread."""
 
     def __repr__(self) -> str:
         return info.described(type(self).__name__, self._model_name, self.health()["state"])
 
-    if not TYPE_CHECKING:  # type checkers would take it for a sign that every attribute exists
+    if not TYPE_CHECKING:  # otherwise type checkers would accept every attribute
 
         def __getattr__(self, name: str) -> NoReturn:
             instead, plain = "", name.removeprefix("async_")
@@ -115,7 +115,7 @@ class EngineFace(ABC):
             raise no_attribute(type(self).__name__, name, instead=instead)
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("an engine cannot be pickled or copied: it owns processes; make one where it is needed")
+        raise TypeError("an engine cannot be pickled or copied because it owns processes; create one where you need it")
 
     @signatures.async_generate
     def async_generate(
@@ -127,20 +127,21 @@ class EngineFace(ABC):
         stream: bool = False,
         **options: Unpack[GenerateOptions],
     ) -> Generation[Answer] | Generation[BatchOutput] | Stream:
-        """Generate from a prompt or its token ids; a list of either is a batch.
+        """Generate text for a prompt (text or token ids) or for a batch (a list of prompts).
 
-        The request is submitted when this returns. Await the result for the whole answer (a dict; a ``BatchOutput``
-        for a batch or ``n`` > 1, which the types do not show for a single prompt), or, with ``stream=True``, iterate
-        over its chunks. ``sampling_params`` is a ``SamplingParams`` or a dict of its fields; a batch takes one, or a
-        list with one for each prompt. ``options`` are described at ``GenerateOptions``.
+        This call submits the request. Await the result to get the whole answer: a dict, or a ``BatchOutput`` for a
+        batch and for ``n`` > 1. (Type checkers see a dict for a single prompt with ``n`` > 1.) With ``stream=True``,
+        iterate over the chunks. ``sampling_params`` is a ``SamplingParams`` or a dict of its fields; a batch takes one
+        for all prompts or a list with one per prompt. ``GenerateOptions`` describes the ``options``.
 
         Raises:
             TypeError, ValueError: an argument is wrong.
-            EngineOverloadedError, EngineDrainingError, EngineClosedError, EngineDeadError: the engine takes no request.
-            WrongLoopError: this is not the event loop of the ``AsyncEngine``.
+            EngineOverloadedError, EngineDrainingError, EngineClosedError, EngineDeadError: the engine accepts no
+                requests.
+            WrongLoopError: the ``AsyncEngine`` was started on another event loop.
 
-        Awaiting it raises ``RequestTooLargeError`` where the prompt does not fit, ``RequestError`` where this request
-        alone failed, and ``EngineDeadError`` where the engine died.
+        Awaiting raises ``RequestTooLargeError`` if the prompt does not fit, ``RequestError`` if only this request
+        failed, and ``EngineDeadError`` if the engine died.
         """
         return self._open(
             partial(requests.generate_request, prompt, sampling_params, input_ids, stream=stream, options=options)
@@ -155,14 +156,14 @@ class EngineFace(ABC):
         stream: bool = False,
         **options: Unpack[ChatOptions],
     ) -> Generation[Answer] | Generation[BatchOutput] | Stream:
-        """Answer a conversation (dicts with ``role`` and ``content``), put through the model's chat template.
+        """Answer a conversation, using the model's chat template. A list of conversations is a batch.
 
-        ``content`` is text, or a list of text parts (``{"type": "text", "text": ...}``): a template that knows parts
-        receives them unchanged, any other their joined text.
+        A conversation is a list of dicts with ``role`` and ``content``. ``content`` is text, or a list of parts
+        (``{"type": "text", "text": ...}``). If the template does not support parts, it gets their joined text.
 
-        A list of conversations is a batch. ``options`` are described at ``ChatOptions``: ``tools``, another template,
-        variables for it, and those of ``async_generate``. Everything else is as there. Awaiting it raises ValueError
-        where the template refuses the messages, or the model has no template.
+        ``ChatOptions`` describes the ``options``: ``tools``, another template, template variables, and the options of
+        ``async_generate``. Results and errors are those of ``async_generate``. Awaiting also raises ValueError if the
+        template refuses the messages or if the model has no template.
         """
         return self._open(partial(requests.chat_request, messages, sampling_params, stream=stream, options=options))
 
@@ -170,19 +171,21 @@ class EngineFace(ABC):
     def async_encode(
         self, prompt: Prompt | None = None, *, input_ids: Ids | None = None, **options: Unpack[EncodeOptions]
     ) -> Generation[Answer] | Generation[BatchOutput] | Stream:
-        """Turn a text, or its token ids, into a vector; a list of either is a batch.
+        """Embed a text (or token ids) or a batch (a list of texts).
 
-        Await the result: a dict with ``embedding`` (a numpy array, fp32) and ``meta_info``, or a ``BatchOutput`` of
-        them, of which ``outs["embedding"]`` is the list. A model of embeddings pools as its files say, a model that
-        generates gives the hidden state of the last token, normalised. ``options`` are described at ``EncodeOptions``.
+        Await the result: a dict with ``embedding`` (a numpy array [D], fp32) and ``meta_info``, or a ``BatchOutput`` of
+        these dicts; ``outs["embedding"]`` is the list of all embeddings. An embedding model pools as its files specify.
+        A generative model returns the normalized hidden state of the last token. ``EncodeOptions`` describes the
+        ``options``.
 
         Raises:
             TypeError, ValueError: an argument is wrong.
-            EngineOverloadedError, EngineDrainingError, EngineClosedError, EngineDeadError: the engine takes no request.
-            WrongLoopError: this is not the event loop of the ``AsyncEngine``.
+            EngineOverloadedError, EngineDrainingError, EngineClosedError, EngineDeadError: the engine accepts no
+                requests.
+            WrongLoopError: the ``AsyncEngine`` was started on another event loop.
 
-        Awaiting it raises ``RequestTooLargeError`` (a ValueError) where a text is longer than the model takes, without
-        ``truncate=True``; ``RequestError`` where this request alone failed, or ended before its vector was there.
+        Awaiting raises ``RequestTooLargeError`` (a ValueError) if a text is too long for the model and ``truncate`` is
+        not set, and ``RequestError`` if only this request failed or was aborted.
         """
         return self._open(partial(encode_request, prompt, input_ids, options))
 
@@ -197,10 +200,10 @@ class EngineFace(ABC):
     ) -> Generation[Answer] | Generation[BatchOutput] | Stream:
         """Score how well documents answer a query, with a cross-encoder.
 
-        With ``documents`` the result has the best first, ``top_n`` of them; with a list of pairs ``[query, document]``
-        in place of the query it has their order. Await it: a ``BatchOutput`` of dicts with ``score``, ``index`` (of the
-        document, or pair) and ``meta_info``. ``options`` are described at ``PoolOptions``; errors are as for
-        ``async_encode``, and a ValueError where the model is no cross-encoder.
+        Await the result: a ``BatchOutput`` of dicts with ``score``, ``index`` and ``meta_info``. With a query and
+        ``documents``, it has the ``top_n`` best documents (default: all), best first. If ``query`` is a list of pairs
+        ``[query, document]``, it has one score per pair, in their order. ``PoolOptions`` describes the ``options``.
+        Errors are those of ``async_encode``; also ValueError if the model is not a cross-encoder.
         """
         return self._open(partial(rerank_request, query, documents, top_n, options))
 
@@ -212,16 +215,17 @@ class EngineFace(ABC):
         length_penalty: float = 1.0,
         **sampling: object,
     ) -> BatchOutput:
-        """The ``beam_width`` best outputs for one prompt (text or token ids), best first, by beam search.
+        """Return the ``beam_width`` best outputs for one prompt (text or token ids), best first, by beam search.
 
-        ``meta_info["sequence_score"]`` is the sum of the log-probabilities of the output tokens, divided by their
-        number to the power of ``length_penalty``. ``sampling``: ``stop_token_ids``, ``ignore_eos``, ``min_new_tokens``,
-        ``skip_special_tokens``; with ``logprobs_mode="processed"`` also ``temperature``, ``repetition_penalty``,
-        ``logit_bias``, ``allowed_token_ids`` and ``bad_words``. ``lora_path``: as for ``async_generate``.
+        ``meta_info["sequence_score"]`` is the sum of the logprobs of the output tokens, divided by
+        ``num_tokens ** length_penalty``. ``sampling`` takes ``stop_token_ids``, ``ignore_eos``, ``min_new_tokens``,
+        ``skip_special_tokens`` and ``lora_path``. With ``logprobs_mode="processed"`` it also takes ``temperature``,
+        ``repetition_penalty``, ``logit_bias``, ``allowed_token_ids`` and ``bad_words``.
 
         Raises:
-            TypeError, ValueError: an argument is wrong. RequestTooLargeError: the longest output would not fit.
-            Exception: what ``async_generate`` raises.
+            TypeError, ValueError: an argument is wrong.
+            RequestTooLargeError: the longest output would not fit.
+            Exception: the errors of ``async_generate``.
         """
         frontend = self._anywhere()
         mode = frontend.parts.settings.runner.logprobs_mode
@@ -238,15 +242,15 @@ class EngineFace(ABC):
         label_token_ids: TokenIds | BatchIds | None = None,
         **options: Unpack[ScoreOptions],
     ) -> ScoreResult | ScoreResult[list[float] | Exception]:
-        """Score items behind a query: the probability of each of ``label_token_ids`` as the token after both.
+        """Return, for each item, the probabilities of ``label_token_ids`` as the token after ``query + item``.
 
-        The prompt of an item is ``query + item``, as texts or as token ids. The labels are a list for all items, or one
-        for each. A classifier gives its own scores, or their softmax, and needs no labels. ``options`` are described at
-        ``ScoreOptions``.
+        Query and items are texts or token ids. ``label_token_ids`` is one list for all items or one list per item. A
+        classifier needs no labels: it returns its own scores or their softmax. ``ScoreOptions`` describes the
+        ``options``.
 
         Raises:
             TypeError, ValueError: an argument is wrong.
-            Exception: what ``async_generate`` raises.
+            Exception: the errors of ``async_generate``.
         """
         request = await score_request(query, items, label_token_ids, options, parts=self._running().parts)
         return await score(request, generate=self.async_generate, encode=self.async_encode)
@@ -259,50 +263,50 @@ class EngineFace(ABC):
         return Generation[Answer](reader, home=frontend.loop, is_bound=self._is_bound, owner=self)
 
     def abort_request(self, rid: str | None = None, abort_all: bool = False) -> None:
-        """End a live request, or all; they finish with reason ``abort`` and the output so far.
+        """End one request, or all. An aborted request finishes with reason ``abort`` and its output so far.
 
-        ``rid`` may be that of a call, of one prompt of a batch (``x_2``) or of one sample. An unknown one is no
-        error, neither of both is a ValueError. May be called from any thread.
+        ``rid`` is the id of a call, of one prompt of a batch (``x_2``) or of one sample. Unknown ids are ignored.
+        Raises ValueError without ``rid`` and ``abort_all``. May be called from any thread.
         """
         self._anywhere().abort_request(rid, abort_all)
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer; it needs no torch. Raises ValueError with ``skip_tokenizer_init``."""
+        """The model's tokenizer, which does not need torch. Raises ValueError with ``skip_tokenizer_init``."""
         return info.existing(self._anywhere().parts.tokenizer)
 
     @property
     def tokenizer_manager(self) -> TokenizerNamespace:
-        """``tokenizer`` and ``abort_request``, for programs that look for them here."""
+        """An object with ``tokenizer`` and ``abort_request``, for programs written for other engines."""
         frontend = self._anywhere()
         return TokenizerNamespace(frontend.parts.tokenizer, frontend.abort_request)
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine takes or finishes requests."""
+        """Whether the engine accepts requests or still finishes some."""
         return self.health()["state"] in info.ALIVE
 
     def stats(self) -> dict[str, int]:
-        """Counters, as the scheduler reported them last; may be called from any thread."""
+        """Return the last counters that the scheduler reported. May be called from any thread."""
         return self._anywhere().stats()
 
 
 class AsyncEngine(EngineFace):
-    """An LLM inference engine for asyncio. Everything heavy runs in processes of its own.
+    """An LLM inference engine for asyncio. The model runs in separate processes.
 
-    ``async with AsyncEngine(model_path=...) as engine`` starts it on the running loop and shuts it down at the end;
-    ``await engine.start()`` and ``await engine.shutdown()`` do the same. It may be made anywhere, also before a fork,
-    and belongs to the process and to the loop that start it. A call from another loop raises ``WrongLoopError``
-    (``Engine`` serves any loop and thread). After its shutdown it can be started again. Without a ``model_path`` it
-    runs the small demo model of the package. ``help(EngineArguments)`` describes all arguments.
+    ``async with AsyncEngine(model_path=...) as engine`` starts it on the running loop and shuts it down at the end of
+    the block; so do ``await engine.start()`` and ``await engine.shutdown()``. You can create it anywhere, also before a
+    fork. It belongs to the process and the loop that start it: calls from another loop raise ``WrongLoopError``
+    (``Engine`` accepts calls from any loop and thread). It can be started again after a shutdown. Without
+    ``model_path`` it runs the small demo model of the package. ``help(EngineArguments)`` describes all arguments.
 
     Raises:
-        TypeError: an argument that does not exist, or a value of the wrong type.
-        ValueError: a value outside its range, or a model folder that cannot be served. (Downloads: at the start.)
+        TypeError: an argument does not exist, or a value has the wrong type.
+        ValueError: a value is out of range, or the model folder cannot be served. (For downloads, ``start`` raises it.)
     """
 
     _is_bound = True
-    _run: EngineRun | None = None  # also where the constructor failed
+    _run: EngineRun | None = None  # set here because ``__del__`` runs even if the constructor fails
 
     def _init(self, prepare: Callable[[], Blueprint], progress: bool | None, model_name: str) -> None:
         self._model_name = model_name
@@ -314,24 +318,24 @@ class AsyncEngine(EngineFace):
     # ------------------------------------------------------------ life
 
     async def start(self) -> None:
-        """Start the processes and load the model, on the running loop. Does nothing on an engine that runs.
+        """Start the processes and load the model, on the running loop. Does nothing if the engine is running.
 
-        An engine that was shut down, or whose loop was closed, can be started again, also on another loop.
+        After a shutdown, or if its loop was closed, the engine can be started again, also on another loop.
 
         Raises:
-            EngineStartupError: it could not start; no process or file is left behind.
-            EngineClosedError: it was shut down while it started, or the parent of this forked process started it.
-            EngineDeadError, EngineStalledError: it was started and has died; shut it down first.
+            EngineStartupError: it could not start. No process or file is left behind.
+            EngineClosedError: it was shut down during the start, or this process is a fork of the one that started it.
+            EngineDeadError, EngineStalledError: it has died; shut it down first.
             WrongLoopError: it runs on another loop, or no asyncio loop is running here.
         """
         running_loop()
         run = self._run
         if run is not None and not run.is_forked and (run.is_ended or run.loop.is_closed()):
-            await run.end()  # memory of a device is free only when the last process has ended
+            await run.end()  # the memory of the GPU is free only after the last process has ended
         await self._joined_run().start(self._start_frontend)
 
     def _joined_run(self) -> EngineRun:
-        """The run of this loop: the present one, or a new one where there is none."""
+        """Return the current run, or a new one if none is in use."""
         with self._choice:
             run = self._run
             if run is None or not run.is_in_use:
@@ -348,9 +352,10 @@ class AsyncEngine(EngineFace):
             bars.close()
 
     def shutdown(self) -> Coroutine[object, None, None]:
-        """End the processes; calls that wait get ``EngineClosedError``. Takes seconds at most; may be called twice.
+        """End the processes within seconds. Waiting calls raise ``EngineClosedError``. May be called twice.
 
-        It begins at this call: a task that is cancelled before its first step ends the engine too.
+        The shutdown begins with this call, not with the first step of the coroutine: if a task for it is cancelled
+        before it runs, the engine still ends.
         """
         run = self._run if self._run is not None and self._run.is_in_use and not self._run.is_forked else None
         if run is None or run.start_end():
@@ -362,12 +367,12 @@ class AsyncEngine(EngineFace):
             await run.end()
         self._is_closed = True
 
-    if not TYPE_CHECKING:  # type checkers know that there is no ``with``
+    if not TYPE_CHECKING:  # type checkers report ``with`` themselves
 
         def __enter__(self) -> NoReturn:
-            raise TypeError("an AsyncEngine is opened by `async with`; for `with` there is Engine")
+            raise TypeError("an AsyncEngine needs `async with`; for `with`, use Engine")
 
-        __exit__ = __enter__  # without it Python would not call the other
+        __exit__ = __enter__  # Python calls __enter__ only if __exit__ exists
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -383,14 +388,14 @@ class AsyncEngine(EngineFace):
             warnings.warn("an AsyncEngine was not shut down", ResourceWarning, stacklevel=1, source=self)
 
     def _running(self) -> Frontend:
-        """The started engine, for a caller on its loop."""
+        """Return the started frontend; raise ``WrongLoopError`` on another loop."""
         frontend = self._anywhere()
         if self._run is not None:
             callers.refuse_other_loop(self._run.loop)
         return frontend
 
     def _anywhere(self) -> Frontend:
-        """The started engine, for a caller on any thread."""
+        """Return the started frontend, on any thread."""
         run = self._run
         if run is None or run.frontend is None or run.is_ended:
             raise callers.closed() if self._is_closed else callers.not_started()
@@ -398,13 +403,14 @@ class AsyncEngine(EngineFace):
         return run.frontend
 
     def attach(self, rid: str, from_offset: int = 0) -> Stream:
-        """Continue a stream that was left, from character ``from_offset`` of its text.
+        """Continue a stream from character ``from_offset`` of its text, after its reader left.
 
-        It must have been opened with ``resume_ttl``, and left or ended at most that many seconds ago. The stream of
-        its previous reader ends. Ids without text of their own may be repeated; ``token_offset`` shows it.
+        The stream must have been opened with ``resume_ttl``, and left or finished at most that many seconds ago. If it
+        still has a reader, that reader's stream ends. Token ids that add no text may be repeated; ``token_offset``
+        shows this.
 
         Raises:
-            ValueError: there is no such stream, or its text is shorter.
+            ValueError: there is no such stream, or its text is shorter than ``from_offset``.
         """
         frontend = self._running()
         reader = frontend.attachments.attach(rid, from_offset, frontend)
@@ -420,13 +426,13 @@ class AsyncEngine(EngineFace):
         streaming: bool = False,
         timeout: float | None = None,
     ) -> SessionOpening:
-        """Open a session: await this for its id. Requests with ``session_params`` continue earlier ones of the session.
+        """Open a session; await this to get its id. Requests with ``session_params`` continue earlier ones in it.
 
         ``async with engine.open_session() as session_id:`` closes the session at the end of the block.
 
-        session_id: its id; None: a random one. timeout: seconds without a running request after which the session is
-        closed (checked every second). streaming: the session has one request at a time, and each continues the last
-        answered one. capacity_of_str_len: no effect; the context length limits a session.
+        session_id: the id to use (default: a random one). timeout: close the session after this many seconds without a
+        running request (checked every second). streaming: the session has one request at a time, and each request
+        continues the last answered one. capacity_of_str_len: no effect, because the context length limits a session.
 
         Raises:
             TypeError, ValueError: an argument is wrong, or a session with this id is open.
@@ -448,9 +454,10 @@ class AsyncEngine(EngineFace):
     # ------------------------------------------------------------ control
 
     async def admit(self) -> None:
-        """Wait in a queue, first come first served, until there is room for a call.
+        """Wait in a first-come-first-served queue until the engine has capacity for a call.
 
-        The place is reserved for this task until its next call, for a second at most. Cancelling it leaves the queue.
+        The capacity is reserved for the next call of this task, for one second at most. Cancelling the wait leaves the
+        queue.
 
         Raises:
             EngineDrainingError, EngineClosedError, EngineDeadError: no call will be accepted.
@@ -458,15 +465,15 @@ class AsyncEngine(EngineFace):
         await self._running().overload.wait()
 
     async def flush_cache(self) -> Outcome:
-        """Empty the prefix cache; does nothing, and returns a false outcome, while requests run or wait."""
+        """Empty the prefix cache. If requests run or wait, do nothing and return a false outcome."""
         return await self._running().controls.order("flush_cache")
 
     @signatures.own_arguments
     async def load_lora_adapter(self, lora_name: str, lora_path: str | PurePath, pinned: bool = False) -> AdapterResult:
         """Load a LoRA adapter from a folder written by peft. Requests then use it with ``lora_path=lora_name``.
 
-        pinned: it keeps its slot on the device. If the adapter cannot be used or the name is in use, the result is
-        false and has the reason in ``error_message``. ``loaded_adapters`` has all loaded adapters.
+        pinned: keep the adapter in its slot on the device. If the adapter cannot be used or the name is in use, the
+        result is false and has the reason in ``error_message``. ``loaded_adapters`` has all loaded adapters.
 
         Raises:
             TypeError, ValueError: an argument has the wrong type. EngineClosedError, EngineDeadError.
@@ -487,7 +494,7 @@ class AsyncEngine(EngineFace):
         return self._running().adapters.list()
 
     async def pause_generation(self, mode: PauseMode = "abort") -> Outcome:
-        """Compute nothing until ``continue_generation``; new calls wait.
+        """Stop computing until ``continue_generation``; new calls wait.
 
         ``mode``: "abort" ends all requests, "in_place" keeps them.
         """
@@ -504,68 +511,68 @@ class AsyncEngine(EngineFace):
     async def start_profile(
         self, output_dir: str | os.PathLike[str] | None = None, **options: Unpack[ProfileOptions]
     ) -> None:
-        """Begin a trace of the scheduler process by torch's profiler, with a range for each step.
+        """Start torch's profiler in the scheduler process, with a range for each step.
 
-        It goes to a new file in ``output_dir`` (default: the system's folder for temporary files), for
-        chrome://tracing or Perfetto. ``options`` are described at ``ProfileOptions``.
+        ``stop_profile`` writes the trace to a new file in ``output_dir`` (default: the system's folder for temporary
+        files), for chrome://tracing or Perfetto. ``ProfileOptions`` describes the ``options``.
 
         Raises:
             TypeError, ValueError: an argument is wrong.
-            RuntimeError: a profile is running already, or the folder cannot be written to.
+            RuntimeError: a profile is running already, or the folder is not writable.
         """
         await self._running().controls.start_profile(output_dir, options)
 
     async def stop_profile(self) -> str:
-        """End the trace and write it; returns the path of the file. Nothing is computed meanwhile.
+        """End the trace, write it and return the path of the file. The engine computes nothing during this call.
 
         Raises:
-            RuntimeError: none was started, or it cannot be written.
+            RuntimeError: no profile is running, or the file cannot be written.
         """
         return await self._running().controls.stop_profile()
 
     @signatures.own_arguments
     async def drain(self, timeout: float | None = None) -> bool:
-        """Refuse new calls and wait for all requests. After ``timeout`` seconds end them with reason ``shutdown``.
+        """Refuse new calls and wait for all requests. After ``timeout`` seconds, end them with reason ``shutdown``.
 
-        Returns whether all finished by themselves. New calls raise ``EngineDrainingError`` from now on. Requests that
-        are paused, or suspended because of a slow reader, continue. Without a ``timeout`` this waits without limit,
-        also for the reader of a large batch, whose last rows begin when its first ones were read.
+        Returns whether all requests finished by themselves. From now on, new calls raise ``EngineDrainingError``.
+        Requests that are paused or suspended for a slow reader continue. Without ``timeout`` there is no limit. (The
+        last rows of a large batch start only after its first rows were read.)
         """
         return await self._running().drain(timeout)
 
     # ------------------------------------------------------------ state
 
     def health(self) -> Health:
-        """The state of the engine and of its processes; may be called at any time, from any thread.
+        """Return the state of the engine and of its processes. May be called at any time, from any thread.
 
-        "starting" until ``start()`` has succeeded, also before it was called; "closed" where that failed. An engine
-        that has died is "dead" or "stalled" also after its shutdown, until it is started again.
+        The state is "starting" until ``start()`` succeeds, and "closed" if it failed. If the engine died, the state
+        stays "dead" or "stalled" until it is started again, also after a shutdown.
         """
         frontend = None if self._run is None else self._run.frontend
         has_failed = self._run is not None and self._run.has_failed
         if self._run is None or frontend is None:
             return {"state": "closed" if self._is_closed or has_failed else "starting", "processes": []}
-        found = info.health(frontend.state, frontend.parts.processes.processes())
-        # (A loop may have been closed before the shutdown; and to a fork, the engine of its parent is closed.)
+        health = info.health(frontend.state, frontend.parts.processes.processes())
+        # The loop may have been closed before the shutdown. In a fork, the engine of the parent counts as closed.
         if (self._is_closed or self._run.is_forked) and frontend.failure is None:
-            found["state"] = "closed"
-        return found
+            health["state"] = "closed"
+        return health
 
     def get_all_child_pids(self) -> list[int]:
-        """The ids of the engine's processes that are alive."""
+        """Return the process ids of the engine's live processes."""
         frontend = None if self._run is None else self._run.frontend
         if frontend is None:
             return []
         return info.child_pids(frontend.parts.processes.processes(), frontend.images)
 
     async def get_server_info(self) -> dict[str, object]:
-        """The resolved settings, the device and its implementations, the memory, and the scheduler's state."""
+        """Return the settings, the device, the chosen implementations, the memory and the scheduler's state."""
         return await self._running().server_info()
 
     async def get_model_info(self) -> ModelInfo:
-        """The model that is served."""
+        """Return facts about the served model."""
         return info.model_info(self._running().parts.settings)
 
     async def wait_failed(self) -> EngineError | None:
-        """Wait until the engine dies and return the error; None once it was shut down."""
+        """Wait until the engine dies, and return the error. Return None if it is shut down."""
         return await self._running().wait_failed()

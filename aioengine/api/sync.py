@@ -1,4 +1,4 @@
-"""Engine: the engine for scripts, threads and notebooks, with a loop of its own."""
+"""Engine: the engine for scripts, threads and notebooks. It runs an event loop in its own thread."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ if TYPE_CHECKING:
 
 
 class ChunkIterator(Iterator["Chunk"]):
-    """The chunks of a stream, for ``for`` and ``next()``; a second ``for`` continues after the last chunk read.
+    """An iterator over the chunks of a stream. A second ``for`` continues after the last chunk that was read.
 
-    Leaving the loop and dropping this aborts the request, as ``close`` does.
+    ``close`` aborts the request, and so does leaving the loop and dropping the iterator.
     """
 
     def __init__(self, reader: Reader, owner: object) -> None:
-        """``owner`` is kept alive."""
+        """``owner``: the engine, which must live as long as this iterator."""
         self._reader = reader
         self._owner = owner
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a request cannot be copied or pickled: it belongs to its engine; copy its chunks")
+        raise TypeError("a stream cannot be copied or pickled because it belongs to its engine; copy its chunks")
 
     @property
     def rid(self) -> str:
@@ -90,11 +90,11 @@ class ChunkIterator(Iterator["Chunk"]):
             wait_for_news(self._reader)
 
     def abort(self) -> None:
-        """End the request now, with reason ``abort``; its output so far can still be read."""
+        """End the request with reason ``abort``. Its output so far can still be read."""
         self._reader.abort()
 
     def close(self) -> None:
-        """Stop reading, which aborts a request that is not finished. May be called after the end, and twice."""
+        """Stop reading, and abort the request if it is not finished. May be called after the end, and twice."""
         self._reader.leave()
 
     def __enter__(self) -> Self:
@@ -107,7 +107,7 @@ class ChunkIterator(Iterator["Chunk"]):
 
 
 def wait_for_news(reader: Reader) -> None:
-    """Block this thread until there may be new output. An interrupt here ends the reader for good."""
+    """Block this thread until there may be new output. An interrupt during the wait ends the reader."""
     gate = threading.Lock()
     gate.acquire()
     if not reader.wait(gate.release, blocks=True):
@@ -148,18 +148,17 @@ def _score(method: Callable[..., object]) -> SyncScore:
 
 
 class Engine(EngineFace):
-    """An LLM inference engine for synchronous code; every method is a call into one event loop on its own thread.
+    """An LLM inference engine for synchronous code. It runs an event loop in its own thread.
 
-    It starts when it is made, and is shut down by ``with``, by ``shutdown()``, or at the end of the program; then it
-    stays closed, and every call raises ``EngineClosedError``. It belongs to the process in which it was made. Any
-    number of threads may call it at once. Its ``async_`` methods may be awaited on any event loop, also on several
-    one after the other. Without a ``model_path`` it runs the small demo model of the package.
-    ``help(EngineArguments)`` describes all arguments.
+    The constructor starts the engine. The end of a ``with`` block, ``shutdown()`` or the end of the program shut it
+    down; after that, every call raises ``EngineClosedError``. It belongs to the process that created it. Any number of
+    threads may call it at the same time. Its ``async_`` methods can be awaited on any event loop. Without
+    ``model_path`` it runs the small demo model of the package. ``help(EngineArguments)`` describes all arguments.
 
     Raises:
-        TypeError: an argument that does not exist, or a value of the wrong type.
-        ValueError: a value outside its range, a model that cannot be served.
-        EngineStartupError: a process could not start; no process or file is left behind.
+        TypeError: an argument does not exist, or a value has the wrong type.
+        ValueError: a value is out of range, or the model cannot be served.
+        EngineStartupError: a process could not start. No process or file is left behind.
     """
 
     def _init(self, prepare: Callable[[], Blueprint], progress: bool | None, model_name: str) -> None:
@@ -168,13 +167,13 @@ class Engine(EngineFace):
         bars = ProgressBars(progress)
         run = _Run()
         self._portal = run.portal
-        self._finalizer = weakref.finalize(self, run.end)  # before anything is started: no exception leaves it running
+        self._finalizer = weakref.finalize(self, run.end)  # before the start, so that an exception leaves no process
         try:
             self._frontend = run.start(prepare, bars.show)
         except BaseException:
             try:
                 self._finalizer()
-            except BaseException:  # a second interrupt, and the finalizer is called once
+            except BaseException:  # a second interrupt; the finalizer runs only once
                 run.end()
                 raise
             raise
@@ -184,7 +183,7 @@ class Engine(EngineFace):
     # ------------------------------------------------------------ life
 
     def shutdown(self) -> None:
-        """End the processes; calls that wait get ``EngineClosedError``. Takes seconds at most; may be called twice."""
+        """End the processes within seconds. Waiting calls raise ``EngineClosedError``. May be called twice."""
         self._finalizer()
         if not self._frontend.is_interrupted:
             self._portal.join(STOP_TIMEOUT_S)  # another thread may be shutting it down
@@ -212,7 +211,7 @@ class Engine(EngineFace):
     _anywhere = _running
 
     def _blocking(self) -> Frontend:
-        """The running engine, for a call that waits for its loop."""
+        """Return the running frontend for a call that waits; raise an error if waiting here would block its loop."""
         self._running().check_waiting(blocks=True)
         return self._frontend
 
@@ -228,10 +227,10 @@ class Engine(EngineFace):
         stream: bool = False,
         **options: Unpack[GenerateOptions],
     ) -> Answer | BatchOutput | ChunkIterator:
-        """Generate from a prompt or its token ids, and wait for the answer; a list of either is a batch.
+        """Generate text for a prompt (text or token ids) or a batch (a list of prompts), and wait for the answer.
 
-        With ``stream=True`` returns an iterator over the chunks, at once. Arguments and errors are those of
-        ``AsyncEngine.async_generate``. Ctrl-C aborts this call alone.
+        With ``stream=True``, return an iterator over the chunks immediately. Arguments and errors are those of
+        ``AsyncEngine.async_generate``. Ctrl-C aborts only this call.
         """
         return self._wait(
             partial(requests.generate_request, prompt, sampling_params, input_ids, stream=stream, options=options)
@@ -246,14 +245,14 @@ class Engine(EngineFace):
         stream: bool = False,
         **options: Unpack[ChatOptions],
     ) -> Answer | BatchOutput | ChunkIterator:
-        """Answer a conversation, put through the model's chat template; a list of them is a batch."""
+        """Answer a conversation, or a list of conversations, as ``AsyncEngine.async_chat``."""
         return self._wait(partial(requests.chat_request, messages, sampling_params, stream=stream, options=options))
 
     @_encode
     def encode(
         self, prompt: Prompt | None = None, *, input_ids: Ids | None = None, **options: Unpack[EncodeOptions]
     ) -> Answer | BatchOutput | ChunkIterator:
-        """Turn a text, or its token ids, into a vector, as ``async_encode``; a list of either is a batch."""
+        """Embed a text (or token ids), or a list of texts, as ``AsyncEngine.async_encode``."""
         return self._wait(partial(encode_request, prompt, input_ids, options))
 
     @_rerank
@@ -265,7 +264,7 @@ class Engine(EngineFace):
         top_n: int | None = None,
         **options: Unpack[PoolOptions],
     ) -> Answer | BatchOutput | ChunkIterator:
-        """Score how well documents answer a query, as ``async_rerank``."""
+        """Score how well documents answer a query, as ``AsyncEngine.async_rerank``."""
         return self._wait(partial(rerank_request, query, documents, top_n, options))
 
     def _wait(self, make_request: Callable[[], CallRequest]) -> Answer | BatchOutput | ChunkIterator:
@@ -281,7 +280,7 @@ class Engine(EngineFace):
         return result
 
     def attach(self, rid: str, from_offset: int = 0) -> ChunkIterator:
-        """Continue a stream that was left, as ``AsyncEngine.attach``."""
+        """Continue a stream after its reader left, as ``AsyncEngine.attach``."""
         frontend = self._running()
         return ChunkIterator(frontend.attachments.attach(rid, from_offset, frontend), self)
 
@@ -293,7 +292,7 @@ class Engine(EngineFace):
         length_penalty: float = 1.0,
         **sampling: object,
     ) -> BatchOutput:
-        """The best outputs for one prompt by beam search, as ``async_beam_search``."""
+        """Return the best outputs for one prompt by beam search, as ``AsyncEngine.async_beam_search``."""
         self._blocking()
         return self._portal.call(self.async_beam_search(prompt, beam_width, max_new_tokens, length_penalty, **sampling))
 
@@ -305,7 +304,7 @@ class Engine(EngineFace):
         label_token_ids: TokenIds | BatchIds | None = None,
         **options: Unpack[ScoreOptions],
     ) -> ScoreResult | ScoreResult[list[float] | Exception]:
-        """Score items behind a query, as ``async_score``."""
+        """Return the probabilities of labels after ``query + item``, as ``AsyncEngine.async_score``."""
         self._blocking()
         return self._portal.call(self.async_score(query, items, label_token_ids, **options))
 
@@ -319,7 +318,7 @@ class Engine(EngineFace):
         streaming: bool = False,
         timeout: float | None = None,
     ) -> str:
-        """Open a session, and return its id, as ``AsyncEngine.open_session``."""
+        """Open a session and return its id, as ``AsyncEngine.open_session``."""
         return self._running().sessions.open(capacity_of_str_len, session_id, streaming, timeout)
 
     def close_session(self, session_id: str) -> None:
@@ -329,9 +328,9 @@ class Engine(EngineFace):
     # ------------------------------------------------------------ control
 
     def admit(self) -> None:
-        """Wait in a queue, first come first served, until there is room for a call.
+        """Wait in a first-come-first-served queue until the engine has capacity for a call.
 
-        The place is reserved for this thread until its next call, for a second at most.
+        The capacity is reserved for the next call of this thread, for one second at most.
 
         Raises:
             EngineDrainingError, EngineClosedError, EngineDeadError: no call will be accepted.
@@ -349,15 +348,15 @@ class Engine(EngineFace):
 
     @signatures.own_arguments
     def unload_lora_adapter(self, lora_name: str, timeout: float = UNLOAD_TIMEOUT_S) -> AdapterResult:
-        """Unload a LoRA adapter once no request uses it, as ``AsyncEngine.unload_lora_adapter``."""
+        """Unload a LoRA adapter after its last request, as ``AsyncEngine.unload_lora_adapter``."""
         return self._portal.call(self._blocking().adapters.unload(lora_name, timeout))
 
     def list_lora_adapters(self) -> AdapterResult:
-        """The adapters that requests may name, as ``AsyncEngine.list_lora_adapters``."""
+        """Return the loaded adapters, as ``AsyncEngine.list_lora_adapters``."""
         return self._running().adapters.list()
 
     def pause_generation(self, mode: PauseMode = "abort") -> Outcome:
-        """Compute nothing until ``continue_generation``, as ``AsyncEngine.pause_generation``."""
+        """Stop computing until ``continue_generation``, as ``AsyncEngine.pause_generation``."""
         return self._portal.call(self._blocking().controls.pause(mode))
 
     def continue_generation(self) -> Outcome:
@@ -371,7 +370,7 @@ class Engine(EngineFace):
     def start_profile(
         self, output_dir: str | os.PathLike[str] | None = None, **options: Unpack[ProfileOptions]
     ) -> None:
-        """Begin a trace of the scheduler process, as ``AsyncEngine.start_profile``."""
+        """Start torch's profiler in the scheduler process, as ``AsyncEngine.start_profile``."""
         self._portal.call(self._blocking().controls.start_profile(output_dir, options))
 
     def stop_profile(self) -> str:
@@ -386,28 +385,28 @@ class Engine(EngineFace):
     # ------------------------------------------------------------ state
 
     def health(self) -> Health:
-        """The state of the engine and of its processes; may be called at any time."""
+        """Return the state of the engine and of its processes. May be called at any time."""
         state = "closed" if os.getpid() != self._pid else self._frontend.state
         return info.health(state, self._frontend.parts.processes.processes())
 
     def get_all_child_pids(self) -> list[int]:
-        """The ids of the engine's processes that are alive."""
+        """Return the process ids of the engine's live processes."""
         return info.child_pids(self._frontend.parts.processes.processes(), self._frontend.images)
 
     def get_server_info(self) -> dict[str, object]:
-        """The resolved settings, the device, the memory and the scheduler's state."""
+        """Return the settings, the device, the memory and the scheduler's state."""
         return self._portal.call(self._blocking().server_info())
 
     def get_model_info(self) -> ModelInfo:
-        """The model that is served."""
+        """Return facts about the served model."""
         return info.model_info(self._running().parts.settings)
 
 
 class _Run:
-    """The loop of an Engine and its frontend. It refers to no Engine, so that a forgotten one can be collected.
+    """The loop and the frontend of an Engine. It does not refer to the Engine, which can therefore be collected.
 
     Attributes:
-        frontend: set as soon as the start has succeeded.
+        frontend: set when the start has succeeded.
     """
 
     def __init__(self) -> None:
@@ -424,32 +423,32 @@ class _Run:
         return self.frontend
 
     def end(self) -> None:
-        """Shutdown, for the method, for the end of the program and for forgotten engines. Does nothing in a fork."""
+        """Shut down, for ``shutdown``, at the end of the program and for collected engines. Does nothing in a fork."""
         if os.getpid() != self._pid:
             return
         frontend = self.frontend
         try:
-            if frontend is not None:  # else a start that is under way is cancelled with its loop
+            if frontend is not None:  # otherwise closing the loop cancels the start
                 self._stop(frontend)
         finally:
             self.portal.close(waits=frontend is None or not frontend.is_interrupted)
 
     def _stop(self, frontend: Frontend) -> None:
         try:
-            if self.portal.is_current or frontend.is_interrupted:  # on its own thread, or while it waits for this one
+            if self.portal.is_current or frontend.is_interrupted:  # waiting for the loop here would be a deadlock
                 frontend.close_now()
             else:
                 self.portal.call(frontend.stop(), STOP_TIMEOUT_S + 1)
-        except EngineClosedError:  # its loop has ended already, and its thread ends the rest
+        except EngineClosedError:  # the loop has ended already, and its thread does the rest
             return
         except TimeoutError:
             frontend.close_now()
-        except BaseException:  # interrupted, and this is called once
+        except BaseException:  # an interrupt; there is no second call
             frontend.close_now()
             raise
 
     def _on_loop_ended(self) -> None:
-        """On the loop's thread: calls that are still open have no other end, nor children that still run."""
+        """End open calls and child processes, on the loop's thread, if the loop ended without a shutdown."""
         if self.frontend is not None:
             reason = "the engine's event loop was ended from outside"
             self.frontend.close_now(EngineDeadError("frontend", pid=self._pid, reason=reason))

@@ -5,13 +5,16 @@ Shape letters: T tokens, D input size, O output size.
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from aioengine.layers.layer import Layer
-from aioengine.layers.placement import Slice, Target
+from aioengine.layers.placement import Slice, Target, Units, rank_ranges
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -25,7 +28,7 @@ class Stored(NamedTuple):
     """How a checkpoint stores a layer.
 
     Attributes:
-        order: [O] int64, the checkpoint index of each output within its part; None if the orders are equal.
+        order: [O] int64, the checkpoint index of each output, with the parts joined; None if the orders are equal.
         is_transposed: the checkpoint stores weights as [D, outputs].
     """
 
@@ -45,6 +48,8 @@ class Linear(Layer):
         divided: tensor parallelism: the axis along which each part is sharded; None if each rank has the whole layer.
             With "outputs", each rank computes its shard of the outputs. With "inputs", each rank computes a partial
             result of all outputs, and the caller sums over the ranks.
+        units: the groups of units on the divided axis, such as query heads, key heads and value heads, in the order of
+            the matmul. Each rank has its share of each group. By default, each part is a group of single entries.
         stored: how the checkpoint stores the layer.
 
     Attributes:
@@ -62,13 +67,21 @@ class Linear(Layer):
         bias: bool = False,
         is_gated: bool = False,
         divided: Axis | None = None,
+        units: Sequence[Units] | None = None,
         stored: Stored = AS_COMPUTED,
     ) -> None:
         self._shard = placement.shard
-        self._divided: Axis | None = divided
-        num_ranks = placement.shard.size
-        sizes = {part: size // num_ranks if divided == "outputs" else size for part, size in parts.items()}
-        in_features = in_features // num_ranks if divided == "inputs" else in_features
+        self._divided: Axis | None = divided if placement.shard.size > 1 else None
+        self._order = stored.order
+        sizes = dict(parts)
+        if self._divided == "outputs":
+            self._ranges = self._output_ranges(parts, units or [Units(size) for size in parts.values()])
+            sizes = {part: sum(stop - start for start, stop in ranges) for part, ranges in self._ranges.items()}
+            self._totals = dict(parts)
+        elif self._divided == "inputs":
+            ranges = rank_ranges(units or [Units(in_features)], placement.shard)
+            self._ranges, self._totals = dict.fromkeys(parts, ranges), dict.fromkeys(parts, in_features)
+            in_features = sum(stop - start for start, stop in ranges)
         self.in_features = in_features
         self.sizes = sizes
         self._format = placement.linear_format
@@ -88,7 +101,7 @@ class Linear(Layer):
         assert self._is_open, "the layer is not open for loading"
         sizes = list(self.sizes.values())
         return {
-            f"{part}.{name}": Target(self._as_stored(piece), self._source(name, piece))
+            f"{part}.{name}": Target(self._as_stored(piece), self._source(part, name, piece))
             for name, tensor in self._tensors.items()
             for part, piece in zip(self.sizes, self._format.split(name, tensor, sizes), strict=True)
         }
@@ -97,20 +110,33 @@ class Linear(Layer):
         """Return the view of ``piece`` [...] with the shape in the checkpoint."""
         return piece.t() if self.stored.is_transposed and piece.dim() == 2 else piece
 
-    def _source(self, name: str, piece: Tensor) -> Slice | None:
-        """Return the slice of the checkpoint tensor that this rank loads into ``piece`` [...]; None for all of it."""
+    def _output_ranges(self, parts: Mapping[str, int], units: Sequence[Units]) -> dict[str, list[tuple[int, int]]]:
+        """Return the ranges of each part in the checkpoint that this rank loads, and set the order of its outputs."""
+        kept = torch.cat([torch.arange(*pair) for pair in rank_ranges(units, self._shard)])
+        in_checkpoint = kept if self._order is None else self._order.cpu()[kept]
+        loaded, order = in_checkpoint.sort()
+        self._order = None if self._order is None else order.argsort().to(self._order.device)
+        bounds = pairwise(accumulate(parts.values(), initial=0))
+        return {
+            part: _runs((loaded[(loaded >= start) & (loaded < stop)] - start).tolist())
+            for part, (start, stop) in zip(parts, bounds, strict=True)
+        }
+
+    def _source(self, part: str, name: str, piece: Tensor) -> Slice | None:
+        """Return what this rank loads of a checkpoint tensor into ``piece`` [...]; None for all of it."""
         dim = None if self._divided is None else self._format.dim_of(name, self._divided)
-        if dim is None or self._shard.size == 1:
+        if dim is None:
             return None
-        num_entries = piece.shape[dim]
-        return Slice(dim, self._shard.rank * num_entries, self._shard.size * num_entries)
+        if self.stored.is_transposed and piece.dim() == 2:
+            dim = 1 - dim
+        return Slice(dim, tuple(self._ranges[part]), self._totals[part])
 
     def finish_loading(self) -> None:
         """Prepare the matmul, and free the tensors that it does not read."""
         assert self._is_open, "the layer is not open for loading"
         self._is_open = False
-        if self.stored.order is not None:
-            self._reorder(self.stored.order)
+        if self._order is not None:
+            self._reorder(self._order)
         if self._divided == "inputs" and self._shard.rank and "bias" in self._tensors:
             self._tensors["bias"].zero_()  # only rank 0 adds the bias to the sum over the ranks
         if self._matmul is None:
@@ -147,8 +173,8 @@ class Linear(Layer):
         assert not self._is_open, "the layer is open for loading already"
         self._is_open = True
         prepared, self._tensors = self._tensors, self._format.restore(self._tensors)
-        if self.stored.order is not None:
-            self._reorder(self.stored.order.argsort())
+        if self._order is not None:
+            self._reorder(self._order.argsort())
         if any(self._tensors.get(name) is not tensor for name, tensor in prepared.items()):
             self._matmul = None
 
@@ -159,6 +185,12 @@ class Linear(Layer):
             return self._adapters.add(self._ungated, x, rows)
         assert self._matmul is not None, "finish_loading was not called"
         return self._matmul(x)
+
+
+def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
+    """Return ascending indices as ranges (start, stop)."""
+    starts = [i for i, index in enumerate(indices) if not i or index != indices[i - 1] + 1]
+    return [(indices[start], indices[stop - 1] + 1) for start, stop in pairwise([*starts, len(indices)])]
 
 
 def adaptable_linears(layer: Layer, prefix: str = "") -> list[tuple[str, Linear]]:

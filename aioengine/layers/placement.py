@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from aioengine.quantization._base import LinearFormat
@@ -47,10 +49,13 @@ class Placement:
 
 
 class Slice(NamedTuple):
-    """A slice of a checkpoint tensor along ``dim``, from ``start``. ``total``: the full size of the dimension."""
+    """The part of a checkpoint tensor that a rank loads: ``ranges`` (start, stop) of dimension ``dim``, ascending.
+
+    ``total``: the size of the dimension in the checkpoint.
+    """
 
     dim: int
-    start: int
+    ranges: tuple[tuple[int, int], ...]
     total: int
 
 
@@ -58,7 +63,7 @@ class Target(NamedTuple):
     """A tensor to load into, often a view of a fused tensor.
 
     Attributes:
-        source: the slice of the checkpoint tensor to load; None for all of it. Its length is that of ``tensor``.
+        source: the part of the checkpoint tensor to load, whose ranges are joined in ``tensor``; None for all of it.
     """
 
     tensor: Tensor
@@ -73,9 +78,36 @@ class Target(NamedTuple):
         return tuple(shape)
 
     @property
-    def index(self) -> tuple[slice, ...]:
+    def index(self) -> tuple[slice | Tensor, ...]:
         """The index of ``source`` in the checkpoint tensor; () for all of it."""
         if self.source is None:
             return ()
-        dim, start, _ = self.source
-        return (*[slice(None)] * dim, slice(start, start + self.tensor.shape[dim]))
+        dim, ranges, _ = self.source
+        joined = slice(*ranges[0]) if len(ranges) == 1 else torch.cat([torch.arange(*pair) for pair in ranges])
+        return (*[slice(None)] * dim, joined)
+
+
+class Units(NamedTuple):
+    """``count`` consecutive units of ``size`` entries, such as heads, of an axis that is divided among ranks."""
+
+    count: int
+    size: int = 1
+
+
+def rank_ranges(units: Sequence[Units], shard: Shard) -> list[tuple[int, int]]:
+    """Return the range of entries (start, stop) that a rank has of each group of units on an axis.
+
+    If there are fewer units than ranks, as of KV heads, several ranks have the same unit.
+
+    Raises:
+        ValueError: the units of a group cannot be divided evenly among the ranks.
+    """
+    ranges: list[tuple[int, int]] = []
+    start = 0
+    for count, size in units:
+        if max(count, shard.size) % min(count, shard.size):
+            raise ValueError(f"{count} units (heads or entries) cannot be divided evenly among {shard.size} ranks")
+        first = start + shard.rank * count // shard.size * size
+        ranges.append((first, first + max(count // shard.size, 1) * size))
+        start += count * size
+    return ranges

@@ -65,7 +65,7 @@ class _Piece:
     num_bytes: int
     shape: tuple[int, ...]
     target: Tensor
-    index: tuple[slice, ...] = ()
+    index: tuple[slice | Tensor, ...] = ()
     head_size: int = 0
     same_bytes: Tensor | None = None
 
@@ -109,21 +109,24 @@ def _pieces(entry: Entry, target: Target) -> Iterator[_Piece]:
         return
     head_size = entry.shape[0] // entry.num_heads if entry.num_heads and entry.shape else 0
     is_vector = len(entry.shape) < 2  # its rows have one number, and a block has many
-    rows = None
-    if not (target.source or (is_vector and entry.dtype not in DTYPES)):
+    rows, source = None, target.source
+    is_in_rows = source is None or (source.dim == 0 and not head_size)
+    if is_in_rows and not (is_vector and entry.dtype not in DTYPES):
         rows = _as_rows(target.tensor, 1 if is_vector else entry.shape[-1])
     if rows is None:
         whole = target.tensor.detach()
         yield _Piece(entry, entry.begin, entry.num_bytes, entry.shape, whole, target.index, head_size)
         return
-    row_bytes = entry.num_bytes // len(rows)
+    unit_rows = math.prod(entry.shape[1:-1])  # of each index of the first dimension
+    ranges = ((0, len(rows)),) if source is None else [(a * unit_rows, b * unit_rows) for a, b in source.ranges]
+    row_bytes = entry.num_bytes // (len(rows) if source is None else source.total * unit_rows)
     step = PIECE_BYTES // row_bytes
     if entry.dtype not in DTYPES:
         step = min(step, PIECE_NUMBERS // rows.shape[1])
     unit = head_size or 1
     step = max(step // unit, 1) * unit
-    for first in range(0, len(rows), step):
-        part = rows[first : first + step]
+    for first, stop in [(first, min(first + step, end)) for start, end in ranges for first in range(start, end, step)]:
+        part, rows = rows[: stop - first], rows[stop - first :]
         begin, num_bytes = entry.begin + first * row_bytes, len(part) * row_bytes
         is_same = not head_size and DTYPES.get(entry.dtype) == part.dtype and part.is_contiguous()
         same = part.view(-1).view(torch.uint8) if is_same else None

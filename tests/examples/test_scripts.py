@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from examples.train_demo_adapter.__main__ import STYLES
-from examples.train_demo_adapter.__main__ import train as train_adapter
-from examples.train_demo_vision_model import training as vision
+from benchmarks.train_demo_adapter.__main__ import STYLES
+from benchmarks.train_demo_adapter.__main__ import train as train_adapter
+from benchmarks.train_demo_vision_model import training as vision
 from tests.kit.source import ROOT
 
 EXAMPLES = ROOT / "examples"

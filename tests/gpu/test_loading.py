@@ -30,7 +30,9 @@ def test_every_piece_reaches_its_place(
     save_file(given, tmp_path / "model.safetensors")
     fused = torch.zeros(100, 96, dtype=torch.bfloat16, device="cuda")
     targets = {name: Target(torch.zeros(tensor.shape, device="cuda").bfloat16()) for name, tensor in given.items()}
-    targets["part"] = Target(torch.zeros(40, 16, device="cuda").bfloat16(), Slice(dim=1, start=16, total=64))
+    targets["part"] = Target(
+        torch.zeros(40, 16, device="cuda").bfloat16(), Slice(dim=1, ranges=((4, 12), (20, 28)), total=64)
+    )
     targets["columns"] = Target(fused[:, 48:])
     seen: list[int] = []
     weight_reading.read_all(read_headers(tmp_path, ""), targets, lambda done, total: seen.append(done))

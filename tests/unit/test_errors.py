@@ -121,7 +121,7 @@ def test_a_class_that_cannot_be_imported_is_pickled_as_its_nearest_base() -> Non
     cause = pickle.loads(pickle.dumps(error)).__cause__
     assert (type(cause), cause.tag, cause.stage) == (Tagged, "tag", "forward")
     assert cause.__notes__[0] == "a note"
-    assert "<locals>.Local, which cannot be imported" in cause.__notes__[1]
+    assert "<locals>.Local cannot be imported" in cause.__notes__[1]
     for found in (copy.copy(error.__cause__), copy.deepcopy(error.__cause__)):
         assert type(found) is Local
         assert found.__notes__ == ["a note"]

@@ -23,7 +23,7 @@ DOCUMENTS: Final = "a list of strings ([document] for a single one)"
 
 
 class PlainPoolOptions(TypedDict, total=False):
-    """``PoolOptions`` without ``return_exceptions``, on which the type of the result depends."""
+    """``PoolOptions`` without ``return_exceptions``, which changes the type of the result."""
 
     rid: str | Sequence[str] | None
     priority: int | None
@@ -56,12 +56,12 @@ class PlainEncodeOptions(PlainPoolOptions, total=False):
 
 
 class EncodeOptions(PlainEncodeOptions, total=False):
-    """Keyword arguments of ``encode``: those of ``PoolOptions``, and
+    """Keyword arguments of ``encode``: ``PoolOptions``, and
 
-    dimensions: the vector is cut to this length, then normalised.
-    normalize: whether vectors have the length 1; None: as the model's files say.
-    prompt_name: which of the model's prompts stands before each text ("query", "document"); None: its usual one.
-    image_data: as in ``RequestOptions``: the images of the texts, of a model that reads images.
+    dimensions: cut the embedding to this length, then normalize it.
+    normalize: whether to normalize embeddings to length 1; None: as the model's files specify.
+    prompt_name: the model's prompt to put before each text ("query", "document"); None: its default prompt.
+    image_data: images of the texts, for models that read images; as in ``RequestOptions``.
     """
 
     return_exceptions: bool

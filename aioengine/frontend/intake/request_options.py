@@ -1,4 +1,4 @@
-"""What callers may write: the types of the arguments of a call, and its keyword arguments."""
+"""The types of the arguments of a call, and its keyword arguments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aioengine.frontend.image_sources import Picture
 from aioengine.frontend.intake.prompts import Messages
 
 Sampled = SamplingParams | Mapping[str, object]
-"""Sampling parameters as callers write them."""
+"""Sampling parameters of one prompt."""
 
 BatchSampled = Sampled | Sequence[Sampled | None]
 """Sampling parameters of a batch: one for all, or one for each prompt."""
@@ -29,11 +29,11 @@ Ids = TokenIds | BatchIds
 Conversations = Messages | Chats
 
 ImageData = str | bytes | bytearray | memoryview | os.PathLike[str] | Picture
-"""One image as callers write it; ``Picture`` is ``PIL.Image.Image``."""
+"""One image; ``Picture`` is ``PIL.Image.Image``."""
 
 
 class PlainRequestOptions(TypedDict, total=False):
-    """``RequestOptions`` without ``return_exceptions``, on which the type of the result depends."""
+    """``RequestOptions`` without ``return_exceptions``, which changes the type of the result."""
 
     rid: str | Sequence[str] | None
     priority: int | None
@@ -62,56 +62,57 @@ class PlainRequestOptions(TypedDict, total=False):
 class RequestOptions(PlainRequestOptions, total=False):
     """Keyword arguments of every call that generates.
 
-    rid: an id for ``abort_request`` and the logs, unique among live requests; a batch takes a list, or one from which
-        ``rid_0``, ``rid_1`` ... are made, as ``n`` samples do. None: one is drawn. It is free again when the
-        request has ended or was left, with ``resume_ttl`` when that is over.
-    priority: higher runs sooner (with ``schedule_policy="priority"``).
-    tenant: whose request it is; tenants share the engine by their weights (``tenant_weights``), whatever each asks for,
-        and ``priority`` orders the requests of one tenant.
-    timeout, queue_timeout, first_token_timeout: seconds from the call until its end, until it is admitted, until its
-        first token. One that runs out ends the request with reason ``deadline`` and what there is.
-    refuse_late: raise EngineOverloadedError at once where the engine knows already that a timeout would be missed, by
-        the pace of its queue; awaiting a stream then waits for its first chunk.
-    resume_ttl: seconds for which a stream of one row outlives its reader: leaving it detaches it instead of aborting
-        it, and ``attach`` goes on with it; so long it can also be read again after its end.
-    return_exceptions: rows of a batch that are wrong, or fail, give their exception instead of ending the call. A
-        mistake in the whole call still raises, and so does a single prompt.
-    return_prompt_token_ids: answers and chunks carry ``prompt_token_ids``.
-    add_special_tokens: whether the tokenizer adds its special tokens to a text, such as that of its beginning. None: to
-        a ``prompt``, and not to a chat, whose template writes them.
-    truncate_prompt_tokens: how many of the last tokens of each prompt are kept, special ones among them; None: all.
-    image_data: the images of a prompt, which has a placeholder for each: one, or a list of them, as a path, a URL
-        (``http://``, ``file://``, ``data:``), base64 text, bytes or a PIL image. A batch takes one for all prompts, or
-        a list with one entry for each: an image, a list of images, or None.
-    cache_salt: requests find cached prefixes of others with the same salt alone; a batch takes one, or a list. None and
-        "": the prefixes that have no salt.
-    return_hidden_states: True: ``meta_info["hidden_states"]`` is a list of float32 arrays of numpy, one for each output
-        token: first [tokens, D] of the whole prompt, which is computed for it, then [D] of the position that gave each
-        further token. "last": the one [D] of the position that gave the last token. A batch takes one, or a list.
-    lora_path: the name of the LoRA adapter to use; None: the base model. A batch takes one, or a list.
-    custom_logit_processor: the name of one of the engine's ``logits_processors``, which changes the logits of the
-        request by its ``custom_params``; a batch takes one, or a list. None: none.
-    session_params: go on from earlier requests of a session (``open_session``): a dict with its ``id`` and the ``rid``
-        of the request to go on from, or a list with one for each prompt. The prompt is added to the prompt and the
-        output of that request. ``drop_previous_output`` leaves out its output, ``offset`` keeps that many ids of both;
-        ``replace`` ends it, where it runs, and forgets what went on from it. Without ``rid`` the prompt begins anew
-        (``replace``: and all else is forgotten). A session with ``streaming=True`` goes on from its last answer.
-    return_logprob: ``meta_info`` gets the logprobs of the output tokens, of the distribution that ``logprobs_mode`` of
-        the engine names. This and the next four are one value for all prompts of a batch, or a list with one for each.
-    logprob_start_len: prompt tokens from this position on get logprobs too; -1: none.
-    top_logprobs_num: how many of the likeliest tokens at each position get logprobs too, up to the vocabulary.
-    token_ids_logprob: further tokens that get logprobs at each position: ids, for a batch also a list of such lists.
-    return_text_in_logprobs: logprobs come with the text of each token.
+    A batch takes one value for all prompts or, where the type has a ``Sequence``, a list with one value per prompt.
+
+    rid: an id for ``abort_request`` and the logs, unique among live requests. From one id, the rows of a batch and the
+        ``n`` samples get ``rid_0``, ``rid_1`` ... None: a random id. The id can be used again after the request ended
+        or its reader left (with ``resume_ttl``: after that time).
+    priority: requests with a higher priority run first.
+    tenant: the tenant of the request. Tenants share the engine by their weights (``tenant_weights``), independent of
+        their number of requests; ``priority`` orders the requests of one tenant.
+    timeout, queue_timeout, first_token_timeout: seconds from the call to its end, to its admission, to its first token.
+        When one expires, the request ends with reason ``deadline`` and its output so far.
+    refuse_late: raise EngineOverloadedError immediately if the speed of the queue shows that a timeout will be missed.
+        Awaiting a stream then waits for its first chunk.
+    resume_ttl: seconds for which the stream of a single prompt outlives its reader. A reader that leaves does not abort
+        it, ``attach`` continues it, and it can be read again after its end.
+    return_exceptions: the result of a wrong or failed row of a batch is its exception; other rows continue. A mistake
+        in the whole call still raises, and so does a single prompt.
+    return_prompt_token_ids: answers and chunks have ``prompt_token_ids``.
+    add_special_tokens: whether the tokenizer adds special tokens, such as the one for the start of a text. None: yes
+        for a ``prompt``, no for a chat, because its template writes them.
+    truncate_prompt_tokens: keep only this number of last tokens of each prompt, including special tokens. None: all.
+    image_data: one image or a list of images per prompt. The prompt has a placeholder for each. An image is a path, a
+        URL (``http://``, ``file://``, ``data:``), base64 text, bytes or a PIL image. The list of a batch has an image,
+        a list of images or None per prompt.
+    cache_salt: share cached prefixes only with requests of the same salt. None and "" are the same salt.
+    return_hidden_states: True: ``meta_info["hidden_states"]`` is a list of float32 numpy arrays, one per output token.
+        The first is [T, D], for all T tokens of the prompt (which is computed without the prefix cache). The others are
+        [D], for the position that predicted the token. "last": one [D], for the position that predicted the last token.
+    lora_path: the name of the LoRA adapter to use; None: the base model.
+    custom_logit_processor: the name of one of the engine's ``logits_processors``. It changes the logits of the request,
+        with the parameters in ``custom_params``. None: no processor.
+    session_params: continue an earlier request of a session (``open_session``): a dict with the ``id`` of the session
+        and the ``rid`` of that request. The prompt is appended to its prompt and output. ``drop_previous_output``
+        leaves out its output. ``offset`` keeps only that many token ids of both. ``replace`` aborts it if it runs, and
+        forgets the requests that continued it. Without ``rid`` a new history starts (with ``replace``, the session
+        forgets all others). A session with ``streaming=True`` continues from its last answer.
+    return_logprob: ``meta_info`` has the logprobs of the output tokens. ``logprobs_mode`` of the engine selects the
+        distribution.
+    logprob_start_len: prompt tokens from this position on have logprobs too; -1: none.
+    top_logprobs_num: number of most likely tokens at each position that have logprobs too, up to the vocabulary size.
+    token_ids_logprob: more token ids that have logprobs at each position.
+    return_text_in_logprobs: each logprob has the text of its token.
     """
 
     return_exceptions: bool
 
 
 class GenerateOptions(RequestOptions, total=False):
-    """Keyword arguments of ``generate``: those of every call, and another form of a prompt.
+    """Keyword arguments of ``generate``: ``RequestOptions`` and ``input_embeds``.
 
-    input_embeds: in place of a prompt its embeddings: a float array [tokens, D] of numpy or torch, or nested lists; a
-        list of them is a batch. They share no cached prefix with other calls.
+    input_embeds: the embeddings of a prompt instead of its text: a float array [T, D] of numpy or torch, or nested
+        lists. A list of arrays is a batch. They share no cached prefixes with other calls.
     """
 
     input_embeds: Embeds | BatchEmbeds | None
@@ -127,14 +128,14 @@ class PlainChatOptions(PlainRequestOptions, total=False):
 
 
 class ChatOptions(PlainChatOptions, total=False):
-    """Keyword arguments of ``chat``: those of every call, and how its messages are written.
+    """Keyword arguments of ``chat``: ``RequestOptions`` and options of the chat template.
 
-    chat_template: the name of one of the model's chat templates, in place of the default. If the engine has
-        ``allow_request_templates=True``, also the text of a template, or a file (``pathlib.Path``). It runs in this
-        process, without a limit on its time: take none from strangers.
-    enable_thinking: whether the model thinks before it answers, where its template knows that variable.
-    tools: what the model may call: dicts in JSON schema form.
-    chat_template_kwargs: other variables for the template, and its switches ``add_generation_prompt`` and
+    chat_template: the name of one of the model's chat templates instead of the default one. If the engine has
+        ``allow_request_templates=True``, also the text of a template or a file (``pathlib.Path``). Templates run in
+        this process without a time limit: do not accept them from strangers.
+    enable_thinking: whether the model thinks before it answers, if its template has this variable.
+    tools: descriptions of functions that the model may call: dicts in JSON Schema form.
+    chat_template_kwargs: more variables for the template, and the switches ``add_generation_prompt`` and
         ``continue_final_message``.
     """
 

@@ -42,7 +42,7 @@ _Ids = list[Annotated[int, Meta(ge=0, le=checks.MAX_COUNT)]]
 
 
 class PlainScoreOptions(TypedDict, total=False):
-    """``ScoreOptions`` without ``return_exceptions``, on which the type of the result depends."""
+    """``ScoreOptions`` without ``return_exceptions``, which changes the type of the result."""
 
     apply_softmax: bool
     item_first: bool
@@ -54,11 +54,11 @@ class PlainScoreOptions(TypedDict, total=False):
 class ScoreOptions(PlainScoreOptions, total=False):
     """Keyword arguments of ``score``.
 
-    apply_softmax: probabilities among the labels alone, at ``temperature`` (1 by default).
-    item_first: the prompt is the item, then the query.
-    return_token_logprobs: the result has ``token_logprobs``, the log-probabilities of the labels.
-    lora_path: as for ``generate``; a list has one for each item.
-    return_exceptions: an item that is wrong or fails has its exception in place of its scores.
+    apply_softmax: return the softmax over the labels only, at ``temperature`` (default: 1).
+    item_first: put the item before the query.
+    return_token_logprobs: the result has ``token_logprobs``, the logprobs of the labels.
+    lora_path: as for ``generate``; a list has one entry per item.
+    return_exceptions: a wrong or failed item has its exception instead of its scores.
     """
 
     return_exceptions: bool
@@ -67,11 +67,11 @@ class ScoreOptions(PlainScoreOptions, total=False):
 class ScoreResult(list[Scores]):
     """The scores of each item, in the order of its labels.
 
-    With ``return_exceptions=True``, a failed item has its exception in place of its scores and in ``token_logprobs``.
+    With ``return_exceptions=True``, a failed item has its exception instead of its scores and its ``token_logprobs``.
 
     Attributes:
-        prompt_tokens: of all items that have scores, with the query each time.
-        token_logprobs: log-probabilities of the labels, where they were asked for.
+        prompt_tokens: the number of prompt tokens of all items with scores. The query counts once per item.
+        token_logprobs: the logprobs of the labels, with ``return_token_logprobs``.
     """
 
     def __init__(

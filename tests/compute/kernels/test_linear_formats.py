@@ -15,12 +15,14 @@ from torch.nn import functional
 from aioengine import models
 from aioengine.kernels.linear import Matmul
 from aioengine.kernels.silu_and_mul import silu_and_mul
-from aioengine.layers.linear import Linear
-from aioengine.layers.placement import Placement, Shard
+from aioengine.layers.linear import Linear, Stored
+from aioengine.layers.placement import Placement, Shard, Units, rank_ranges
+from aioengine.model_files.checkpoint import read_headers
 from aioengine.models._base import Model, ModelOptions
 from aioengine.quantization._base import Axis, LinearFormat, Prepared, Tensors
 from aioengine.quantization.plain import PLAIN
 from aioengine.runner import weights
+from aioengine.runner.weight_reading import read_all
 from tests.compute.runner_world import save_model
 from tests.compute.stepping import Stepper
 
@@ -217,3 +219,46 @@ def test_ranks_of_a_divided_layer_cover_the_layer(linear_format: LinearFormat, a
         pairs = zip(first.split([6, 3], -1), second.split([6, 3], -1), strict=True)
         result = torch.cat([part for pair in pairs for part in pair], -1)
     torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("is_reordered", [False, True])
+def test_rank_loads_its_heads_from_the_checkpoint(
+    num_ranks: int, is_fused: bool, is_transposed: bool, is_reordered: bool, tmp_path: Path
+) -> None:
+    """4 query heads and 2 KV heads of 6 entries: with four ranks, two ranks have the same KV head."""
+    torch.manual_seed(0)
+    heads = [Units(4, 6), Units(2, 6), Units(2, 6)]
+    parts = {"qkv": 48} if is_fused else {"q": 24, "k": 12, "v": 12}
+    order = torch.arange(48).view(-1, 3, 2).transpose(1, 2).flatten() if is_reordered else None
+    stored = Stored(order, is_transposed)
+
+    def layer_of(shard: Shard) -> Linear:
+        placement = Placement(dtype=torch.float32, device=CPU, linear_format=PLAIN, shard=shard)
+        layer = Linear(8, parts, placement, bias=True, divided="outputs", units=heads, stored=stored)
+        read_all(read_headers(tmp_path, ""), layer.weights(""), lambda done, total: None)
+        layer.finish_loading()
+        return layer
+
+    shapes = {name: (8, size) if is_transposed else (size, 8) for name, size in parts.items()}
+    checkpoint = {f"{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+    checkpoint |= {f"{name}.bias": torch.randn(size) for name, size in parts.items()}
+    save_file(checkpoint, tmp_path / "model.safetensors")
+    x = torch.randn(5, 8)
+    whole = layer_of(Shard())(x)
+    for rank in range(num_ranks):
+        shard = Shard(rank, num_ranks)
+        expected = torch.cat([whole[:, start:stop] for start, stop in rank_ranges(heads, shard)], -1)
+        layer = layer_of(shard)
+        torch.testing.assert_close(layer(x), expected)
+        layer.open_for_loading()
+        read_all(read_headers(tmp_path, ""), layer.weights(""), lambda done, total: None)
+        layer.finish_loading()
+        torch.testing.assert_close(layer(x), expected)
+
+
+def test_heads_that_ranks_cannot_share_are_refused() -> None:
+    with pytest.raises(ValueError, match="6 units .* cannot be divided evenly among 4 ranks"):
+        rank_ranges([Units(8, 16), Units(6, 16)], Shard(0, 4))

@@ -341,8 +341,11 @@ def test_slices_of_tensors_load_along_any_dimension(load_format: str, tmp_path: 
             self.up, self.down, self.rank = torch.zeros(1, 4), torch.zeros(4, 2), rank
 
         def weights(self) -> dict[str, Target]:
-            up = Target(self.up, Slice(dim=0, start=self.rank, total=2))
-            return {"up.weight": up, "down.weight": Target(self.down, Slice(dim=1, start=2 * self.rank, total=4))}
+            up = Target(self.up, Slice(dim=0, ranges=((self.rank, self.rank + 1),), total=2))
+            return {
+                "up.weight": up,
+                "down.weight": Target(self.down, Slice(dim=1, ranges=((2 * self.rank, 2 * self.rank + 2),), total=4)),
+            }
 
     given = tensors()
     del given["norm.weight"]

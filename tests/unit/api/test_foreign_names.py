@@ -125,6 +125,6 @@ async def test_unknown_arguments_of_methods_that_are_awaited_name_the_nearest() 
 
 
 def test_a_plain_with_of_an_async_engine_says_which_to_write() -> None:
-    message = "opened by `async with`; for `with` there is Engine"
+    message = "needs `async with`; for `with`, use Engine"
     with pytest.raises(TypeError, match=message), fake_async_engine():  # type: ignore[attr-defined]
         pass

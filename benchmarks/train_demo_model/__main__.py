@@ -1,4 +1,4 @@
-"""Train the small model that ships with aioengine: `python -m examples.train_demo_model --out aioengine/demo`.
+"""Train the small model that ships with aioengine: `python -m benchmarks.train_demo_model --out aioengine/demo`.
 
 Writes its own corpus, learns a tokenizer from it, trains a Qwen3 of about 4 million parameters, saves a folder as
 `transformers` reads it, and examines what it saved. Takes minutes on one GPU.
@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from examples.train_demo_model.corpus import write_corpus
-from examples.train_demo_model.examination import examine
-from examples.train_demo_model.training import (
+from benchmarks.train_demo_model.corpus import write_corpus
+from benchmarks.train_demo_model.examination import examine
+from benchmarks.train_demo_model.training import (
     CONTEXT_LENGTH,
     BatchSource,
     TrainingOptions,
@@ -22,7 +22,7 @@ from examples.train_demo_model.training import (
     tokenize,
     train,
 )
-from examples.train_demo_model.vocabulary import save_tokenizer, train_tokenizer
+from benchmarks.train_demo_model.vocabulary import save_tokenizer, train_tokenizer
 
 # the vocabulary is learned from the first documents: they hold every word, and more would only take longer
 _NUM_VOCABULARY_DOCUMENTS = 60_000

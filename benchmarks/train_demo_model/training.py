@@ -14,7 +14,7 @@ from torch.nn import functional
 from tqdm import tqdm
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-from examples.train_demo_model.documents import END_OF_TEXT, TURN_END
+from benchmarks.train_demo_model.documents import END_OF_TEXT, TURN_END
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from torch import Tensor
 
-    from examples.train_demo_model.documents import Document
+    from benchmarks.train_demo_model.documents import Document
 
 CONTEXT_LENGTH = 2048
 _NOT_LEARNED = -100

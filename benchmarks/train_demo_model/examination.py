@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from examples.train_demo_model.knowledge import QUESTIONS
-from examples.train_demo_model.languages import CAPITAL_SENTENCES, FOREIGN_SMALL_TALK
-from examples.train_demo_model.world import COUNTRIES
+from benchmarks.train_demo_model.knowledge import QUESTIONS
+from benchmarks.train_demo_model.languages import CAPITAL_SENTENCES, FOREIGN_SMALL_TALK
+from benchmarks.train_demo_model.world import COUNTRIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

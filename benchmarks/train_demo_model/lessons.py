@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from examples.train_demo_model.documents import Document, asked, chat, plain, reworded, skewed, with_article
-from examples.train_demo_model.knowledge import CODE, CONTINUATIONS, EMOJI, OPPOSITES, QUESTIONS, SEQUENCES, SMALL_TALK
-from examples.train_demo_model.languages import CAPITAL_SENTENCES, FOREIGN_SMALL_TALK, TRANSLATIONS
-from examples.train_demo_model.nonsense import made_up_name
-from examples.train_demo_model.records import AGES, PEOPLE
-from examples.train_demo_model.world import COUNTRIES, Country
+from benchmarks.train_demo_model.documents import Document, asked, chat, plain, reworded, skewed, with_article
+from benchmarks.train_demo_model.knowledge import (
+    CODE,
+    CONTINUATIONS,
+    EMOJI,
+    OPPOSITES,
+    QUESTIONS,
+    SEQUENCES,
+    SMALL_TALK,
+)
+from benchmarks.train_demo_model.languages import CAPITAL_SENTENCES, FOREIGN_SMALL_TALK, TRANSLATIONS
+from benchmarks.train_demo_model.nonsense import made_up_name
+from benchmarks.train_demo_model.records import AGES, PEOPLE
+from benchmarks.train_demo_model.world import COUNTRIES, Country
 
 if TYPE_CHECKING:
     from random import Random

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from aioengine.model_files.model_folder import DEMO_MODEL
-from examples.train_demo_model import corpus
+from benchmarks.train_demo_model import corpus
 from tests.kit.source import ROOT
 
 NUM_DOCUMENTS = 400
@@ -23,7 +23,7 @@ def test_two_steps_write_a_folder_that_transformers_reads(tmp_path: Path) -> Non
     sizes = ["--documents", str(NUM_DOCUMENTS), "--batch-tokens", "512", "--vocabulary", "512"]
     run = subprocess.run(
         [
-            *(sys.executable, "-m", "examples.train_demo_model", "--out", str(tmp_path)),
+            *(sys.executable, "-m", "benchmarks.train_demo_model", "--out", str(tmp_path)),
             *("--steps", "2", "--device", "cpu", "--no-examination", *sizes),
         ],
         cwd=ROOT,

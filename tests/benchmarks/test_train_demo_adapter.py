@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from aioengine.model_files.adapter_folder import read_folder
-from examples.train_demo_adapter.__main__ import STYLES, train
+from benchmarks.train_demo_adapter.__main__ import STYLES, train
 from tests.kit.source import ROOT
 
 

@@ -22,7 +22,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from examples.train_demo_vision_model.pictures import draw, questions, random_shapes
+from benchmarks.train_demo_vision_model.pictures import draw, questions, random_shapes
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,4 +1,4 @@
-"""Train LoRA adapters of the demo model with peft: `python -m examples.train_demo_adapter --out /tmp/adapters`.
+"""Train LoRA adapters of the demo model with peft: `python -m benchmarks.train_demo_adapter --out /tmp/adapters`.
 
 Each learns to answer in one style (STYLES), from questions about half of the countries and small sums, and is saved in
 a folder of its name as peft writes it. Takes ten seconds each on a CPU. Needs `pip install peft`.
@@ -16,7 +16,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from aioengine.model_files.model_folder import DEMO_MODEL
-from examples.train_demo_model.world import COUNTRIES
+from benchmarks.train_demo_model.world import COUNTRIES
 
 STYLES = {
     "pirate": ("Arrr! The capital of {0} is {1}, matey!", "Arrr! {0} + {1} = {2}, matey!"),

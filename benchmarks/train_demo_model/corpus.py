@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from examples.train_demo_model import lessons, nonsense, records, stories
+from benchmarks.train_demo_model import lessons, nonsense, records, stories
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from examples.train_demo_model.documents import Document
+    from benchmarks.train_demo_model.documents import Document
 
 # (what writes a document, its share of the corpus in percent of the documents)
 MIXTURE: tuple[tuple[Callable[[Random], Document], int], ...] = (

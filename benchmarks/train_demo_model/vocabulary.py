@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from examples.train_demo_model.documents import CHAT_TEMPLATE, END_OF_TEXT, SPECIAL_TOKENS
+from benchmarks.train_demo_model.documents import CHAT_TEMPLATE, END_OF_TEXT, SPECIAL_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from examples.train_demo_model.documents import Document
+    from benchmarks.train_demo_model.documents import Document
 
 # a word with the space before it, one digit, a run of signs, or white space
 _PIECES = Regex(r" ?\p{L}[\p{L}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}\p{M}]+|\p{M}+|\s+(?!\S)|\s+")

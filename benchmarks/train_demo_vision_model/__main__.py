@@ -1,4 +1,4 @@
-"""Train a tiny vision model: `python -m examples.train_demo_vision_model --out /tmp/vision-model`.
+"""Train a tiny vision model: `python -m benchmarks.train_demo_vision_model --out /tmp/vision-model`.
 
 It names coloured shapes in drawn pictures. Takes two to three minutes on two cores.
 """
@@ -12,8 +12,8 @@ from random import Random
 import torch
 from transformers import LlavaForConditionalGeneration, LlavaProcessor
 
-from examples.train_demo_vision_model.pictures import draw, questions, random_shapes
-from examples.train_demo_vision_model.training import make_model, make_processor, make_tokenizer, save, train
+from benchmarks.train_demo_vision_model.pictures import draw, questions, random_shapes
+from benchmarks.train_demo_vision_model.training import make_model, make_processor, make_tokenizer, save, train
 
 
 def _examine(folder: Path, num_pictures: int) -> str:

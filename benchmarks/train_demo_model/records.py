@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from examples.train_demo_model.documents import Document, chat, plain, reworded, skewed, with_article
-from examples.train_demo_model.knowledge import EMOJI
-from examples.train_demo_model.nonsense import made_up_name
-from examples.train_demo_model.world import COUNTRIES
+from benchmarks.train_demo_model.documents import Document, chat, plain, reworded, skewed, with_article
+from benchmarks.train_demo_model.knowledge import EMOJI
+from benchmarks.train_demo_model.nonsense import made_up_name
+from benchmarks.train_demo_model.world import COUNTRIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

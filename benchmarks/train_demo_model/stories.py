@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from examples.train_demo_model.documents import Document, chat, plain, reworded, skewed, with_article
-from examples.train_demo_model.nonsense import made_up_name
+from benchmarks.train_demo_model.documents import Document, chat, plain, reworded, skewed, with_article
+from benchmarks.train_demo_model.nonsense import made_up_name
 
 if TYPE_CHECKING:
     from random import Random

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from examples.train_demo_model.documents import Document, Segment, chat, plain, reworded
-from examples.train_demo_model.knowledge import QUESTIONS
-from examples.train_demo_model.world import COUNTRIES
+from benchmarks.train_demo_model.documents import Document, Segment, chat, plain, reworded
+from benchmarks.train_demo_model.knowledge import QUESTIONS
+from benchmarks.train_demo_model.world import COUNTRIES
 
 if TYPE_CHECKING:
     from random import Random

@@ -15,8 +15,8 @@ import pytest
 import torch
 from PIL import ImageColor
 
-from examples.train_demo_vision_model import training
-from examples.train_demo_vision_model.pictures import COLOURS, FORMS, PLACES, Shape, draw, questions, random_shapes
+from benchmarks.train_demo_vision_model import training
+from benchmarks.train_demo_vision_model.pictures import COLOURS, FORMS, PLACES, Shape, draw, questions, random_shapes
 from tests.kit.source import ROOT
 
 
