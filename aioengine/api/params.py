@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import lru_cache
 from itertools import compress
-from operator import is_not
+from operator import is_, is_not
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from msgspec import UNSET, Struct, UnsetType
@@ -296,6 +296,13 @@ class SamplingParams(
 
     def __copy__(self) -> SamplingParams:
         return self
+
+    def __eq__(self, other: object) -> bool:
+        """Whether all values are equal. A default differs from the same number, because a model may change it."""
+        if type(other) is not type(self):
+            return NotImplemented
+        own, theirs = astuple(self), astuple(cast("SamplingParams", other))
+        return own == theirs and all(map(is_, map(type, own), map(type, theirs)))
 
     def __hash__(self) -> int:  # lists cannot be hashed; equal objects agree in these
         return hash((self.max_new_tokens, self.temperature, self.top_p, self.n, self.sampling_seed))

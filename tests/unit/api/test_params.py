@@ -280,7 +280,13 @@ def test_defaults_of_a_model_fill_the_parameters_that_a_request_leaves_out(name:
 def test_the_repr_shows_the_parameters_that_were_given() -> None:
     assert repr(SamplingParams()) == "SamplingParams()"
     assert repr(SamplingParams(temperature=1.0, top_k=-1)) == "SamplingParams(temperature=1.0, top_k=-1)"
-    assert SamplingParams(temperature=1.0) == SamplingParams()
+
+
+@pytest.mark.parametrize(("name", "value"), [("temperature", 1.0), ("top_k", -1), ("max_new_tokens", 128)])
+def test_a_default_differs_from_the_same_number_in_a_request(name: str, value: object) -> None:
+    assert by_keyword({name: value}) == by_keyword({name: value})
+    assert by_keyword({name: value}) != SamplingParams()
+    assert SamplingParams(n=1) == SamplingParams()
 
 
 @pytest.mark.parametrize("given", [{}, {"temperature": 0.5, "top_p": 1}, {"stop": ["a"], "logit_bias": {5: 1}}])
