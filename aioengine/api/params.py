@@ -381,7 +381,7 @@ def _field(params: SamplingParams, name: str) -> object:
 # ---------------------------------------------------------------- to the wire
 
 
-class _Parts(Struct, frozen=True, gc=False):
+class _MessageParts(Struct, frozen=True, gc=False):
     """The parts of a request's messages, as far as its parameters alone determine them."""
 
     sampling: Sampling = Sampling(0)
@@ -389,19 +389,19 @@ class _Parts(Struct, frozen=True, gc=False):
     text: TextRules = TextRules()
 
 
-_NO_PARTS: Final = _Parts()
+_NO_PARTS: Final = _MessageParts()
 
 
-def _made_parts(sampling: dict[str, object], limits: dict[str, object], text: dict[str, object]) -> _Parts:
-    return _Parts(
+def _made_parts(sampling: dict[str, object], limits: dict[str, object], text: dict[str, object]) -> _MessageParts:
+    return _MessageParts(
         Sampling(0, **sampling) if sampling else _NO_PARTS.sampling,  # type: ignore[arg-type]
         Limits(0, **limits) if limits else _NO_PARTS.limits,  # type: ignore[arg-type]
         TextRules(**text) if text else _NO_PARTS.text,  # type: ignore[arg-type]
     )
 
 
-def _parts(params: SamplingParams) -> _Parts:
-    return cast("_Parts", vars(params)["_parts"])
+def _parts(params: SamplingParams) -> _MessageParts:
+    return cast("_MessageParts", vars(params)["_parts"])
 
 
 def output_limit(params: SamplingParams, num_prompt: int, *, context_length: int, max_total_tokens: int) -> int:

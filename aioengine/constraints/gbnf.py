@@ -37,7 +37,7 @@ def _with_plain_letters(text: str) -> str:
 
 
 @dataclass
-class _Group:
+class _Parentheses:
     """What stands between parentheses, or outside of all.
 
     num_items: behind each other. start: of the last of them, in ``parts``. is_repeated: the last one is a repetition,
@@ -64,15 +64,15 @@ def _without_nested_repetitions(text: str) -> str:
     while name in text.lower():
         name += "-x"
     rules: list[str] = []
-    group = _Group()
-    around: list[_Group] = []
+    group = _Parentheses()
+    around: list[_Parentheses] = []
     for found in _TOKENS.finditer(text):
         token = found[0]
         if found["item"]:
             group.add(token, is_repeated=False)
         elif token == "(":
             around.append(group)
-            group = _Group(["("])
+            group = _Parentheses(["("])
         elif token == ")" and around:
             group.parts.append(")")
             inner, group = group, around.pop()

@@ -24,8 +24,8 @@ from aioengine.api.checks import did_you_mean
 from aioengine.constraints.one_of import TYPES, exclusive
 from aioengine.constraints.python_regex import translate
 from aioengine.constraints.schema_values import (
-    Place,
     Schema,
+    Subschema,
     check_constant,
     compile_counts,
     compile_number,
@@ -86,13 +86,13 @@ class Budget:
         self._num_schemas = 0
         self._num_pattern_characters = 0
 
-    def take_schema(self, place: Place) -> None:
+    def take_schema(self, place: Subschema) -> None:
         """Raises UnsupportedSchemaError: there are too many."""
         self._num_schemas += 1
         if self._num_schemas > MAX_SCHEMAS:
             place.refuse("schema", f"is one of more than {MAX_SCHEMAS:,}")
 
-    def take_patterns(self, place: Place, found: Iterable[object]) -> None:
+    def take_patterns(self, place: Subschema, found: Iterable[object]) -> None:
         """Raises UnsupportedSchemaError: there are too many."""
         self._num_pattern_characters += sum(
             len(each) + CHARACTERS_PER_PATTERN for each in found if isinstance(each, str)
@@ -109,7 +109,7 @@ def compiled(text: str, budget: Budget | None = None) -> Schema:
         UnsupportedSchemaError: something in it cannot be enforced, or it is too large; with ``pointer`` and
             ``keyword``.
     """
-    root = Place({}, "", 0)
+    root = Subschema({}, "", 0)
     if len(text) > MAX_CHARACTERS:
         root.refuse("json_schema", f"has {len(text):,} characters; at most {MAX_CHARACTERS:,} are read")
     try:
@@ -141,20 +141,20 @@ class _Compiler:
         self._root = root
         self._budget = budget
         self._names: dict[str, str] = {}  # a reference -> the name of its target in $defs
-        self._places: dict[str, Place] = {}  # where each reference was found first
+        self._places: dict[str, Subschema] = {}  # where each reference was found first
         self._definitions: Schema = {}
         self._waiting: list[str] = []
-        self._constants: list[tuple[Place, str]] = []
+        self._constants: list[tuple[Subschema, str]] = []
 
     def compile(self) -> Schema:
         found = self._schema(self._root, "", 0)
         while self._waiting:
             reference = self._waiting.pop()
-            target = self._target(reference, Place({}, reference[1:], 0))
+            target = self._target(reference, Subschema({}, reference[1:], 0))
             self._definitions[self._names[reference]] = self._schema(target, reference[1:], 0)
         self._check_loops()
         if found is False:
-            Place({}, "", 0).refuse("false", "allows no value")
+            Subschema({}, "", 0).refuse("false", "allows no value")
         found = {} if found is True else found
         return {**found, "$defs": self._definitions} if self._definitions else found
 
@@ -167,7 +167,7 @@ class _Compiler:
         """Compiled, a dict or a boolean."""
         if isinstance(schema, bool):
             return schema
-        place = Place(cast("Schema", schema), pointer, depth)
+        place = Subschema(cast("Schema", schema), pointer, depth)
         if not isinstance(schema, dict):
             place.wrong("schema", "an object or a boolean", schema)
         if depth > MAX_DEPTH:
@@ -197,7 +197,7 @@ class _Compiler:
 
     # ------------------------------------------------------------ keywords of all types
 
-    def _any_type(self, place: Place) -> Schema:
+    def _any_type(self, place: Subschema) -> Schema:
         given, found = place.given, dict[str, Any]()
         if "type" in given:
             found["type"] = _types(place)
@@ -217,7 +217,7 @@ class _Compiler:
             found["anyOf"] = exclusive(place, self._branches(place, "oneOf"), self._followed)
         return found
 
-    def _branches(self, place: Place, keyword: str) -> list[Any]:
+    def _branches(self, place: Subschema, keyword: str) -> list[Any]:
         branches = place.given[keyword]
         if not isinstance(branches, list) or not branches:
             place.wrong(keyword, "a list of schemas", branches)
@@ -229,7 +229,7 @@ class _Compiler:
 
     # ------------------------------------------------------------ references
 
-    def _reference(self, place: Place) -> str:
+    def _reference(self, place: Subschema) -> str:
         reference = place.given["$ref"]
         if not isinstance(reference, str):
             place.wrong("$ref", "a string", reference)
@@ -242,7 +242,7 @@ class _Compiler:
             self._waiting.append(reference)
         return f"#/$defs/{self._names[reference]}"
 
-    def _target(self, reference: str, place: Place) -> object:
+    def _target(self, reference: str, place: Subschema) -> object:
         found = self._root
         for part in reference.split("/")[1:]:
             key = part.replace("~1", "/").replace("~0", "~")
@@ -256,7 +256,7 @@ class _Compiler:
 
     def _check_loops(self) -> None:
         """A schema that refers to itself without anything between would never end. Every target is compiled before."""
-        graph = {each: _same_value(self._target(each, Place({}, each[1:], 0))) for each in self._names}
+        graph = {each: _same_value(self._target(each, Subschema({}, each[1:], 0))) for each in self._names}
         try:
             TopologicalSorter(graph).prepare()
         except CycleError as error:
@@ -271,12 +271,12 @@ class _Compiler:
             given = cast("Schema", schema)
             if given.keys() - _ANNOTATIONS != {"$ref"}:
                 return given
-            schema = self._target(given["$ref"], Place(given, "", 0))
+            schema = self._target(given["$ref"], Subschema(given, "", 0))
         return {}
 
     # ------------------------------------------------------------ objects and arrays
 
-    def _object(self, place: Place) -> Schema:
+    def _object(self, place: Subschema) -> Schema:
         found: Schema = {}
         names = _required(place)
         made = self._each(place, "properties")
@@ -299,7 +299,7 @@ class _Compiler:
             found["required"] = names
         return found | _num_properties(place, found)
 
-    def _each(self, place: Place, keyword: str) -> Schema:
+    def _each(self, place: Subschema, keyword: str) -> Schema:
         """The compiled schemas of a keyword that has one for each name."""
         schemas = place.given.get(keyword, {})
         if not isinstance(schemas, dict):
@@ -309,7 +309,7 @@ class _Compiler:
             for name, each in cast("Schema", schemas).items()
         }
 
-    def _pattern_properties(self, place: Place) -> Schema:
+    def _pattern_properties(self, place: Subschema) -> Schema:
         """They stand alone: a name that a pattern matches would have to fit the pattern's schema and its own."""
         made = self._each(place, "patternProperties")
         if made and place.given.get("additionalProperties") is not False:
@@ -321,7 +321,7 @@ class _Compiler:
             for pattern, each in made.items()
         }
 
-    def _array(self, place: Place) -> Schema:
+    def _array(self, place: Subschema) -> Schema:
         given = place.given
         found: Schema = dict(compile_counts(place, "minItems", "maxItems"))
         if "items" in given:
@@ -333,7 +333,7 @@ class _Compiler:
         return found
 
 
-def _types(place: Place) -> str | list[str]:
+def _types(place: Subschema) -> str | list[str]:
     value = place.given["type"]
     listed = cast("list[object]", value) if isinstance(value, list) else [value]
     if not listed or any(each not in TYPES for each in listed):
@@ -341,7 +341,7 @@ def _types(place: Place) -> str | list[str]:
     return cast("str | list[str]", value)
 
 
-def _check_alone(place: Place, keyword: str) -> None:
+def _check_alone(place: Subschema, keyword: str) -> None:
     """Constants stand alone or beside a type: beside other keywords some of them may not be allowed."""
     value = place.given[keyword]
     if keyword == "enum" and (not isinstance(value, list) or not value):
@@ -351,14 +351,14 @@ def _check_alone(place: Place, keyword: str) -> None:
         place.refuse(keyword, f"is not enforced together with {min(others)!r}")
 
 
-def _required(place: Place) -> list[str]:
+def _required(place: Subschema) -> list[str]:
     value = place.given.get("required", [])
     if not isinstance(value, list) or any(not isinstance(name, str) for name in cast("list[object]", value)):
         place.wrong("required", "a list of names", value)
     return list(dict.fromkeys(cast("list[str]", value)))
 
 
-def _num_properties(place: Place, found: Schema) -> Schema:
+def _num_properties(place: Subschema, found: Schema) -> Schema:
     """Compile ``minProperties`` and ``maxProperties``.
 
     They are enforced if all properties are listed: an unlisted property could be generated twice. The library counts

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, cast
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from aioengine.constraints.schema_values import Place, Schema
+    from aioengine.constraints.schema_values import Schema, Subschema
 
 TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 
 
-def exclusive(place: Place, made: list[Any], follow: Callable[[object], Schema]) -> list[Any]:
+def exclusive(place: Subschema, made: list[Any], follow: Callable[[object], Schema]) -> list[Any]:
     """The branches of the oneOf at ``place``, changed so that no value fits two of them.
 
     made: the compiled branches. follow: what a schema that is but a reference refers to.

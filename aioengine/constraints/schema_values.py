@@ -44,7 +44,7 @@ _CONTROL: Final = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
-class Place(NamedTuple):
+class Subschema(NamedTuple):
     """A part of a schema, and how to find it: its JSON pointer, and how many schemas it stands in."""
 
     given: Schema
@@ -66,7 +66,7 @@ class Place(NamedTuple):
         raise ValueError(message)
 
 
-def check_constant(place: Place, keyword: str) -> None:
+def check_constant(place: Subschema, keyword: str) -> None:
     """Whether the values of ``const`` or ``enum`` can be written, down to those within them.
 
     Raises:
@@ -96,7 +96,7 @@ def _is_exact(value: float) -> bool:
     return len(digits) <= MAX_DIGITS and int(exponent) >= MIN_EXPONENT
 
 
-def compile_string(place: Place) -> Schema:
+def compile_string(place: Subschema) -> Schema:
     """The schema of a string for the library, with our own patterns for formats that it does not enforce.
 
     Raises:
@@ -121,7 +121,7 @@ def compile_string(place: Place) -> Schema:
     return found
 
 
-def compile_counts(place: Place, least: str, most: str) -> Mapping[str, int]:
+def compile_counts(place: Subschema, least: str, most: str) -> Mapping[str, int]:
     """The values of two keywords that limit a number of things."""
     found: dict[str, int] = {}
     for keyword in (least, most):
@@ -138,7 +138,7 @@ def compile_counts(place: Place, least: str, most: str) -> Mapping[str, int]:
     return found
 
 
-def compile_number(place: Place, *, is_integer: bool) -> Schema:
+def compile_number(place: Subschema, *, is_integer: bool) -> Schema:
     """Bounds include their value: exclusive ones are replaced by the next allowed number, as are those that the library
     would round.
     """
@@ -162,7 +162,7 @@ def compile_number(place: Place, *, is_integer: bool) -> Schema:
     return found
 
 
-def _bound(place: Place, keyword: str, *, is_integer: bool) -> float:
+def _bound(place: Subschema, keyword: str, *, is_integer: bool) -> float:
     value = place.given[keyword]
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:  # NaN
         place.wrong(keyword, "a number", value)

@@ -12,8 +12,8 @@ from typing import Any, Final, NoReturn, cast
 from aioengine.api.checks import did_you_mean, shown
 from aioengine.constraints.json_schema import Budget, compiled
 from aioengine.constraints.python_regex import translate
-from aioengine.constraints.schema_values import Place
-from aioengine.constraints.tag_grammar import FreeText, Literal, Part, Pattern, Rule, TagGrammar, either, refuse
+from aioengine.constraints.schema_values import Subschema
+from aioengine.constraints.tag_grammar import FreeText, Literal, Part, Rule, TagGrammar, Terminal, either, refuse
 from aioengine.errors import UnsupportedSchemaError
 
 MAX_BYTES: Final = 262_144
@@ -105,7 +105,7 @@ class _Reader:
         if depth > MAX_DEPTH:
             refuse(pointer, kind, f"is nested more than {MAX_DEPTH} deep")
         _check_options(given, kind, pointer)
-        self._budget.take_schema(Place(given, pointer, depth))
+        self._budget.take_schema(Subschema(given, pointer, depth))
         if kind in ("const_string", "json_schema", "regex", "any_text"):
             return [self._leaf(kind, given, pointer, depth)]
         if kind == "sequence":
@@ -130,9 +130,9 @@ class _Reader:
             return self._json(given.get("json_schema"), f"{pointer}/json_schema")
         if kind == "regex":
             pattern = _string(given, "pattern", pointer)
-            self._budget.take_patterns(Place(given, pointer, depth), [pattern])
+            self._budget.take_patterns(Subschema(given, pointer, depth), [pattern])
             text = translate(pattern, pointer=f"{pointer}/pattern")
-            return Pattern("/" + text.replace("/", r"\/") + "/", pointer)
+            return Terminal("/" + text.replace("/", r"\/") + "/", pointer)
         most = None if given.get("max_chars") is None else _count(given, "max_chars", pointer, 0)
         return FreeText(pointer, _excludes(given, pointer), {}, max_chars=most)
 

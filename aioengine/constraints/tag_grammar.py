@@ -37,7 +37,7 @@ class Literal:
 
 
 @dataclass
-class Pattern:
+class Terminal:
     """The texts of a terminal, as a Lark expression."""
 
     expression: str
@@ -80,7 +80,7 @@ class Rule(NamedTuple):
     repeats_free: bool = False
 
 
-Part = Literal | Pattern | FreeText | Either | Rule
+Part = Literal | Terminal | FreeText | Either | Rule
 
 
 class TagGrammar:
@@ -122,11 +122,11 @@ class TagGrammar:
                 part = Literal([each + behind.texts[0] for each in part.texts])
                 del left[0]
             return Rule(_literals(part.texts), pointer)
-        if isinstance(part, Pattern):
+        if isinstance(part, Terminal):
             run: list[Part] = [part]
-            while left and isinstance(left[0], Literal | Pattern):
+            while left and isinstance(left[0], Literal | Terminal):
                 run.append(left.pop(0))
-            is_open = isinstance(run[-1], Pattern)
+            is_open = isinstance(run[-1], Terminal)
             return Rule(self._lexeme(_expression(run), is_lazy=not is_open), part.pointer, is_open)
         end = left[0] if left and isinstance(left[0], Literal) else None
         del left[: end is not None]
@@ -146,7 +146,7 @@ class TagGrammar:
         """These parts ``least`` to ``most`` times; None: any number."""
         times = f"{{{least},{'' if most is None else most}}}"
         if _is_pattern(parts):
-            return Pattern(f"({_expression(parts)}){times}", pointer)
+            return Terminal(f"({_expression(parts)}){times}", pointer)
         once = self.write(parts, pointer)
         _check_end(once, [once])
         return Rule(f"({once.name}){times}", pointer, repeats_free=(least, most) != (1, 1) and _begins_free(parts))
@@ -188,23 +188,23 @@ def either(sequences: list[list[Part]], pointer: str) -> Part:
     if all(len(each) == 1 and isinstance(each[0], Literal) and "" not in each[0].texts for each in sequences):
         return Literal([text for part in parts if isinstance(part, Literal) for text in part.texts])
     if _is_pattern(parts):
-        return Pattern(" | ".join(_expression(each) for each in sequences), pointer)
+        return Terminal(" | ".join(_expression(each) for each in sequences), pointer)
     return Either(sequences, pointer)
 
 
 def _is_pattern(parts: Sequence[Part]) -> bool:
     """Whether they are one terminal, and not just literals."""
-    return all(isinstance(part, Literal | Pattern) for part in parts) and any(
-        isinstance(part, Pattern) for part in parts
+    return all(isinstance(part, Literal | Terminal) for part in parts) and any(
+        isinstance(part, Terminal) for part in parts
     )
 
 
 def _expression(parts: Sequence[Part]) -> str:
     """That of literals and patterns which stand one behind the other."""
     texts = [
-        f"({part.expression})" if isinstance(part, Pattern) else _literals(part.texts)
+        f"({part.expression})" if isinstance(part, Terminal) else _literals(part.texts)
         for part in parts
-        if isinstance(part, Literal | Pattern)
+        if isinstance(part, Literal | Terminal)
     ]
     return " ".join(texts) or '""'
 

@@ -55,7 +55,7 @@ class WindowedAllocation(Allocation):
         return len(self.pages) - self.pages.count(RELEASED)
 
 
-class _Index(RadixTree):
+class _PageTree(RadixTree):
     """A tree with nodes for token ids (a lock only keeps them in the tree) and, below them, nodes for pages."""
 
     def open(self, parent: Node, key: Key, *, is_pending: bool = False) -> Node:
@@ -96,7 +96,7 @@ class WindowedCache(PrefixCache):
     def __init__(self, groups: PageGroups, *, num_pages: int, enabled: bool = True) -> None:
         super().__init__(num_pages=num_pages, page_size=groups.page_size, enabled=enabled)
         self._groups = groups
-        self._tree = self._index = _Index(groups.page_size)
+        self._tree = self._index = _PageTree(groups.page_size)
         self._page_keys: list[Key] = [("page", group) for group in range(groups.num_groups)]
 
     def pages_for(self, num_tokens: int) -> int:

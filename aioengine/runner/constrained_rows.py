@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.runner.graphs.decode_graphs import DecodeGraphs, DecodeStep
-    from aioengine.runner.logits import Grammars, OpenConstraint
+    from aioengine.runner.logits import GrammarSource, OpenConstraint
     from aioengine.runner.logits.grammar import GrammarMask
     from aioengine.runner.rows import RequestRow, SampledRows
     from aioengine.runner.transfer import Readback
@@ -97,7 +97,7 @@ class ConstrainedRows:
 
     def __init__(self, masks: GrammarMask, device: torch.device, *, may_jump: bool = True) -> None:
         """``masks``: where the sampler gets its masks from. ``may_jump``: whether requests may."""
-        self.grammars: Grammars | None = None
+        self.grammars: GrammarSource | None = None
         self.min_jump = MIN_JUMP if device.type == "cpu" else MIN_JUMP_ON_GPU
         self.max_tokens = sys.maxsize
         self._later: _Later | None = None  # the newest step, while its tokens are not drawn

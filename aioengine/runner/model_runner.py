@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from aioengine.runner.hidden_states import StepHiddenStates
     from aioengine.runner.inputs import StepRows
     from aioengine.runner.kv_pool import KVPool
-    from aioengine.runner.logits import Grammars, LogitsProcessor
+    from aioengine.runner.logits import GrammarSource, LogitsProcessor
     from aioengine.runner.logprobs import StepLogprobs
     from aioengine.runner.lora.pool import AdapterPool
     from aioengine.runner.lora.reading import HostAdapter
@@ -209,7 +209,7 @@ class ModelRunner:
             self._constrained.note(ticket, sampled, (rows.starts + rows.counts)[rows.samples])
         return ticket
 
-    def use_grammars(self, grammars: Grammars) -> None:
+    def use_grammars(self, grammars: GrammarSource) -> None:
         """Set what opens the constraints of requests with a grammar."""
         self._constrained.grammars = grammars
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from aioengine.protocol.messages import Sampling
     from aioengine.protocol.packed_logprobs import LogprobRules
     from aioengine.runner.images import Images
-    from aioengine.runner.logits import Constraint, LogitsProcessor, OpenConstraint
+    from aioengine.runner.logits import LogitsProcessor, OpenConstraint, RowConstraint
     from aioengine.runner.lora.pool import AdapterPool
     from aioengine.runner.page_tables import PageTables
     from aioengine.runner.token_lists import TokenLists
@@ -116,7 +116,7 @@ class RequestRow:
     lists: TokenLists | None = None
     recent: Tensor | None = None
 
-    def constraint_at(self, position: int) -> Constraint | None:
+    def constraint_at(self, position: int) -> RowConstraint | None:
         """Return the tokens that its grammar allows at ``position``. After a jump, a step in flight draws a token that
         is already known.
         """
@@ -134,7 +134,7 @@ class SampledRows:
     positions: Ints
     records: npt.NDArray[np.void]  # of SAMPLING_RECORD
 
-    def constraints(self) -> list[Constraint | None]:
+    def constraints(self) -> list[RowConstraint | None]:
         """What the token of each row keeps to."""
         return [
             request.constraint_at(position)

@@ -28,7 +28,7 @@ a ruled out token again.
 """
 
 
-class Constraint(Protocol):
+class RowConstraint(Protocol):
     """The tokens that a grammar allows at one position of a request.
 
     Attributes:
@@ -41,7 +41,7 @@ class Constraint(Protocol):
     next_token: int
 
     @property
-    def source(self) -> Grammars: ...
+    def source(self) -> GrammarSource: ...
 
 
 @dataclass(slots=True)
@@ -49,12 +49,12 @@ class Forced:
     """The constraint of a token that an earlier result gave as a forced token."""
 
     next_token: int
-    source: Grammars
+    source: GrammarSource
     is_complete: bool = False
     error: str = ""
 
 
-class OpenConstraint(Constraint, Protocol):
+class OpenConstraint(RowConstraint, Protocol):
     """The position of one request in its grammar, and the tokens that are allowed there."""
 
     @property
@@ -71,7 +71,7 @@ class OpenConstraint(Constraint, Protocol):
         ...
 
 
-class Grammars(Protocol):
+class GrammarSource(Protocol):
     """The grammars of an engine. num_words: of a mask, 32 tokens each."""
 
     num_words: int
@@ -115,7 +115,7 @@ class LogitsRow:
     history: Tensor | None
     uid: int = -1
     first_id: int = 0
-    constraint: Constraint | None = None
+    constraint: RowConstraint | None = None
     lists: TokenLists | None = None
     recent: Tensor | None = None
 
