@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from aioengine.constraints.json_schema import OPTIONS, Budget, compiled
+from aioengine.constraints.json_schema import OPTIONS, Budget, compile_schema
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -71,7 +71,7 @@ def checked_lark(text: str) -> str:
                 message = f"no JSON follows %{found['directive']}: {error}"
                 raise ValueError(message) from None
             if found["directive"] == "json":
-                schema = compiled(json.dumps(value), budget)
+                schema = compile_schema(json.dumps(value), budget)
                 schema["x-guidance"] = {**value.get("x-guidance", {}), **OPTIONS}
                 parts += (text[num_copied:start], json.dumps(schema))
                 num_copied = position

@@ -12,7 +12,7 @@ from typing import Any, Final, cast, get_type_hints
 import msgspec
 
 from aioengine.api import checks
-from aioengine.constraints.json_schema import MAX_CHARACTERS, OPTIONS, compiled
+from aioengine.constraints.json_schema import MAX_CHARACTERS, OPTIONS, compile_schema
 from aioengine.constraints.python_regex import MAX_BYTES as MAX_REGEX_BYTES
 from aioengine.constraints.python_regex import escaped, translate
 from aioengine.constraints.structural_tag import lark_of
@@ -229,7 +229,7 @@ def _made(name: str, value: Any, space: str | None) -> tuple[str, str]:
 
 def _written(name: str, value: Any, space: str | None) -> tuple[str, str]:
     if name == "json_schema":
-        return "json", _json_grammar(compiled(value), space)
+        return "json", _json_grammar(compile_schema(value), space)
     if name == "json_object":
         return "json", _json_grammar({"type": "object"}, space)
     if name == "regex":

@@ -10,7 +10,7 @@ import json
 from typing import Any, Final, NoReturn, cast
 
 from aioengine.api.checks import did_you_mean, shown
-from aioengine.constraints.json_schema import Budget, compiled
+from aioengine.constraints.json_schema import Budget, compile_schema
 from aioengine.constraints.python_regex import translate
 from aioengine.constraints.schema_values import Subschema
 from aioengine.constraints.tag_grammar import FreeText, Literal, Part, Rule, TagGrammar, Terminal, either, refuse
@@ -130,7 +130,7 @@ class _Reader:
             return self._json(given.get("json_schema"), f"{pointer}/json_schema")
         if kind == "regex":
             pattern = _string(given, "pattern", pointer)
-            self._budget.take_patterns(Subschema(given, pointer, depth), [pattern])
+            self._budget.take_pattern(Subschema(given, pointer, depth), pattern)
             text = translate(pattern, pointer=f"{pointer}/pattern")
             return Terminal("/" + text.replace("/", r"\/") + "/", pointer)
         most = None if given.get("max_chars") is None else _count(given, "max_chars", pointer, 0)
@@ -138,7 +138,7 @@ class _Reader:
 
     def _json(self, schema: object, pointer: str) -> Rule:
         try:
-            made = compiled(json.dumps(schema), self._budget)
+            made = compile_schema(json.dumps(schema), self._budget)
         except UnsupportedSchemaError as error:
             message = f"in the schema at {pointer}, {error}"
             raise UnsupportedSchemaError(message, pointer=pointer + error.pointer, keyword=error.keyword) from None

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from aioengine.constraints.json_schema import MAX_BYTES, compiled
+from aioengine.constraints.json_schema import MAX_BYTES, compile_schema
 from aioengine.errors import UnsupportedSchemaError
 
 Schema = dict[str, Any]
 
 
 def made(schema: object) -> Schema:
-    return compiled(json.dumps(schema))
+    return compile_schema(json.dumps(schema))
 
 
 def closed(*names: str) -> Schema:
@@ -106,7 +106,7 @@ def test_what_is_no_schema_is_a_value_error(schema: object, match: str) -> None:
 @pytest.mark.parametrize("text", ["{", "nonsense", "[" * 100_000, '{"const": NaN}', '{"const": 1' + "0" * 5000 + "}"])
 def test_what_is_no_json_is_a_value_error(text: str) -> None:
     with pytest.raises(ValueError, match="it is no JSON text"):
-        compiled(text)
+        compile_schema(text)
 
 
 def test_deep_and_long_schemas_are_refused_without_work() -> None:
@@ -158,4 +158,4 @@ def test_bounds_include_their_value() -> None:
 
 def test_infinite_constants_are_refused() -> None:
     with pytest.raises(UnsupportedSchemaError, match="'const' at # has inf"):
-        compiled('{"const": 1e999}')
+        compile_schema('{"const": 1e999}')

@@ -15,7 +15,7 @@ import pytest
 
 from aioengine import SamplingParams
 from aioengine.constraints import parameters
-from aioengine.constraints.json_schema import compiled
+from aioengine.constraints.json_schema import compile_schema
 from aioengine.errors import UnsupportedSchemaError
 from aioengine.frontend.intake.request_checks import PromptRules, RequestChecks
 from aioengine.frontend.intake.requests import CallRequest, generate_request
@@ -161,7 +161,7 @@ def test_a_large_constraint_is_checked_in_the_call_and_the_others_later(constrai
 
 def test_equal_constraints_of_a_large_batch_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[object] = []
-    monkeypatch.setattr(parameters, "compiled", lambda text: checked.append(text) or compiled(text))
+    monkeypatch.setattr(parameters, "compile_schema", lambda text: checked.append(text) or compile_schema(text))
     schemas = [{"enum": [f"schema {number}", "x" * 16_000]} for number in range(32)]
     params = [{"json_schema": dict(schemas[row % 32])} for row in range(256)]
     request = generate_request(["a"] * 256, params, None, stream=False, options={})
@@ -199,7 +199,7 @@ def test_constraints_that_are_too_large_fail_alone(make: Callable[[], dict[str, 
 
 def test_a_wrong_constraint_that_rows_share_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[object] = []
-    monkeypatch.setattr(parameters, "compiled", lambda text: checked.append(text) or compiled(text))
+    monkeypatch.setattr(parameters, "compile_schema", lambda text: checked.append(text) or compile_schema(text))
     params = [{"json_schema": {"not": {}}}] * 9
     request = generate_request(["a"] * 9, params, None, stream=False, options={"return_exceptions": True})
     assert all(isinstance(prompt, UnsupportedSchemaError) for prompt in request.prompts)
