@@ -329,7 +329,7 @@ class Grammars:
         return constraint
 
     def fill(self, constraints: Sequence[Constraint], masks: Words) -> None:
-        """Write the allowed tokens of each constraint as bits to masks [constraints, num_words]; none after an error."""
+        """Write the allowed tokens as bits to masks [constraints, num_words]. After an error, no bit is set."""
         matchers, known = _sorted(constraints)
         if matchers:
             self._compute(matchers, masks)

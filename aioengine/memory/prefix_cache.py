@@ -351,15 +351,10 @@ class PrefixCache:
         parent = allocation.path[-1] if allocation.path else self._tree.root
         if allocation.salt and not allocation.path:
             key = (*key, allocation.salt)
-        node = parent.children.get(key)
-        if node is None:
-            node = self._tree.add(parent, key, allocation.pages[len(allocation.path)])
-        elif node.is_pending:
-            return False
-        else:
-            self._tree.lock([node])
-        allocation.path.append(node)
-        return True
+        node = self._tree.attach(parent, key, allocation.pages[len(allocation.path)])
+        if node is not None:
+            allocation.path.append(node)
+        return node is not None
 
 
 def _is_exclusive(allocation: Allocation, index: int) -> bool:

@@ -99,6 +99,16 @@ class RadixTree:
         self.num_nodes += 1
         return node
 
+    def attach(self, parent: Node, key: Key, page: int) -> Node | None:
+        """Lock the child with this key, or add it. Return None if another request is computing its page."""
+        node = parent.children.get(key)
+        if node is None:
+            return self.add(parent, key, page)
+        if node.is_pending:
+            return None
+        self.lock([node])
+        return node
+
     def announce(self, parent: Node, keys: Iterable[Key], pages: Iterable[int]) -> list[Node]:
         """Add a chain of pending nodes below ``parent``, each locked once. Stops at the first key that exists."""
         path: list[Node] = []

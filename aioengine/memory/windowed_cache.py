@@ -63,6 +63,15 @@ class _PageTree(RadixTree):
         node = parent.children[key] = Node(key, RELEASED, parent, 1, is_pending)
         return node
 
+    def attach(self, parent: Node, key: Key, page: int) -> Node | None:
+        node = parent.children.get(key)
+        if node is not None and node.is_pending:
+            return None
+        if node is None:
+            return self.open(parent, key)
+        node.num_locks += 1
+        return node
+
     def close(self, path: list[Node]) -> None:
         """Undo one lock of each node for token ids, and remove nodes without pages and children."""
         for node in reversed(path):
@@ -258,21 +267,6 @@ class WindowedCache(PrefixCache):
                 self._allocator.free([page])
             allocation.nodes[place], allocation.pages[place] = None, RELEASED
         allocation.firsts[group] = max(first, allocation.firsts[group])
-
-    def _attach(self, allocation: Allocation, key: Key) -> bool:
-        """Extend the path by a computed page. Return False while another request is computing the same page."""
-        parent = allocation.path[-1] if allocation.path else self._tree.root
-        if allocation.salt and not allocation.path:
-            key = (*key, allocation.salt)
-        node = parent.children.get(key)
-        if node is None:
-            node = self._index.open(parent, key)
-        elif node.is_pending:
-            return False
-        else:
-            node.num_locks += 1
-        allocation.path.append(node)
-        return True
 
     def _forget_computed(self, allocation: WindowedAllocation) -> None:
         """Remove the pages that the request computed, and other pages of the same nodes that no request uses."""
