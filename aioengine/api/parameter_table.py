@@ -1,7 +1,7 @@
-"""The machinery of SamplingParams: a table whose rows are its fields, and the checks of values that are lists.
+"""The table behind SamplingParams: one row for each field, and the checks of values.
 
-A class of parameters assigns a row to each of its fields, by ``parameter`` or ``other_name``. Its type replaces them by
-the defaults, for msgspec and for type checkers, and keeps the rows as the class's table.
+A class of parameters assigns a row to each field with ``parameter`` or ``other_name``. Its metaclass replaces the rows
+by the defaults, for msgspec and type checkers, and keeps the rows as the table of the class.
 """
 
 from __future__ import annotations
