@@ -35,8 +35,6 @@ class PageAllocator:
     __slots__ = ("_free", "num_pages")
 
     def __init__(self, num_pages: int) -> None:
-        if num_pages < 1:
-            raise ValueError(f"num_pages must be at least 1, not {num_pages}")
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, -1, -1))
 

@@ -50,8 +50,6 @@ class RadixTree:
     __slots__ = ("_unlocked", "num_nodes", "num_pinned", "page_size", "root")
 
     def __init__(self, page_size: int) -> None:
-        if page_size < 1:
-            raise ValueError(f"page_size must be at least 1, not {page_size}")
         self.page_size = page_size
         self.root = Node((), -1, None)
         self.num_nodes = 0

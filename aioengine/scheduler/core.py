@@ -111,8 +111,6 @@ class SchedulerCore(Generic[Ticket]):
         clock: time of collection; default: the ``now`` of the step, which does not include the wait.
         trace: records the parts of each step.
         """
-        if depth < 0:
-            raise ValueError(f"depth must be 0 or more, not {depth}")
         self.scheduler = scheduler
         self.requests = scheduler.requests
         self._runner = runner
@@ -137,14 +135,14 @@ class SchedulerCore(Generic[Ticket]):
             self._launch(plan)
         is_due = len(self._in_flight) > self._depth or plan is None
         output = self._collect(now) if is_due and self._in_flight else None
-        if output is None and self.requests.outbox.has_events:
-            output = self.requests.outbox.take()
+        if output is None and self.requests.events.has_events:
+            output = self.requests.events.take()
         return output
 
     @property
     def has_work(self) -> bool:
         """Whether ``step`` has something to do before the next message or deadline."""
-        if self._in_flight or self.requests.outbox.has_events or self._calls_between_steps:
+        if self._in_flight or self.requests.events.has_events or self._calls_between_steps:
             return True
         return not (self.requests.is_idle or self.is_paused)
 

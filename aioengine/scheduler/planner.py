@@ -72,10 +72,6 @@ class Planner:
     )
 
     def __init__(self, settings: SchedulerSettings, requests: Requests) -> None:
-        if settings.max_running < 1 or settings.chunk_tokens < 1:
-            raise ValueError(
-                f"max_running ({settings.max_running}) and chunk_tokens ({settings.chunk_tokens}) must be at least 1"
-            )
         self._max_running = settings.max_running
         self._chunk_tokens = settings.chunk_tokens
         self._decode_cost = settings.decode_cost

@@ -64,7 +64,7 @@ class Scheduler:
             self.cache = PrefixCache(num_pages=num_pages, page_size=page_size, enabled=enabled, snapshots=snapshots)
         pool_tokens = groups.tokens_in(num_pages, settings.context_length)
         self.requests = Requests(settings, self.cache, pool_tokens=pool_tokens, num_adapter_slots=num_adapter_slots)
-        self._outbox = self.requests.outbox
+        self._events = self.requests.events
         self._planner = Planner(settings, self.requests)
         self._flights: deque[Flight] = deque()  # launched, not yet applied
         self._applied_at = 0.0
@@ -116,7 +116,7 @@ class Scheduler:
             known = request.token_ids
             known.append(token_id)
             if not request.history.is_text_open:
-                self._outbox.open_text(request, now)
+                self._events.open_text(request, now)
             if token_id in request.stop_ids or len(known) >= request.max_tokens:
                 ended = end_of(request)
                 if row.uid in result.complete and (ended is None or ended.code is FinishCode.LENGTH):
@@ -128,9 +128,9 @@ class Scheduler:
         if result.complete:
             self._end_complete(flight, result)
         tokens = result.tokens.limited(limits)
-        self._outbox.totals.num_steps += 1
-        self._outbox.totals.output_tokens += len(tokens.token_ids)
-        return self._outbox.take(tokens)
+        self._events.totals.num_steps += 1
+        self._events.totals.output_tokens += len(tokens.token_ids)
+        return self._events.take(tokens)
 
     def _take_other(
         self, row: Row, request: Request, result: StepResult, new: list[int] | None, *, now: float
@@ -154,7 +154,7 @@ class Scheduler:
             return None
         is_last = bool(row.outputs & (VECTOR | DISTRIBUTION))
         if (new or is_last) and not request.history.is_text_open:
-            self._outbox.open_text(request, now)
+            self._events.open_text(request, now)
         if is_last:
             self.requests.end(request, End(row.uid, FinishCode.STOP if row.outputs & VECTOR else FinishCode.LENGTH))
             return None
@@ -217,7 +217,7 @@ class Scheduler:
         """Return the current counters, with ``now`` as their time."""
         requests, cache = self.requests, self.cache
         return Stats(
-            **asdict(self._outbox.totals),
+            **asdict(self._events.totals),
             sent_at=now,
             num_running=len(requests.running),
             num_waiting=len(requests.waiting) + len(requests.gated),

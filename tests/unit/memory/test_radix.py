@@ -30,11 +30,6 @@ def evict_all(tree: RadixTree) -> list[int]:
     return pages
 
 
-def test_a_page_has_at_least_one_token() -> None:
-    with pytest.raises(ValueError, match="page_size must be at least 1, not 0"):
-        RadixTree(0)
-
-
 def test_keys_are_the_tokens_of_full_pages() -> None:
     tree = RadixTree(2)
     assert list(tree.keys([1, 2, 3, 4, 5])) == [(1, 2), (3, 4)]
