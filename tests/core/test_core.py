@@ -148,7 +148,7 @@ def test_max_new_tokens_zero_ends_at_once_without_computing() -> None:
     world.check_all_over()
 
 
-def test_requests_that_can_never_fit_are_refused_alone() -> None:
+def test_a_request_that_can_never_fit_is_refused_and_others_run() -> None:
     world = world_of(context_length=128)
     world.submit(
         submit_of(1, [1] * 5000),

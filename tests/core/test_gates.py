@@ -49,9 +49,7 @@ def test_a_gate_closed_at_submission_holds_a_request_until_it_opens(depth: int, 
 
 @DEPTHS
 @pytest.mark.parametrize("num_steps", range(1, 8))
-def test_a_running_request_behind_a_closed_gate_keeps_its_pages_and_recomputes_nothing(
-    depth: int, num_steps: int
-) -> None:
+def test_a_running_request_with_a_closed_gate_keeps_its_pages(depth: int, num_steps: int) -> None:
     """From the middle of its prompt (three chunks) to the middle of its output."""
     world = world_of(depth, chunk_tokens=8)
     world.submit(submit_of(1, list(range(20))))

@@ -1,4 +1,4 @@
-"""Results of rows with no, one or several tokens, and the extras beside tokens."""
+"""Results of rows with no, one or several tokens, and their extras."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_row_without_its_token_fails_its_request(monkeypatch: pytest.MonkeyPat
 
 
 @DEPTHS
-def test_more_tokens_than_a_step_computes_are_computed_in_chunks_beside_prompts(depth: int) -> None:
+def test_many_forced_tokens_are_computed_in_chunks_together_with_prompts(depth: int) -> None:
     world = world_of("9", depth=depth, chunk_tokens=8, max_running=4)
     world.submit(submit_of(1, [5] * 6, limits=Limits(28)), submit_of(2, [5] * 40))
     world.run()
@@ -195,7 +195,7 @@ def test_results_of_an_aborted_request_are_dropped_with_their_extras(depth: int)
         TokenColumns([1, 3], [7], [1, 0]),
     ],
 )
-def test_a_result_whose_rows_are_not_those_of_the_plan_fails_the_step(
+def test_a_result_with_other_rows_than_its_plan_fails_the_step(
     tokens: TokenColumns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = world_of("1")

@@ -299,7 +299,7 @@ def test_copies_look_the_same(given: dict[str, object], copied: Callable[[Sampli
     assert sampling(found, vocab_size=10, eos_token_ids=()) == sampling(params, vocab_size=10, eos_token_ids=())
 
 
-def test_copies_and_changed_copies_are_as_their_originals() -> None:
+def test_copies_and_changed_copies_equal_their_originals() -> None:
     params = SamplingParams(seed=7, stop=["a"], max_new_tokens=None)
     assert copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == params
     assert msgspec.structs.replace(params, temperature=0.5) == SamplingParams(
@@ -442,7 +442,7 @@ def test_parameters_are_converted_to_text_rules() -> None:
 
 
 class OtherStr(str):
-    """A string that is not a plain one, as those of numpy."""
+    """A subclass of str, like the strings of numpy."""
 
     __slots__ = ()
 
@@ -501,7 +501,7 @@ def test_values_of_other_types_are_kept_as_plain_ones_that_can_be_sent(
     msgspec.msgpack.encode([rules, sampling(made, vocab_size=100, eos_token_ids=())])
 
 
-def test_custom_params_are_what_their_json_is() -> None:
+def test_custom_params_are_decoded_from_their_json() -> None:
     given = {"a": (1, 2.5, None), "b": {3: "x"}}
     params = SamplingParams(custom_params=given)
     assert params.custom_params == {"a": [1, 2.5, None], "b": {"3": "x"}}

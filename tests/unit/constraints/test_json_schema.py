@@ -1,4 +1,4 @@
-"""The checker of JSON schemas: what is refused, by name and place, and what is left of the rest."""
+"""JSON schemas: keywords that are refused, with name and pointer, and the compiled schemas."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ def closed(*names: str) -> Schema:
         (False, "", "false"),
     ],
 )  # fmt: skip
-def test_what_is_not_enforced_is_refused_with_its_place(schema: object, pointer: str, keyword: str) -> None:
+def test_keywords_that_are_not_enforced_are_refused_with_their_pointer(
+    schema: object, pointer: str, keyword: str
+) -> None:
     with pytest.raises(UnsupportedSchemaError) as caught:
         made(schema)
     assert (caught.value.pointer, caught.value.keyword) == (pointer, keyword)
@@ -98,13 +100,13 @@ def test_what_is_not_enforced_is_refused_with_its_place(schema: object, pointer:
         (5, "must be an object or a boolean"),
     ],
 )
-def test_what_is_no_schema_is_a_value_error(schema: object, match: str) -> None:
+def test_a_value_that_is_no_schema_raises_value_error(schema: object, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         made(schema)
 
 
 @pytest.mark.parametrize("text", ["{", "nonsense", "[" * 100_000, '{"const": NaN}', '{"const": 1' + "0" * 5000 + "}"])
-def test_what_is_no_json_is_a_value_error(text: str) -> None:
+def test_text_that_is_no_json_raises_value_error(text: str) -> None:
     with pytest.raises(ValueError, match="it is no JSON text"):
         compile_schema(text)
 
@@ -132,7 +134,7 @@ def test_references_are_kept_and_their_targets_compiled_once() -> None:
     assert found["$defs"]["d0"]["properties"] == {"next": {"$ref": "#/$defs/d0"}}
 
 
-def test_a_one_of_whose_branches_exclude_each_other_is_an_any_of() -> None:
+def test_one_of_with_exclusive_branches_becomes_any_of() -> None:
     assert made({"oneOf": [{"type": "integer"}, {"type": "string"}]}) == {
         "anyOf": [{"type": "integer"}, {"type": "string"}]
     }

@@ -8,7 +8,7 @@ from aioengine.memory.radix import Node, RadixTree
 
 
 def grow(tree: RadixTree, token_ids: list[int], first_page: int) -> list[Node]:
-    """Add what is missing of ``token_ids`` and return the whole path, unlocked."""
+    """Add the missing nodes of ``token_ids`` and return the whole path, unlocked."""
     path: list[Node] = []
     parent = tree.root
     for index, key in enumerate(tree.keys(token_ids)):

@@ -1,4 +1,4 @@
-"""Snapshots of states in the prefix cache: what a request begins with is what its tokens have left there."""
+"""Snapshots of states in the prefix cache: a request starts with the state of its own tokens."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class Storm(RuleBasedStateMachine):
 TestStorm = Storm.TestCase
 
 
-def test_of_a_request_the_newest_snapshots_stay() -> None:
+def test_the_newest_snapshots_of_a_request_stay() -> None:
     world = World(make_cache(num_snapshots=9))
     request = world.open([1])
     assert request is not None
