@@ -164,7 +164,7 @@ class MaskedGraphs:
         return token_ids
 
 
-@pytest.mark.parametrize(("depth", "preempts_every"), [(0, 0), (1, 0), (1, 4)])
+@pytest.mark.parametrize(("depth", "preempts_every"), [(0, 0), (1, 0), (1, 4), (2, 3)])
 def test_answers_are_the_same_where_masks_are_set_in_the_logits_of_graphs(
     folder: Path, alone: list[list[int]], depth: int, preempts_every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
