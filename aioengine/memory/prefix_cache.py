@@ -341,7 +341,9 @@ class PrefixCache:
     # ------------------------------------------------------------ inside
 
     def _allocate(self, count: int) -> list[int]:
-        self.evict(count - self._allocator.num_free)
+        missing = count - self._allocator.num_free
+        if missing > 0:
+            self.evict(missing)
         return self._allocator.allocate(count)
 
     def _attach(self, allocation: Allocation, key: Key) -> bool:

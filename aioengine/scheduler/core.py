@@ -129,8 +129,15 @@ class SchedulerCore(Generic[Ticket]):
         Raises the runner's exception after ``MAX_FAILURES`` failed steps in a row.
         """
         if self._calls_between_steps and not self._in_flight:
-            self._run_calls_between_steps()
-        plan = self._plan(now)
+            calls, self._calls_between_steps = self._calls_between_steps, []
+            for call in calls:
+                call()
+        plan: Plan | None = None
+        if self.is_paused or self._calls_between_steps:
+            self.requests.expire(now)
+        else:
+            with self._trace.part("schedule"):
+                plan = self.scheduler.schedule(now)
         if plan is not None:
             self._launch(plan)
         is_due = len(self._in_flight) > self._depth or plan is None
@@ -161,18 +168,6 @@ class SchedulerCore(Generic[Ticket]):
         the exception of ``call``.
         """
         self._calls_between_steps.append(call)
-
-    def _run_calls_between_steps(self) -> None:
-        calls, self._calls_between_steps = self._calls_between_steps, []
-        for call in calls:
-            call()
-
-    def _plan(self, now: float) -> Plan | None:
-        if self.is_paused or self._calls_between_steps:
-            self.requests.expire(now)
-            return None
-        with self._trace.part("schedule"):
-            return self.scheduler.schedule(now)
 
     def _launch(self, plan: Plan) -> None:
         self._num_launched += 1

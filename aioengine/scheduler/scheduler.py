@@ -190,25 +190,21 @@ class Scheduler:
         If a launch failed, it is unknown which parts of the plan the runner has processed. So uids closed by the plan
         are closed again, and new requests without a row in it are admitted again.
         """
-        num_later = len(self._flights) - 1 - self._index_of(plan)
+        is_newest = bool(self._flights) and self._flights[-1].plan is plan
         flight = self._take_flight(plan)
         for request, allocation in zip(flight.requests, flight.allocations, strict=True):
             if request.allocation is allocation:
                 self.requests.end(request, End(request.uid, FinishCode.FAILED, stage="forward", message=message))
-        if num_later == 0:
+        if is_newest:
             self.requests.closed = plan.closed + self.requests.closed
             running = {request.uid for request in self.requests.running}
             self.requests.release(new.uid for new in plan.new_rows if new.uid in running)
 
     def _take_flight(self, plan: Plan) -> Flight:
-        flight = self._flights[self._index_of(plan)]
-        self._flights.remove(flight)
-        return flight
-
-    def _index_of(self, plan: Plan) -> int:
-        for index, flight in enumerate(self._flights):
+        for flight in self._flights:
             if flight.plan is plan:
-                return index
+                self._flights.remove(flight)
+                return flight
         raise ValueError("this plan is not in flight; each plan is applied or failed exactly once")
 
     # ------------------------------------------------------------ figures
