@@ -14,7 +14,7 @@ from aioengine.api import signatures
 from aioengine.api.engine import EngineFace
 from aioengine.errors import EngineClosedError, EngineDeadError
 from aioengine.frontend import callers, info
-from aioengine.frontend.calls.outputs import EndOfOutput
+from aioengine.frontend.calls.reader import EndOfOutput
 from aioengine.frontend.frontend import STOP_TIMEOUT_S
 from aioengine.frontend.intake import requests
 from aioengine.frontend.intake.pool_requests import encode_request, rerank_request

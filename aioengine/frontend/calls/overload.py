@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from aioengine.errors import EngineOverloadedError, RequestTooLargeError
 from aioengine.frontend.callers import refuse_interrupting, refuse_own_thread, running_loop, this_caller
-from aioengine.frontend.calls.outputs import RowStream, resolve
+from aioengine.frontend.calls.reader import resolve
 from aioengine.supervision.tasks import post
 
 if TYPE_CHECKING:
@@ -23,30 +23,13 @@ if TYPE_CHECKING:
 
     from aioengine.api.answers import Chunk
     from aioengine.errors import EngineError
+    from aioengine.frontend.calls.call import Call, Row
     from aioengine.settings.config import QueueConfig
 
 MIN_RETRY_S: Final = 0.1
 MAX_RETRY_S: Final = 60.0
 PLACE_S: Final = 1.0
 """How long a place is kept for a queued caller; then it goes to the next."""
-
-
-class Reservation:
-    """The part of the limits that one call has.
-
-    Attributes:
-        is_held: from ``QueueLimits.reserve`` to ``QueueLimits.release``.
-        num_bytes: of its prompt. num_tokens: of its prompts that the scheduler has.
-        num_rows: rows that the scheduler has, by prompt: the tokens of a prompt of several samples count once.
-    """
-
-    __slots__ = ("is_held", "num_bytes", "num_rows", "num_tokens")
-
-    def __init__(self) -> None:
-        self.is_held = False
-        self.num_bytes = 0
-        self.num_tokens = 0
-        self.num_rows: dict[int, int] = {}
 
 
 class Place:
@@ -117,7 +100,7 @@ class QueueLimits:
 
     # ------------------------------------------------------------ reservations
 
-    def reserve(self, reservation: Reservation, caller: Hashable) -> None:
+    def reserve(self, call: Call, caller: Hashable) -> None:
         """Reserve a place for a call; the one that was given to its caller, where there is one.
 
         Raises:
@@ -130,39 +113,39 @@ class QueueLimits:
             )
         # Nothing is called between these two: a signal handler that raises comes before both, or after.
         self.num_calls += 1
-        reservation.is_held = True
+        call.is_reserved = True
 
-    def add_bytes(self, reservation: Reservation, num_bytes: int) -> None:
-        reservation.num_bytes += num_bytes
+    def add_bytes(self, call: Call, num_bytes: int) -> None:
+        call.num_bytes += num_bytes
         self.num_bytes += num_bytes
 
-    def add_row(self, reservation: Reservation, prompt: int, num_tokens: int) -> None:
+    def add_row(self, call: Call, prompt: int, num_tokens: int) -> None:
         """A row goes to the scheduler: its prompt counts until all rows of it have ended.
 
         Not where the call was released meanwhile: a signal handler raised on the thread that opened it.
         """
-        if not reservation.is_held:
+        if not call.is_reserved:
             return
-        num_rows = reservation.num_rows.get(prompt, 0)
+        num_rows = call.num_rows_of.get(prompt, 0)
         if not num_rows:
-            reservation.num_tokens += num_tokens
+            call.num_tokens += num_tokens
             self.num_tokens += num_tokens
-        reservation.num_rows[prompt] = num_rows + 1
+        call.num_rows_of[prompt] = num_rows + 1
 
     @property
     def free_logprob_bytes(self) -> int:
         return self._config.max_logprob_bytes - self.num_logprob_bytes
 
-    def reserve_logprobs(self, row: RowStream, num_bytes: int) -> None:
-        """Reserve memory for the logprobs of a row, until ``RowStream.free_logprobs``.
+    def reserve_logprobs(self, row: Row, num_bytes: int) -> None:
+        """Reserve memory for the logprobs of a row, until ``Row.free_logprobs``.
 
         Raises:
             RequestTooLargeError: it does not fit beside the other rows of its call.
             EngineOverloadedError: it does not fit beside other calls.
         """
-        output, most = row.output, self._config.max_logprob_bytes
-        if output.num_logprob_bytes + num_bytes > most:
-            others = f", beside {output.num_logprob_bytes} of other rows," if output.num_logprob_bytes else ""
+        call, most = row.call, self._config.max_logprob_bytes
+        if call.num_logprob_bytes + num_bytes > most:
+            others = f", beside {call.num_logprob_bytes} of other rows," if call.num_logprob_bytes else ""
             raise RequestTooLargeError(
                 f"its logprobs may take {num_bytes} bytes{others} but max_logprob_bytes={most} are allowed; lower "
                 "top_logprobs_num or max_new_tokens, use a stream or smaller batches, or raise max_logprob_bytes"
@@ -173,30 +156,30 @@ class QueueLimits:
                 f"{self.num_logprob_bytes} of other requests (max_logprob_bytes={most}); try again later",
                 retry_after=self._retry_after(),
             )
-        output.counter = self
+        call.counter = self
         row.num_logprob_bytes = num_bytes
-        output.num_logprob_bytes += num_bytes
+        call.num_logprob_bytes += num_bytes
         self.num_logprob_bytes += num_bytes
 
-    def end_row(self, reservation: Reservation, prompt: int, num_tokens: int, now: float) -> None:
+    def end_row(self, call: Call, prompt: int, num_tokens: int, now: float) -> None:
         """A row has ended, and its call goes on."""
-        num_rows = reservation.num_rows.pop(prompt, 0) - 1
+        num_rows = call.num_rows_of.pop(prompt, 0) - 1
         if num_rows > 0:
-            reservation.num_rows[prompt] = num_rows
+            call.num_rows_of[prompt] = num_rows
         elif num_rows == 0:
-            reservation.num_tokens -= num_tokens
+            call.num_tokens -= num_tokens
             self.num_tokens -= num_tokens
             self.serve(now)
 
-    def release(self, reservation: Reservation, now: float) -> None:
+    def release(self, call: Call, now: float) -> None:
         """The call is over, or was never opened. Harmless twice."""
-        if not reservation.is_held:
+        if not call.is_reserved:
             return
-        reservation.is_held = False
+        call.is_reserved = False
         self.num_calls -= 1
-        self.num_tokens -= reservation.num_tokens
-        self.num_bytes -= reservation.num_bytes
-        reservation.num_rows = {}  # none of them gives its tokens back again
+        self.num_tokens -= call.num_tokens
+        self.num_bytes -= call.num_bytes
+        call.num_rows_of = {}  # none of them gives its tokens back again
         if self._released_at:
             self._release_interval_s += 0.1 * (now - self._released_at - self._release_interval_s)
         self._released_at = now
@@ -279,19 +262,19 @@ class Overload:
         self._loop = loop
         self._timer: asyncio.TimerHandle | None = None
 
-    def reserve(self, reservation: Reservation) -> None:
+    def reserve(self, call: Call) -> None:
         """Reserve a place for a call of this task or thread.
 
         Raises:
             EngineError: the engine takes no calls, or too much waits.
         """
         with self._lock:
-            self.limits.reserve(reservation, this_caller())
+            self.limits.reserve(call, this_caller())
 
-    def release(self, reservation: Reservation) -> None:
+    def release(self, call: Call) -> None:
         """The call was not opened. Harmless where nothing was reserved."""
         with self._lock:
-            self.limits.release(reservation, time.monotonic())
+            self.limits.release(call, time.monotonic())
 
     async def wait(self) -> None:
         """Queue until a call of this task fits. Cancelling it leaves the queue.
