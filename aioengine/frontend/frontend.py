@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from collections import deque
     from collections.abc import Callable, Collection, Sequence
 
-    from aioengine.frontend.calls.call import Row
+    from aioengine.frontend.calls.call import CallRow
     from aioengine.frontend.intake.requests import CallRequest
     from aioengine.protocol.messages import ToFrontend
     from aioengine.tokenization.tokenizer import Tokenizer  # noqa: TC004  # fields of a Struct that is never decoded
@@ -202,7 +202,7 @@ class Frontend:
             refuse_own_thread(self.loop)
         refuse_fork(self._pid)
 
-    def leave(self, call: Call, ready: deque[Row]) -> None:
+    def leave(self, call: Call, ready: deque[CallRow]) -> None:
         if not call.is_attachable:
             call.is_left = True
         if runs_here(self.loop) and not is_deep_stack():
@@ -210,7 +210,7 @@ class Frontend:
         else:
             post(self.loop, self._lifecycle.on_left, call, ready)
 
-    def leave_later(self, call: Call, ready: deque[Row]) -> None:
+    def leave_later(self, call: Call, ready: deque[CallRow]) -> None:
         if not call.is_attachable:
             call.is_left = True
         post(self.loop, self._lifecycle.on_left, call, ready)

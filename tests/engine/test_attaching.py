@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from aioengine.api.engine import AsyncEngine
 from aioengine.api.stream import Stream
 from aioengine.errors import EngineClosedError
-from aioengine.frontend.calls.call import Call, Row
+from aioengine.frontend.calls.call import Call, CallRow
 from aioengine.frontend.calls.reader import Reader
 from aioengine.frontend.calls.row_types import Log
 from aioengine.frontend.sessions import attachments
@@ -304,7 +304,7 @@ async def test_who_attaches_just_when_it_ends_closes_it(monkeypatch: pytest.Monk
         frontend = engine._running()
         plain, attached = frontend.router._on_ended, list[Stream]()
 
-        def on_ended(row: Row) -> None:
+        def on_ended(row: CallRow) -> None:
             attached.append(engine.attach("x"))
             plain(row)
 
@@ -351,7 +351,7 @@ async def test_what_another_thread_may_hand_over_is_looked_at_under_the_lock() -
     async with slow_engine() as engine:
         frontend = engine._running()
 
-        class Guarded(dict[int, Row]):
+        class Guarded(dict[int, CallRow]):
             """The rows of an output, which ``attach`` takes out of it."""
 
             def __iter__(self) -> Iterator[int]:

@@ -17,7 +17,7 @@ from aioengine.api.answers import BatchOutput
 from aioengine.api.engine import AsyncEngine
 from aioengine.api.stream import Generation, Stream
 from aioengine.errors import EngineClosedError, EngineDeadError
-from aioengine.frontend.calls.call import Row
+from aioengine.frontend.calls.call import CallRow
 from aioengine.frontend.calls.call_lifecycle import MAX_ROWS_FREED_AT_ONCE
 from aioengine.frontend.intake.unstarted_rows import MAX_ROWS_ENDED_AT_ONCE
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
@@ -87,7 +87,7 @@ def test_no_callback_that_ends_a_large_batch_is_long(
 
 
 def num_rows_in_memory() -> int:
-    return sum(type(each) is Row for each in gc.get_objects())
+    return sum(type(each) is CallRow for each in gc.get_objects())
 
 
 async def test_unread_rows_are_freed_over_several_turns_of_the_loop() -> None:

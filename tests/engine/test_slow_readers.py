@@ -12,7 +12,7 @@ import pytest
 
 from aioengine.api.engine import AsyncEngine
 from aioengine.api.stream import Stream
-from aioengine.frontend.calls.call import Call, Row
+from aioengine.frontend.calls.call import Call, CallRow
 from aioengine.frontend.calls.call_lifecycle import CallLifecycle
 from aioengine.frontend.calls.delivery import SlowReaders
 from aioengine.settings.config import DeliveryConfig
@@ -125,14 +125,14 @@ async def test_a_thousand_stalled_readers_stay_under_the_ceiling_and_slow_nobody
             out = await engine.async_generate("quick", {**LONG, "max_new_tokens": 64})
             assert out["text"] == expected
         assert memory_bytes() - before < CEILING_BYTES
-        rows = [thing for thing in gc.get_objects() if type(thing) is Row]
+        rows = [thing for thing in gc.get_objects() if type(thing) is CallRow]
         assert sum(len(row.unread) for row in rows if isinstance(row.unread, list)) == 200 * NUM_STALLED
         last = [chunk async for chunk in stalled[-1]]
         assert [len(chunk["output_ids"]) for chunk in last] == [200]
 
 
 async def test_a_reader_on_another_thread_that_takes_the_last_row_meanwhile_ends_no_looking() -> None:
-    class JustEmptied(deque[Row]):
+    class JustEmptied(deque[CallRow]):
         """Has something for who asks first and takes then."""
 
         def __len__(self) -> int:

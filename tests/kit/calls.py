@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from aioengine.frontend.calls.call import Call, Row
+from aioengine.frontend.calls.call import Call, CallRow
 from aioengine.frontend.calls.reader import Reader
 from aioengine.frontend.calls.row_types import row_type
 from aioengine.frontend.intake.prompts import text_prompt
@@ -21,13 +21,13 @@ class Notes:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def leave(self, call: Call, ready: deque[Row]) -> None:
+    def leave(self, call: Call, ready: deque[CallRow]) -> None:
         self.asked.append("leave")
 
     def check_waiting(self, *, blocks: bool) -> None:
         """This thread can be woken."""
 
-    def leave_later(self, call: Call, ready: deque[Row]) -> None:
+    def leave_later(self, call: Call, ready: deque[CallRow]) -> None:
         self.asked.append("leave_later")
 
     def abort(self, call: Call) -> None:
@@ -48,7 +48,7 @@ def make_call(num_rows: int = 1, called_at: float = 0.0, *, is_batch: bool | Non
     return call
 
 
-def add_row(call: Call, position: int = 0, **fields: Any) -> Row:
+def add_row(call: Call, position: int = 0, **fields: Any) -> CallRow:
     """Start a row of a call."""
     index = position if call.request.gives_batch else None
     row = call.row_type(

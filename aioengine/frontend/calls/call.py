@@ -1,4 +1,4 @@
-"""Call and Row: one call of the user with its rows, written by the engine's loop and read by one ``Reader``.
+"""Call and CallRow: one call of the user with its rows, written by the engine's loop and read by one ``Reader``.
 
 Each row merges its unread output into one piece, so a slow reader costs only its text and never slows the engine. One
 lock, the engine's, protects all calls. The writer takes it once per frame, and no code waits while it holds it.
@@ -55,7 +55,7 @@ class LogprobCounter(Protocol):
     num_logprob_bytes: int
 
 
-class Row(Struct, eq=False):
+class CallRow(Struct, eq=False):
     """One row of a call, with its unread output. Under the engine's lock.
 
     Attributes:
@@ -313,7 +313,7 @@ def drop_old_states(extras: dict[tuple[int, str], Extra], num_known: int) -> Non
             del extras[index, kind]
 
 
-ReadPosition = tuple[Row, int, int]
+ReadPosition = tuple[CallRow, int, int]
 """A row, and how many of its characters and ids were read."""
 
 
@@ -377,7 +377,7 @@ class Call:
     is_stream: bool
     returns_exceptions: bool
     deadlines: dict[str, float]
-    row_type: type[Row]
+    row_type: type[CallRow]
 
     def __init__(self, called_at: float) -> None:
         self.called_at = called_at
@@ -394,7 +394,7 @@ class Call:
         self.is_encoding = False
         self.is_accepted = False
         self.compiling: set[int] = set()
-        self.live: dict[int, Row] = {}
+        self.live: dict[int, CallRow] = {}
         self.num_open = 0
         self.num_held = 0
         self.results: list[Answer | BaseException | None] = []
@@ -402,14 +402,14 @@ class Call:
         self.is_left = False
         self.num_logprob_bytes = 0
         self.counter: LogprobCounter | None = None
-        self.ready: deque[Row] = deque()
+        self.ready: deque[CallRow] = deque()
         self.has_reader = True
         self.waiter: asyncio.Future[Chunk | None] | None = None
         self.wakers: list[Callable[[], object]] = []
         self.wants = Wants.NOTHING
-        self.kept_row: Row | None = None
+        self.kept_row: CallRow | None = None
 
-    def begin(self, request: CallRequest, row_type: type[Row]) -> None:
+    def begin(self, request: CallRequest, row_type: type[CallRow]) -> None:
         """Set the checked request of the call, and the class of its rows."""
         self.request = request
         self.row_type = row_type
@@ -472,7 +472,7 @@ class Call:
 
     # ------------------------------------------------------------ rows, under the lock
 
-    def add_row(self, row: Row) -> None:
+    def add_row(self, row: CallRow) -> None:
         """Add the row that is started next."""
         self.live[row.position] = row
         self.num_held += 1
@@ -486,13 +486,13 @@ class Call:
             if self.is_stream:
                 self.wake()
 
-    def note_compiled(self, row: Row) -> None:
+    def note_compiled(self, row: CallRow) -> None:
         """The grammar of a row is compiled, or the row has ended before."""
         self.compiling.discard(row.position)
         if not self.compiling:
             self.accept()
 
-    def end_row(self, row: Row, finished: End, delivered_at: float, error: RowError | None = None) -> None:
+    def end_row(self, row: CallRow, finished: End, delivered_at: float, error: RowError | None = None) -> None:
         """End a row. ``error``: an error that the frontend itself found.
 
         A row that failed ends the whole call, unless exceptions are returned in place.

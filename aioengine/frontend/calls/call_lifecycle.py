@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from aioengine.errors import EngineError
-    from aioengine.frontend.calls.call import Call, ReadPosition, Row
+    from aioengine.frontend.calls.call import Call, CallRow, ReadPosition
     from aioengine.frontend.calls.calls import Calls
     from aioengine.frontend.calls.overload import QueueLimits
     from aioengine.frontend.intake.request_checks import RequestChecks
@@ -108,7 +108,7 @@ class CallLifecycle:
             uids = [row.uid for row in call.live.values()]
         self._send([Suspend(uids)])
 
-    def row_ended(self, row: Row) -> None:
+    def row_ended(self, row: CallRow) -> None:
         """The processes ended a row: its call is over, or may start more rows."""
         call = row.call
         if call not in self._calls.opened:
@@ -121,7 +121,7 @@ class CallLifecycle:
         if call.wants:
             self.submitter.submit_next(call)
 
-    def _end_row(self, row: Row, now: float) -> None:
+    def _end_row(self, row: CallRow, now: float) -> None:
         call, num_prompt = row.call, len(row.prompt_token_ids)
         prompt = row.position // call.request.num_samples
         if (rules := call.request.logprobs_of(prompt)) is not None:
@@ -173,7 +173,7 @@ class CallLifecycle:
         self.settle(call)
         self.attachments.discard(call)
 
-    def on_left(self, call: Call, ready: deque[Row]) -> None:
+    def on_left(self, call: Call, ready: deque[CallRow]) -> None:
         """The reader with this ``Reader.ready`` has left."""
         with self._lock:
             if call.is_attachable:
@@ -191,7 +191,7 @@ class CallLifecycle:
         elif call in self._calls.opened:
             self.settle(call)
 
-    def _free(self, rows: list[Row]) -> None:
+    def _free(self, rows: list[CallRow]) -> None:
         """Free unread rows, a bounded number in each turn of the loop: each takes about a microsecond."""
         del rows[-MAX_ROWS_FREED_AT_ONCE:]
         if rows:
@@ -289,7 +289,7 @@ class CallLifecycle:
             self._send([Abort(uids, code)])
         self.settle(call)
 
-    def _surely_waiting(self, rows: list[Row], since: float) -> list[Row]:
+    def _surely_waiting(self, rows: list[CallRow], since: float) -> list[CallRow]:
         """The rows that were not admitted: a step that could have done it has not ended, and none is under way.
 
         A scheduler that ends steps is left alone: it looks at the time between them.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from aioengine.frontend.calls.call import Call, Row
+    from aioengine.frontend.calls.call import Call, CallRow
 
 
 MAX_PARTS: Final = 2
@@ -34,7 +34,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.opened: dict[Call, None] = {}
-        self.rows: dict[int, Row] = {}
+        self.rows: dict[int, CallRow] = {}
         self.num_opened = 0
         self._names: dict[str, tuple[Call, int]] = {}
         self._by_base: dict[str, set[str]] = {}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Collection
 
-    from aioengine.frontend.calls.call import Call, ReadPosition, Row
+    from aioengine.frontend.calls.call import Call, CallRow, ReadPosition
     from aioengine.frontend.calls.call_lifecycle import CallLifecycle
     from aioengine.settings.config import DeliveryConfig
 
@@ -50,7 +50,7 @@ class Router:
         rows: ``Calls.rows``. num_detokenizing: requests that the detokenizer holds.
     """
 
-    def __init__(self, rows: dict[int, Row], lock: threading.RLock, on_ended: Callable[[Row], None]) -> None:
+    def __init__(self, rows: dict[int, CallRow], lock: threading.RLock, on_ended: Callable[[CallRow], None]) -> None:
         """``on_ended`` is called with each row that was ended, without the lock."""
         self.rows = rows
         self.num_detokenizing = 0
@@ -72,10 +72,10 @@ class Router:
         for row in ended:
             self._on_ended(row)
 
-    def _put(self, chunks: TextChunks) -> list[Row]:
+    def _put(self, chunks: TextChunks) -> list[CallRow]:
         """Put chunks into their rows; returns the rows that they end."""
         rows, fresh = self.rows, self._fresh
-        ended: list[Row] = []
+        ended: list[CallRow] = []
         tokens = chunks.tokens
         for extra in tokens.extras:
             if (row := rows.get(extra.uid)) is not None:
@@ -124,7 +124,7 @@ class Router:
 
     def _read_waiting(self) -> None:
         """Read extras of rows that wait: a bounded number now, more in the next turns of the loop."""
-        ended: list[Row] = []
+        ended: list[CallRow] = []
         unread_bytes = MAX_EXTRA_BYTES
         with self._lock:
             while self._waiting and unread_bytes > 0:

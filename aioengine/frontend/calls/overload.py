@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from aioengine.api.answers import Chunk
     from aioengine.errors import EngineError
-    from aioengine.frontend.calls.call import Call, Row
+    from aioengine.frontend.calls.call import Call, CallRow
     from aioengine.settings.config import QueueConfig
 
 MIN_RETRY_S: Final = 0.1
@@ -32,7 +32,7 @@ PLACE_S: Final = 1.0
 """How long a place is kept for a queued caller; then it goes to the next."""
 
 
-class Place:
+class QueuedCaller:
     """A caller's place in the queue: it waits until ``is_given``, or until ``error`` is set: it never will be.
 
     ``wake`` returns False where the caller cannot be woken any more, since its loop is closed. It may be called twice.
@@ -67,8 +67,8 @@ class QueueLimits:
         self._config = config
         self._max_running = max_running
         self._max_total_tokens = max_total_tokens
-        self._queue: deque[Place] = deque()
-        self._given: dict[Hashable, Place] = {}  # by caller, to those that have not called yet, the oldest first
+        self._queue: deque[QueuedCaller] = deque()
+        self._given: dict[Hashable, QueuedCaller] = {}  # by caller, to those that have not called yet, the oldest first
         self._released_at = 0.0
         self._release_interval_s = MIN_RETRY_S
 
@@ -83,7 +83,7 @@ class QueueLimits:
         return None if oldest is None else oldest.given_at + PLACE_S
 
     @property
-    def _oldest(self) -> Place | None:
+    def _oldest(self) -> QueuedCaller | None:
         return next(iter(self._given.values()), None)
 
     def refuse(self, error: EngineError) -> None:
@@ -136,8 +136,8 @@ class QueueLimits:
     def free_logprob_bytes(self) -> int:
         return self._config.max_logprob_bytes - self.num_logprob_bytes
 
-    def reserve_logprobs(self, row: Row, num_bytes: int) -> None:
-        """Reserve memory for the logprobs of a row, until ``Row.free_logprobs``.
+    def reserve_logprobs(self, row: CallRow, num_bytes: int) -> None:
+        """Reserve memory for the logprobs of a row, until ``CallRow.free_logprobs``.
 
         Raises:
             RequestTooLargeError: it does not fit beside the other rows of its call.
@@ -187,7 +187,7 @@ class QueueLimits:
 
     # ------------------------------------------------------------ the queue
 
-    def enter(self, place: Place, now: float) -> None:
+    def enter(self, place: QueuedCaller, now: float) -> None:
         """Add a caller to the queue; its place may be given at once.
 
         Raises:
@@ -197,7 +197,7 @@ class QueueLimits:
         self._queue.append(place)
         self.serve(now)
 
-    def remove(self, place: Place, now: float) -> None:
+    def remove(self, place: QueuedCaller, now: float) -> None:
         """The caller has gone, with or without its place."""
         self._forget(place)
         if place in self._queue:
@@ -214,7 +214,7 @@ class QueueLimits:
                 self._given.pop(place.caller, None)  # it stands behind those that were given before
                 self._given[place.caller] = place
 
-    def _wake_first(self) -> Place | None:
+    def _wake_first(self) -> QueuedCaller | None:
         """Wake the first caller of the queue, which then leaves it; None where it cannot be woken, or has left.
 
         It leaves afterwards: a signal handler may raise in here, and it would wait for ever. And garbage collection may
@@ -227,7 +227,7 @@ class QueueLimits:
         self._queue.popleft()
         return place if is_woken else None
 
-    def _forget(self, place: Place) -> None:
+    def _forget(self, place: QueuedCaller) -> None:
         if self._given.get(place.caller) is place:
             del self._given[place.caller]
 
@@ -306,18 +306,18 @@ class Overload:
             raise
         _raise_refusal(place)
 
-    def _enter(self, wake: Callable[[], bool]) -> Place:
+    def _enter(self, wake: Callable[[], bool]) -> QueuedCaller:
         def give() -> bool:
             post(self._loop, self._serve)  # which takes the place back where it is not used
             return wake()
 
         refuse_interrupting(self._lock)
-        place = Place(this_caller(), give)
+        place = QueuedCaller(this_caller(), give)
         with self._lock:
             self.limits.enter(place, time.monotonic())
         return place
 
-    def _remove(self, place: Place) -> None:
+    def _remove(self, place: QueuedCaller) -> None:
         with self._lock:
             self.limits.remove(place, time.monotonic())
 
@@ -337,7 +337,7 @@ class Overload:
             self._timer = self._loop.call_later(due_at - now, self._serve)
 
 
-def _raise_refusal(place: Place) -> None:
+def _raise_refusal(place: QueuedCaller) -> None:
     if place.error is not None:
         raise copy(place.error)
 

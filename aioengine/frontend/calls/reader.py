@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aioengine.api.answers import Chunk
-    from aioengine.frontend.calls.call import Call, Row
+    from aioengine.frontend.calls.call import Call, CallRow
 
 
 def resolve(waiter: asyncio.Future[Chunk | None]) -> None:
@@ -36,11 +36,11 @@ class ReaderActions(Protocol):
     does the work later. ``ready`` identifies the reader: it is its own ``Reader.ready``.
     """
 
-    def leave(self, call: Call, ready: deque[Row]) -> None:
+    def leave(self, call: Call, ready: deque[CallRow]) -> None:
         """Stop reading: end the rows without an error, unless another reader may attach to the call."""
         ...
 
-    def leave_later(self, call: Call, ready: deque[Row]) -> None:
+    def leave_later(self, call: Call, ready: deque[CallRow]) -> None:
         """Like ``leave``, but always later on the engine's loop."""
         ...
 
@@ -65,7 +65,7 @@ class Reader:
 
     __slots__ = ("_actions", "_has_left", "_lock", "_result", "call", "ready")
 
-    def __init__(self, call: Call, ready: deque[Row], *, lock: threading.RLock, actions: ReaderActions) -> None:
+    def __init__(self, call: Call, ready: deque[CallRow], *, lock: threading.RLock, actions: ReaderActions) -> None:
         self._actions = actions
         self._lock = lock
         self._has_left = False

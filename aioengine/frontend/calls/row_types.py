@@ -10,7 +10,7 @@ from msgspec import field
 
 from aioengine.api import answers
 from aioengine.errors import RequestError
-from aioengine.frontend.calls.call import Row, drop_old_states
+from aioengine.frontend.calls.call import CallRow, drop_old_states
 from aioengine.protocol.columns import POOLED_VECTOR
 from aioengine.protocol.messages import LAST_STATES
 
@@ -25,16 +25,16 @@ MIN_LENGTH = 1e-12
 """Normalization divides by the length of a vector, but at least by this."""
 
 
-def row_type(request: CallRequest) -> type[Row]:
+def row_type(request: CallRequest) -> type[CallRow]:
     """Return the class of the rows of a call."""
     if request.resume_ttl_s is not None:
         return LoggedRow
     if request.pooled is not None:
         return PooledRow
-    return Row if request.sessions is None else SessionRow
+    return CallRow if request.sessions is None else SessionRow
 
 
-class SessionRow(Row):
+class SessionRow(CallRow):
     """A row of a session. ``kept_ids``: all its output ids so far."""
 
     kept_ids: list[int] = field(default_factory=list[int])
@@ -44,7 +44,7 @@ class SessionRow(Row):
         return super().put(text, new)
 
 
-class PooledRow(Row):
+class PooledRow(CallRow):
     """A row of a call that returns vectors or scores."""
 
     def failure(self, finished: End) -> RowError | None:
@@ -123,7 +123,7 @@ class Log:
         return first
 
 
-class LoggedRow(Row):
+class LoggedRow(CallRow):
     """The row of an attachable call. It writes its output to a log, which readers read one after the other."""
 
     log: Log = field(default_factory=Log)

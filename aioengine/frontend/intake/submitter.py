@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from aioengine.api.params import SamplingParams
-    from aioengine.frontend.calls.call import Call, Row
+    from aioengine.frontend.calls.call import Call, CallRow
     from aioengine.frontend.calls.calls import Calls
     from aioengine.frontend.calls.overload import QueueLimits
     from aioengine.frontend.intake.encoder import Encoded
@@ -322,7 +322,7 @@ class Submitter:
             else:
                 submits.append(submit)
 
-    def _submit_of(self, row: Row, params: SamplingParams) -> Submit | None:
+    def _submit_of(self, row: CallRow, params: SamplingParams) -> Submit | None:
         """Register a row and return the message that starts it; None: it generates nothing.
 
         Raises:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aioengine.api.answers import RowError
-    from aioengine.frontend.calls.call import Call, Ending, Row
+    from aioengine.frontend.calls.call import Call, CallRow, Ending
 
 MAX_ROWS_ENDED_AT_ONCE: Final = 512
 """Rows that are ended in one turn of the loop. Each takes up to 10 microseconds."""
@@ -95,12 +95,12 @@ class UnstartedRows:
         return max(1, call.num_started - first)
 
 
-def refuse_row(row: Row, error: RowError) -> None:
+def refuse_row(row: CallRow, error: RowError) -> None:
     is_too_large = isinstance(error, RequestTooLargeError)
     end_row(row, FinishCode.TOO_LARGE if is_too_large else FinishCode.FAILED, error=error)
 
 
-def end_row(row: Row, code: FinishCode, matched: str | None = None, error: RowError | None = None) -> None:
+def end_row(row: CallRow, code: FinishCode, matched: str | None = None, error: RowError | None = None) -> None:
     """End a row that never reached the scheduler."""
     now = time.monotonic()
     message = "" if error is None else str(error)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 from aioengine.api import checks
 from aioengine.frontend.callers import refuse_interrupting
-from aioengine.frontend.calls.call import Row, Wants
+from aioengine.frontend.calls.call import CallRow, Wants
 from aioengine.frontend.calls.reader import Reader
 from aioengine.frontend.calls.row_types import Log, LoggedRow
 
@@ -115,7 +115,7 @@ class Attachments:
                 raise ValueError(
                     f"no request {checks.shown(rid)} can be attached to: it had no resume_ttl, or its time is over"
                 )
-            call, row, ready = attachment.call, attachment.row, deque[Row]()
+            call, row, ready = attachment.call, attachment.row, deque[CallRow]()
             (Log() if row is None else row.log).token_index(offset)  # raises ValueError
             reader = Reader(call, ready, lock=self._lock, actions=actions)  # if interrupted from here on, it is left
             call.wake()  # the old reader looks again once the lock is free

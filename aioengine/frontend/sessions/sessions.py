@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Generator
 
-    from aioengine.frontend.calls.call import Call, Row
+    from aioengine.frontend.calls.call import Call, CallRow
     from aioengine.frontend.calls.overload import QueueLimits
     from aioengine.frontend.calls.row_types import KeptRow
     from aioengine.frontend.image_intake import ImageIntake
@@ -388,7 +388,7 @@ class Sessions:
         whole = parent.history(num_kept) + ids
         return MediaIds(whole, media) if media else whole
 
-    def attach(self, row: Row) -> int:
+    def attach(self, row: CallRow) -> int:
         """The turn of this row has it from now on. Returns the number of its session, 0 for a row without one."""
         turn = self._running.get(row.call, {}).get(row.position)
         if turn is None:

@@ -6,7 +6,7 @@ import pytest
 
 from aioengine.api.answers import Answer, BatchOutput, FinishReason, error, finish_reason
 from aioengine.errors import RequestError, RequestTooLargeError
-from aioengine.frontend.calls.call import Row
+from aioengine.frontend.calls.call import CallRow
 from aioengine.protocol.messages import End, FinishCode
 from tests.kit.calls import add_row, make_call
 
@@ -21,7 +21,7 @@ def answer_of(text: str, token_ids: list[int], end: End, delivered_at: float, po
     return answer
 
 
-def a_row(position: int = 0, *, is_stream: bool = False, **fields: object) -> Row:
+def a_row(position: int = 0, *, is_stream: bool = False, **fields: object) -> CallRow:
     call = make_call(3, called_at=10.0, is_stream=is_stream)
     return add_row(call, position, seed=5, tokenize_s=1.0, prompt_token_ids=[1, 2, 3], **fields)
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioengine.errors import EngineDeadError, RequestError
-from aioengine.frontend.calls.call import MAX_UNJOINED_TEXTS, Row, Wants
+from aioengine.frontend.calls.call import MAX_UNJOINED_TEXTS, CallRow, Wants
 from aioengine.frontend.calls.delivery import MAX_WOKEN, Router
 from aioengine.frontend.calls.reader import EndOfOutput
 from aioengine.protocol.columns import TokenColumns
@@ -33,12 +33,12 @@ class Slot:
         self.reader = make_reader(self.call, self.notes, self.lock)
         self.rows = [add_row(self.call, position) for position in range(num_rows)]
 
-    def put(self, row: Row, text: str, token_ids: list[int]) -> None:
+    def put(self, row: CallRow, text: str, token_ids: list[int]) -> None:
         """As a frame does it: put, then tell."""
         if row.put(text, token_ids):
             self.call.wake()
 
-    def end(self, row: Row, code: FinishCode = FinishCode.LENGTH) -> None:
+    def end(self, row: CallRow, code: FinishCode = FinishCode.LENGTH) -> None:
         self.call.end_row(row, End(0, code, message="broke"), 1.0)
 
 
@@ -248,7 +248,7 @@ class TestHandingOver:
 
 class TestRouter:
     def test_a_frame_reaches_its_rows(self) -> None:
-        slot, ended = Slot(3), list[Row]()
+        slot, ended = Slot(3), list[CallRow]()
         router = Router({}, slot.lock, ended.append)
         router.rows = dict(zip((7, 8, 9), slot.rows, strict=True))
         frame = TextChunks(

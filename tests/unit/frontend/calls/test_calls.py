@@ -7,7 +7,7 @@ import random
 import pytest
 
 from aioengine.frontend.calls import calls as calls_module
-from aioengine.frontend.calls.call import Call, Row
+from aioengine.frontend.calls.call import Call, CallRow
 from aioengine.frontend.calls.calls import Calls
 from aioengine.frontend.intake.requests import generate_request
 
@@ -15,7 +15,7 @@ from aioengine.frontend.intake.requests import generate_request
 def open_call(calls: Calls, prompt: object, **options: object) -> Call:
     params = options.pop("sampling_params", None)
     call = Call(0.0)
-    call.begin(generate_request(prompt, params, None, stream=True, options=options), Row)
+    call.begin(generate_request(prompt, params, None, stream=True, options=options), CallRow)
     calls.open(call)
     return call
 

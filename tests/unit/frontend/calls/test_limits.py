@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from aioengine.errors import EngineClosedError, EngineOverloadedError
 from aioengine.frontend.calls.call import Call
-from aioengine.frontend.calls.overload import PLACE_S, Place, QueueLimits
+from aioengine.frontend.calls.overload import PLACE_S, QueuedCaller, QueueLimits
 from aioengine.settings.config import QueueConfig
 
 RUNNING, QUEUED = 1, 2
@@ -26,8 +26,8 @@ class World:
         self.gone: set[int] = set()
         self.now = 100.0
 
-    def enter(self, caller: int) -> Place:
-        place = Place(caller, partial(self.wake, caller))
+    def enter(self, caller: int) -> QueuedCaller:
+        place = QueuedCaller(caller, partial(self.wake, caller))
         self.limits.enter(place, self.now)
         return place
 
@@ -208,7 +208,7 @@ def test_a_caller_that_waits_twice_has_one_place() -> None:
 @given(st.lists(st.tuples(st.sampled_from(["enter", "leave", "open", "close", "wait"]), st.integers(0, 7))))
 def test_counts_are_right_after_any_sequence_of_calls(acts: list[tuple[str, int]]) -> None:
     """A caller is in the queue once at a time."""
-    world, places = World(), dict[int, Place]()
+    world, places = World(), dict[int, QueuedCaller]()
     for act, caller in acts:
         if act == "enter" and caller not in places:
             places[caller] = world.enter(caller)

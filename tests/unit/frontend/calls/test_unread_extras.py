@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from aioengine.errors import RequestError
-from aioengine.frontend.calls.call import Row
+from aioengine.frontend.calls.call import CallRow
 from aioengine.frontend.calls.delivery import EXTRA_BYTES, MAX_EXTRA_BYTES, Router
 from aioengine.protocol.columns import HIDDEN_STATES, Extra, TokenColumns
 from aioengine.protocol.messages import LAST_STATES, End, FinishCode, TextChunks
@@ -46,7 +46,7 @@ class World:
         lock = threading.RLock()
         self.call = make_call(num_rows, is_batch=True, is_stream=is_stream)
         self.reader = make_reader(self.call, lock=lock)
-        self.ended: list[Row] = []
+        self.ended: list[CallRow] = []
         readers = [CountingReader(RULES, num_prompt) for _ in range(num_rows)]
         rows = {uid: add_row(self.call, uid, readers=(reader,)) for uid, reader in enumerate(readers)}
         self.router = Router(rows, lock, self.ended.append)
