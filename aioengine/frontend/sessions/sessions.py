@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
     from aioengine.frontend.calls.outputs import CallOutput, RowStream
     from aioengine.frontend.calls.overload import QueueLimits
-    from aioengine.frontend.image_intake import ImageIntake
     from aioengine.frontend.sessions.replay import KeptRow
+    from aioengine.media.intake.image_intake import ImageIntake
     from aioengine.protocol.messages import Media
 
 logger = logging.getLogger(__name__)

@@ -46,7 +46,7 @@ class Notes:
 
 
 class Slot:
-    """A call with its rows, its reader, and the notes of what the reader asked for."""
+    """A call with its rows, its reader, and the recorded requests of the reader."""
 
     def __init__(self, num_rows: int = 1, *, is_stream: bool = True, returns_exceptions: bool = False) -> None:
         self.notes = Notes()
