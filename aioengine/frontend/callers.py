@@ -36,13 +36,13 @@ def running_loop() -> asyncio.AbstractEventLoop:
         ) from None
 
 
-def refuse_other_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Raise WrongLoopError on any other loop than that of an AsyncEngine, and where none runs."""
-    if running_loop() is not loop:
-        raise WrongLoopError(
-            "an AsyncEngine belongs to the event loop on which it was started, and this is another one; "
-            "use Engine to call from several loops and threads"
-        )
+def wrong_loop() -> WrongLoopError:
+    """Return the error for a call of an AsyncEngine on another loop, or without one."""
+    running_loop()
+    return WrongLoopError(
+        "an AsyncEngine belongs to the event loop on which it was started, and this is another one; "
+        "use Engine to call from several loops and threads"
+    )
 
 
 def refuse_fork(owner: int) -> None:
@@ -71,10 +71,8 @@ def is_deep_stack() -> bool:
     return True
 
 
-def refuse_deep_stack() -> None:
-    """Raise RecursionError before anything is registered, where starting a call might reach the recursion limit."""
-    if is_deep_stack():
-        raise RecursionError(f"a call to the engine needs {MAX_FRAMES} stack frames below the recursion limit")
+def deep_stack() -> RecursionError:
+    return RecursionError(f"a call to the engine needs {MAX_FRAMES} stack frames below the recursion limit")
 
 
 def is_interrupted(lock: threading.RLock) -> bool:
@@ -88,7 +86,7 @@ def is_interrupted(lock: threading.RLock) -> bool:
 
 def refuse_interrupting(lock: threading.RLock) -> None:
     """Raise RuntimeError where this thread already holds the engine's lock."""
-    if is_interrupted(lock):
+    if lock._is_owned():  # type: ignore[attr-defined]  # pyright: ignore
         raise RuntimeError(
             "a signal handler or finalizer interrupted the engine on this thread, so it can neither start nor read a "
             "request here; abort_request(), abort(), close(), stats() and health() may be called, everything else "

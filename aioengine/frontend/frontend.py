@@ -23,12 +23,13 @@ from aioengine.errors import EngineClosedError, EngineDrainingError, EngineError
 from aioengine.frontend import info
 from aioengine.frontend.callers import (
     closed,
+    deep_stack,
     is_deep_stack,
     is_interrupted,
-    refuse_deep_stack,
     refuse_fork,
     refuse_interrupting,
     refuse_own_thread,
+    this_caller,
 )
 from aioengine.frontend.calls.call import Call
 from aioengine.frontend.calls.call_lifecycle import CallLifecycle
@@ -151,17 +152,18 @@ class Frontend:
             EngineError: the engine cannot take it.
         """
         called_at = time.monotonic()
-        refuse_deep_stack()
+        if is_deep_stack():
+            raise deep_stack()
         refuse_interrupting(self._lock)
         call, reader = Call(called_at), None
         try:
-            self.overload.reserve(call)
+            with self._lock:
+                self.limits.reserve(call, this_caller())
             request = make_request()
             self._checks.check(request, 0)
             call.begin(request, row_type(request))
             reader = Reader(call, call.ready, lock=self._lock, actions=self)
             with self._lock:
-                self.limits.check_refusal()  # it may have failed meanwhile
                 self.limits.add_bytes(call, request.num_bytes)
                 if request.adapters is not None:
                     self.adapters.open(request.adapters, rows_fail_alone=request.rows_fail_alone)
@@ -183,7 +185,8 @@ class Frontend:
 
     def _undo(self, call: Call, *, is_begun: bool) -> None:
         """Opening a call failed half-way. Harmless twice."""
-        self.overload.release(call)
+        with self._lock:
+            self.limits.release(call, time.monotonic())
         if is_begun:
             post(self.loop, self._lifecycle.discard, call)
 

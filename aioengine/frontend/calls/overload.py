@@ -101,12 +101,13 @@ class QueueLimits:
     # ------------------------------------------------------------ reservations
 
     def reserve(self, call: Call, caller: Hashable) -> None:
-        """Reserve a place for a call; the one that was given to its caller, where there is one.
+        """Count a call. A caller from the queue uses its place.
 
         Raises:
-            EngineError: the engine takes no calls, or too much waits.
+            EngineError: the engine accepts no calls, or too much waits.
         """
-        self.check_refusal()
+        if self.refusal is not None:
+            raise copy(self.refusal)
         if self._given.pop(caller, None) is None and (excess := self._excess()) is not None:
             raise EngineOverloadedError(
                 f"the engine is overloaded: {excess}; try again later", retry_after=self._retry_after()
@@ -116,6 +117,8 @@ class QueueLimits:
         call.is_reserved = True
 
     def add_bytes(self, call: Call, num_bytes: int) -> None:
+        """Count the bytes of a prompt. Raises EngineError if calls are refused meanwhile."""
+        self.check_refusal()
         call.num_bytes += num_bytes
         self.num_bytes += num_bytes
 
@@ -261,20 +264,6 @@ class Overload:
         self._lock = lock
         self._loop = loop
         self._timer: asyncio.TimerHandle | None = None
-
-    def reserve(self, call: Call) -> None:
-        """Reserve a place for a call of this task or thread.
-
-        Raises:
-            EngineError: the engine takes no calls, or too much waits.
-        """
-        with self._lock:
-            self.limits.reserve(call, this_caller())
-
-    def release(self, call: Call) -> None:
-        """The call was not opened. Harmless where nothing was reserved."""
-        with self._lock:
-            self.limits.release(call, time.monotonic())
 
     async def wait(self) -> None:
         """Queue until a call of this task fits. Cancelling it leaves the queue.
