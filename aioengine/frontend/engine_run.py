@@ -129,9 +129,8 @@ class EngineRun:
         Raises:
             WrongLoopError: this is another loop.
         """
-        if not self.start_end():
-            if not runs_here(self.loop):
-                raise callers.wrong_loop()
+        if not self.start_end() and not runs_here(self.loop):
+            raise callers.wrong_loop()
         if self._end is not None and not self.is_over:
             await self._end.wait()
             self.kill_now()  # where that has not ended in time

@@ -181,20 +181,23 @@ class Lane:
             return
         self._given.append(batch)
         try:
-            self._thread.submit(partial(self._run, batch, tuple(batch)))
+            self._thread.submit(partial(self._run, batch))
         except BaseException as error:
             self._fail(batch, RequestError("tokenize", describe(error)))
             raise
         if self._is_closed:
             self._fail(batch, _shut_down())
 
-    def _run(self, batch: list[Job], jobs: tuple[Job, ...]) -> None:
-        """Encode the jobs, on the thread. An exception here is the answer of all of them."""
+    def _run(self, batch: list[Job]) -> None:
+        """Encode the jobs, on the thread. An exception here is the answer of all of them.
+
+        The loop may answer and clear the batch meanwhile. This thread then keeps no job of it.
+        """
         started_at = time.monotonic()
         try:
-            encoded = self._encode(jobs)
+            encoded = self._encode(batch)
         except BaseException as error:
-            encoded = _failed(jobs, RequestError("tokenize", describe(error)))
+            encoded = _failed(batch, RequestError("tokenize", describe(error)))
         if self._loop is not None:
             post(self._loop, self._answer, batch, encoded, time.monotonic() - started_at)
 

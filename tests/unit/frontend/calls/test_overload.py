@@ -36,7 +36,7 @@ class HastyLoop(asyncio.SelectorEventLoop):
 def test_places_that_are_not_used_in_time_go_to_the_next_tasks(
     monkeypatch: pytest.MonkeyPatch, num_places: int
 ) -> None:
-    monkeypatch.setattr(overload, "PLACE_S", 3 * EARLY_S)
+    monkeypatch.setattr(overload, "RESERVED_S", 3 * EARLY_S)
     loop = HastyLoop()
 
     async def wait(queue: Overload, order: list[int], number: int) -> None:
@@ -67,7 +67,7 @@ def test_a_place_of_a_waiter_whose_loop_has_ended_goes_to_the_next(
     monkeypatch: pytest.MonkeyPatch, is_closed: bool
 ) -> None:
     """At once where that loop is closed, else after the time in which every place must be used."""
-    monkeypatch.setattr(overload, "PLACE_S", 3 * EARLY_S)
+    monkeypatch.setattr(overload, "RESERVED_S", 3 * EARLY_S)
     elsewhere = asyncio.new_event_loop()
 
     async def main() -> None:
