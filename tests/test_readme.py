@@ -163,7 +163,7 @@ def test_guide_marks_the_vision_models_that_do_not_read_images() -> None:
     page = models_table.PAGE.read_text()
     notes = {name: cells[-1] for name, cells in models_table.rows(page).items()}
     vision = [name for name in models_table.families() if models_table.section(name) == "Vision-language models"]
-    assert [name for name in vision if not notes[name].startswith("text only")] == sorted(plugins.names("media"))
+    assert [name for name in vision if not notes[name].startswith("text only")] == sorted(plugins.names("media/tokens"))
 
 
 def test_gguf_architectures_equal_the_code() -> None:

@@ -38,15 +38,15 @@ from aioengine.frontend.calls.overload import Overload, QueueLimits
 from aioengine.frontend.calls.reader import Reader
 from aioengine.frontend.calls.row_types import row_type
 from aioengine.frontend.controls import Controls
-from aioengine.frontend.image_intake import ImageIntake
-from aioengine.frontend.image_prompts import PromptImages
 from aioengine.frontend.intake.encoder import Encoder, TextSizes
+from aioengine.frontend.intake.image_prompts import PromptImages
 from aioengine.frontend.intake.pool_encoder import PoolEncoder
 from aioengine.frontend.intake.request_checks import PromptRules, RequestChecks
 from aioengine.frontend.intake.requests import MAX_TIMEOUT_S
 from aioengine.frontend.loaded_adapters import AdapterRules, LoadedAdapters
 from aioengine.frontend.sessions.sessions import Sessions
 from aioengine.frontend.throughput import Throughput
+from aioengine.media.intake.image_intake import ImageIntake
 from aioengine.protocol.messages import FinishCode, Reply, Stats, TextChunks
 from aioengine.settings.config import DeliveryConfig, QueueConfig, Settings
 from aioengine.supervision.processes import Processes

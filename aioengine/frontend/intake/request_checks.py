@@ -10,7 +10,7 @@ from msgspec import Meta, Struct, ValidationError, convert
 from aioengine.api import checks
 from aioengine.api import params as wire
 from aioengine.errors import RequestTooLargeError
-from aioengine.frontend.image_prompts import check_images
+from aioengine.frontend.intake.image_prompts import check_images
 from aioengine.frontend.intake.pooling import completed
 from aioengine.frontend.intake.prompts import ChatPrompt, EmbedsIds, IdsPrompt, PooledPrompt, TextPrompt
 from aioengine.protocol.messages import ALL_STATES
@@ -18,8 +18,8 @@ from aioengine.settings.config import PoolingSettings
 
 if TYPE_CHECKING:
     from aioengine.api.params import SamplingParams
-    from aioengine.frontend.image_prompts import PromptImages
     from aioengine.frontend.intake.encoder import Encoder
+    from aioengine.frontend.intake.image_prompts import PromptImages
     from aioengine.frontend.intake.prompts import Prompt
     from aioengine.frontend.intake.requests import CallRequest
     from aioengine.protocol.messages import Sampling, TextRules

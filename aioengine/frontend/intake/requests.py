@@ -20,7 +20,6 @@ from aioengine.api.answers import StateReader
 from aioengine.api.args import ARGUMENTS
 from aioengine.api.foreign_names import ALIASES, MISSING_OPTIONS, our_way
 from aioengine.api.params import SamplingParams, is_sampling_parameter, num_token_ids
-from aioengine.frontend.image_sources import NOT_TRUNCATED, GivenImages, given_images
 from aioengine.frontend.intake.pooling import Pooled  # a field of a Struct
 from aioengine.frontend.intake.prompts import (
     CHAT_ARGUMENTS,
@@ -48,6 +47,7 @@ from aioengine.frontend.intake.row_options import (
 )
 from aioengine.frontend.loaded_adapters import AdapterChoice, adapter_choice  # the first: a field of a Struct
 from aioengine.frontend.sessions.session_params import SessionParams, session_params
+from aioengine.media.intake.sources import NOT_TRUNCATED, GivenImages, given_images
 from aioengine.protocol.messages import ALL_STATES, LAST_STATES
 from aioengine.protocol.packed_logprobs import LogprobReader
 

@@ -13,9 +13,9 @@ from msgspec.structs import replace
 from aioengine.api import params as wire
 from aioengine.errors import EngineOverloadedError, RequestError, RequestTooLargeError, describe
 from aioengine.frontend.calls.call import Wants
-from aioengine.frontend.image_prompts import check_no_images
 from aioengine.frontend.intake.arrays import ArrayImport
 from aioengine.frontend.intake.encoder import Job, checked
+from aioengine.frontend.intake.image_prompts import check_no_images
 from aioengine.frontend.intake.pooling import fitting
 from aioengine.frontend.intake.prompts import ChatIds, ChatPrompt, EmbedsIds, IdsPrompt, MediaIds
 from aioengine.frontend.intake.row_options import check_lengths

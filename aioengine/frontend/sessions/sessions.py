@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from aioengine.frontend.calls.call import Call, CallRow
     from aioengine.frontend.calls.overload import QueueLimits
     from aioengine.frontend.calls.row_types import KeptRow
-    from aioengine.frontend.image_intake import ImageIntake
     from aioengine.frontend.sessions.session_params import SessionParams
+    from aioengine.media.intake.image_intake import ImageIntake
     from aioengine.protocol.messages import Media
 
 logger = logging.getLogger(__name__)

@@ -131,7 +131,7 @@ class TestDicts:
         assert chunk["prompt_token_ids"] == [1, 2, 3]
 
     @pytest.mark.parametrize("reached", ["nothing", "admitted", "odd clocks"])
-    def test_timings_add_up_whatever_stage_was_reached(self, reached: str) -> None:
+    def test_timings_add_up_at_every_stage(self, reached: str) -> None:
         times: dict[str, object] = {
             "nothing": {},
             "admitted": {"admitted_at": 13.0},

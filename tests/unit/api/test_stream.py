@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Slot:
-    """A call with its rows, its reader, and the notes of what the reader asked for."""
+    """A call with its rows, its reader, and the recorded requests of the reader."""
 
     def __init__(self, num_rows: int = 1, *, is_stream: bool = True, returns_exceptions: bool = False) -> None:
         self.notes = Notes()

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Final
 
 from aioengine.api import checks
 from aioengine.errors import EngineError, EngineStartupError
-from aioengine.frontend.image_intake import ImageIntake, ImagesOfPrompt
-from aioengine.frontend.image_sources import NOT_TRUNCATED, ImageSource, check_number
 from aioengine.frontend.intake.prompts import ChatIds, ChatPrompt, EmbedsIds, MediaIds
-from aioengine.media._placing import check_count, image_ids, placed
+from aioengine.media.intake.image_intake import ImageIntake, ImagesOfPrompt
+from aioengine.media.intake.sources import NOT_TRUNCATED, ImageSource, check_number
+from aioengine.media.placeholders import check_count, image_ids, placed
 from aioengine.protocol.messages import Media
 from aioengine.settings.machine import num_threads
 from aioengine.supervision.tasks import start_thread
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from aioengine.frontend.calls.call import Call
     from aioengine.frontend.intake.encoder import Encoded, Encoder
     from aioengine.frontend.intake.requests import CallRequest
-    from aioengine.media._base import ImageModel, ImageShape
-    from aioengine.media._placing import ImageIds
+    from aioengine.media.placeholders import ImageIds
+    from aioengine.media.tokens._base import ImageModel, ImageShape
 
 MAX_AHEAD: Final = 16
 """Prompts of a batch whose images are prepared while those of the first are waited for."""
