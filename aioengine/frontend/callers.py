@@ -109,5 +109,6 @@ def not_started() -> EngineClosedError:
 
 def closed() -> EngineClosedError:
     return EngineClosedError(
-        "the engine was shut down; start the AsyncEngine again (`await engine.start()`), or create another Engine"
+        "the engine was shut down; an AsyncEngine can be started again (`await engine.start()`), an Engine cannot: "
+        "create another Engine"
     )
