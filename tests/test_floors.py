@@ -26,7 +26,7 @@ CLOCK_AND_LOOP = "asyncio time threading multiprocessing subprocess socket selec
 FLOORS = {
     "0": Floor(
         (
-            "settings.resolve > model_files > families > settings.machine > settings.config",
+            "settings.resolve > settings.memory_model > model_files > families > settings.machine > settings.config",
             "api.params > constraints, api.parameter_table > constraints.patterns, protocol",
             "media.placeholders > media.tokens > plugins, media",
             "api.checks > errors",
