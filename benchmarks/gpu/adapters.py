@@ -44,7 +44,7 @@ from benchmarks.gpu.steps import Steps, finish, run
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from aioengine.runner.lora.reading import HostAdapter
+    from aioengine.runner.lora.reading import PackedAdapter
     from aioengine.runner.model_runner import ModelRunner, Ticket
     from aioengine.scheduler.plan import Plan, StepResult
 
@@ -259,7 +259,7 @@ class LoadingSteps(Steps):
         super().__init__(AdapterRunner(runner, NUM_ADAPTERS - 1), scheduler)  # type: ignore[arg-type]
         self._of = runner
         self._adapter = Adapter(1, folder.name, str(folder), "")
-        self._read: list[HostAdapter] = []
+        self._read: list[PackedAdapter] = []
         self._placed: Future[None] | None = None
         self.num_placed = 0
         self.is_over = threading.Event()

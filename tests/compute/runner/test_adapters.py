@@ -267,7 +267,7 @@ def test_what_cannot_be_read_or_placed(llama: tuple[Path, Path], tmp_path: Path)
     with pytest.raises(ValueError, match="missing' is no folder"):
         runner.read_adapter(adapter(tmp_path / "missing"))
     failed = runner.collect(runner.launch(Plan([Row(0, 0, 3, TOKENS, [1, 2, 3])], [opened(0, 4, [1, 2, 3])]))).failed
-    assert "adapter slot 4 of 3" in failed[0]
+    assert "adapter slot must be at most 3, got 4" in failed[0]
 
 
 def test_modules_that_no_adapter_may_change(llama: tuple[Path, Path], tmp_path: Path) -> None:
