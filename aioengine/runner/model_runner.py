@@ -29,18 +29,17 @@ from aioengine.runner.rows import RowTable
 from aioengine.runner.sampling.sampler import FAILED, Sampler
 from aioengine.runner.timing import part
 from aioengine.runner.transfer import Readback
-from aioengine.scheduler.plan import StepResult, UnknownOrderError
+from aioengine.scheduler.plan import StepResult
 from aioengine.settings.memory_model import SAMPLED_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from concurrent.futures import Future
 
     from torch import Tensor
 
     from aioengine.attention._base import AttentionBackend, ForwardBatch
     from aioengine.models._base import Model, ModelInputs
-    from aioengine.protocol.messages import Adapter, Control, Reply
+    from aioengine.protocol.messages import Control, Reply
     from aioengine.runner.constrained_rows import Awaited
     from aioengine.runner.graphs.decode_graphs import DecodeGraphs
     from aioengine.runner.graphs.piece_graphs import PieceGraphs
@@ -50,7 +49,6 @@ if TYPE_CHECKING:
     from aioengine.runner.logits import GrammarSource, LogitsProcessor
     from aioengine.runner.logprobs import StepLogprobs
     from aioengine.runner.lora.pool import AdapterPool
-    from aioengine.runner.lora.reading import PackedAdapter
     from aioengine.runner.pooler import PooledRows, PooledVectors
     from aioengine.runner.rows import RequestRow, SampledRows
     from aioengine.runner.state_pool import StatePool
@@ -128,10 +126,15 @@ class ModelRunner:
 
     A row that cannot be computed or sampled fails alone: its uid is in ``StepResult.failed`` of each plan with this row
     until the request is closed.
+
+    Attributes:
+        facts, adapters, controls: see ``scheduler.runner.Runner``.
     """
 
     def __init__(self, parts: DeviceParts, facts: Facts) -> None:
         self.facts = facts
+        self.adapters = parts.adapters
+        self.controls: dict[str, Callable[[Control], Reply]] = {}
         self._model = parts.model
         self._attention = parts.attention
         self._kv_pool = parts.kv_pool
@@ -253,28 +256,6 @@ class ModelRunner:
         for uid in ticket.with_outputs:
             tokens.add(uid, () if uid in without_token else (value_of.get(uid, FAILED), *ticket.forced.get(uid, ())))
         return StepResult(tokens, failed, ticket.complete)
-
-    @property
-    def num_adapter_slots(self) -> int:
-        """Number of adapters that can be on the device; 0: LoRA is not enabled."""
-        return self._table.adapters.num_slots
-
-    def read_adapter(self, adapter: Adapter) -> PackedAdapter:
-        """See ``AdapterPool.read``."""
-        return self._adapters.read(adapter)
-
-    def place_adapter(self, slot: int, adapter: PackedAdapter) -> Future[None]:
-        """See ``AdapterPool.place``."""
-        return self._adapters.place(slot, adapter)
-
-    @property
-    def _adapters(self) -> AdapterPool:
-        assert self._table.adapters.pool is not None, "LoRA is not enabled"
-        return self._table.adapters.pool
-
-    def control(self, order: Control) -> Reply:
-        """Raise UnknownOrderError: no control message is implemented yet."""
-        raise UnknownOrderError(order.name)
 
     def close(self) -> None:
         """Free the memory of the pool. May be called twice. No step can be launched after it."""

@@ -217,7 +217,7 @@ def run_warmup_steps(runner: ModelRunner, limits: WarmupLimits, report: Callable
             if plan.num_tokens <= limits.max_tokens:
                 runner.collect(runner.launch(plan))
         report(Progress("warming up", num_done, total))
-    for size in ADAPTER_SIZES if runner.num_adapter_slots else ():
+    for size in ADAPTER_SIZES if runner.adapters is not None else ():
         if size <= min(limits.max_tokens, limits.context_length - 1, limits.num_pages * page_size - 1):
             # an empty slot has no effect
             for plan in _one_prompt(size, page_size, outputs, adapter_slot=1, num_groups=limits.num_groups):
