@@ -24,7 +24,7 @@ from aioengine.model_files.checkpoint import Entry
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
-    from aioengine.constraints.patterns import Pattern
+    from aioengine.constraints.patterns import CompiledPattern
     from aioengine.model_files.folder_files import Json
 
     Layers = Mapping[str, tuple[int, int]]
@@ -371,12 +371,12 @@ class _Patterns:
         self._folder = folder
         self._left_s = _PATTERNS_TIMEOUT_S
 
-    def compiled(self, field: str, pattern: str) -> Pattern:
+    def compiled(self, field: str, pattern: str) -> CompiledPattern:
         import regex  # slow to import, and most folders have no patterns
 
         from aioengine.constraints.patterns import expanded_size
 
-        compile_pattern = cast("Callable[..., Pattern]", regex.compile)
+        compile_pattern = cast("Callable[..., CompiledPattern]", regex.compile)
         began_at = time.thread_time()
         try:
             expanded_size(pattern)  # limits the time of compiling
@@ -388,7 +388,7 @@ class _Patterns:
         finally:
             self._count_time(time.thread_time() - began_at)
 
-    def matches(self, pattern: Pattern, name: str) -> bool:
+    def matches(self, pattern: CompiledPattern, name: str) -> bool:
         began_at = time.thread_time()
         try:
             return pattern.search(name, timeout=_MATCH_TIMEOUT_S) is not None

@@ -5,9 +5,9 @@ the next step is queued first, and its tokens are sampled later. When the previo
 its tokens and starts to compute the masks in background threads. Meanwhile it sends the tokens and prepares the next
 step. Just before the next step is launched, the masks are done and the tokens are sampled.
 
-If a grammar allows only one token several times in a row, these *forced tokens* are appended to the sampled token and
-computed like prompt tokens in the next row of the request. A row that is already in flight is then late: its token is
-discarded. Models with states do not support this, because the late row has changed the state.
+If a grammar allows only one token at several positions in a row, these *forced tokens* are returned together with the
+last sampled one, and the next row of the request computes them like a prompt. A row in flight samples the first forced
+token again, so it returns no token.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.runner.graphs.decode_graphs import DecodeGraphs, DecodeStep
-    from aioengine.runner.logits import GrammarSource, RowConstraint
+    from aioengine.runner.logits import GrammarSource, OpenConstraint
     from aioengine.runner.logits.grammar import GrammarMask
     from aioengine.runner.rows import RequestRow, SampledRows
     from aioengine.runner.transfer import Readback
     from aioengine.scheduler.plan import NewRow
 
-    Awaited = tuple[int, int, RequestRow, RowConstraint]
+    Awaited = tuple[int, int, RequestRow, OpenConstraint]
 
 MIN_FORCED: Final = 1
 MIN_FORCED_ON_GPU: Final = 2
@@ -54,6 +54,7 @@ class Launched(Protocol):
     """A launched step; see ``model_runner.Ticket``.
 
     constrained: index in ``sampled``, position, request and constraint of each token to follow.
+    repeated: uids of the rows whose token was already returned as a forced token.
     """
 
     @property
@@ -64,6 +65,8 @@ class Launched(Protocol):
     def failed(self) -> dict[int, str]: ...
     @property
     def constrained(self) -> list[Awaited]: ...
+    @property
+    def repeated(self) -> set[int]: ...
     @property
     def forced(self) -> dict[int, list[int]]: ...
     @property
@@ -95,7 +98,6 @@ class ConstrainedRows:
 
     def __init__(self, masks: GrammarMask, device: torch.device, *, may_force: bool = True) -> None:
         """masks: the logits processor of grammars. may_force: forced tokens may be appended."""
-        masks.follow = self.follow
         self.grammars: GrammarSource | None = None
         self.min_forced = MIN_FORCED if device.type == "cpu" else MIN_FORCED_ON_GPU
         self.max_tokens = sys.maxsize
@@ -105,14 +107,18 @@ class ConstrainedRows:
         self._is_on_gpu = device.type != "cpu"
         self._unfollowed: deque[Launched] = deque()
 
-    def draw(self, rows: SampledRows, draw: Callable[[], Tensor], *, max_rows: int) -> Tensor | None:
+    def draw(
+        self, rows: SampledRows, draw: Callable[[], Tensor], *, max_rows: int, is_urgent: bool = False
+    ) -> Tensor | None:
         """Return the sampled tokens [R]; None: they are sampled later, because masks depend on unknown tokens.
 
-        max_rows: rows that ``draw`` samples together.
+        max_rows: rows that ``draw`` samples together. is_urgent: wait for the unknown tokens instead.
         """
         if self._unfollowed and any(request.constraint is not None for request in rows.requests):
-            self._deferred = _DeferredStep(rows, draw, max_rows)
-            return None
+            if not is_urgent:
+                self._deferred = _DeferredStep(rows, draw, max_rows)
+                return None
+            self.follow()
         return draw()
 
     def draw_masked(self, graphs: DecodeGraphs, step: DecodeStep, rows: SampledRows) -> Tensor | None:
@@ -141,6 +147,7 @@ class ConstrainedRows:
         """Sample the tokens of the deferred step."""
         step, self._deferred = self._deferred, None
         if step is not None and step.ticket is not None:
+            self.follow()
             with torch.inference_mode():
                 step.ticket.values.start(step.draw())
             self.note(step.ticket, step.rows.requests, step.rows.positions)
@@ -165,7 +172,10 @@ class ConstrainedRows:
             self._deferred.ticket = ticket
             return
         for index, (request, position) in enumerate(zip(sampled, positions.tolist(), strict=True)):
-            if (constraint := request.constraint_at(position)) is not None:
+            constraint = request.constraint
+            if position < request.forced_end:
+                ticket.repeated.add(request.uid)
+            elif constraint is not None:
                 ticket.constrained.append((index, position, request, constraint))
                 if constraint.error:
                     ticket.failed[request.uid] = constraint.error
@@ -190,6 +200,7 @@ class ConstrainedRows:
                 if may_force and (forced := constraint.take_forced(least, left)):
                     left -= len(forced)
                     ticket.forced[request.uid] = forced
+                    request.forced = forced
                     request.forced_end = position + 1 + len(forced)
                 if constraint.error:
                     ticket.failed[request.uid] = constraint.error

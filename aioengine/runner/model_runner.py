@@ -103,7 +103,7 @@ class Ticket:
         values: a token or FAILED for each of ``sampled``, then 0 or FAILED (not finite) for each of ``silent``.
         failed: uid -> error of rows that were not computed, or whose grammar cannot be followed.
         logprobs, states, pooled: requested logprobs, hidden states and vectors; None: there are none.
-        constrained: see ``constrained_rows.Launched``.
+        constrained, repeated: see ``constrained_rows.Launched``.
         forced: uid -> tokens that the grammar forces after the sampled token.
         complete: uids of the rows whose grammar is complete.
     """
@@ -117,6 +117,7 @@ class Ticket:
     states: StepHiddenStates | None = None
     pooled: PooledVectors | None = None
     constrained: list[Awaited] = field(default_factory=list["Awaited"])
+    repeated: set[int] = field(default_factory=set[int])
     forced: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     complete: list[int] = field(default_factory=list[int])
 
@@ -163,7 +164,9 @@ class ModelRunner:
         self._failed = FailedRows(self._table, parts.kv_pool)
         self._newest: Ticket | None = None  # until it is collected
         masks = next(processor for processor in processors if isinstance(processor, GrammarMask))
-        self._constrained = ConstrainedRows(masks, parts.device, may_force=parts.states is None)
+        # a GPU has no graph for rows of several tokens of a model with states
+        may_force = parts.states is None or parts.device.type == "cpu"
+        self._constrained = ConstrainedRows(masks, parts.device, may_force=may_force)
         self._is_closed = False
 
     @torch.inference_mode()
@@ -240,7 +243,8 @@ class ModelRunner:
         if ticket.constrained:
             self._constrained.follow(ticket)
             self._constrained.begin_masks()
-        is_simple = not (ticket.failed or ticket.forced or invalid) and len(ticket.with_outputs) == len(ticket.sampled)
+        is_simple = not (ticket.failed or ticket.forced or ticket.repeated or invalid)
+        is_simple = is_simple and len(ticket.with_outputs) == len(ticket.sampled)
         if is_simple and FAILED not in values:
             tokens = TokenColumns(ticket.with_outputs, values[: len(ticket.sampled)], None, extras)
             return StepResult(tokens, complete=ticket.complete)
@@ -251,7 +255,7 @@ class ModelRunner:
         for uid in requests.keys() & bad:  # the other requests were closed while the step was in flight
             self._failed.add(uid, errors[uid], is_poisoned=True)
         failed = {**ticket.failed, **errors}
-        without_token = set(ticket.silent).difference(bad)
+        without_token = ticket.repeated.union(ticket.silent).difference(bad)
         tokens = TokenColumns(extras=extras)
         for uid in ticket.with_outputs:
             tokens.add(uid, () if uid in without_token else (value_of.get(uid, FAILED), *ticket.forced.get(uid, ())))
@@ -391,7 +395,7 @@ class ModelRunner:
         """Return ``_sample`` [S]; None: it is deferred, because masks depend on tokens that are not known yet."""
         draw = partial(self._sample, hidden, rows, logits)
         has_extras = self._table.num_with_logprobs or self._table.num_with_states
-        return draw() if has_extras else self._constrained.draw(rows, draw, max_rows=SAMPLED_ROWS)
+        return self._constrained.draw(rows, draw, max_rows=SAMPLED_ROWS, is_urgent=bool(has_extras))
 
     def _sample(self, hidden: Tensor, rows: SampledRows, logits: Tensor | None = None) -> Tensor:
         """Sample token ids [S] from hidden states [S, D], and store them. logits: [>= S, V] if already computed."""

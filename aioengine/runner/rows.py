@@ -16,7 +16,7 @@ import torch
 
 from aioengine.protocol.columns import NO_TOKEN
 from aioengine.protocol.messages import ALL_STATES, SEED_MASK, RequestKind
-from aioengine.runner.logits import LogitsRow
+from aioengine.runner.logits import Forced, LogitsRow
 from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.lora.row_adapters import RowAdapters
 from aioengine.runner.sampling.truncation import TOP_K_OFF
@@ -24,13 +24,15 @@ from aioengine.runner.token_lists import token_lists
 from aioengine.runner.transfer import upload_to
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy.typing as npt
     from torch import Tensor
 
     from aioengine.protocol.messages import Sampling
     from aioengine.protocol.packed_logprobs import LogprobRules
     from aioengine.runner.images import Images
-    from aioengine.runner.logits import LogitsProcessor, RowConstraint
+    from aioengine.runner.logits import LogitsProcessor, OpenConstraint, RowConstraint
     from aioengine.runner.lora.pool import AdapterPool
     from aioengine.runner.page_tables import PageTables
     from aioengine.runner.token_lists import TokenLists
@@ -92,7 +94,7 @@ class RequestRow:
         embeds: [num_prompt, D] of a prompt given as embeddings, until it is computed.
         first_id: the first token with an id, after a prompt given as embeddings.
         constraint: the grammar state. may_force: forced tokens may be appended without sampling.
-        forced_end: number of tokens after the last forced tokens.
+        forced: the last forced tokens. forced_end: number of tokens after them.
         is_pooled: the request is of kind POOL. is_long: as in ``NewRow``.
         lists, recent: see ``logits.LogitsRow``.
     """
@@ -108,8 +110,9 @@ class RequestRow:
     second_text: int = 0
     embeds: npt.NDArray[np.float32] | None = None
     first_id: int = 0
-    constraint: RowConstraint | None = None
+    constraint: OpenConstraint | None = None
     may_force: bool = False
+    forced: Sequence[int] = ()
     forced_end: int = 0
     is_pooled: bool = False
     is_long: bool = False
@@ -117,8 +120,12 @@ class RequestRow:
     recent: Tensor | None = None
 
     def constraint_at(self, position: int) -> RowConstraint | None:
-        """Return the constraint of the token at this position; None if this token was forced."""
-        return self.constraint if position >= self.forced_end else None
+        """Return the tokens that the grammar allows at ``position``. After forced tokens, a step in flight samples a
+        token that is already known.
+        """
+        if self.constraint is None or position >= self.forced_end:
+            return self.constraint
+        return Forced(self.forced[position - self.forced_end], self.constraint.source)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,13 +28,13 @@ processor raises the logit of a forbidden token.
 
 
 class RowConstraint(Protocol):
-    """The grammar state of a request.
+    """The tokens that a grammar allows at one position of a request.
 
     Attributes:
-        source: computes its masks.
+        source: computes the mask.
         is_complete: no further token is allowed.
         error: why the grammar cannot be followed further; empty: no error.
-        next_token: the only allowed next token; -1: the mask has the allowed tokens.
+        next_token: the only allowed token; -1: the mask has the allowed tokens.
     """
 
     is_complete: bool
@@ -43,6 +43,20 @@ class RowConstraint(Protocol):
 
     @property
     def source(self) -> GrammarSource: ...
+
+
+@dataclass(slots=True)
+class Forced:
+    """The constraint of a token that an earlier result returned as a forced token."""
+
+    next_token: int
+    source: GrammarSource
+    is_complete: bool = False
+    error: str = ""
+
+
+class OpenConstraint(RowConstraint, Protocol):
+    """The position of a request in its grammar, and the tokens that are allowed there."""
 
     @property
     def is_over(self) -> bool:
@@ -63,8 +77,8 @@ class GrammarSource(Protocol):
 
     num_words: int
 
-    def open(self, grammar: Grammar, token_ids: Sequence[int], num_prompt: int) -> RowConstraint:
-        """Return the grammar state of a request after its tokens (prompt, then output).
+    def open(self, grammar: Grammar, token_ids: Sequence[int], num_prompt: int) -> OpenConstraint:
+        """Follow a grammar from its start through the tokens of a request: prompt, then output.
 
         Raises:
             ValueError: the grammar cannot be compiled, or does not allow the output.

@@ -24,13 +24,9 @@ if TYPE_CHECKING:
 
 
 class GrammarMask:
-    """The logits processor of grammars.
-
-    follow: waits for the last tokens and follows them. Called before masks are computed, as late as possible.
-    """
+    """The logits processor of grammars."""
 
     def __init__(self) -> None:
-        self.follow: Callable[[], None] | None = None
         self._started: _Masks | None = None
         self._buffers: list[_Buffer] = []  # two on a GPU: one is filled while the other is copied
 
@@ -43,8 +39,6 @@ class GrammarMask:
 
     def mask(self, logits: Tensor, indices: Sequence[int], constraints: Sequence[RowConstraint | None]) -> None:
         """Do the same as ``apply`` for the rows ``indices`` of logits [S, W] and their constraints (None: none)."""
-        if self.follow is not None:
-            self.follow()
         pairs = [(index, row) for index, row in zip(indices, constraints, strict=True) if row is not None]
         present = [constraint for _, constraint in pairs]
         masks = self._take_started(present)

@@ -360,12 +360,16 @@ def test_forced_tokens_are_not_computed_twice_with_a_step_in_flight(tmp_path: Pa
     folder = save_hybrid(make_config(vocab_size=VOCAB_SIZE), tmp_path)
     grammar = grammar_of(regex="(abcdabcd|dcba)[a-z]{10}")
     answers: list[list[list[int]]] = []
-    for depth in (0, 1):
+    num_steps: list[int] = []
+    for depth, min_forced in ((0, 1_000_000), (0, 1), (1, 1), (1, 4), (2, 1)):
         world = make_world(folder, depth=depth, vocab_size=VOCAB_SIZE)
         world.runner.use_grammars(Grammars(str(FOLDER), VOCAB_SIZE))
+        world.runner._constrained.min_forced = min_forced
         samplings = [Sampling(index, temperature=1.0, grammar=grammar) for index in range(len(PROMPTS))]
         answers.append(world.answers(PROMPTS, samplings, max_new_tokens=20))
-    assert answers[0] == answers[1]
+        num_steps.append(world.core.scheduler.stats(0.0).num_steps)
+    assert answers[1:] == answers[:1] * 4
+    assert max(num_steps[1:4]) < num_steps[0]
 
 
 def test_published_qwen3_5_loads_text_model_without_tower(tmp_path: Path) -> None:
