@@ -79,7 +79,7 @@ class Target(NamedTuple):
 
     @property
     def index(self) -> tuple[slice | Tensor, ...]:
-        """The index of ``source`` in the checkpoint tensor; () for all of it. Several ranges are an index tensor [N]."""
+        """The index of ``source`` in the checkpoint tensor; () for all of it; a tensor [N] for several ranges."""
         if self.source is None:
             return ()
         dim, ranges, _ = self.source

@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from aioengine.media._base import ImageShape
+from aioengine.media.tokens._base import ImageShape
 
 NUM_FETCHES: Final = 16
 """Downloads at a time: they wait for the network, beside the images that are prepared."""

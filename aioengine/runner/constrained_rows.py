@@ -5,9 +5,9 @@ so its forward is queued first, and its tokens are drawn later: when the older s
 last tokens, and begins to compute the masks in other threads while the device computes. Then it sends the tokens, plans
 the next step and prepares its inputs. By then the masks are there, and the tokens are drawn before it is launched.
 
-Where a grammar allows one token alone several times in a row, the request *jumps*: these tokens come together with the
-last one that was drawn, and its next row computes them as a prompt is computed. A row that was launched before is late,
-and its token does not count. Where models keep states, which that row has changed, requests do not jump.
+If a grammar allows only one token at several positions in a row, the request *jumps*: these forced tokens are returned
+together with the last drawn one, and its next row computes them like a prompt. A row in flight draws the first of them
+again, so it returns no token.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.runner.graphs.decode_graphs import DecodeGraphs, DecodeStep
-    from aioengine.runner.logits import Constraint, Grammars
+    from aioengine.runner.logits import GrammarSource, OpenConstraint
     from aioengine.runner.logits.grammar import GrammarMask
     from aioengine.runner.rows import RequestRow, SampledRows
     from aioengine.runner.transfer import Readback
     from aioengine.scheduler.plan import NewRow
 
-    Awaited = tuple[int, int, RequestRow, Constraint]
+    Awaited = tuple[int, int, RequestRow, OpenConstraint]
 
 MIN_JUMP: Final = 1
 MIN_JUMP_ON_GPU: Final = 2
@@ -54,6 +54,7 @@ class Launched(Protocol):
     """A launched step; see ``model_runner.Ticket``.
 
     constrained: the place in ``sampled``, the position and the request of each token that this constraint follows.
+    repeated: uids of the rows whose token was already returned as a forced token.
     """
 
     @property
@@ -64,6 +65,8 @@ class Launched(Protocol):
     def failed(self) -> dict[int, str]: ...
     @property
     def constrained(self) -> list[Awaited]: ...
+    @property
+    def repeated(self) -> set[int]: ...
     @property
     def jumps(self) -> dict[int, list[int]]: ...
     @property
@@ -94,8 +97,7 @@ class ConstrainedRows:
 
     def __init__(self, masks: GrammarMask, device: torch.device, *, may_jump: bool = True) -> None:
         """``masks``: where the sampler gets its masks from. ``may_jump``: whether requests may."""
-        masks.follow = self.follow
-        self.grammars: Grammars | None = None
+        self.grammars: GrammarSource | None = None
         self.min_jump = MIN_JUMP if device.type == "cpu" else MIN_JUMP_ON_GPU
         self.max_tokens = sys.maxsize
         self._later: _Later | None = None  # the newest step, while its tokens are not drawn
@@ -104,14 +106,18 @@ class ConstrainedRows:
         self._is_on_gpu = device.type != "cpu"
         self._unfollowed: deque[Launched] = deque()
 
-    def draw(self, rows: SampledRows, draw: Callable[[], Tensor], *, most: int) -> Tensor | None:
-        """The tokens [R] of a step, or None where they are drawn later: masks depend on tokens that are not known yet.
+    def draw(
+        self, rows: SampledRows, draw: Callable[[], Tensor], *, most: int, is_urgent: bool = False
+    ) -> Tensor | None:
+        """Return the tokens [R] of a step. None: they are drawn later, because masks depend on unknown tokens.
 
-        ``most``: rows that ``draw`` draws together.
+        most: number of rows that ``draw`` draws together. is_urgent: wait for the unknown tokens instead.
         """
-        if self._unfollowed and any(each.constraint is not None for each in rows.requests):
-            self._later = _Later(rows, draw, most)
-            return None
+        if self._unfollowed and any(request.constraint is not None for request in rows.requests):
+            if not is_urgent:
+                self._later = _Later(rows, draw, most)
+                return None
+            self.follow()
         return draw()
 
     def draw_masked(self, graphs: DecodeGraphs, step: DecodeStep, rows: SampledRows) -> Tensor | None:
@@ -138,6 +144,7 @@ class ConstrainedRows:
         """Draw the tokens of the step that was put off."""
         later, self._later = self._later, None
         if later is not None and later.ticket is not None:
+            self.follow()
             with torch.inference_mode():
                 later.ticket.values.start(later.draw())
             self.note(later.ticket, later.rows.requests, later.rows.positions)
@@ -163,7 +170,10 @@ class ConstrainedRows:
             self._later.ticket = ticket
             return
         for place, (request, position) in enumerate(zip(sampled, positions.tolist(), strict=True)):
-            if (constraint := request.constraint_at(position)) is not None:
+            constraint = request.constraint
+            if position < request.forced_end:
+                ticket.repeated.add(request.uid)
+            elif constraint is not None:
                 ticket.constrained.append((place, position, request, constraint))
                 if constraint.error:
                     ticket.failed[request.uid] = constraint.error
@@ -188,7 +198,8 @@ class ConstrainedRows:
                 if may_jump and (forced := constraint.take_forced(least, left)):
                     left -= len(forced)
                     ticket.jumps[request.uid] = forced
-                    request.known_end = position + 1 + len(forced)
+                    request.forced = forced
+                    request.forced_end = position + 1 + len(forced)
                 if constraint.error:
                     ticket.failed[request.uid] = constraint.error
                 elif constraint.is_complete:

@@ -19,12 +19,12 @@ import torch
 
 from aioengine.api import checks
 from aioengine.attention._base import kv_pool_shape
-from aioengine.families._memory import SNAPSHOTS_PER_ROW
 from aioengine.kernels.triton.launcher import compile_only
 from aioengine.models._base import VisionModel
 from aioengine.runner.images import GPU_FEATURE_BYTES
 from aioengine.runner.inputs import model_inputs
 from aioengine.settings.machine import free_host_memory
+from aioengine.settings.memory_model import SNAPSHOTS_PER_ROW
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

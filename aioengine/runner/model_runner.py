@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from aioengine.runner.hidden_states import StepHiddenStates
     from aioengine.runner.inputs import StepRows
     from aioengine.runner.kv_pool import KVPool
-    from aioengine.runner.logits import Grammars, LogitsProcessor
+    from aioengine.runner.logits import GrammarSource, LogitsProcessor
     from aioengine.runner.logprobs import StepLogprobs
     from aioengine.runner.lora.pool import AdapterPool
     from aioengine.runner.lora.reading import HostAdapter
@@ -100,7 +100,7 @@ class Ticket:
         values: a token or FAILED for each of ``sampled``, then 0 or FAILED (not finite) for each of ``silent``.
         failed: by uid, why a row was not computed, or why its grammar cannot be followed.
         logprobs, states, pooled: logprobs, hidden states and vectors that rows asked for; None: no row did.
-        constrained: as in ``constrained_rows.Launched``.
+        constrained, repeated: as in ``constrained_rows.Launched``.
         jumps: by uid, the tokens that the grammar forces behind the one that was drawn.
         complete: uids of the rows whose grammar is complete.
     """
@@ -114,6 +114,7 @@ class Ticket:
     states: StepHiddenStates | None = None
     pooled: PooledVectors | None = None
     constrained: list[Awaited] = field(default_factory=list["Awaited"])
+    repeated: set[int] = field(default_factory=set[int])
     jumps: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     complete: list[int] = field(default_factory=list[int])
 
@@ -155,7 +156,9 @@ class ModelRunner:
         self._failed = FailedRows(self._table, parts.kv_pool)
         self._newest: Ticket | None = None  # as long as it is not collected
         masks = next(each for each in processors if isinstance(each, GrammarMask))
-        self._constrained = ConstrainedRows(masks, parts.device, may_jump=parts.states is None)
+        # a GPU has no graph for rows of several tokens of a model with states
+        may_jump = parts.states is None or parts.device.type == "cpu"
+        self._constrained = ConstrainedRows(masks, parts.device, may_jump=may_jump)
         self._is_closed = False
 
     @torch.inference_mode()
@@ -206,7 +209,7 @@ class ModelRunner:
             self._constrained.note(ticket, sampled, (rows.starts + rows.counts)[rows.samples])
         return ticket
 
-    def use_grammars(self, grammars: Grammars) -> None:
+    def use_grammars(self, grammars: GrammarSource) -> None:
         """Set what opens the constraints of requests with a grammar."""
         self._constrained.grammars = grammars
 
@@ -224,7 +227,8 @@ class ModelRunner:
         if ticket.constrained:
             self._constrained.follow(ticket)
             self._constrained.begin_masks()
-        is_usual = not (ticket.failed or ticket.jumps or invalid) and len(ticket.wanted) == len(ticket.sampled)
+        is_usual = not (ticket.failed or ticket.jumps or ticket.repeated or invalid)
+        is_usual = is_usual and len(ticket.wanted) == len(ticket.sampled)
         if is_usual and FAILED not in values:
             tokens = TokenColumns(ticket.wanted, values[: len(ticket.sampled)], None, extras)
             return StepResult(tokens, complete=ticket.complete)
@@ -235,7 +239,7 @@ class ModelRunner:
         for uid in requests.keys() & bad:  # others were closed while the step was in flight
             self._failed.add(uid, errors[uid], is_poisoned=True)
         failed = {**ticket.failed, **errors}
-        without_token = set(ticket.silent).difference(bad)
+        without_token = ticket.repeated.union(ticket.silent).difference(bad)
         tokens = TokenColumns(extras=extras)
         for uid in ticket.wanted:
             tokens.add(uid, () if uid in without_token else (value_of.get(uid, FAILED), *ticket.jumps.get(uid, ())))
@@ -397,7 +401,7 @@ class ModelRunner:
         """As ``_sample``: [S], or None where that is put off: masks depend on tokens that are not known yet."""
         draw = partial(self._sample, hidden, rows, logits)
         has_extras = self._table.num_with_logprobs or self._table.num_with_states
-        return draw() if has_extras else self._constrained.draw(rows, draw, most=SAMPLED_ROWS)
+        return self._constrained.draw(rows, draw, most=SAMPLED_ROWS, is_urgent=bool(has_extras))
 
     def _sample(self, hidden: Tensor, rows: SampledRows, logits: Tensor | None = None) -> Tensor:
         """Hidden states [S, D] -> token ids [S], which the table stores as last tokens.

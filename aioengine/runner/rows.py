@@ -16,7 +16,7 @@ import torch
 
 from aioengine.protocol.columns import NO_TOKEN
 from aioengine.protocol.messages import ALL_STATES, SEED_MASK, RequestKind
-from aioengine.runner.logits import LogitsRow
+from aioengine.runner.logits import Forced, LogitsRow
 from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.lora.row_adapters import RowAdapters
 from aioengine.runner.sampling.truncation import TOP_K_OFF
@@ -24,13 +24,15 @@ from aioengine.runner.token_lists import token_lists
 from aioengine.runner.transfer import upload_to
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy.typing as npt
     from torch import Tensor
 
     from aioengine.protocol.messages import Sampling
     from aioengine.protocol.packed_logprobs import LogprobRules
     from aioengine.runner.images import Images
-    from aioengine.runner.logits import Constraint, LogitsProcessor
+    from aioengine.runner.logits import LogitsProcessor, OpenConstraint, RowConstraint
     from aioengine.runner.lora.pool import AdapterPool
     from aioengine.runner.page_tables import PageTables
     from aioengine.runner.token_lists import TokenLists
@@ -87,8 +89,9 @@ class RequestRow:
     prompt_states: hidden states of its prompt, as far as it is computed; None where they are not wanted (any more).
     second_text: where the second text of a pair begins; 0: there is none.
     embeds: [num_prompt, D] of a prompt that is embeddings, until it is computed; ids then begin at ``first_id``.
-    constraint: of a request with a grammar. may_jump: whether tokens that its grammar forces need not be drawn.
-    known_end: how many tokens it had after the last jump. is_pooled: whether it is of the kind POOL.
+    constraint: of a request with a grammar. may_jump: whether forced tokens need not be drawn.
+    forced: the forced tokens of its last jump. forced_end: how many tokens it had after them.
+    is_pooled: whether it is of the kind POOL.
     is_long: as in ``NewRow``.
     lists, recent: see ``logits.LogitsRow``.
     """
@@ -104,17 +107,22 @@ class RequestRow:
     second_text: int = 0
     embeds: npt.NDArray[np.float32] | None = None
     first_id: int = 0
-    constraint: Constraint | None = None
+    constraint: OpenConstraint | None = None
     may_jump: bool = False
-    known_end: int = 0
+    forced: Sequence[int] = ()
+    forced_end: int = 0
     is_pooled: bool = False
     is_long: bool = False
     lists: TokenLists | None = None
     recent: Tensor | None = None
 
-    def constraint_at(self, position: int) -> Constraint | None:
-        """What the token at this position keeps to; None where a jump already gave that token."""
-        return self.constraint if position >= self.known_end else None
+    def constraint_at(self, position: int) -> RowConstraint | None:
+        """Return the tokens that its grammar allows at ``position``. After a jump, a step in flight draws a token that
+        is already known.
+        """
+        if self.constraint is None or position >= self.forced_end:
+            return self.constraint
+        return Forced(self.forced[position - self.forced_end], self.constraint.source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +134,7 @@ class SampledRows:
     positions: Ints
     records: npt.NDArray[np.void]  # of SAMPLING_RECORD
 
-    def constraints(self) -> list[Constraint | None]:
+    def constraints(self) -> list[RowConstraint | None]:
         """What the token of each row keeps to."""
         return [
             request.constraint_at(position)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from aioengine.families._block_config import TensorSpec
 from aioengine.model_files.checkpoint import FLOAT_BYTES, check_entries, check_unchanged, file_states, read_headers
 from aioengine.runner.tensor_files import DTYPES
 from aioengine.runner.weight_reading import read_all
@@ -61,19 +62,15 @@ def _fill(model: Model, folder: Path, *, load_format: str, seed: int, report: Re
             for entry in read_headers(folder, model.prefix, model.renamed)
             if entry.name in targets or not model.is_ignored(entry.name)
         ]
-        shapes = {name: target.shape for name, target in targets.items()}
-        check_entries(entries, shapes, folder, types=_exact_types(targets))
+        specs = {
+            name: TensorSpec(target.shape, _EXACT_TYPES.get(target.tensor.dtype, ""))
+            for name, target in targets.items()
+        }
+        check_entries(entries, specs, folder)
         before = file_states(entry.path for entry in entries)
         read_all(entries, targets, report)
         check_unchanged(before, "while it was read")
     return sum(target.tensor.nbytes for target in targets.values())
-
-
-def _exact_types(targets: dict[str, Target]) -> dict[str, str]:
-    """The type, as safetensors names it, of the tensors that no other type can be converted to."""
-    return {
-        name: _EXACT_TYPES[kind] for name, target in targets.items() if (kind := target.tensor.dtype) in _EXACT_TYPES
-    }
 
 
 def fill_dummy(targets: dict[str, Target], *, seed: int) -> None:

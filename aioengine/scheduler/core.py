@@ -111,8 +111,6 @@ class SchedulerCore(Generic[Ticket]):
         clock: time of collection; default: the ``now`` of the step, which does not include the wait.
         trace: records the parts of each step.
         """
-        if depth < 0:
-            raise ValueError(f"depth must be 0 or more, not {depth}")
         self.scheduler = scheduler
         self.requests = scheduler.requests
         self._runner = runner
@@ -131,20 +129,27 @@ class SchedulerCore(Generic[Ticket]):
         Raises the runner's exception after ``MAX_FAILURES`` failed steps in a row.
         """
         if self._calls_between_steps and not self._in_flight:
-            self._run_calls_between_steps()
-        plan = self._plan(now)
+            calls, self._calls_between_steps = self._calls_between_steps, []
+            for call in calls:
+                call()
+        plan: Plan | None = None
+        if self.is_paused or self._calls_between_steps:
+            self.requests.expire(now)
+        else:
+            with self._trace.part("schedule"):
+                plan = self.scheduler.schedule(now)
         if plan is not None:
             self._launch(plan)
         is_due = len(self._in_flight) > self._depth or plan is None
         output = self._collect(now) if is_due and self._in_flight else None
-        if output is None and self.requests.outbox.has_events:
-            output = self.requests.outbox.take()
+        if output is None and self.requests.events.has_events:
+            output = self.requests.events.take()
         return output
 
     @property
     def has_work(self) -> bool:
         """Whether ``step`` has something to do before the next message or deadline."""
-        if self._in_flight or self.requests.outbox.has_events or self._calls_between_steps:
+        if self._in_flight or self.requests.events.has_events or self._calls_between_steps:
             return True
         return not (self.requests.is_idle or self.is_paused)
 
@@ -163,18 +168,6 @@ class SchedulerCore(Generic[Ticket]):
         the exception of ``call``.
         """
         self._calls_between_steps.append(call)
-
-    def _run_calls_between_steps(self) -> None:
-        calls, self._calls_between_steps = self._calls_between_steps, []
-        for call in calls:
-            call()
-
-    def _plan(self, now: float) -> Plan | None:
-        if self.is_paused or self._calls_between_steps:
-            self.requests.expire(now)
-            return None
-        with self._trace.part("schedule"):
-            return self.scheduler.schedule(now)
 
     def _launch(self, plan: Plan) -> None:
         self._num_launched += 1

@@ -113,7 +113,7 @@ class WatchedRunner:
 
 @dataclass
 class World:
-    """One core, its requests, and what they gave. ``windows``: as in ``PageGroups``; empty: no groups of pages."""
+    """One core, its requests and their results. windows: as in ``PageGroups``; empty: no page groups."""
 
     settings: SchedulerSettings
     num_pages: int
@@ -169,7 +169,7 @@ class World:
         self.core.requests.open_gate(uids, gate)
 
     def forget_all(self) -> None:
-        """Whoever heard of the requests is gone; those that have not ended may come again."""
+        """Forget all requests, as after a crash. Requests that have not ended may be submitted again."""
         stats = self.core.scheduler.stats(self.now)
         self.num_never_told += stats.num_finished + stats.num_aborted - len(self.ended) - len(self.stopped)
         self.opened = {uid: opened for uid, opened in self.opened.items() if uid in self.ended}

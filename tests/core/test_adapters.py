@@ -1,4 +1,4 @@
-"""Requests with adapters: they wait beside the queue, share no prefixes, and lose their slots with their pages."""
+"""Requests with adapters wait outside the queue, share no prefixes, and lose their slots with their pages."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def test_copies_are_kept_within_a_number_and_bytes() -> None:
     assert len(few) == 0
 
 
-def test_an_adapter_that_cannot_be_read_fails_its_requests_alone(adapters: dict[str, Adapter], tmp_path: Path) -> None:
+def test_an_unreadable_adapter_fails_only_its_requests(adapters: dict[str, Adapter], tmp_path: Path) -> None:
     world = world_of()
     wrong = loaded(write_adapter(tmp_path / "nan", value=float("nan")), "nan", 50)
     gone = loaded(write_adapter(tmp_path / "gone"), "gone", 51)
@@ -254,7 +254,7 @@ def test_an_adapter_that_cannot_be_read_fails_its_requests_alone(adapters: dict[
     for uid, adapter in enumerate((wrong, gone, changed, adapters["a"], wrong)):
         world.submit(with_adapter(submit_of(uid, [1]), adapter))
     world.run()
-    for uid, words in ((0, "not finite"), (1, "no adapter_config.json any more"), (2, "have changed"), (4, "finite")):
+    for uid, words in ((0, "not finite"), (1, "was removed"), (2, "have changed"), (4, "finite")):
         assert world.ended[uid].code is FinishCode.FAILED
         assert world.ended[uid].stage == "adapter"
         assert words in world.ended[uid].message

@@ -31,7 +31,7 @@ class Echoes:
         self._world.core.call_between_steps(lambda: self.replies.append(self._world.runner.control(order)))
 
     def states(self) -> list[tuple[int, int]]:
-        """For each reply, the number of steps that were launched and of those in flight."""
+        """Return for each reply the number of launched steps, and the number of steps in flight."""
         facts = [json.loads(reply.data) for reply in self.replies]
         return [(fact["num_steps"], fact["num_in_flight"]) for fact in facts]
 

@@ -174,7 +174,7 @@ async def test_files_of_sessions_are_bounded(engine: AsyncEngine, monkeypatch: p
     sid, other = await engine.open_session(), await engine.open_session()
     first = await turn_of(engine, "<image>", sid, None, ONE)
     monkeypatch.setattr(intake(engine), "_max_kept_bytes", 0)
-    monkeypatch.setattr("aioengine.frontend.image_intake.MAX_SESSION_BYTES", intake(engine)._num_session_bytes + 10)
+    monkeypatch.setattr("aioengine.media.intake.image_intake.MAX_SESSION_BYTES", intake(engine)._num_session_bytes + 10)
     with pytest.raises(EngineOverloadedError, match="the images of open sessions take .* close some of them"):
         await turn_of(engine, "<image>", sid, None, TWO)
     await turn_of(engine, "<image>", other, None, ONE)

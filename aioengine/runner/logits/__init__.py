@@ -28,12 +28,12 @@ a ruled out token again.
 """
 
 
-class Constraint(Protocol):
-    """What one request has followed of its grammar.
+class RowConstraint(Protocol):
+    """The tokens that a grammar allows at one position of a request.
 
     Attributes:
-        source: computes its masks. is_complete: no further token is allowed. error: why it cannot be followed any
-            further; empty while it can. next_token: the only one that is allowed next; -1 where its mask says which.
+        source: computes the mask. is_complete: no token is allowed. error: the reason why the grammar cannot be
+            followed, or empty. next_token: the only allowed token; -1: the mask has the allowed tokens.
     """
 
     is_complete: bool
@@ -41,7 +41,21 @@ class Constraint(Protocol):
     next_token: int
 
     @property
-    def source(self) -> Grammars: ...
+    def source(self) -> GrammarSource: ...
+
+
+@dataclass(slots=True)
+class Forced:
+    """The constraint of a token that an earlier result gave as a forced token."""
+
+    next_token: int
+    source: GrammarSource
+    is_complete: bool = False
+    error: str = ""
+
+
+class OpenConstraint(RowConstraint, Protocol):
+    """The position of one request in its grammar, and the tokens that are allowed there."""
 
     @property
     def is_over(self) -> bool:
@@ -57,12 +71,12 @@ class Constraint(Protocol):
         ...
 
 
-class Grammars(Protocol):
+class GrammarSource(Protocol):
     """The grammars of an engine. num_words: of a mask, 32 tokens each."""
 
     num_words: int
 
-    def open(self, grammar: Grammar, token_ids: Sequence[int], num_prompt: int) -> Constraint:
+    def open(self, grammar: Grammar, token_ids: Sequence[int], num_prompt: int) -> OpenConstraint:
         """Follow a grammar from its beginning, behind the tokens of the request: prompt, then output.
 
         Raises:
@@ -101,7 +115,7 @@ class LogitsRow:
     history: Tensor | None
     uid: int = -1
     first_id: int = 0
-    constraint: Constraint | None = None
+    constraint: RowConstraint | None = None
     lists: TokenLists | None = None
     recent: Tensor | None = None
 

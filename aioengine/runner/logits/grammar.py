@@ -19,17 +19,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.protocol.messages import Sampling
-    from aioengine.runner.logits import Constraint, LogitsRow
+    from aioengine.runner.logits import LogitsRow, RowConstraint
     from aioengine.runner.transfer import Upload
 
 
 class GrammarMask:
-    """follow: called before masks are computed, as late as the device allows: constraints then follow the last tokens,
-    for which the host waits.
-    """
-
     def __init__(self) -> None:
-        self.follow: Callable[[], None] | None = None
         self._begun: _Begun | None = None
         self._buffers: list[_Buffer] = []  # two on a GPU: one is written while the other is copied
 
@@ -40,10 +35,8 @@ class GrammarMask:
         """Rule tokens out of rows of logits [S, W]. A row whose constraint is over is left as it is: it ends."""
         self.mask(logits, [row.index for row in rows], [row.constraint for row in rows])
 
-    def mask(self, logits: Tensor, indices: Sequence[int], constraints: Sequence[Constraint | None]) -> None:
+    def mask(self, logits: Tensor, indices: Sequence[int], constraints: Sequence[RowConstraint | None]) -> None:
         """As ``apply``, for the rows ``indices`` of logits [S, W] and their constraints; None: it has none."""
-        if self.follow is not None:
-            self.follow()
         pairs = [(index, each) for index, each in zip(indices, constraints, strict=True) if each is not None]
         wanted = [constraint for _, constraint in pairs]
         begun = self._take_begun(wanted)
@@ -64,7 +57,7 @@ class GrammarMask:
         else:
             mask_on_cpu(logits, rules, begun.masks)
 
-    def begin(self, constraints: Sequence[Constraint | None], *, is_on_gpu: bool) -> None:
+    def begin(self, constraints: Sequence[RowConstraint | None], *, is_on_gpu: bool) -> None:
         """Compute the masks that ``mask`` will be called for next, beside the caller. No constraint may advance until
         then.
         """
@@ -72,10 +65,10 @@ class GrammarMask:
         wanted = [each for each in constraints if each is not None]
         self._begun = self._begin(wanted, is_on_gpu=is_on_gpu, is_beside=True)
 
-    def _begin(self, constraints: list[Constraint], *, is_on_gpu: bool, is_beside: bool) -> _Begun | None:
+    def _begin(self, constraints: list[RowConstraint], *, is_on_gpu: bool, is_beside: bool) -> _Begun | None:
         """Compute their masks, beside the caller or not; None: all are over, or there is none."""
         rows: list[_Row] = []
-        computed: list[Constraint] = []
+        computed: list[RowConstraint] = []
         for place, constraint in enumerate(constraints):
             if constraint.is_complete or constraint.error:
                 continue
@@ -94,7 +87,7 @@ class GrammarMask:
             source.fill(computed, masks)
         return _Begun(constraints, rows, masks, wait)
 
-    def _take_begun(self, constraints: list[Constraint]) -> _Begun | None:
+    def _take_begun(self, constraints: list[RowConstraint]) -> _Begun | None:
         """What was begun, once it is computed; None where that is for others."""
         begun, self._begun = self._begun, None
         if begun is None:
@@ -111,14 +104,14 @@ class GrammarMask:
         return np.empty((num_masks, num_words), dtype=np.int32)
 
 
-_Row = tuple[int, "Constraint", int, int]
+_Row = tuple[int, "RowConstraint", int, int]
 """Its place among all, its constraint, the only token that is allowed or -1, and then the index of its mask."""
 
 
 class _Begun(NamedTuple):
     """Masks [N, words] that are being computed until ``wait`` returns, of N of the ``rows``, which are constrained."""
 
-    constraints: list[Constraint]
+    constraints: list[RowConstraint]
     rows: list[_Row]
     masks: npt.NDArray[np.int32]
     wait: Callable[[], None] | None

@@ -12,12 +12,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
-from aioengine import models
+from aioengine import models, plugins
+from aioengine.families._block_config import LinearShape, TensorSpec, TensorSpecs
+from aioengine.families._tensors import checkpoint_tensors, plain_tensors
 from aioengine.kernels.linear import Matmul
 from aioengine.kernels.silu_and_mul import silu_and_mul
 from aioengine.layers.linear import Linear, Stored
 from aioengine.layers.placement import Placement, Shard, Units, rank_ranges
-from aioengine.model_files.checkpoint import read_headers
+from aioengine.model_files.checkpoint import check_entries, read_headers
 from aioengine.models._base import Model, ModelOptions
 from aioengine.quantization._base import Axis, LinearFormat, Prepared, Tensors
 from aioengine.quantization.plain import PLAIN, plain
@@ -86,6 +88,14 @@ class TransposedFormat:
 
     def restore(self, tensors: Tensors) -> Tensors:
         return {**tensors, "weight": tensors["weight"] / 2}
+
+
+def int8_tensors(linear: LinearShape) -> TensorSpecs:
+    """Describe a layer of ``Int8Format``; the head is not quantized."""
+    specs = plain_tensors(linear)
+    if linear.name != "lm_head":
+        specs |= {"weight": specs["weight"]._replace(dtype="I8"), "weight_scale": TensorSpec((linear.outputs,))}
+    return specs
 
 
 def gated(matmul: Matmul) -> Matmul:
@@ -174,6 +184,27 @@ def test_layers_of_a_model_have_the_format_for_their_name(tmp_path: Path) -> Non
         ValueError, match=r"q_proj, .*k_proj, .*v_proj are one layer here, but their checkpoint has several formats"
     ):
         loaded(tmp_path, quantized | kept, Int8Format(), unquantized=("layers.1.self_attn.k_proj",))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_description_of_an_int8_checkpoint_matches_its_model(family: str, tmp_path: Path) -> None:
+    save_model(family, tmp_path, tie_word_embeddings=False)
+    plain_checkpoint = load_file(tmp_path / "model.safetensors")
+    head = plain_checkpoint.pop("lm_head.weight")
+    quantized = quantize(plain_checkpoint) | {"lm_head.weight": head}
+    model = loaded(tmp_path, quantized, Int8Format(), unquantized=("lm_head",))
+    config = plugins.load("families", family).read(json.loads((tmp_path / "config.json").read_text()))
+    specs = checkpoint_tensors(config, int8_tensors)
+    model.open_for_loading()
+    assert {name: target.shape for name, target in model.weights().items()} == {
+        name: spec.shape for name, spec in specs.items()
+    }
+    check_entries(read_headers(tmp_path, ""), specs, tmp_path)
+    with pytest.raises(ValueError, match=r"weight_scale.*is of type I8; what works: F64"):
+        check_entries(read_headers(tmp_path, ""), checkpoint_tensors(config), tmp_path)
+    save_file(plain_checkpoint | {"lm_head.weight": head}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"missing: .*weight_scale.*is of type F32; what works: I8"):
+        check_entries(read_headers(tmp_path, ""), specs, tmp_path)
 
 
 def test_float_tensor_in_int8_checkpoint_is_refused(tmp_path: Path) -> None:

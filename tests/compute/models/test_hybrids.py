@@ -21,7 +21,6 @@ from transformers import (
 
 from aioengine import plugins
 from aioengine.constraints.grammars import Grammars
-from aioengine.families._memory import kv_numbers, num_parameters, state_bytes
 from aioengine.model_files.model_folder import find_facts
 from aioengine.models._base import StatefulModel
 from aioengine.protocol.messages import Sampling
@@ -30,6 +29,7 @@ from aioengine.runner.device_memory import Demand, PoolBudget, fit_pages, fit_sn
 from aioengine.scheduler.gates import Gate
 from aioengine.settings.config import EngineConfig, MemoryConfig, ModelConfig
 from aioengine.settings.machine import DeviceFacts
+from aioengine.settings.memory_model import kv_cache, num_parameters, state_bytes
 from aioengine.settings.page_groups import PageGroups
 from aioengine.settings.planning import plan
 from aioengine.settings.resolve import CPU_MEMORY_FRACTION, resolve
@@ -180,7 +180,7 @@ def test_config_gives_sizes_of_weights_pages_and_states(case: str) -> None:
     _, model = pair(config, max_positions=128)
     model.open_for_loading()
     assert num_parameters(read) == sum(target.tensor.numel() for target in model.weights().values())
-    assert kv_numbers(read) == kv_bytes_per_token(model.attention_shape, torch.int8)
+    assert kv_cache(read, 1).numbers_per_token == kv_bytes_per_token(model.attention_shape, torch.int8)
     assert isinstance(model, StatefulModel)
     assert state_bytes(read, model.dtype.itemsize) == model.state_shape.num_bytes
 
@@ -390,12 +390,16 @@ def test_forced_tokens_are_not_computed_twice_with_a_step_in_flight(tmp_path: Pa
     folder = save_hybrid(make_config(vocab_size=VOCAB_SIZE), tmp_path)
     grammar = grammar_of(regex="(abcdabcd|dcba)[a-z]{10}")
     answers: list[list[list[int]]] = []
-    for depth in (0, 1):
+    num_steps: list[int] = []
+    for depth, min_jump in ((0, 1_000_000), (0, 1), (1, 1), (1, 4), (2, 1)):
         world = make_world(folder, depth=depth, vocab_size=VOCAB_SIZE)
         world.runner.use_grammars(Grammars(str(FOLDER), VOCAB_SIZE))
+        world.runner._constrained.min_jump = min_jump
         samplings = [Sampling(index, temperature=1.0, grammar=grammar) for index in range(len(PROMPTS))]
         answers.append(world.answers(PROMPTS, samplings, max_new_tokens=20))
-    assert answers[0] == answers[1]
+        num_steps.append(world.core.scheduler.stats(0.0).num_steps)
+    assert answers[1:] == answers[:1] * 4
+    assert max(num_steps[1:4]) < num_steps[0]
 
 
 def test_published_qwen3_5_loads_text_model_without_tower(tmp_path: Path) -> None:

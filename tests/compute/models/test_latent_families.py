@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from aioengine import models, plugins
-from aioengine.families._tensors import is_ignored, tensor_shapes
-from aioengine.families.youtu import YoutuFamily
+from aioengine.families._latent import YoutuFamily
+from aioengine.families._tensors import checkpoint_tensors, is_ignored
 from aioengine.models import _decoder
 from aioengine.runner import weights
 from aioengine.runner.device_memory import kv_bytes_per_token
@@ -152,7 +152,10 @@ def test_kv_cache_holds_one_vector_per_token(tmp_path: Path) -> None:
     assert kv_bytes_per_token(ours.attention_shape, torch.float32) == 3 * (24 + 8) * 4
     raw = {**YoutuConfig(**SIZES).to_dict(), "architectures": ["YoutuForCausalLM"]}
     ours.open_for_loading()
-    assert {name: target.shape for name, target in ours.weights().items()} == tensor_shapes(YoutuFamily.read(raw))
+    specs = checkpoint_tensors(YoutuFamily.read(raw))
+    assert {name: target.shape for name, target in ours.weights().items()} == {
+        n: spec.shape for n, spec in specs.items()
+    }
 
 
 def test_weights_can_be_reloaded(tmp_path: Path) -> None:

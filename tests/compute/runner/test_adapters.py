@@ -302,5 +302,5 @@ def test_the_text_part_of_a_model_that_reads_images(model_type: str, tmp_path: P
     towers = save_adapter(
         save_vision_model(model_type, tmp_path / "again"), tmp_path / "towers", target_modules="all-linear"
     )
-    with pytest.raises(ValueError, match="only the text part of a model that reads images is adapted"):
+    with pytest.raises(ValueError, match="only the text part of a model with images can be adapted"):
         runner.read_adapter(adapter(towers))

@@ -92,7 +92,8 @@ def alone(folder: Path) -> list[list[int]]:
 
 @pytest.mark.parametrize(("depth", "preempts_every"), [(0, 0), (1, 0), (2, 0), (0, 4), (1, 4), (2, 3)])
 @pytest.mark.parametrize(
-    ("min_jump", "max_tokens", "has_logprobs"), [(2, 1_000, False), (4, 24, True), (NO_JUMPS, 1_000, False)]
+    ("min_jump", "max_tokens", "has_logprobs"),
+    [(2, 1_000, False), (1, 1_000, True), (4, 24, True), (NO_JUMPS, 1_000, False)],
 )
 def test_answers_are_those_of_each_alone(
     folder: Path,
@@ -163,7 +164,7 @@ class MaskedGraphs:
         return token_ids
 
 
-@pytest.mark.parametrize(("depth", "preempts_every"), [(0, 0), (1, 0), (1, 4)])
+@pytest.mark.parametrize(("depth", "preempts_every"), [(0, 0), (1, 0), (1, 4), (2, 3)])
 def test_answers_are_the_same_where_masks_are_set_in_the_logits_of_graphs(
     folder: Path, alone: list[list[int]], depth: int, preempts_every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,7 +133,11 @@ def find_image_model(folder: Path) -> ImageModel | None:
     """Return the ``ImageModel`` of a folder; None for text-only models. Raises ValueError as ``read_image_model``."""
     config = folder_files.read_object(folder / "config.json")
     name = plugins.file_name(str(config.get("model_type")))
-    return read_image_model(folder, plugins.load("media", name), config) if name in plugins.names("media") else None
+    return (
+        read_image_model(folder, plugins.load("media/tokens", name), config)
+        if name in plugins.names("media/tokens")
+        else None
+    )
 
 
 def read_image_model(folder: Path, family: type[ImageFamily], config: Mapping[str, object]) -> ImageModel:

@@ -10,7 +10,7 @@ from typing import ClassVar, Self
 
 from msgspec import Struct
 
-from aioengine.media._base import Expansion, ImageShape, decoded, size_of
+from aioengine.media.tokens._base import Expansion, ImageShape, decoded, size_of
 
 
 class _QwenVisionFields(Struct, frozen=True):

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Final
 
 from aioengine.api import checks
 from aioengine.errors import EngineError, EngineStartupError
-from aioengine.frontend.image_intake import ImageIntake, ImagesOfPrompt
-from aioengine.frontend.image_sources import NOT_TRUNCATED, ImageSource, check_number
 from aioengine.frontend.intake.prompts import ChatIds, ChatPrompt, EmbedsIds, MediaIds
-from aioengine.media._placing import check_count, image_ids, placed
+from aioengine.media.intake.image_intake import ImageIntake, ImagesOfPrompt
+from aioengine.media.intake.sources import NOT_TRUNCATED, ImageSource, check_number
+from aioengine.media.placeholders import check_count, image_ids, placed
 from aioengine.protocol.messages import Media
 from aioengine.settings.machine import num_threads
 from aioengine.supervision.tasks import start_thread
@@ -21,11 +21,11 @@ from aioengine.supervision.tasks import start_thread
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aioengine.frontend.calls.calls import Call
+    from aioengine.frontend.calls.call import Call
     from aioengine.frontend.intake.encoder import Encoded, Encoder
     from aioengine.frontend.intake.requests import CallRequest
-    from aioengine.media._base import ImageModel, ImageShape
-    from aioengine.media._placing import ImageIds
+    from aioengine.media.placeholders import ImageIds
+    from aioengine.media.tokens._base import ImageModel, ImageShape
 
 MAX_AHEAD: Final = 16
 """Prompts of a batch whose images are prepared while those of the first are waited for."""
@@ -42,7 +42,7 @@ def check_images(request: CallRequest, place: int, images: PromptImages | None) 
     """
     prompt = request.prompts[place]
     own = prompt.images if isinstance(prompt, ChatPrompt) else ()
-    given = request.given.images
+    given = request.images
     if not own and (given is None or (images is None and not given.has_images(place))):
         return
     if images is None:
@@ -112,7 +112,7 @@ class PromptImages:
 
         Raises TypeError or ValueError. From any thread.
         """
-        given = () if request.given.images is None else request.given.images.of(place, self._max_images)
+        given = () if request.images is None else request.images.of(place, self._max_images)
         check_number("the prompt", len(own), self._max_images)
         if not isinstance(request.prompts[place], ChatPrompt):
             return given

@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 
 from msgspec import Struct
 
-from aioengine.media._base import Expansion, ImageShape, decoded, size_of
+from aioengine.media.tokens._base import Expansion, ImageShape, decoded, size_of
 
 _START = "<start_of_image>"
 _TOKEN = "<image_soft_token>"

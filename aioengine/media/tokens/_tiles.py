@@ -7,7 +7,7 @@ from typing import ClassVar, Self
 
 from msgspec import Struct
 
-from aioengine.media._base import Expansion, ImageShape, decoded, size_of
+from aioengine.media.tokens._base import Expansion, ImageShape, decoded, size_of
 
 _AROUND = "<fake_token_around_image>"
 _WHOLE = "<global-img>"

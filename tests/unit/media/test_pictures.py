@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from aioengine import pictures
+from aioengine.media import pictures
 
 MAX_PIXELS = 10_000
 COLORS = np.arange(12 * 9 * 3, dtype=np.uint8).reshape(9, 12, 3)

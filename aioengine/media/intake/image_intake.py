@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple, cast
 import msgspec
 
 from aioengine.errors import EngineOverloadedError, RequestError, describe
-from aioengine.frontend.image_sources import read_source
-from aioengine.media._base import ImageShape
+from aioengine.media.intake.media_jobs import MediaProcess
+from aioengine.media.intake.sources import read_source
+from aioengine.media.tokens._base import ImageShape
 from aioengine.protocol.media import (
     NUM_FETCHES,
     Broken,
@@ -34,7 +35,6 @@ from aioengine.protocol.media import (
     PrepareJob,
     Refused,
 )
-from aioengine.supervision.media_jobs import MediaProcess
 from aioengine.supervision.tasks import WorkerThread, post
 from aioengine.transport.addresses import MEDIA_SUFFIX, SHARED_MEMORY, PrivateDirectory, remove_stale
 
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from concurrent.futures import Future
 
-    from aioengine.frontend.image_sources import ImageSource
-    from aioengine.media._base import ImageModel
+    from aioengine.media.intake.sources import ImageSource
+    from aioengine.media.tokens._base import ImageModel
 
 NUM_READERS: Final = 4
 MAX_WORKERS: Final = 16

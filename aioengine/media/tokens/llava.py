@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, Self
 
 from msgspec import Struct
 
-from aioengine.media._base import Expansion, ImageShape, decoded, size_of
+from aioengine.media.tokens._base import Expansion, ImageShape, decoded, size_of
 
 _TOWERS_WITH_CLASS_TOKEN = ("clip_vision_model",)
 _TOWERS = (*_TOWERS_WITH_CLASS_TOKEN, "siglip_vision_model")

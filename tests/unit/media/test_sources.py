@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from aioengine.frontend.image_sources import ImageSource, image_source, read_source
+from aioengine.media.intake.sources import ImageSource, image_source, read_source
 from aioengine.settings.config import MediaConfig
 
 
@@ -22,6 +22,11 @@ from aioengine.settings.config import MediaConfig
 )
 def test_the_name_and_password_of_a_url_are_not_shown(url: str, shown: str) -> None:
     assert ImageSource("web", url).shown == shown
+
+
+def test_long_url_is_refused_at_the_call() -> None:
+    with pytest.raises(ValueError, match="image_data is a URL of 9019 characters; at most 8192 are allowed"):
+        image_source("image_data", "http://example.com/" + "x" * 9000)
 
 
 def test_a_path_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

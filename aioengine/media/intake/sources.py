@@ -29,6 +29,7 @@ CONTENT: Final = ("image", "url", "path", "base64")
 
 NOT_TRUNCATED: Final = "truncate_prompt_tokens is for prompts without images, which cannot be cut; shorten the text"
 MAX_PATH: Final = 4096
+MAX_URL: Final = 8192
 _WEB: Final = ("http://", "https://")
 _DECODING: Final = tuple(threading.Lock() for _ in range(61))
 """By the id of a picture: one that was only opened is loaded now, which Pillow can do on one thread at a time."""
@@ -89,10 +90,12 @@ def image_source(name: str, value: object) -> ImageSource:
         if not text:
             raise ValueError(f"{name} is empty; give {ALLOWED}")
         if text[:8].lower().startswith(_WEB):
+            if len(text) > MAX_URL:
+                raise ValueError(f"{name} is a URL of {len(text)} characters; at most {MAX_URL} are allowed")
             return ImageSource("web", checks.text(name, text))
         return ImageSource("text", text)
     if isinstance(value, bytes | bytearray | memoryview):
-        return ImageSource("bytes", bytes(value))
+        return ImageSource("bytes", bytes(cast("bytes", value)))
     if isinstance(value, os.PathLike):
         path = os.fspath(cast("os.PathLike[str] | os.PathLike[bytes]", value))
         return ImageSource("path", os.fsdecode(path))
@@ -112,7 +115,7 @@ def part_source(name: str, part: Mapping[str, object]) -> ImageSource | None:
         given = part.get("image_url")
         url = cast("Mapping[object, object]", given).get("url") if isinstance(given, Mapping) else given
         if not isinstance(url, str):
-            raise checks.wrong_type(f"image_url of {name}", 'a URL, or a dict {"url": ...}', given)
+            raise checks.wrong_type(f"image_url of {name}", 'a URL, or a dict {"url": ...}', part.get("image_url"))
         return image_source(f"the URL of {name}", url)
     if unknown := sorted(map(str, part.keys() - {"type", *CONTENT})):
         raise ValueError(
@@ -230,7 +233,7 @@ def read_source(source: ImageSource, limits: MediaConfig) -> SourceBytes:
 
 
 def _read_picture(value: object, limits: MediaConfig) -> SourceBytes:
-    from aioengine import pictures  # imports Pillow, which is there
+    from aioengine.media import pictures  # imports Pillow, which is there
 
     picture = cast("pictures.PillowImage", value)
     pictures.check_pixels(picture, limits.max_image_pixels)

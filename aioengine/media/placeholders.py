@@ -9,7 +9,7 @@ from aioengine.api import checks
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from aioengine.media._base import Expansion
+    from aioengine.media.tokens._base import Expansion
 
 
 class ImageIds(NamedTuple):
