@@ -73,6 +73,7 @@ def add_sinks(out: Tensor, weights: Tensor, sinks: Tensor) -> None:
 
 
 def _launch(out: Tensor, weights: Tensor, other: Tensor, other_weights: Tensor, *, has_sinks: bool) -> None:
+    """Merge into out [T, H, E] and weights [T, H]: see ``_merge_kernel``."""
     num_rows, (num_heads, head_size) = weights.numel(), out.shape[1:]
     tensors = out, weights, other, other_weights
     sizes = num_heads, head_size, next_power_of_2(head_size), ROWS, has_sinks
