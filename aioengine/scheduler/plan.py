@@ -8,17 +8,11 @@ one shorter, and the runner uses the token that it holds for this request.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from msgspec import Struct
 
 from aioengine.protocol.columns import BadColumnsError, TokenColumns
 from aioengine.protocol.messages import Media, RequestKind, Sampling
 from aioengine.protocol.packed_logprobs import LogprobRules
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
 
 NOTHING = 0
 TOKENS = 1
@@ -117,15 +111,3 @@ class StepResult(Struct, array_like=True, gc=False):
         expected = [row.uid for row in plan.rows if row.outputs]
         if self.tokens.uids != expected:
             raise BadColumnsError(f"the runner returned rows of the requests {self.tokens.uids}, not {expected}")
-
-
-class UnknownOrderError(ValueError):
-    """``Runner.control`` does not implement this order.
-
-    Attributes:
-        known: names of the implemented orders.
-    """
-
-    def __init__(self, name: str, known: Collection[str] = ()) -> None:
-        super().__init__(f"the runner does not implement the order {name!r}")
-        self.known = known

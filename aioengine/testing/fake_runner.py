@@ -23,7 +23,7 @@ from aioengine.model_files import adapter_folder
 from aioengine.protocol.columns import HIDDEN_STATES, NO_TOKEN, POOLED_VECTOR, Extra, TokenColumns, state_extras
 from aioengine.protocol.messages import ALL_STATES, Reply, RequestKind
 from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS, OUTPUT_LOGPROBS, prompt_extras
-from aioengine.scheduler.plan import StepResult, UnknownOrderError
+from aioengine.scheduler.plan import StepResult
 from aioengine.scheduler.planner import OUTPUTS
 from aioengine.testing.faults import Faults
 
@@ -39,7 +39,7 @@ MASK = (1 << 64) - 1
 UNWRITTEN = -1
 DEFAULT_NUM_PAGES = 4096
 ECHO = "echo"
-"""The only order of fake runners."""
+"""The only control message of fake runners."""
 FAKE_EXTRA = "fake"
 HIDDEN_SIZE = 8
 PRINTABLE = "abcdefghijklmnopqrstuvwxyz etaoin. "  # an alphabet whose texts look a little like text
@@ -219,6 +219,25 @@ class FakeTicket:
         self.done_at = done_at
 
 
+class FakeAdapterSlots:
+    """Implements ``DeviceAdapters``. numbers: of the adapters in the slots, from index 1."""
+
+    def __init__(self, num_slots: int, read_s: float) -> None:
+        self.num_slots = num_slots
+        self.numbers = [0] * (1 + num_slots)
+        self._read_s = read_s
+
+    def read(self, adapter: Adapter) -> FakeAdapter:
+        time.sleep(self._read_s)
+        return read_fake_adapter(adapter.path)
+
+    def place(self, slot: int, adapter: FakeAdapter) -> Future[None]:
+        self.numbers[slot] = adapter.number  # open rows keep their adapter
+        placed = Future[None]()
+        placed.set_result(None)
+        return placed
+
+
 class FakeRunner:
     """Implements ``Runner``. Steps are computed in launch order, with the timing of one device."""
 
@@ -243,8 +262,8 @@ class FakeRunner:
         self._step = 0
         self._num_in_flight = 0
         self._busy_until = 0.0
-        self.num_adapter_slots = num_adapter_slots
-        self._adapters = [0] * (1 + num_adapter_slots)  # by slot
+        self.adapters = FakeAdapterSlots(num_adapter_slots, model.adapter_s) if num_adapter_slots else None
+        self.use_grammars = None
 
     @property
     def facts(self) -> Mapping[str, str | int | float | bool]:
@@ -270,9 +289,10 @@ class FakeRunner:
             self._rows.pop(uid, None)
         for opened in plan.new_rows:
             row = self._rows[opened.uid] = _FakeRow(opened)
-            row.adapter = self._adapters[opened.adapter_slot]
-            if opened.adapter_slot and not row.adapter:
-                raise RuntimeError(f"request {opened.uid} uses slot {opened.adapter_slot}, which is empty")
+            if opened.adapter_slot:
+                row.adapter = 0 if self.adapters is None else self.adapters.numbers[opened.adapter_slot]
+                if not row.adapter:
+                    raise RuntimeError(f"request {opened.uid} uses slot {opened.adapter_slot}, which is empty")
         result = StepResult(TokenColumns())
         for row in plan.rows:
             self._compute(row, result.tokens)
@@ -290,34 +310,19 @@ class FakeRunner:
             self._faults.on_collect(ticket.step)
         return ticket.result
 
-    def control(self, order: Control) -> Reply:
-        """Answer "echo" with its arguments and payload, and the numbers of launched steps and of steps in flight.
-
-        Raises:
-            UnknownOrderError: another order.
-            InjectedFault: an injected fault.
-        """
-        if self._faults is not None:
-            self._faults.on_order(order.name)
-        if order.name != ECHO:
-            raise UnknownOrderError(order.name, [ECHO])
-        data = {"arguments": order.arguments, "num_steps": self._step, "num_in_flight": self._num_in_flight}
-        return Reply(order.call_id, True, data=msgspec.json.encode(data).decode(), payload=order.payload)
-
-    def read_adapter(self, adapter: Adapter) -> FakeAdapter:
-        """Read an adapter, in ``adapter_s`` seconds."""
-        time.sleep(self._model.adapter_s)
-        return read_fake_adapter(adapter.path)
-
-    def place_adapter(self, slot: int, host: FakeAdapter) -> Future[None]:
-        """Place an adapter. Open rows keep their old adapter."""
-        self._adapters[slot] = host.number
-        placed = Future[None]()
-        placed.set_result(None)
-        return placed
+    @property
+    def controls(self) -> Mapping[str, Callable[[Control], Reply]]:
+        return {ECHO: self._echo}
 
     def close(self) -> None:
         self._rows.clear()
+
+    def _echo(self, message: Control) -> Reply:
+        """Return the arguments and the payload, the number of launched steps, and how many of them are in flight."""
+        if self._faults is not None:
+            self._faults.on_control(message.name)
+        data = {"arguments": message.arguments, "num_steps": self._step, "num_in_flight": self._num_in_flight}
+        return Reply(message.call_id, True, data=msgspec.json.encode(data).decode(), payload=message.payload)
 
     def _compute(self, row: Row, tokens: TokenColumns) -> None:
         """Write the tokens of a row to its slots, and add its results to ``tokens``."""

@@ -69,8 +69,8 @@ class Faults(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if 0 < self.collect_raise_at <= step < self.collect_raise_at + self.raise_times:
             raise InjectedFault(f"collection of step {step}, as asked for by collect_raise_at={self.collect_raise_at}")
 
-    def on_order(self, name: str) -> None:
-        """Call for each order to the runner."""
+    def on_control(self, name: str) -> None:
+        """Call for each control message to the runner."""
         if name == self.kill_order and self._happens():
             os.kill(os.getpid(), signal.SIGKILL)
         if name == self.raise_order:

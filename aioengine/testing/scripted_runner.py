@@ -18,7 +18,7 @@ from aioengine.testing.byte_tokenizer import EOS_TOKEN_ID, NUM_BYTES, VOCAB_SIZE
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from aioengine.protocol.messages import Control, Progress, Reply
+    from aioengine.protocol.messages import Progress
     from aioengine.scheduler.plan import NewRow, Plan, Row, StepResult
     from aioengine.settings.config import Settings
     from aioengine.testing.fake_runner import FakeRunner, FakeTicket
@@ -34,6 +34,9 @@ class ScriptedRunner:
 
     def __init__(self, inner: FakeRunner, answers: Mapping[str, str]) -> None:
         self._inner = inner
+        self.adapters = None
+        self.use_grammars = None
+        self.controls = inner.controls
         self._answers = sorted(answers.items(), key=lambda entry: -len(entry[0]))
         self._rows: dict[int, tuple[NewRow, bytes]] = {}
 
@@ -62,10 +65,6 @@ class ScriptedRunner:
     def collect(self, ticket: FakeTicket) -> StepResult:
         """Wait for the simulated device."""
         return self._inner.collect(ticket)
-
-    def control(self, order: Control) -> Reply:
-        """Run an order of ``FakeRunner``."""
-        return self._inner.control(order)
 
     def close(self) -> None:
         self._rows.clear()

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Iterable
 
-    from aioengine.protocol.messages import Control, Reply
     from aioengine.scheduler.plan import Plan, Row, StepResult
     from aioengine.settings.config import SchedulerSettings
     from aioengine.testing.faults import Faults
@@ -63,6 +62,9 @@ class WatchedRunner:
 
     def __init__(self, runner: FakeRunner, *, gives_one: bool) -> None:
         self._runner = runner
+        self.adapters = runner.adapters
+        self.use_grammars = None
+        self.controls = runner.controls
         self.gives_one = gives_one
         self.plans: list[Plan] = []
         self.max_new: dict[int, int] = {}
@@ -85,9 +87,6 @@ class WatchedRunner:
         result = self._runner.collect(ticket)
         self.vectors.update({extra.uid: extra.data for extra in result.tokens.extras if extra.kind == POOLED_VECTOR})
         return result
-
-    def control(self, order: Control) -> Reply:
-        return self._runner.control(order)
 
     def close(self) -> None:
         self._runner.close()

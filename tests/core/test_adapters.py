@@ -59,7 +59,7 @@ class AdapterWorld(World):
             self.settings, num_pages=self.num_pages, page_size=self.page_size, num_adapter_slots=self.num_slots
         )
         self.core = SchedulerCore(self.scheduler, self.runner, self.settings.depth)
-        self.adapters = Adapters(self.fake, self.core.requests, self.copies)
+        self.adapters = Adapters(self.fake.adapters, self.core.requests, self.copies)
 
     def step(self) -> StepOutput | None:
         self.adapters.wait(1.0)
@@ -272,7 +272,7 @@ def test_a_copy_that_fails_ends_the_requests_in_line(
         raise RuntimeError("out of memory")
 
     world = world_of()
-    monkeypatch.setattr(world.fake, "place_adapter", place)
+    monkeypatch.setattr(world.fake.adapters, "place", place)
     world.submit(with_adapter(submit_of(0, [1]), adapters["a"]), submit_of(1, [1]))
     world.run()
     assert "out of memory" in world.ended[0].message
@@ -341,14 +341,14 @@ def test_reads_that_hang_hold_up_no_other_and_fail_by_name(
     adapters: dict[str, Adapter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world, ends = world_of(), threading.Event()
-    read = world.fake.read_adapter
+    read = world.fake.adapters.read
 
     def hangs(adapter: Adapter) -> FakeAdapter:
         if adapter.name in "ab":
             ends.wait()
         return read(adapter)
 
-    monkeypatch.setattr(world.fake, "read_adapter", hangs)
+    monkeypatch.setattr(world.fake.adapters, "read", hangs)
     monkeypatch.setattr(adapter_loading, "SLOW_READ_S", 0.01)
     for uid, name in enumerate("abc"):
         world.submit(with_adapter(submit_of(uid, [1]), adapters[name]))

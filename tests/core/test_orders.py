@@ -28,7 +28,7 @@ class Echoes:
     def send(self) -> None:
         self.num_sent += 1
         order = Control(self.num_sent, ECHO)
-        self._world.core.call_between_steps(lambda: self.replies.append(self._world.runner.control(order)))
+        self._world.core.call_between_steps(lambda: self.replies.append(self._world.runner.controls[ECHO](order)))
 
     def states(self) -> list[tuple[int, int]]:
         """Return for each reply the number of launched steps, and the number of steps in flight."""

@@ -218,6 +218,7 @@ def test_a_wrong_factory_is_told_by_its_name(name: str, error: type[Exception], 
 def build_without_pages(settings: object, report: object) -> Any:
     class Runner:
         facts = {"num_pages": 0}  # noqa: RUF012
+        adapters = use_grammars = None
 
     return Runner()
 

@@ -57,7 +57,7 @@ def our_logits(path: Path) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_all_weight_types_load(tmp_path: Path, family: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_reading, "PIECE_NUMBERS", 3000)
+    monkeypatch.setattr(weight_reading, "PIECE_ELEMENTS", 3000)
     model = transformers_model(family, **WIDE)
     path = tmp_path / "model.gguf"
     values = write_model(path, described(model), model.state_dict(), kind)

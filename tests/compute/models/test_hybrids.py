@@ -391,10 +391,10 @@ def test_forced_tokens_are_not_computed_twice_with_a_step_in_flight(tmp_path: Pa
     grammar = grammar_of(regex="(abcdabcd|dcba)[a-z]{10}")
     answers: list[list[list[int]]] = []
     num_steps: list[int] = []
-    for depth, min_jump in ((0, 1_000_000), (0, 1), (1, 1), (1, 4), (2, 1)):
+    for depth, min_forced in ((0, 1_000_000), (0, 1), (1, 1), (1, 4), (2, 1)):
         world = make_world(folder, depth=depth, vocab_size=VOCAB_SIZE)
         world.runner.use_grammars(Grammars(str(FOLDER), VOCAB_SIZE))
-        world.runner._constrained.min_jump = min_jump
+        world.runner._constrained.min_forced = min_forced
         samplings = [Sampling(index, temperature=1.0, grammar=grammar) for index in range(len(PROMPTS))]
         answers.append(world.answers(PROMPTS, samplings, max_new_tokens=20))
         num_steps.append(world.core.scheduler.stats(0.0).num_steps)

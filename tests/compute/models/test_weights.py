@@ -185,7 +185,7 @@ def test_folder_without_safetensors_is_refused_with_alternatives(tmp_path: Path)
 def test_large_tensors_are_read_in_pieces_by_several_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: torch.dtype
 ) -> None:
-    monkeypatch.setattr(weight_reading, "ALONE_BYTES", 0)
+    monkeypatch.setattr(weight_reading, "SMALL_BYTES", 0)
     monkeypatch.setattr(weight_reading, "PIECE_BYTES", 24)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     given = tensors()
@@ -223,7 +223,7 @@ def test_weights_that_overflow_the_dtype_are_refused(tmp_path: Path) -> None:
 def test_files_that_change_during_loading_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone_bytes: int
 ) -> None:
-    monkeypatch.setattr(weight_reading, "ALONE_BYTES", alone_bytes)
+    monkeypatch.setattr(weight_reading, "SMALL_BYTES", alone_bytes)
     path = tmp_path / "model.safetensors"
     save_file(tensors(), path)
     whole = path.read_bytes()

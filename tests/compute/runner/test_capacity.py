@@ -115,7 +115,8 @@ def test_no_more_than_can_be_used() -> None:
 
 def test_not_even_one_context() -> None:
     with pytest.raises(
-        ValueError, match=r"room for 2032 tokens.*2048 and needs 2 MiB; these are the words\. Lower context_length"
+        ValueError,
+        match=r"capacity of 2032 tokens.*2048 \(context_length\), which need 2 MiB; these are the words\.",
     ):
         fit_pages(DEMAND, room(2 * (2 << 20) - 1))
     assert fit_pages(DEMAND, room(2 * (2 << 20))) == 128
@@ -125,10 +126,10 @@ def test_a_given_number_of_pages() -> None:
     given = replace(DEMAND, num_tokens=48)
     assert fit_pages(given, room(GIB)) == 3
     with pytest.raises(
-        ValueError, match=r"48 tokens needs 0 MiB, but there is room for 0 MiB; these.*Lower max_total_tokens"
+        ValueError, match=r"48 tokens needs 0 MiB, but only 0 MiB are available; these.*Lower max_total_tokens"
     ):
         fit_pages(given, room(1000))
-    with pytest.raises(ValueError, match="at least one page of 16 tokens, not 0"):
+    with pytest.raises(ValueError, match="at least one page of 16 tokens, got 0"):
         fit_pages(replace(DEMAND, num_tokens=0), room(GIB))
 
 

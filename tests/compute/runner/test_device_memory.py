@@ -42,12 +42,11 @@ def test_what_was_needed_what_there_was_and_what_to_do(reserved: list[int]) -> N
     with memory.take("the weights", advice=""):
         reserved.append(5 * GIB)
     taking = memory.take("a pool", advice="Less.", need=GIB)
-    with pytest.raises(ValueError, match="not enough memory") as caught, taking:
+    with pytest.raises(ValueError, match="not enough GPU memory") as caught, taking:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB. GPU 0 has ...")
     assert str(caught.value) == (
-        "the GPU has not enough memory for a pool (1.0 GiB): CUDA out of memory. NVIDIA H100 has 80.0 GiB, of which "
-        "2.0 GiB are free; this engine has taken: the weights 5.0 GiB; others that hold some: process 12 (python) "
-        "70.0 GiB. Less."
+        "not enough GPU memory for a pool (1.0 GiB): CUDA out of memory. NVIDIA H100 has 80.0 GiB, 2.0 GiB free; used "
+        "by this engine: the weights 5.0 GiB; used by other processes: process 12 (python) 70.0 GiB. Less."
     )
     assert caught.value.__cause__ is None
 
@@ -57,7 +56,7 @@ def test_not_even_cuda_itself(reserved: list[int], monkeypatch: pytest.MonkeyPat
         raise RuntimeError("CUDA error: out of memory")
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", fail)
-    words = "not even enough for CUDA itself; others that hold some: process 12"
+    words = "CUDA itself is out of memory; used by other processes: process 12"
     with pytest.raises(ValueError, match=words), DeviceMemory(GPU).take("the weights", advice="End them"):
         fail(0)
 
