@@ -298,12 +298,12 @@ def test_memory_limits_the_number_of_slots() -> None:
     budget = PoolBudget(free_bytes=3000, usable_bytes=2000, explanation="3000 bytes are free")
     assert fit_states(50, 100, demand, budget) == (
         9,
-        PoolBudget(2000, 1000, "3000 bytes are free; the states of 9 requests take 0 MiB"),
+        PoolBudget(2000, 1000, "3000 bytes are free; the states of 9 requests need 0 MiB"),
     )
     assert fit_states(3, 100, demand, budget)[0] == 3
     given = dataclasses.replace(demand, num_tokens=2000)
     assert fit_states(50, 100, given, budget)[0] == 9
-    with pytest.raises(ValueError, match=r"states of a request.*Lower max_total_tokens"):
+    with pytest.raises(ValueError, match=r"states of one request.*Lower max_total_tokens"):
         fit_states(50, 600, demand, budget)
 
 
@@ -331,7 +331,7 @@ def test_snapshots_use_at_most_a_quarter_of_the_memory() -> None:
     budget = PoolBudget(free_bytes=3000, usable_bytes=2000, explanation="3000 bytes are free")
     assert fit_snapshots(100, 50, demand, budget) == (
         5,
-        PoolBudget(2500, 1500, "3000 bytes are free; 5 snapshots of states take 0 MiB"),
+        PoolBudget(2500, 1500, "3000 bytes are free; 5 snapshots of states need 0 MiB"),
     )
     assert fit_snapshots(10, 1, demand, budget)[0] == 16
     assert fit_snapshots(600, 50, demand, budget) == (0, dataclasses.replace(budget, explanation=ANY))
