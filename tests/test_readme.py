@@ -96,9 +96,9 @@ def test_every_counter_and_every_state_is_explained() -> None:
     assert set(table(guide("watching"), "state")) == set(re.findall(r'"(\w+)"', Health.__doc__ or ""))
 
 
-def test_the_files_of_the_story_exist() -> None:
+def test_the_files_of_a_request_exist() -> None:
     steps = table(text_of(PACKAGE / "README.md"), "step")
-    assert len(steps) == 9
+    assert len(steps) == 12
     assert [cells[0] for cells in steps.values() if not (PACKAGE / links(cells[0])[0]).is_file()] == []
 
 

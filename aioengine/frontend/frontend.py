@@ -30,11 +30,13 @@ from aioengine.frontend.callers import (
     refuse_interrupting,
     refuse_own_thread,
 )
+from aioengine.frontend.calls.call import Call
 from aioengine.frontend.calls.call_lifecycle import CallLifecycle
-from aioengine.frontend.calls.calls import Call, Calls
+from aioengine.frontend.calls.calls import Calls
 from aioengine.frontend.calls.delivery import Router, SlowReaders
-from aioengine.frontend.calls.overload import Overload, QueueLimits, Reservation
+from aioengine.frontend.calls.overload import Overload, QueueLimits
 from aioengine.frontend.calls.reader import Reader
+from aioengine.frontend.calls.row_types import row_type
 from aioengine.frontend.controls import Controls
 from aioengine.frontend.intake.encoder import Encoder, TextSizes
 from aioengine.frontend.intake.image_prompts import PromptImages
@@ -51,9 +53,10 @@ from aioengine.supervision.processes import Processes
 from aioengine.supervision.tasks import post, runs_here
 
 if TYPE_CHECKING:
+    from collections import deque
     from collections.abc import Callable, Collection, Sequence
 
-    from aioengine.frontend.calls.outputs import CallOutput, Cursor
+    from aioengine.frontend.calls.call import CallRow
     from aioengine.frontend.intake.requests import CallRequest
     from aioengine.protocol.messages import ToFrontend
     from aioengine.tokenization.tokenizer import Tokenizer  # noqa: TC004  # fields of a Struct that is never decoded
@@ -134,7 +137,7 @@ class Frontend:
             computed_since=partial(_computed_since, self),
         )
         self.attachments = self._lifecycle.attachments
-        self._slow_readers = SlowReaders(parts.delivery, self.calls.by_output.values, self._lifecycle)
+        self._slow_readers = SlowReaders(parts.delivery, partial(list, self.calls.opened), self._lifecycle)
         self._slow_readers.watch()
 
     # ------------------------------------------------------------ from any thread
@@ -150,35 +153,38 @@ class Frontend:
         called_at = time.monotonic()
         refuse_deep_stack()
         refuse_interrupting(self._lock)
-        reservation, call = Reservation(), None
+        call, reader = Call(called_at), None
         try:
-            self.overload.reserve(reservation)
+            self.overload.reserve(call)
             request = make_request()
             self._checks.check(request, 0)
-            call = Call(request, called_at, reservation)
-            reader = Reader(call.output.cursor, lock=self._lock, actions=self)
+            call.begin(request, row_type(request))
+            reader = Reader(call, call.ready, lock=self._lock, actions=self)
             with self._lock:
                 self.limits.check_refusal()  # it may have failed meanwhile
-                self.limits.add_bytes(reservation, request.num_bytes)
-                if request.given.adapters is not None:
-                    self.adapters.open(request.given.adapters, rows_fail_alone=request.rows_fail_alone)
+                self.limits.add_bytes(call, request.num_bytes)
+                if request.adapters is not None:
+                    self.adapters.open(request.adapters, rows_fail_alone=request.rows_fail_alone)
                 self.calls.open(call)
                 if request.resume_ttl_s is not None:
                     self.attachments.add(call)
-            self._act(self._lifecycle.start, call)
+            if runs_here(self.loop):
+                self._lifecycle.start(call)
+            else:
+                post(self.loop, self._lifecycle.start, call)
         except BaseException:  # KeyboardInterrupt, too
             try:
-                self._undo(reservation, call)
+                self._undo(call, is_begun=reader is not None)
             except BaseException:  # a second one
-                self._undo(reservation, call)
+                self._undo(call, is_begun=reader is not None)
                 raise
             raise
         return reader
 
-    def _undo(self, reservation: Reservation, call: Call | None) -> None:
+    def _undo(self, call: Call, *, is_begun: bool) -> None:
         """Opening a call failed half-way. Harmless twice."""
-        self.overload.release(reservation)
-        if call is not None:
+        self.overload.release(call)
+        if is_begun:
             post(self.loop, self._lifecycle.discard, call)
 
     @property
@@ -196,19 +202,24 @@ class Frontend:
             refuse_own_thread(self.loop)
         refuse_fork(self._pid)
 
-    def leave(self, cursor: Cursor) -> None:
-        cursor.output.mark_left(cursor)
-        self._act(self._lifecycle.on_left, cursor)
+    def leave(self, call: Call, ready: deque[CallRow]) -> None:
+        if not call.is_attachable:
+            call.is_left = True
+        if runs_here(self.loop) and not is_deep_stack():
+            self._lifecycle.on_left(call, ready)
+        else:
+            post(self.loop, self._lifecycle.on_left, call, ready)
 
-    def leave_later(self, cursor: Cursor) -> None:
-        cursor.output.mark_left(cursor)
-        post(self.loop, self._lifecycle.on_left, cursor)
+    def leave_later(self, call: Call, ready: deque[CallRow]) -> None:
+        if not call.is_attachable:
+            call.is_left = True
+        post(self.loop, self._lifecycle.on_left, call, ready)
 
-    def on_read(self, output: CallOutput) -> None:
-        post(self.loop, self._lifecycle.on_read, output)
+    def on_read(self, call: Call) -> None:
+        post(self.loop, self._lifecycle.on_read, call)
 
-    def abort(self, output: CallOutput) -> None:
-        post(self.loop, self._lifecycle.abort, output)
+    def abort(self, call: Call) -> None:
+        post(self.loop, self._lifecycle.abort, call)
 
     def abort_request(self, rid: str | None, abort_all: bool) -> None:
         """End the live rows that an id means, or all; unknown ids are no error, they have just ended."""
@@ -231,18 +242,11 @@ class Frontend:
         """The last counters of the scheduler, with the frontend's own."""
         return {
             **info.scheduler_counters(self.last_stats),
-            "num_streams": sum(output.num_open for output in list(self.calls.by_output)),
+            "num_streams": sum(call.num_open for call in list(self.calls.opened)),
             "num_detokenizing": self.router.num_detokenizing,
             "num_sessions": len(self.sessions),
             "num_restarts": self.parts.processes.num_restarts,
         }
-
-    def _act(self, act: Callable[..., None], *arguments: object) -> None:
-        """Do it now on the engine's own loop, else a moment later. Not for signal handlers and finalizers."""
-        if runs_here(self.loop) and not is_deep_stack():
-            act(*arguments)
-        else:
-            post(self.loop, act, *arguments)
 
     # ------------------------------------------------------------ from the processes, on the loop
 
@@ -265,7 +269,7 @@ class Frontend:
         self.failure = error
         with self._lock:
             self.limits.refuse(error)
-        for call in list(self.calls.by_output.values()):
+        for call in list(self.calls.opened):
             self._lifecycle.fail(call, error)
         self.sessions.clear()
         self._slow_readers.stop()
@@ -304,9 +308,9 @@ class Frontend:
         self.controls.send("continue")
         self._slow_readers.release()
         if not await self._become_idle(timeout_s):
-            self._lifecycle.end_all(list(self.calls.by_output.values()), FinishCode.SHUTDOWN)
+            self._lifecycle.end_all(list(self.calls.opened), FinishCode.SHUTDOWN)
             if not await self._become_idle(STOP_TIMEOUT_S):  # it hangs, or is just being replaced
-                for call in list(self.calls.by_output.values()):
+                for call in list(self.calls.opened):
                     self._lifecycle.give_up(call, FinishCode.SHUTDOWN)
                 await self._lifecycle.unstarted.wait()
             return False
@@ -315,10 +319,10 @@ class Frontend:
     async def _become_idle(self, timeout_s: float | None) -> bool:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while self.calls.by_output:
+                while self.calls.opened:
                     self._lifecycle.idle.clear()
                     await self._lifecycle.idle.wait()
-        return not self.calls.by_output
+        return not self.calls.opened
 
     async def stop(self) -> None:
         """End the processes; calls that wait get ``EngineClosedError``."""

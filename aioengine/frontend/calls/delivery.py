@@ -12,16 +12,15 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from aioengine.errors import describe
-from aioengine.frontend.calls.outputs import Wants
+from aioengine.frontend.calls.call import Wants
 from aioengine.protocol.messages import End, FinishCode, TextChunks
 
 if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Collection
 
+    from aioengine.frontend.calls.call import Call, CallRow, ReadPosition
     from aioengine.frontend.calls.call_lifecycle import CallLifecycle
-    from aioengine.frontend.calls.calls import Call
-    from aioengine.frontend.calls.outputs import CallOutput, Place, RowStream
     from aioengine.settings.config import DeliveryConfig
 
 
@@ -51,15 +50,13 @@ class Router:
         rows: ``Calls.rows``. num_detokenizing: requests that the detokenizer holds.
     """
 
-    def __init__(
-        self, rows: dict[int, RowStream], lock: threading.RLock, on_ended: Callable[[RowStream], None]
-    ) -> None:
+    def __init__(self, rows: dict[int, CallRow], lock: threading.RLock, on_ended: Callable[[CallRow], None]) -> None:
         """``on_ended`` is called with each row that was ended, without the lock."""
         self.rows = rows
         self.num_detokenizing = 0
         self._lock = lock
         self._on_ended = on_ended
-        self._fresh: list[CallOutput] = []
+        self._fresh: list[Call] = []
         self._waiting: dict[int, deque[TextChunks]] = {}
         self._unread_bytes = MAX_EXTRA_BYTES  # that may still be read in this turn
 
@@ -75,10 +72,10 @@ class Router:
         for row in ended:
             self._on_ended(row)
 
-    def _put(self, chunks: TextChunks) -> list[RowStream]:
+    def _put(self, chunks: TextChunks) -> list[CallRow]:
         """Put chunks into their rows; returns the rows that they end."""
         rows, fresh = self.rows, self._fresh
-        ended: list[RowStream] = []
+        ended: list[CallRow] = []
         tokens = chunks.tokens
         for extra in tokens.extras:
             if (row := rows.get(extra.uid)) is not None:
@@ -86,13 +83,13 @@ class Router:
         for uid, text, new in zip(tokens.uids, chunks.texts, tokens.rows(), strict=True):
             row = rows.get(uid)
             if row is not None and row.put(text, new):
-                fresh.append(row.output)
+                fresh.append(row.call)
         if chunks.ended:
             now = time.monotonic()
             for finished in chunks.ended:
                 row = rows.pop(finished.uid, None)
                 if row is not None:
-                    row.output.end_row(row, finished, now)
+                    row.call.end_row(row, finished, now)
                     ended.append(row)
         return ended
 
@@ -127,7 +124,7 @@ class Router:
 
     def _read_waiting(self) -> None:
         """Read extras of rows that wait: a bounded number now, more in the next turns of the loop."""
-        ended: list[RowStream] = []
+        ended: list[CallRow] = []
         unread_bytes = MAX_EXTRA_BYTES
         with self._lock:
             while self._waiting and unread_bytes > 0:
@@ -161,14 +158,13 @@ class Router:
         """Note in the rows what holds for all their chunks from now on."""
         for first_token in chunks.first_tokens:
             if (row := self.rows.get(first_token.uid)) is not None:
-                row.has_first_token = True
-                row.facts.begin(first_token)
+                row.begin(first_token)
         for uid in chunks.preempted:
             if (row := self.rows.get(uid)) is not None:
-                row.facts.preempt()
+                row.preempt()
         for uid in chunks.compiled:
             if (row := self.rows.get(uid)) is not None:
-                row.output.note_compiled(row)
+                row.call.note_compiled(row)
 
     def wake(self) -> None:
         """Wake some readers, and the others when these have read.
@@ -178,8 +174,8 @@ class Router:
         fresh = self._fresh
         self._unread_bytes = MAX_EXTRA_BYTES
         with self._lock:
-            for output in fresh[:MAX_WOKEN]:
-                output.cursor.wake()
+            for call in fresh[:MAX_WOKEN]:
+                call.wake()
         del fresh[:MAX_WOKEN]
         if fresh:
             asyncio.get_running_loop().call_soon(self.wake)
@@ -198,7 +194,7 @@ class SlowReaders:
         self._config = config
         self._open_calls = open_calls
         self._lifecycle = lifecycle
-        self._places: dict[CallOutput, tuple[Place, int]] = {}
+        self._positions: dict[Call, tuple[ReadPosition, int]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self) -> None:
@@ -212,8 +208,8 @@ class SlowReaders:
         if self._config.slow_reader == "pause":
             self.stop()
             for call in list(self._open_calls()):
-                if call.output.wants is Wants.READS:
-                    self._lifecycle.on_read(call.output)
+                if call.wants is Wants.READS:
+                    self._lifecycle.on_read(call)
 
     def stop(self) -> None:
         if self._timer is not None:
@@ -221,22 +217,22 @@ class SlowReaders:
         self._timer = None
 
     def _look(self) -> None:
-        places: dict[CallOutput, tuple[Place, int]] = {}
+        positions: dict[Call, tuple[ReadPosition, int]] = {}
         for call in list(self._open_calls()):
-            place = call.output.place
-            if place is None:
+            position = call.read_position
+            if position is None:
                 continue
-            before, num_looks = self._places.get(call.output, (None, 0))
-            num_looks = num_looks + 1 if before == place else 0
-            places[call.output] = place, num_looks
+            before, num_looks = self._positions.get(call, (None, 0))
+            num_looks = num_looks + 1 if before == position else 0
+            positions[call] = position, num_looks
             if num_looks == NUM_LOOKS:
-                self._act(call, place)
-        self._places = places
+                self._act(call, position)
+        self._positions = positions
         self.watch()
 
-    def _act(self, call: Call, place: Place) -> None:
+    def _act(self, call: Call, position: ReadPosition) -> None:
         if self._config.slow_reader == "pause":
-            self._lifecycle.suspend(call, place)
+            self._lifecycle.suspend(call, position)
         else:
             message = (
                 f"its reader stayed away for longer than slow_reader_timeout={self._config.slow_reader_timeout_s:g}"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from aioengine.errors import EngineOverloadedError, RequestTooLargeError
 from aioengine.frontend.callers import refuse_interrupting, refuse_own_thread, running_loop, this_caller
-from aioengine.frontend.calls.outputs import RowStream, resolve
+from aioengine.frontend.calls.reader import resolve
 from aioengine.supervision.tasks import post
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from aioengine.api.answers import Chunk
     from aioengine.errors import EngineError
+    from aioengine.frontend.calls.call import Call, CallRow
     from aioengine.settings.config import QueueConfig
 
 MIN_RETRY_S: Final = 0.1
@@ -31,25 +32,7 @@ PLACE_S: Final = 1.0
 """How long a place is kept for a queued caller; then it goes to the next."""
 
 
-class Reservation:
-    """The part of the limits that one call has.
-
-    Attributes:
-        is_held: from ``QueueLimits.reserve`` to ``QueueLimits.release``.
-        num_bytes: of its prompt. num_tokens: of its prompts that the scheduler has.
-        num_rows: rows that the scheduler has, by prompt: the tokens of a prompt of several samples count once.
-    """
-
-    __slots__ = ("is_held", "num_bytes", "num_rows", "num_tokens")
-
-    def __init__(self) -> None:
-        self.is_held = False
-        self.num_bytes = 0
-        self.num_tokens = 0
-        self.num_rows: dict[int, int] = {}
-
-
-class Place:
+class QueuedCaller:
     """A caller's place in the queue: it waits until ``is_given``, or until ``error`` is set: it never will be.
 
     ``wake`` returns False where the caller cannot be woken any more, since its loop is closed. It may be called twice.
@@ -84,8 +67,8 @@ class QueueLimits:
         self._config = config
         self._max_running = max_running
         self._max_total_tokens = max_total_tokens
-        self._queue: deque[Place] = deque()
-        self._given: dict[Hashable, Place] = {}  # by caller, to those that have not called yet, the oldest first
+        self._queue: deque[QueuedCaller] = deque()
+        self._given: dict[Hashable, QueuedCaller] = {}  # by caller, to those that have not called yet, the oldest first
         self._released_at = 0.0
         self._release_interval_s = MIN_RETRY_S
 
@@ -100,7 +83,7 @@ class QueueLimits:
         return None if oldest is None else oldest.given_at + PLACE_S
 
     @property
-    def _oldest(self) -> Place | None:
+    def _oldest(self) -> QueuedCaller | None:
         return next(iter(self._given.values()), None)
 
     def refuse(self, error: EngineError) -> None:
@@ -117,7 +100,7 @@ class QueueLimits:
 
     # ------------------------------------------------------------ reservations
 
-    def reserve(self, reservation: Reservation, caller: Hashable) -> None:
+    def reserve(self, call: Call, caller: Hashable) -> None:
         """Reserve a place for a call; the one that was given to its caller, where there is one.
 
         Raises:
@@ -130,39 +113,39 @@ class QueueLimits:
             )
         # Nothing is called between these two: a signal handler that raises comes before both, or after.
         self.num_calls += 1
-        reservation.is_held = True
+        call.is_reserved = True
 
-    def add_bytes(self, reservation: Reservation, num_bytes: int) -> None:
-        reservation.num_bytes += num_bytes
+    def add_bytes(self, call: Call, num_bytes: int) -> None:
+        call.num_bytes += num_bytes
         self.num_bytes += num_bytes
 
-    def add_row(self, reservation: Reservation, prompt: int, num_tokens: int) -> None:
+    def add_row(self, call: Call, prompt: int, num_tokens: int) -> None:
         """A row goes to the scheduler: its prompt counts until all rows of it have ended.
 
         Not where the call was released meanwhile: a signal handler raised on the thread that opened it.
         """
-        if not reservation.is_held:
+        if not call.is_reserved:
             return
-        num_rows = reservation.num_rows.get(prompt, 0)
+        num_rows = call.num_rows_of.get(prompt, 0)
         if not num_rows:
-            reservation.num_tokens += num_tokens
+            call.num_tokens += num_tokens
             self.num_tokens += num_tokens
-        reservation.num_rows[prompt] = num_rows + 1
+        call.num_rows_of[prompt] = num_rows + 1
 
     @property
     def free_logprob_bytes(self) -> int:
         return self._config.max_logprob_bytes - self.num_logprob_bytes
 
-    def reserve_logprobs(self, row: RowStream, num_bytes: int) -> None:
-        """Reserve memory for the logprobs of a row, until ``RowStream.free_logprobs``.
+    def reserve_logprobs(self, row: CallRow, num_bytes: int) -> None:
+        """Reserve memory for the logprobs of a row, until ``CallRow.free_logprobs``.
 
         Raises:
             RequestTooLargeError: it does not fit beside the other rows of its call.
             EngineOverloadedError: it does not fit beside other calls.
         """
-        output, most = row.output, self._config.max_logprob_bytes
-        if output.num_logprob_bytes + num_bytes > most:
-            others = f", beside {output.num_logprob_bytes} of other rows," if output.num_logprob_bytes else ""
+        call, most = row.call, self._config.max_logprob_bytes
+        if call.num_logprob_bytes + num_bytes > most:
+            others = f", beside {call.num_logprob_bytes} of other rows," if call.num_logprob_bytes else ""
             raise RequestTooLargeError(
                 f"its logprobs may take {num_bytes} bytes{others} but max_logprob_bytes={most} are allowed; lower "
                 "top_logprobs_num or max_new_tokens, use a stream or smaller batches, or raise max_logprob_bytes"
@@ -173,30 +156,30 @@ class QueueLimits:
                 f"{self.num_logprob_bytes} of other requests (max_logprob_bytes={most}); try again later",
                 retry_after=self._retry_after(),
             )
-        output.counter = self
+        call.counter = self
         row.num_logprob_bytes = num_bytes
-        output.num_logprob_bytes += num_bytes
+        call.num_logprob_bytes += num_bytes
         self.num_logprob_bytes += num_bytes
 
-    def end_row(self, reservation: Reservation, prompt: int, num_tokens: int, now: float) -> None:
+    def end_row(self, call: Call, prompt: int, num_tokens: int, now: float) -> None:
         """A row has ended, and its call goes on."""
-        num_rows = reservation.num_rows.pop(prompt, 0) - 1
+        num_rows = call.num_rows_of.pop(prompt, 0) - 1
         if num_rows > 0:
-            reservation.num_rows[prompt] = num_rows
+            call.num_rows_of[prompt] = num_rows
         elif num_rows == 0:
-            reservation.num_tokens -= num_tokens
+            call.num_tokens -= num_tokens
             self.num_tokens -= num_tokens
             self.serve(now)
 
-    def release(self, reservation: Reservation, now: float) -> None:
+    def release(self, call: Call, now: float) -> None:
         """The call is over, or was never opened. Harmless twice."""
-        if not reservation.is_held:
+        if not call.is_reserved:
             return
-        reservation.is_held = False
+        call.is_reserved = False
         self.num_calls -= 1
-        self.num_tokens -= reservation.num_tokens
-        self.num_bytes -= reservation.num_bytes
-        reservation.num_rows = {}  # none of them gives its tokens back again
+        self.num_tokens -= call.num_tokens
+        self.num_bytes -= call.num_bytes
+        call.num_rows_of = {}  # none of them gives its tokens back again
         if self._released_at:
             self._release_interval_s += 0.1 * (now - self._released_at - self._release_interval_s)
         self._released_at = now
@@ -204,7 +187,7 @@ class QueueLimits:
 
     # ------------------------------------------------------------ the queue
 
-    def enter(self, place: Place, now: float) -> None:
+    def enter(self, place: QueuedCaller, now: float) -> None:
         """Add a caller to the queue; its place may be given at once.
 
         Raises:
@@ -214,7 +197,7 @@ class QueueLimits:
         self._queue.append(place)
         self.serve(now)
 
-    def remove(self, place: Place, now: float) -> None:
+    def remove(self, place: QueuedCaller, now: float) -> None:
         """The caller has gone, with or without its place."""
         self._forget(place)
         if place in self._queue:
@@ -231,7 +214,7 @@ class QueueLimits:
                 self._given.pop(place.caller, None)  # it stands behind those that were given before
                 self._given[place.caller] = place
 
-    def _wake_first(self) -> Place | None:
+    def _wake_first(self) -> QueuedCaller | None:
         """Wake the first caller of the queue, which then leaves it; None where it cannot be woken, or has left.
 
         It leaves afterwards: a signal handler may raise in here, and it would wait for ever. And garbage collection may
@@ -244,7 +227,7 @@ class QueueLimits:
         self._queue.popleft()
         return place if is_woken else None
 
-    def _forget(self, place: Place) -> None:
+    def _forget(self, place: QueuedCaller) -> None:
         if self._given.get(place.caller) is place:
             del self._given[place.caller]
 
@@ -279,19 +262,19 @@ class Overload:
         self._loop = loop
         self._timer: asyncio.TimerHandle | None = None
 
-    def reserve(self, reservation: Reservation) -> None:
+    def reserve(self, call: Call) -> None:
         """Reserve a place for a call of this task or thread.
 
         Raises:
             EngineError: the engine takes no calls, or too much waits.
         """
         with self._lock:
-            self.limits.reserve(reservation, this_caller())
+            self.limits.reserve(call, this_caller())
 
-    def release(self, reservation: Reservation) -> None:
+    def release(self, call: Call) -> None:
         """The call was not opened. Harmless where nothing was reserved."""
         with self._lock:
-            self.limits.release(reservation, time.monotonic())
+            self.limits.release(call, time.monotonic())
 
     async def wait(self) -> None:
         """Queue until a call of this task fits. Cancelling it leaves the queue.
@@ -323,18 +306,18 @@ class Overload:
             raise
         _raise_refusal(place)
 
-    def _enter(self, wake: Callable[[], bool]) -> Place:
+    def _enter(self, wake: Callable[[], bool]) -> QueuedCaller:
         def give() -> bool:
             post(self._loop, self._serve)  # which takes the place back where it is not used
             return wake()
 
         refuse_interrupting(self._lock)
-        place = Place(this_caller(), give)
+        place = QueuedCaller(this_caller(), give)
         with self._lock:
             self.limits.enter(place, time.monotonic())
         return place
 
-    def _remove(self, place: Place) -> None:
+    def _remove(self, place: QueuedCaller) -> None:
         with self._lock:
             self.limits.remove(place, time.monotonic())
 
@@ -354,7 +337,7 @@ class Overload:
             self._timer = self._loop.call_later(due_at - now, self._serve)
 
 
-def _raise_refusal(place: Place) -> None:
+def _raise_refusal(place: QueuedCaller) -> None:
     if place.error is not None:
         raise copy(place.error)
 

@@ -21,7 +21,7 @@ from aioengine.supervision.tasks import start_thread
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aioengine.frontend.calls.calls import Call
+    from aioengine.frontend.calls.call import Call
     from aioengine.frontend.intake.encoder import Encoded, Encoder
     from aioengine.frontend.intake.requests import CallRequest
     from aioengine.media.placeholders import ImageIds
@@ -42,7 +42,7 @@ def check_images(request: CallRequest, place: int, images: PromptImages | None) 
     """
     prompt = request.prompts[place]
     own = prompt.images if isinstance(prompt, ChatPrompt) else ()
-    given = request.given.images
+    given = request.images
     if not own and (given is None or (images is None and not given.has_images(place))):
         return
     if images is None:
@@ -112,7 +112,7 @@ class PromptImages:
 
         Raises TypeError or ValueError. From any thread.
         """
-        given = () if request.given.images is None else request.given.images.of(place, self._max_images)
+        given = () if request.images is None else request.images.of(place, self._max_images)
         check_number("the prompt", len(own), self._max_images)
         if not isinstance(request.prompts[place], ChatPrompt):
             return given

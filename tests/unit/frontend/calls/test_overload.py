@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from aioengine.frontend.calls import overload
-from aioengine.frontend.calls.overload import Overload, QueueLimits, Reservation
+from aioengine.frontend.calls.call import Call
+from aioengine.frontend.calls.overload import Overload, QueueLimits
 from aioengine.settings.config import QueueConfig
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def test_places_that_are_not_used_in_time_go_to_the_next_tasks(
             assert order == list(range(4 * num_places))
             while limits.due_at is not None:  # noqa: ASYNC110  # there is no event for it
                 await asyncio.sleep(0.001)
-        queue.reserve(Reservation())
+        queue.reserve(Call(0.0))
         before = loop.num_timers
         await asyncio.sleep(0.001)
         assert loop.num_timers - before <= 1  # the sleep's own
@@ -71,7 +72,7 @@ def test_a_place_of_a_waiter_whose_loop_has_ended_goes_to_the_next(
     async def main() -> None:
         limits = QueueLimits(QueueConfig(max_requests=0), max_running=1, max_total_tokens=100)
         queue = Overload(limits, threading.RLock(), asyncio.get_running_loop())
-        queue.reserve(opened := Reservation())
+        queue.reserve(opened := Call(0.0))
         first = elsewhere.create_task(queue.wait())
 
         def stand_in_line() -> None:
