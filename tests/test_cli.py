@@ -209,7 +209,7 @@ def test_a_wrong_flag_is_one_line_and_status_2(
         (["generate", "x", "--model", "./no/such/folder"], "there is no such folder"),
         pytest.param(
             ["chat", "--device", "cuda"],
-            "device='cuda' is not available: this machine shows no NVIDIA GPU",
+            "device='cuda' is not available: this machine has no NVIDIA GPU",
             marks=pytest.mark.skipif(machine.device_facts().num_gpus > 0, reason="this machine has a GPU"),
         ),
     ],

@@ -26,9 +26,9 @@ CLOCK_AND_LOOP = "asyncio time threading multiprocessing subprocess socket selec
 FLOORS = {
     "0": Floor(
         (
-            "settings.resolve > model_files > families > settings.machine > settings.config",
+            "settings.resolve > settings.memory_model > model_files > families > settings.machine > settings.config",
             "api.params > constraints, api.parameter_table > constraints.patterns, protocol",
-            "media > plugins",
+            "media.placeholders > media.tokens > plugins, media",
             "api.checks > errors",
             "logs",
             "file_descriptors",
@@ -41,7 +41,7 @@ FLOORS = {
         CLOCK_AND_LOOP,
     ),
     "1": Floor(("scheduler > memory", "text"), "0", "msgspec regex", CLOCK_AND_LOOP),
-    "1'": Floor(("pictures",), "0", "PIL"),
+    "1'": Floor(("media.pictures",), "0", "PIL"),
     "2g": Floor(("constraints.grammars",), "0 1 2t", "llguidance numpy msgspec"),
     "2t": Floor(
         ("tokenization",),
@@ -55,12 +55,16 @@ FLOORS = {
         "torch flashinfer filelock triton safetensors numpy msgspec",
         "asyncio",
     ),
-    "3": Floor(("processes",), "0 1 1' 2 2' 2g 2t", "torch zmq uvloop msgspec PIL numpy safetensors"),
+    "3": Floor(
+        ("processes > media.service, scheduler.adapter_loading, child_process",),
+        "0 1 1' 2 2' 2g 2t",
+        "torch zmq uvloop msgspec PIL numpy safetensors httpx",
+    ),
     "3s": Floor(("supervision",), "0 1 2'", "msgspec uvloop"),
     "4": Floor(
         (
             "utils, http > api.sync > api.engine, settings.planning > api.signatures > api.stream > frontend"
-            " > api.args, api.answers > frontend.portal",
+            " > api.args, api.answers, media.intake > frontend.portal",
         ),
         "0 1 1' 2' 2t 3s",
         "uvloop msgspec tqdm numpy typing_extensions",

@@ -96,9 +96,9 @@ def test_every_counter_and_every_state_is_explained() -> None:
     assert set(table(guide("watching"), "state")) == set(re.findall(r'"(\w+)"', Health.__doc__ or ""))
 
 
-def test_the_files_of_the_story_exist() -> None:
+def test_the_files_of_a_request_exist() -> None:
     steps = table(text_of(PACKAGE / "README.md"), "step")
-    assert len(steps) == 9
+    assert len(steps) == 12
     assert [cells[0] for cells in steps.values() if not (PACKAGE / links(cells[0])[0]).is_file()] == []
 
 
@@ -163,7 +163,7 @@ def test_guide_marks_the_vision_models_that_do_not_read_images() -> None:
     page = models_table.PAGE.read_text()
     notes = {name: cells[-1] for name, cells in models_table.rows(page).items()}
     vision = [name for name in models_table.families() if models_table.section(name) == "Vision-language models"]
-    assert [name for name in vision if not notes[name].startswith("text only")] == sorted(plugins.names("media"))
+    assert [name for name in vision if not notes[name].startswith("text only")] == sorted(plugins.names("media/tokens"))
 
 
 def test_gguf_architectures_equal_the_code() -> None:

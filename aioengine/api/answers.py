@@ -1,14 +1,8 @@
-"""The public dicts: chunks of a stream, whole answers, batches of them, and finish reasons.
-
-Pure functions of the facts about a row and its output.
-"""
+"""The public results: chunks, answers, batches of answers, and finish reasons."""
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import TYPE_CHECKING, ClassVar, Literal, NotRequired, Protocol, SupportsIndex, TypedDict, cast, overload
-
-from msgspec import Struct
 
 from aioengine.api import checks
 from aioengine.errors import (
@@ -19,16 +13,15 @@ from aioengine.errors import (
     UnsupportedSchemaError,
 )
 from aioengine.protocol.columns import HIDDEN_STATES, PROMPT_STATES, Extra
-from aioengine.protocol.messages import LAST_STATES, End, FinishCode
+from aioengine.protocol.messages import End, FinishCode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     import numpy as np
     import numpy.typing as npt
     from typing_extensions import TypeVar
 
-    from aioengine.protocol.messages import FirstToken
     from aioengine.protocol.packed_logprobs import Entry
 
 WEIGHT_VERSION = "default"
@@ -302,9 +295,9 @@ class StateReader:
         """
         is_prompt = extra.kind == PROMPT_STATES
         if extra.index and not is_prompt:
-            self._arrays[extra.index] = _array(extra.data)
+            self._arrays[extra.index] = array(extra.data)
         else:
-            from numpy import empty, float32, frombuffer  # as in _array
+            from numpy import empty, float32, frombuffer  # as in array
 
             if 0 not in self._arrays:
                 self._arrays[0] = empty(self._shape, float32)
@@ -318,176 +311,19 @@ class StateReader:
         return {"hidden_states": list(map(self._arrays.__getitem__ if keeps else self._arrays.pop, given))}
 
 
-class RowFacts(Struct, gc=False):
-    """The facts about a row, for its dicts. ``index`` None: the only row of its call.
-
-    ``called_at`` is the time of the call, ``tokenize_s`` how long its prompt took to become ids. ``shows_prompt``:
-    its dicts carry ``prompt_token_ids``. ``readers``: of what it asked for beside its tokens.
-    ``num_image_tokens``: positions of the prompt that hold features of images.
-    ``states``: which hidden states they carry (``Sampling.hidden_states``);
-    ``newest_state``: that of the newest token, where they carry the last one alone.
-    """
-
-    rid: str
-    index: int | None
-    seed: int
-    called_at: float
-    tokenize_s: float = 0.0
-    prompt_token_ids: list[int] = []
-    shows_prompt: bool = False
-    readers: tuple[ExtraReader, ...] = ()
-    states: str = ""
-    num_image_tokens: int = 0
-    newest_state: Extra | None = None
-    common_info: ChunkInfo = {}  # type: ignore[typeddict-item]  # made below
-    admitted_at: float | None = None
-    first_token_at: float | None = None
-
-    def __post_init__(self) -> None:
-        self.common_info = {
-            "id": self.rid,
-            "finish_reason": None,
-            "prompt_tokens": len(self.prompt_token_ids),
-            "completion_tokens": 0,
-            "reasoning_tokens": 0,
-            "weight_version": WEIGHT_VERSION,
-            "dp_rank": None,
-            "seed": self.seed,
-            "cached_tokens": 0,
-            "num_preemptions": 0,
-            "num_retractions": 0,
-        }
-        if self.states:
-            self.common_info["hidden_states"] = []
-        if self.num_image_tokens:
-            self.common_info["image_tokens"] = self.num_image_tokens
-
-    def begin(self, first_token: FirstToken) -> None:
-        """Its prompt is computed."""
-        self.common_info["cached_tokens"] = first_token.num_cached
-        self.admitted_at, self.first_token_at = first_token.admitted_at, first_token.first_token_at
-
-    def preempt(self) -> None:
-        """It lost its pages once more."""
-        self.common_info["num_preemptions"] += 1
-        self.common_info["num_retractions"] += 1
-
-
-class Piece(Protocol):
-    """Text and ids of one row with the offset of their beginning; ``finished`` with its last piece.
-
-    ``delivered_at``: when the frontend received the end of the row. ``error``: why it has no answer, if it failed.
-    """
-
-    text: str
-    token_ids: list[int]
-    text_offset: int
-    token_offset: int
-    finished: End | None
-    delivered_at: float
-    error: RowError | None
-
-
-def chunk(facts: RowFacts, piece: Piece) -> Chunk:
-    """The public form of a piece of a stream."""
-    token_ids, token_offset = piece.token_ids, piece.token_offset
-    info = facts.common_info.copy()
-    info["completion_tokens"] = token_offset + len(token_ids)
-    if piece.finished is not None:
-        _add_end(info, facts, piece, piece.finished)
-    made: Chunk = {
-        "text": piece.text,
-        "output_ids": token_ids,
-        "meta_info": info,
-        "text_offset": piece.text_offset,
-        "token_offset": token_offset,
-    }
-    if facts.index is not None:
-        made["index"] = facts.index
-    if facts.shows_prompt:
-        made["prompt_token_ids"] = facts.prompt_token_ids
-    return made
-
-
-def answer(facts: RowFacts, piece: Piece) -> Answer:
-    """The public form of a row that was read as a whole."""
-    info = facts.common_info.copy()
-    info["completion_tokens"] = len(piece.token_ids)
-    if piece.finished is not None:
-        _add_end(info, facts, piece, piece.finished)
-    whole = cast("MetaInfo", info)  # its request is finished
-    made: Answer = {"text": piece.text, "output_ids": piece.token_ids, "meta_info": whole}
-    if facts.shows_prompt:
-        made["prompt_token_ids"] = facts.prompt_token_ids
-    return made
-
-
-def add_read(made: Answer | Chunk, facts: RowFacts, start: int, *, keeps: bool) -> None:
-    """Add what was read beside the tokens, the first of which is the ``start``-th of the output.
-
-    ``keeps``: it may be asked for again.
-    """
-    info = cast("dict[str, object]", made["meta_info"])
-    for reader in facts.readers:
-        info |= reader.lists(start, start + len(made["output_ids"]), keeps=keeps)
-
-
-def add_extras(made: Answer | Chunk, facts: RowFacts, extras: list[Extra]) -> None:
-    """Add what came beside the tokens and has no reader."""
-    if facts.states == LAST_STATES:
-        states = [extra for extra in extras if extra.kind == HIDDEN_STATES]
-        extras = [extra for extra in extras if extra.kind != HIDDEN_STATES]
-        if states:
-            facts.newest_state = max(states, key=_index)
-            if made["meta_info"]["finish_reason"] is not None:
-                made["meta_info"]["hidden_states"] = [_array(facts.newest_state.data)]
-    if extras:
-        made["extras"] = extras
-
-
-_index = attrgetter("index")
-
-
-def _array(data: bytes) -> npt.NDArray[np.float32]:
-    """The packed numbers, in memory that can be written to."""
-    from numpy import float32, frombuffer  # slow to import, and most programs ask for no arrays
+def array(data: bytes) -> npt.NDArray[np.float32]:
+    """Return a writable copy of packed float32 numbers."""
+    from numpy import float32, frombuffer  # slow to import, and most programs need no arrays
 
     return frombuffer(data, float32).copy()
 
 
-def _add_end(info: ChunkInfo, facts: RowFacts, piece: Piece, finished: End) -> None:
-    """Add the facts about a finished request.
-
-    Where the frontend or the supervisor ended it, ``finished`` lacks how it began, which ``facts`` has.
-    """
-    if facts.newest_state is not None:
-        info["hidden_states"] = [_array(facts.newest_state.data)]
-    info["finish_reason"] = finish_reason(finished, info["completion_tokens"], piece.error)
-    num_cached = info["cached_tokens"] = max(finished.num_cached, info["cached_tokens"])
-    info["cached_tokens_details"] = {"device": num_cached, "host": 0}
-    info["num_preemptions"] = info["num_retractions"] = max(finished.num_preemptions, info["num_preemptions"])
-    info["e2e_latency"] = piece.delivered_at - facts.called_at
-    info["timings"] = _timings(facts, finished, piece.delivered_at)
-
-
-def _timings(facts: RowFacts, finished: End, delivered_at: float) -> Timings:
-    """Each stage ends where the next begins; one that was not reached ends with the request."""
-    ended_at = min(max(finished.ended_at, facts.called_at + facts.tokenize_s), delivered_at)
-    begun_at = facts.called_at + facts.tokenize_s
-    known_admitted_at = facts.admitted_at if finished.admitted_at is None else finished.admitted_at
-    known_first_token_at = facts.first_token_at if finished.first_token_at is None else finished.first_token_at
-    admitted_at = ended_at if known_admitted_at is None else min(max(known_admitted_at, begun_at), ended_at)
-    first_token_at = ended_at if known_first_token_at is None else min(known_first_token_at, ended_at)
-    first_token_at = max(first_token_at, admitted_at)
-    return {
-        "tokenize_s": facts.tokenize_s,
-        "queue_s": admitted_at - facts.called_at - facts.tokenize_s,
-        "prefill_s": first_token_at - admitted_at,
-        "decode_s": ended_at - first_token_at,
-        "deliver_s": delivered_at - ended_at,
-        "first_token_s": None if known_first_token_at is None else first_token_at - facts.called_at,
-        "total_s": delivered_at - facts.called_at,
-    }
+def ranked(results: Sequence[Answer | BaseException | None], top_n: int | None) -> list[Answer | BaseException | None]:
+    """Return the ``top_n`` best scores (None: all), best first, followed by the errors."""
+    best = sorted(
+        (entry for entry in results if isinstance(entry, dict)), key=lambda entry: -cast("Ranking", entry)["score"]
+    )
+    return [*best[:top_n], *(entry for entry in results if isinstance(entry, BaseException))]
 
 
 def finish_reason(finished: End, num_output: int, cause: RowError | None = None) -> FinishReason:

@@ -27,8 +27,8 @@ from aioengine.tokenization.chat_template import MAX_TEMPLATE_BYTES
 class Argument(Struct, frozen=True):
     """One public argument.
 
-    place: "section.field" or "field" of EngineConfig, where its default and its type stand. unset: the default in
-    words, where EngineConfig has None, "auto" or an empty value.
+    place: "section.field" or "field" of EngineConfig, which has its default and its type. unset: text for the default,
+    if EngineConfig has None, "auto" or an empty value.
     """
 
     place: str
@@ -38,14 +38,14 @@ class Argument(Struct, frozen=True):
 
     @property
     def read(self) -> type:
-        """The type of the value of a flag: bool (a switch), int, float or str."""
+        """The type of the value of its flag: bool (a switch), int, float or str."""
         section, _, field = self.place.rpartition(".")
-        of = get_type_hints(type(_SECTIONS[section]) if section else EngineConfig)[field]
-        return next((kind for kind in (bool, int, float) if of in (kind, kind | None)), str)
+        hint = get_type_hints(type(_SECTIONS[section]) if section else EngineConfig)[field]
+        return next((kind for kind in (bool, int, float) if hint in (kind, kind | None)), str)
 
     @property
     def default(self) -> object:
-        """The value of the argument where it is left out; None where it is determined at the start."""
+        """The value if the argument is left out; None: it is determined at the start."""
         value = self.value_in(EngineConfig())
         return value or None if self.unset else value
 
@@ -57,7 +57,7 @@ class Argument(Struct, frozen=True):
 
     @property
     def default_text(self) -> str:
-        """The default as the documentation has it."""
+        """The default as text for the documentation."""
         if self.unset:
             return self.unset
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
@@ -73,7 +73,7 @@ def _text(name: str, value: object) -> str:
 
 
 def _path(name: str, value: object) -> str:
-    """A hub id or a path of the file system, which need not be UTF-8."""
+    """Check a hub id or a path. Paths may contain bytes that are not UTF-8."""
     path = str(value) if isinstance(value, PurePath) else value
     try:
         readable = path.encode(errors="surrogateescape").decode(errors="replace") if isinstance(path, str) else path
@@ -85,7 +85,7 @@ def _path(name: str, value: object) -> str:
 
 
 def _folder(name: str, value: object) -> str:
-    """A folder that is there; it stays the same one when the working directory changes."""
+    """Check that a folder exists, and return its absolute path."""
     path = _path(name, value)
     if not os.path.isdir(path):
         raise checks.wrong_value(name, "a folder that exists", value)
@@ -93,11 +93,11 @@ def _folder(name: str, value: object) -> str:
 
 
 def _template(name: str, value: object) -> str:
-    """The text of a template, or a path; which of them, and the file, is checked at the start."""
-    given = checks.text(name, str(value) if isinstance(value, PurePath) else value, max_bytes=MAX_TEMPLATE_BYTES)
-    if not given:
-        raise checks.wrong_value(name, "the text of a template, or the path of a file with one", given)
-    return given
+    """Check the text or the path of a template. The file is read at the start."""
+    text = checks.text(name, str(value) if isinstance(value, PurePath) else value, max_bytes=MAX_TEMPLATE_BYTES)
+    if not text:
+        raise checks.wrong_value(name, "the text of a template, or the path of a file with one", text)
+    return text
 
 
 def _words(*words: str, **meanings: str) -> checks.Check:
@@ -110,7 +110,7 @@ def _negated(name: str, value: object) -> bool:
 
 
 def _weights(name: str, value: object) -> dict[str, float]:
-    """Tenant -> weight; on the command line as "gold=3,free=1"."""
+    """Check weights by tenant. The form on the command line is "gold=3,free=1"."""
     allowed = 'a dict of tenant to number, or "tenant=number,..."'
     if isinstance(value, str):
         entries = [entry.rpartition("=") for entry in value.split(",") if entry]
@@ -119,43 +119,48 @@ def _weights(name: str, value: object) -> dict[str, float]:
         value = {tenant: float(weight) for tenant, _, weight in entries}
     if not isinstance(value, Mapping):
         raise checks.wrong_type(name, allowed, value)
-    given = cast("Mapping[object, object]", value)
-    return {
-        checks.text(f"{name} keys", tenant, max_bytes=checks.MAX_TENANT_BYTES): checks.number(
-            f"{name}[{tenant!r}]", weight, 0, MAX_WEIGHT, above=True
-        )
-        for tenant, weight in given.items()
-    }
+    weights: dict[str, float] = {}
+    for key, weight in cast("Mapping[object, object]", value).items():
+        tenant = checks.text(f"{name} keys", key, max_bytes=checks.MAX_TENANT_BYTES)
+        weights[tenant] = checks.number(f"{name}[{tenant!r}]", weight, 0, MAX_WEIGHT, above=True)
+    return weights
 
 
 def _classes(name: str, value: object) -> tuple[str, ...]:
-    """Names of classes; on the command line as "a:A,b:B"."""
-    given = [word for word in value.split(",") if word] if isinstance(value, str) else value
-    found = checks.items(name, given, MAX_PROCESSORS, allowed='a list of names such as "package.module:Class"')
-    for entry in found:
-        module, separator, of = checks.text(f"{name} entries", entry, max_bytes=MAX_NAME_BYTES).partition(":")
-        if not (separator and of.isidentifier() and all(map(str.isidentifier, module.split(".")))):
+    """Check names of classes. The form on the command line is "a:A,b:B"."""
+    entries = checks.items(
+        name, _split(value), MAX_PROCESSORS, allowed='a list of names such as "package.module:Class"'
+    )
+    for entry in entries:
+        module, _, class_name = checks.text(f"{name} entries", entry, max_bytes=MAX_NAME_BYTES).partition(":")
+        if not (class_name.isidentifier() and all(map(str.isidentifier, module.split(".")))):
             raise checks.wrong_value(f"{name} entries", 'names such as "package.module:Class"', entry)
         if module == "__main__":
             raise ValueError(
                 f"{name} has {entry!r}: other processes cannot import __main__; put the class into a module"
             )
-    return tuple(cast("list[str]", found))
+    return tuple(cast("list[str]", entries))
 
 
 def _adapters(name: str, value: object) -> tuple[GivenAdapter, ...]:
-    """A list of paths, "name=path" or dicts, or a dict of names and paths; on the command line with commas between."""
+    """Check a list of paths, "name=path" or dicts, or a dict from name to path. The command line has commas between."""
     if isinstance(value, Mapping):
-        given = cast("Mapping[object, object]", value)
-        entries: list[object] = [{"lora_name": key, "lora_path": path} for key, path in given.items()]
+        paths = cast("Mapping[object, object]", value)
+        entries: list[object] = [{"lora_name": key, "lora_path": path} for key, path in paths.items()]
     else:
-        words = [word for word in value.split(",") if word] if isinstance(value, str) else value
-        entries = checks.items(name, words, MAX_ADAPTERS, allowed=ADAPTERS)
-    found = tuple(_adapter(f"{name}[{place}]", entry) for place, entry in enumerate(entries))
-    names = [adapter.name for adapter in found]
-    if twice := next((each for each in names if names.count(each) > 1), None) if len(set(names)) < len(names) else None:
-        raise ValueError(f"{name} has two adapters of the name {checks.shown(twice)}; give each its own")
-    return found
+        entries = checks.items(name, _split(value), MAX_ADAPTERS, allowed=ADAPTERS)
+    adapters: dict[str, GivenAdapter] = {}
+    for i, entry in enumerate(entries):
+        adapter = _adapter(f"{name}[{i}]", entry)
+        if adapter.name in adapters:
+            raise ValueError(f"{name} has two adapters of the name {checks.shown(adapter.name)}; give each its own")
+        adapters[adapter.name] = adapter
+    return tuple(adapters.values())
+
+
+def _split(value: object) -> object:
+    """Split the text of a flag at commas. Other values stay as they are."""
+    return [word for word in value.split(",") if word] if isinstance(value, str) else value
 
 
 def _adapter(name: str, entry: object) -> GivenAdapter:
@@ -178,11 +183,10 @@ def _adapter(name: str, entry: object) -> GivenAdapter:
 
 
 def _modules(name: str, value: object) -> tuple[str, ...]:
-    """Names of modules, or all of them: (); on the command line with commas between."""
-    words = [word for word in value.split(",") if word] if isinstance(value, str) else value
+    """Check names of modules; (): all. The command line has commas between."""
     allowed = 'a list of names such as "q_proj", or "all"'
-    found = checks.items(name, words, MAX_MODULES, allowed=allowed)
-    names = [checks.text(f"{name} entries", word, max_bytes=MAX_NAME_BYTES) for word in found]
+    entries = checks.items(name, _split(value), MAX_MODULES, allowed=allowed)
+    names = [checks.text(f"{name} entries", entry, max_bytes=MAX_NAME_BYTES) for entry in entries]
     if not names:
         raise checks.wrong_value(name, allowed, value)
     return () if ALL_MODULES.intersection(names) else tuple(dict.fromkeys(names))
@@ -206,7 +210,7 @@ _dtype_words = _words(
 
 
 def _dtype(name: str, value: object) -> object:
-    """A word, or a dtype of torch, recognised by its text: torch is not imported here."""
+    """Check a word or a dtype of torch. It is recognized by its text, because torch is not imported here."""
     word = str(value) if type(value).__name__ == "dtype" else value
     return _dtype_words(name, word.removeprefix("torch.") if isinstance(word, str) else value)
 
@@ -214,7 +218,7 @@ def _dtype(name: str, value: object) -> object:
 _A_DAY: Final = 86400.0
 MAX_WEIGHT: Final = 1e6
 MAX_HIDDEN_STATE_BYTES: Final = 192 * 1024 * 1024
-"""With all else they must fit into a frame."""
+"""They must fit into a frame together with the other results of a step."""
 MAX_PROCESSORS: Final = 64
 MAX_NAME_BYTES: Final = 512
 MAX_ADAPTERS: Final = 100_000
@@ -416,51 +420,51 @@ _SECTIONS: Final = {field.name: field.default for field in fields(EngineConfig) 
 
 
 def engine_config(model_path: str | PurePath | None, arguments: Mapping[str, object]) -> EngineConfig:
-    """The public arguments as sections. None means the default, for every argument.
+    """Convert the public arguments to a config. None is the default of every argument.
 
     Raises:
-        TypeError: an argument that does not exist (with the nearest that does), or a value of the wrong type.
-        ValueError: a value outside its range, a feature that does not exist yet, one argument in two spellings.
+        TypeError: an argument does not exist, or a value has the wrong type.
+        ValueError: a value is outside its range, a feature is not available yet, or an argument is given twice.
 
     Warns:
-        UserWarning: once, naming all given arguments that have no meaning here.
+        UserWarning: once, with the names of all arguments that have no effect.
     """
-    given = _by_own_name(arguments)
+    own = _by_own_name(arguments)
     if model_path is not None:
-        if given.get("model_path") is not None:
-            raise ValueError(f"model_path is given twice: {model_path!r} and {given['model_path']!r}")
-        given["model_path"] = model_path
-    found: dict[str, dict[str, object]] = {"": {}}
-    for name, value in given.items():
+        if own.get("model_path") is not None:
+            raise ValueError(f"model_path is given twice: {model_path!r} and {own['model_path']!r}")
+        own["model_path"] = model_path
+    values: dict[str, dict[str, object]] = {"": {}}
+    for name, value in own.items():
         if value is not None:
             section, _, field = ARGUMENTS[name].place.rpartition(".")
-            found.setdefault(section, {})[field] = ARGUMENTS[name].check(name, value)
-    top = found.pop("")
-    sections = {name: replace(_SECTIONS[name], **values) for name, values in found.items()}
+            values.setdefault(section, {})[field] = ARGUMENTS[name].check(name, value)
+    top = values.pop("")
+    sections = {name: replace(_SECTIONS[name], **changes) for name, changes in values.items()}
     return EngineConfig(**sections, **top)  # type: ignore[arg-type]  # every value has passed its check
 
 
 def _by_own_name(arguments: Mapping[str, object]) -> dict[str, object]:
-    """The arguments that work, by their own names. Others are refused, or named in one warning."""
-    given: dict[str, object] = {}
-    without_meaning: list[str] = []
+    """Return the arguments that have an effect, by their own names. Refuse the others, or warn about them once."""
+    own: dict[str, object] = {}
+    without_effect: list[str] = []
     for key, value in arguments.items():
         name = ALIASES.get(key, key)
         if name in ARGUMENTS:
-            if name in given:
+            if name in own:
                 spellings = [key for key in arguments if ALIASES.get(key, key) == name]
                 raise ValueError(f"argument {name!r} is given twice, as {' and '.join(map(repr, spellings))}")
-            given[name] = value
+            own[name] = value
         elif key in MISSING_ARGUMENTS:
             checks.off(key, value, *MISSING_ARGUMENTS[key])
         elif key in IGNORED:
-            without_meaning.append(key)
+            without_effect.append(key)
         else:
             raise TypeError(f"unknown argument {key!r}{our_way(key) or _hint(key)}")
-    if without_meaning:
-        names = ", ".join(sorted(without_meaning))
+    if without_effect:
+        names = ", ".join(sorted(without_effect))
         warn_caller(f"these arguments have no effect in aioengine: {names}", stacklevel=4)
-    return given
+    return own
 
 
 def _hint(key: str) -> str:

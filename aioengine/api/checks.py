@@ -1,6 +1,6 @@
-"""Checks of values from callers: their errors name the field, the allowed values, and the value.
+"""Checks of values from callers. Their errors name the field, the allowed values, and the wrong value.
 
-A value of the wrong type is a ``TypeError``, a value outside the range a ``ValueError``. A bool is no number here:
+A wrong type raises ``TypeError``, a value outside the range ``ValueError``. A bool is not a number here:
 ``max_new_tokens=True`` is a mistake, not 1.
 """
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 Check = Callable[[str, object], object]
-"""From a field's name and the value that was given to the value that is kept. Raises TypeError or ValueError."""
+"""Takes the name and the value of a field, and returns the value that is kept. Raises TypeError or ValueError."""
 
 MAX_COUNT = 2**31 - 1
 MAX_SHOWN_CHARACTERS = 80
@@ -26,7 +26,7 @@ MAX_NAME_CHARACTERS = 300
 MAX_PATTERN_BYTES = 256
 MAX_TENANT_BYTES = 256
 MAX_NESTING = 1000
-"""Of data that is written as JSON."""
+"""Maximum depth of data that is written as JSON."""
 TEXTS = "a string or a list of strings"
 
 _SHORT = reprlib.Repr()
@@ -45,7 +45,7 @@ class Array(Protocol):
 
 
 def shown(value: object) -> str:
-    """The value as an error message shows it: its repr, cut to a readable length without building all of it."""
+    """Return the repr of a value for an error message, shortened without building all of it."""
     try:
         return _shown(plain(value) if isinstance(value, str) else value)
     except Exception as error:
@@ -64,23 +64,23 @@ def _shown(value: object) -> str:
 
 
 def name(text: str) -> str:
-    """A name from a file as it is; as ``shown`` where it is long, or has characters that a terminal would obey."""
+    """Return a name from a file. If it is long or has control characters, return its ``shown`` form."""
     return text if len(text) <= MAX_NAME_CHARACTERS and text.isprintable() else shown(text)
 
 
 def cut(text: str) -> str:
-    """A text of several parts in a readable length: its beginning and its end."""
+    """Return the start and the end of a long text."""
     most = 4 * MAX_SHOWN_CHARACTERS
     return text if len(text) <= 2 * most else f"{text[:most]} ... {text[-most:]}"
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:
-    """``1 call``, ``2 calls``. ``plural``: where the noun does not end in just one more s."""
+    """Return ``1 call`` or ``2 calls``. plural: the plural of the noun, if it is irregular."""
     return f"{count} {noun if count == 1 else plural or f'{noun}s'}"
 
 
 def num_items(value: object) -> int:
-    """Of a list, an array and the like; 0 for all else."""
+    """Return the length of a list, an array or another sized object; 0 for other values."""
     if isinstance(value, list | tuple):
         return len(_storage(cast("object", value)))
     try:
@@ -98,8 +98,9 @@ def wrong_value(name: str, allowed: str, value: object) -> ValueError:
 
 
 def plain(value: object) -> object:
-    """The number or list that an array of any package holds, the plain string of a subclass of str (as numpy and
-    enumerations have), the plain list or tuple of a subclass; every other value as it is.
+    """Convert arrays of any package to numbers or lists, and subclasses of str, list and tuple to plain objects.
+
+    Other values stay as they are. (numpy and enumerations have subclasses of str.)
     """
     if type(value) in _PLAIN:  # the usual case, much faster
         return value
@@ -111,24 +112,24 @@ def plain(value: object) -> object:
 
 
 def _storage(value: object) -> Sequence[object]:
-    """The entries of a list or tuple, whatever a subclass says when it is asked for its length or iterated."""
-    if type(value) not in _PLAIN:  # without its methods
-        of: type[object] = list if issubclass(type(value), list) else tuple
-        value = cast("Callable[[object, slice], object]", vars(of)["__getitem__"])(value, slice(None))
+    """Return the entries of a list or tuple without calling methods of a subclass."""
+    if type(value) not in _PLAIN:
+        kind: type[object] = list if issubclass(type(value), list) else tuple
+        value = cast("Callable[[object, slice], object]", vars(kind)["__getitem__"])(value, slice(None))
     return cast("Sequence[object]", value)
 
 
 def whole(name: str, value: object, low: int, high: int = MAX_COUNT) -> int:
-    """An integer from ``low`` to ``high``. Numbers of other packages (numpy, torch) count when their type is whole."""
+    """Check an integer from ``low`` to ``high``. Integers of other packages (numpy, torch) are accepted."""
     if type(value) is int and low <= value <= high:
-        return value  # the usual case, without making the words of an error
+        return value  # the usual case, without building an error message
     allowed = f"an integer of at least {low}" if high == MAX_COUNT else f"an integer from {low} to {high}"
     value = value if isinstance(value, int) else plain(value)
-    if isinstance(value, bool) or not isinstance(value, int | SupportsIndex):  # int first: it is quick
+    if isinstance(value, bool) or not isinstance(value, int | SupportsIndex):  # int first: faster
         raise wrong_type(name, allowed, value)
     try:
         found = int(operator.index(value))
-    except TypeError:  # an array that is no number, or no whole one
+    except TypeError:  # an array that is not one integer
         raise wrong_type(name, allowed, value) from None
     if found > high:
         raise wrong_value(name, f"an integer from {low} to {high}", found)
@@ -138,9 +139,9 @@ def whole(name: str, value: object, low: int, high: int = MAX_COUNT) -> int:
 
 
 def number(name: str, value: object, low: float, high: float, *, above: bool = False) -> float:
-    """A finite number from ``low`` to ``high``; with ``above``, ``low`` itself is outside."""
+    """Check a finite number from ``low`` to ``high``. With ``above``, ``low`` itself is not allowed."""
     if type(value) is float and low <= value <= high and not (above and value == low):
-        return value  # the usual case, without making the words of an error
+        return value  # the usual case, without building an error message
     allowed = f"a number above {low:g} and up to {high:g}" if above else f"a number from {low:g} to {high:g}"
     value = value if isinstance(value, int | float) else plain(value)
     if isinstance(value, bool) or not isinstance(value, int | float | SupportsFloat):
@@ -155,12 +156,12 @@ def number(name: str, value: object, low: float, high: float, *, above: bool = F
 
 
 def whole_from(low: int, high: int = MAX_COUNT) -> Check:
-    """The check of an integer from ``low`` to ``high``."""
+    """Return a check for an integer from ``low`` to ``high``."""
     return lambda name, value: whole(name, value, low, high)
 
 
 def whole_or_minus_one(meaning: str) -> Check:
-    """The check of an integer of at least 1, or -1, which has the meaning."""
+    """Return a check for an integer of at least 1, or -1. meaning: of -1, for the error."""
 
     def check(name: str, value: object) -> object:
         found = whole(name, value, -1)
@@ -172,7 +173,7 @@ def whole_or_minus_one(meaning: str) -> Check:
 
 
 def number_from(low: float, high: float, *, above: bool = False) -> Check:
-    """The check of a number from ``low``, or above it, to ``high``."""
+    """Return a check for a number from ``low`` (or above it) to ``high``."""
     return lambda name, value: number(name, value, low, high, above=above)
 
 
@@ -183,10 +184,7 @@ def switch(name: str, value: object) -> bool:
 
 
 def text(name: str, value: object, *, max_bytes: int | None = None) -> str:
-    """A string that can be encoded (no lone surrogates) and has at most ``max_bytes`` bytes of UTF-8.
-
-    Of a subclass of str it is the plain string: messages hold no others.
-    """
+    """Check a string that UTF-8 can encode in at most ``max_bytes`` bytes. Subclasses become plain strings."""
     if not isinstance(value, str):
         raise wrong_type(name, "a string", value)
     value = value if type(value) is str else str.__str__(value)
@@ -202,55 +200,57 @@ def text(name: str, value: object, *, max_bytes: int | None = None) -> str:
 
 
 def choice(name: str, value: object, choices: Mapping[str, Value]) -> Value:
-    """The value of one of the words in ``choices``."""
+    """Return the value of a word in ``choices``."""
     value = plain(value)
+    allowed = f"one of {', '.join(map(repr, choices))}"
     if not isinstance(value, str):
-        raise wrong_type(name, "one of " + ", ".join(map(repr, choices)), value)
+        raise wrong_type(name, allowed, value)
     if value not in choices:
-        raise wrong_value(name, "one of " + ", ".join(map(repr, choices)) + did_you_mean(value, choices), value)
+        raise wrong_value(name, allowed + did_you_mean(value, choices), value)
     return choices[value]
 
 
 def items(name: str, value: object, max_items: int, *, allowed: str = "a list") -> list[object]:
-    """The entries of a list, tuple or array (of nothing else: a string, a set or a generator is a mistake)."""
+    """Return a new list of the entries of a list, tuple or array. A string, a set or a generator is a mistake."""
     return list(sequence(name, value, max_items, allowed=allowed))
 
 
 def sequence(name: str, value: object, max_items: int = MAX_COUNT, *, allowed: str = "a list") -> Sequence[object]:
-    """The list or tuple itself, however long, or an array as a list."""
+    """Return a list or tuple without copying it, or an array as a list."""
     value = plain(value)
     if not isinstance(value, list | tuple):
         raise wrong_type(name, allowed, value)
-    found = cast("Sequence[object]", value)
-    if len(found) > max_items:
-        raise ValueError(f"{name} must have at most {max_items} entries, got {len(found)}")
-    return found
+    entries = cast("Sequence[object]", value)
+    if len(entries) > max_items:
+        raise ValueError(f"{name} must have at most {max_items} entries, got {len(entries)}")
+    return entries
 
 
 def json_size(value: object, most: int) -> int:
-    """About how many characters nested data has as JSON, and rather fewer, found without making them. More than
-    ``most`` where counting ended there, or at a depth that no JSON has: what holds itself has any number.
+    """Return a lower estimate of the characters that nested data has as JSON, without encoding it.
+
+    If there are more than ``most``, or the data is nested too deeply (it may contain itself), return ``most + 1``.
     """
     level: list[Any] = [value]
     num_characters = 0
     for _ in range(MAX_NESTING):
-        num_characters += 2 * len(level)  # at least, with what stands between the entries
+        num_characters += 2 * len(level)  # at least, with separators
         below: list[Any] = []
-        for each in level:
+        for item in level:
             if num_characters > most:
                 return most + 1
-            if isinstance(each, str):
-                num_characters += str.__len__(each)
-            elif isinstance(each, dict | list | tuple):
-                entries = cast("dict[object, object] | Sequence[object]", each)
+            if isinstance(item, str):
+                num_characters += str.__len__(item)
+            elif isinstance(item, dict | list | tuple):
+                entries = cast("dict[object, object] | Sequence[object]", item)
                 if num_characters + len(below) + len(entries) > most:
                     return most + 1
                 below += entries.values() if isinstance(entries, dict) else entries
                 if isinstance(entries, dict):
                     num_characters += 3 * len(entries)
                     num_characters += sum(str.__len__(key) for key in entries if isinstance(key, str))
-            elif isinstance(each, int):
-                num_characters += each.bit_length() * 3 // 10
+            elif isinstance(item, int):
+                num_characters += item.bit_length() * 3 // 10
         if not below:
             return num_characters
         level = below
@@ -258,14 +258,14 @@ def json_size(value: object, most: int) -> int:
 
 
 def off(name: str, value: object, allowed: tuple[object, ...], feature: str) -> None:
-    """Accept None, and the values that switch off a feature that is not available yet; raise ValueError for others."""
+    """Raise ValueError unless the value is None, or switches off a feature that is not available yet."""
     if value is not None and not any(type(value) is type(entry) and value == entry for entry in allowed):
         words = " or ".join(shown(entry) for entry in (*allowed, None))
         raise ValueError(f"{name}={shown(value)}: {feature}: not available yet, only {words} is accepted")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """ " (did you mean 'x'?)" for the nearest of the known words, else nothing."""
+    """Return " (did you mean 'x'?)" for the most similar known word, or an empty text."""
     meant = nearest(word, known)
     return f" (did you mean {meant!r}?)" if meant else ""
 

@@ -1,7 +1,7 @@
-"""The machinery of SamplingParams: a table whose rows are its fields, and the checks of values that are lists.
+"""The table behind SamplingParams: one row for each field, and the checks of values.
 
-A class of parameters assigns a row to each of its fields, by ``parameter`` or ``other_name``. Its type replaces them by
-the defaults, for msgspec and for type checkers, and keeps the rows as the class's table.
+A class of parameters assigns a row to each field with ``parameter`` or ``other_name``. Its metaclass replaces the rows
+by the defaults, for msgspec and type checkers, and keeps the rows as the table of the class.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_BIASES: Final = 4096
 """Entries of a ``logit_bias``: each is checked at the call, sent, and added in every step."""
 
 PARTS: Final = ("sampling", "limits", "text")
-"""The parts of a message that have values of parameters: for the runner, the scheduler, the detokenizer."""
+"""The parts of a message that contain parameters: for the runner, the scheduler, and the detokenizer."""
 
 ARGUMENTS_OF_CALLS: Final = frozenset(
     """
@@ -40,35 +40,35 @@ ARGUMENTS_OF_CALLS: Final = frozenset(
     token_ids_logprob return_text_in_logprobs chat_template enable_thinking tools chat_template_kwargs
     """.split()  # noqa: SIM905  # thirty quoted names would hide the list
 )
-"""Names that stand beside ``sampling_params``, not in them. Their types are in ``frontend.request_options``, which
-needs this module."""
+"""Arguments of calls, for the error if ``sampling_params`` has one of them. Their types are in
+``frontend.intake.request_options``, which imports this module."""
 
 Params = TypeVar("Params")
 Default = TypeVar("Default")
 
 
 class DefaultInt(int):
-    """A default that differs in type from the same number in a request, so that both can be told apart."""
+    """A default. Its type distinguishes it from the same number in a request."""
 
 
 class DefaultFloat(float):
-    """As ``DefaultInt``."""
+    """Like ``DefaultInt``."""
 
 
 class Parameter(Struct, frozen=True, kw_only=True):
     """One row of the table of sampling parameters.
 
     Attributes:
-        default: the value where the parameter is left out, or is None.
-        check: from name and value to the plain value that is kept. Raises TypeError or ValueError for a wrong one.
-        doc: what the parameter does; the first sentence is the help of its flag.
-        wire: the parts of messages that the value goes to (see ``PARTS``), separated by spaces: to the field of its
-            name, or of another, such as "sampling.bias_token_ids". Empty: the frontend alone reads it.
-        columns: makes the values of these fields; None: each is the value itself.
-        read: makes the value from the word behind its flag; bool: a switch; None: there is no flag.
-        flag: the name of the flag where it is not that of the parameter.
-        is_list: the flag may be given several times.
-        takes_none: None has a meaning of its own.
+        default: the value if the parameter is left out, or None.
+        check: takes name and value, and returns the plain value. Raises TypeError or ValueError if it is wrong.
+        doc: the documentation; the first sentence is the help of its flag.
+        wire: the message parts that contain the value (see ``PARTS``), separated by spaces. Its field has the name of
+            the parameter, or another one, such as "sampling.bias_token_ids". Empty: only the frontend reads it.
+        columns: returns the values of these fields; None: each is the value itself.
+        read: converts the text after its flag; bool: a switch; None: there is no flag.
+        flag: the name of the flag, if it is not the name of the parameter.
+        is_list: the flag may be repeated.
+        takes_none: None is a value of the parameter, not the default.
     """
 
     default: object
@@ -102,34 +102,29 @@ def parameter(
     read: Callable[[str], object] | None = None,
     **others: object,
 ) -> Default:
-    """A field of SamplingParams; the arguments are described at ``Parameter``."""
+    """Return a field of SamplingParams. The arguments are the attributes of ``Parameter``."""
     row = Parameter(default=default, check=check, doc=doc, wire=wire, read=read, **others)  # type: ignore[arg-type]
     return cast("Default", row)
 
 
 def number(default: float, low: float, high: float, doc: str, *, above: bool = False) -> float:
-    """A field that is a number from ``low``, or above it, to ``high``, which the runner receives."""
+    """Return a field for a number from ``low`` (or above it) to ``high``, for the runner."""
     check = checks.number_from(low, high, above=above)
     return parameter(DefaultFloat(default), check, doc, wire="sampling", read=float)
 
 
 def other_name(name: str) -> UnsetType:
-    """A field that is another engine's name for the parameter ``name``."""
+    """Return a field that is a second name of the parameter ``name``, from another engine."""
     return cast("UnsetType", _OtherName(name))
 
 
-def _place(name: str, words: str) -> tuple[int, str]:
-    part, _, field = words.partition(".")
-    return PARTS.index(part), field or name
-
-
 class Table:
-    """The rows of a class of parameters, inherited ones included.
+    """The parameters of a class, with inherited ones.
 
     Attributes:
-        fields: every field of the class, in order. defaults: of each.
+        fields: every field of the class, in order. defaults: their defaults.
         rows: the parameters by name. aliases: other name -> name.
-        wire: name -> (index in ``PARTS``, field) of each place that the value goes to.
+        wire: name -> (index in ``PARTS``, field) of each message field that contains the value.
     """
 
     def __init__(self, fields: Mapping[str, Parameter | _OtherName]) -> None:
@@ -137,7 +132,10 @@ class Table:
         self.defaults = tuple(row.default if isinstance(row, Parameter) else UNSET for row in fields.values())
         self.rows = {name: row for name, row in fields.items() if isinstance(row, Parameter)}
         self.aliases = {name: row.name for name, row in fields.items() if isinstance(row, _OtherName)}
-        self.wire = {name: [_place(name, place) for place in row.wire.split()] for name, row in self.rows.items()}
+        self.wire: dict[str, list[tuple[int, str]]] = {}
+        for name, row in self.rows.items():
+            targets = (target.partition(".") for target in row.wire.split())
+            self.wire[name] = [(PARTS.index(part), field or name) for part, _, field in targets]
 
     @property
     def doc(self) -> str:
@@ -147,32 +145,32 @@ class Table:
         return "\n".join([*rows, "", f"    Fields may also be given by other names: {others}.", "    "])
 
     def by_own_names(self, given: Mapping[str, object]) -> dict[str, object]:
-        """The values by the parameters' own names.
+        """Return the values with the own names of the parameters as keys.
 
         Raises:
             UnknownParameterError: a name does not exist.
-            ValueError: a parameter is given by two names.
+            ValueError: two names of one parameter.
         """
-        found = {self.aliases.get(key, key): value for key, value in given.items()}
-        if len(found) == len(given) and found.keys() <= self.rows.keys():
-            return found
-        found.clear()
+        values = {self.aliases.get(key, key): value for key, value in given.items()}
+        if len(values) == len(given) and values.keys() <= self.rows.keys():
+            return values
+        values.clear()
         for key, value in given.items():
             name = self.aliases.get(key, key)
-            if value is UNSET:  # a copy is made
+            if value is UNSET:  # in a copy
                 continue
             if name in MISSING_PARAMETERS:
                 checks.off(name, value, *MISSING_PARAMETERS[name])
                 continue
             if name not in self.rows:
                 raise self.unknown(key)
-            if name in found:
-                raise given_twice(name, [each for each in given if self.aliases.get(each, each) == name])
-            found[name] = value
-        return found
+            if name in values:
+                raise given_twice(name, [key for key in given if self.aliases.get(key, key) == name])
+            values[name] = value
+        return values
 
     def unknown(self, key: object) -> UnknownParameterError:
-        """The error about a name that does not exist, with what to use instead."""
+        """Return the error for a name that does not exist, with the name to use instead."""
         if isinstance(key, str) and key in ARGUMENTS_OF_CALLS:
             return UnknownParameterError(
                 f"unknown sampling parameter {key!r}: it is an argument of the call, beside sampling_params"
@@ -186,7 +184,7 @@ def given_twice(name: str, spellings: Sequence[str]) -> ValueError:
 
 
 class ParametersType(StructMeta):
-    """The type of SamplingParams: makes the table from its fields, and objects from keywords by any known name."""
+    """The metaclass of SamplingParams. It builds the table from the fields, and accepts all names as keywords."""
 
     __table__: Table
 
@@ -209,7 +207,7 @@ class ParametersType(StructMeta):
 
 
 def constraint(name: str) -> checks.Check:
-    """The check of this name for a parameter of structured output. Its module is slow to import."""
+    """Return a check of ``constraints.parameters`` by its name. The module is imported at the first call."""
 
     def check(field: str, value: object) -> object:
         from aioengine.constraints import parameters
@@ -223,7 +221,7 @@ def constraint(name: str) -> checks.Check:
 
 
 def top_k(name: str, value: object) -> int:
-    """-1 for 0: both mean that all tokens may be drawn."""
+    """Return -1 for 0: both mean all tokens."""
     return checks.whole(name, value, -1) or -1
 
 
@@ -232,38 +230,38 @@ def length(name: str, value: object) -> int | None:
 
 
 def strings(name: str, value: object, max_bytes: int = MAX_STOP_BYTES) -> str | list[str]:
-    """A string, or a new list of them."""
+    """Return a string, or a new list of strings."""
     value = checks.plain(value)
     if isinstance(value, str):
         return checks.text(name, value, max_bytes=max_bytes)
-    found = checks.sequence(name, value, MAX_STOPS, allowed=checks.TEXTS)
-    return [checks.text(name, entry, max_bytes=max_bytes) for entry in found]
+    entries = checks.sequence(name, value, MAX_STOPS, allowed=checks.TEXTS)
+    return [checks.text(name, entry, max_bytes=max_bytes) for entry in entries]
 
 
 def patterns(name: str, value: object) -> str | list[str]:
-    found = strings(name, value, checks.MAX_PATTERN_BYTES)
-    if found != []:
-        from aioengine.constraints.patterns import check_patterns  # slow to import, and most programs give no pattern
+    patterns = strings(name, value, checks.MAX_PATTERN_BYTES)
+    if patterns != []:
+        from aioengine.constraints.patterns import check_patterns  # slow to import, and most programs need no pattern
 
-        check_patterns([found] if isinstance(found, str) else found)
-    return found
+        check_patterns([patterns] if isinstance(patterns, str) else patterns)
+    return patterns
 
 
 def json_object(name: str, value: object) -> dict[str, object]:
-    """A new dict, as it is read from its JSON."""
+    """Return a new dict, decoded from the JSON of the value."""
     if not isinstance(value, Mapping):
         raise checks.wrong_type(name, "a dict of what JSON can hold", value)
-    given = dict(cast("Mapping[object, object]", value))
-    if checks.json_size(given, MAX_JSON_CHARACTERS) > MAX_JSON_CHARACTERS:
+    original = dict(cast("Mapping[object, object]", value))
+    if checks.json_size(original, MAX_JSON_CHARACTERS) > MAX_JSON_CHARACTERS:
         raise ValueError(f"{name} must have at most {MAX_JSON_CHARACTERS} characters of JSON, and it has more")
     try:
-        text = json.dumps(given, allow_nan=False)
-        found = json.loads(text)
+        text = json.dumps(original, allow_nan=False)
+        copy: dict[str, object] = json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{name} must be what JSON can hold, got {checks.shown(given)}: {error}") from None
+        raise ValueError(f"{name} must be what JSON can hold, got {checks.shown(original)}: {error}") from None
     if len(text) > MAX_JSON_CHARACTERS:
         raise ValueError(f"{name} must have at most {MAX_JSON_CHARACTERS} characters of JSON, got {len(text)}")
-    return cast("dict[str, object]", found)
+    return copy
 
 
 def json_column(value: object) -> tuple[bytes]:
@@ -271,35 +269,35 @@ def json_column(value: object) -> tuple[bytes]:
 
 
 def strings_column(value: object) -> tuple[tuple[str, ...]]:
-    """The strings, without empty ones."""
-    given = cast("str | list[str]", value)
-    return (tuple(filter(None, [given] if isinstance(given, str) else given)),)
+    """Return the strings, without empty ones."""
+    strings = cast("str | list[str]", value)
+    return (tuple(filter(None, [strings] if isinstance(strings, str) else strings)),)
 
 
 _TokenId = Annotated[int, Meta(ge=0, le=checks.MAX_COUNT)]
 _PlainIds = list[_TokenId]
 _PlainBiases = dict[_TokenId, Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]]
-"""What nearly everybody gives is checked in one pass."""
+"""Types that msgspec checks in one pass, for most callers."""
 
 
 def words(name: str, value: object) -> list[str]:
-    """A new list of strings, none of them empty."""
-    given = checks.items(name, value, MAX_BAD_WORDS, allowed="a list of strings")
-    found = [checks.text(f"{name} entries", entry, max_bytes=MAX_BAD_WORD_BYTES) for entry in given]
-    if "" in found:
+    """Return a new list of strings that are not empty."""
+    entries = checks.items(name, value, MAX_BAD_WORDS, allowed="a list of strings")
+    words = [checks.text(f"{name} entries", entry, max_bytes=MAX_BAD_WORD_BYTES) for entry in entries]
+    if "" in words:
         raise checks.wrong_value(f"{name} entries", "strings of at least one character", "")
-    return found
+    return words
 
 
 def allowed_token_ids(name: str, value: object) -> list[int]:
-    found = token_ids(name, value, MAX_ALLOWED_TOKEN_IDS)
-    if not found:
+    ids = token_ids(name, value, MAX_ALLOWED_TOKEN_IDS)
+    if not ids:
         raise checks.wrong_value(name, "a list of at least one token id, or None for all", value)
-    return found
+    return ids
 
 
 def token_ids(name: str, value: object, max_items: int = MAX_STOP_TOKEN_IDS) -> list[int]:
-    """A new list, whatever holds them: a list, a set, an array. None in it is left out."""
+    """Return a new list from a list, a set or an array, without entries that are None."""
     size = checks.num_items(value)
     if size > max_items and not isinstance(value, str | bytes):
         raise ValueError(f"{name} must have at most {max_items} entries, got {size}")
@@ -307,11 +305,11 @@ def token_ids(name: str, value: object, max_items: int = MAX_STOP_TOKEN_IDS) -> 
     if isinstance(value, list | tuple):
         with suppress(ValidationError):
             return convert(cast("object", value), _PlainIds)
-    given = cast("object", value)  # type: ignore[redundant-cast]  # a list of unknown entries to pyright
+    ids = cast("object", value)  # type: ignore[redundant-cast]  # a list of unknown entries to pyright
     if isinstance(value, Set):
-        given = sorted(cast("Set[object]", value), key=hash)
-    found = checks.sequence(name, given, max_items, allowed="a list of token ids")
-    return [checks.whole(f"{name} entries", entry, 0) for entry in found if entry is not None]
+        ids = sorted(cast("Set[object]", value), key=hash)
+    entries = checks.sequence(name, ids, max_items, allowed="a list of token ids")
+    return [checks.whole(f"{name} entries", entry, 0) for entry in entries if entry is not None]
 
 
 def token_ids_column(value: object) -> tuple[tuple[int, ...]]:
@@ -319,23 +317,23 @@ def token_ids_column(value: object) -> tuple[tuple[int, ...]]:
 
 
 def biases(name: str, value: object) -> dict[int, float]:
-    """Token id -> bias, as a new dict; keys may be strings of digits, as they are in JSON."""
+    """Return a new dict from token id to bias. Keys may be strings of digits, as in JSON."""
     if not isinstance(value, Mapping):
         raise checks.wrong_type(name, "a dict of token id to number", value)
-    given = cast("Mapping[object, object]", value)
-    if len(given) > MAX_BIASES:
-        raise ValueError(f"{name} must have at most {MAX_BIASES} entries, got {len(given)}")
+    entries = cast("Mapping[object, object]", value)
+    if len(entries) > MAX_BIASES:
+        raise ValueError(f"{name} must have at most {MAX_BIASES} entries, got {len(entries)}")
     with suppress(ValidationError):
-        return convert(given, _PlainBiases)
-    found: dict[int, float] = {}
-    for key, bias in given.items():
+        return convert(entries, _PlainBiases)
+    biases: dict[int, float] = {}
+    for key, bias in entries.items():
         is_digits = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10
         token_id = checks.whole(f"{name} keys", int(cast("str", key)) if is_digits else key, 0)
-        if token_id in found:
+        if token_id in biases:
             raise ValueError(f"{name} has token id {token_id} twice")
         bias = -MAX_BIAS if checks.plain(bias) == -math.inf else bias
-        found[token_id] = checks.number(f"{name}[{token_id}]", bias, -MAX_BIAS, MAX_BIAS)
-    return found
+        biases[token_id] = checks.number(f"{name}[{token_id}]", bias, -MAX_BIAS, MAX_BIAS)
+    return biases
 
 
 def bias_columns(value: object) -> tuple[tuple[int, ...], tuple[float, ...]]:

@@ -1,8 +1,8 @@
-"""SamplingParams: what a caller may ask of one request, checked and normalised where it is made.
+"""SamplingParams: the parameters of a request. They are checked and normalized when the object is created.
 
-Each parameter is one row of a table, the fields of ``SamplingParams``: its default, its check, its place in the
-messages, its flag and its documentation. The functions below give the parts of a ``Submit`` message: ``sampling``
-(the runner), ``output_limit`` and ``stop_ids`` (the scheduler), ``text_rules`` (the detokenizer).
+Each field of ``SamplingParams`` is a row with its default, check, message fields, flag and documentation. The functions
+below return the parts of a ``Submit`` message: ``sampling`` for the runner, ``output_limit`` and ``stop_ids`` for the
+scheduler, ``text_rules`` for the detokenizer.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import lru_cache
 from itertools import compress
-from operator import is_not
+from operator import is_, is_not
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from msgspec import UNSET, Struct, UnsetType
@@ -33,17 +33,17 @@ from aioengine.errors import RequestTooLargeError
 from aioengine.protocol.messages import Limits, Sampling, TextRules
 
 Tokenize = Callable[[Sequence[str]], list[list[int]]]
-"""From texts to the ids of each."""
+"""Converts texts to lists of token ids."""
 
 DEFAULT_MAX_NEW_TOKENS: Final = 128
 MAX_SAMPLES: Final = 1024
 _DRAWN_SEED_BITS: Final = 52
-"""The seeds of all samples of a request stay below 2**53: a browser can keep and send them back."""
+"""The seeds of all samples of a request are below 2**53, so JavaScript represents them exactly."""
 MIN_REPETITION_PENALTY: Final = 0.01
-"""Logits are divided by it: by much less, they would overflow."""
+"""Logits are divided by it. A much smaller value would overflow."""
 
 _UNCHANGING: Final = frozenset((int, float, bool, str, type(None)))
-"""Types of values that make the same parameters each time."""
+"""Types of immutable values: parameters with only these can be cached."""
 
 CONSTRAINTS: Final = frozenset(
     (
@@ -51,8 +51,7 @@ CONSTRAINTS: Final = frozenset(
         "whitespace", "reasoning_end", "max_thinking_tokens",
     )
 )  # fmt: skip
-"""Parameters that make the grammar of the output together."""
-
+"""Parameters that define the grammar of the output together."""
 
 FROM_MODEL: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Parameters whose defaults a model may set, in its generation_config.json."""
@@ -69,7 +68,7 @@ if TYPE_CHECKING:
     JsonSchema = str | Mapping[str, object] | type | None
     Tag = str | Mapping[str, object] | None
     ReasoningEnd = str | Sequence[int] | None
-else:  # what may stand in JSON and other encodings, where null is the default
+else:  # types in JSON and other encodings, where null is the default
     Whole = int | None
     Number = float | None
     Switch = bool | None
@@ -261,14 +260,14 @@ class SamplingParams(
     include_stop_str_in_output: Switch | UnsetType = other_name("no_stop_trim")
 
     def __post_init__(self) -> None:
-        """Check what differs from the defaults, keep it as plain values, and make the parts of its messages once."""
-        known = type(self).__table__
-        given = [*compress(known.fields, map(is_not, astuple(self), known.defaults))]
-        if not known.aliases.keys().isdisjoint(given):
-            given = _by_own_names(self, given)
-        parts: tuple[dict[str, object], ...] = ({}, {}, {})
-        for name in given:
-            row, value = known.rows[name], _field(self, name)
+        """Check the values that are not defaults, convert them to plain values, and build the message parts once."""
+        table = type(self).__table__
+        changed = [*compress(table.fields, map(is_not, astuple(self), table.defaults))]
+        if not table.aliases.keys().isdisjoint(changed):
+            changed = _by_own_names(self, changed)
+        sampling, limits, text = parts = (dict[str, Any](), dict[str, Any](), dict[str, Any]())
+        for name in changed:
+            row, value = table.rows[name], _field(self, name)
             is_left_out = value is UNSET or (value is None and not row.takes_none)
             is_copied = isinstance(value, DefaultInt | DefaultFloat) and value == row.default
             kept = row.default if is_left_out or is_copied else row.check(name, value)
@@ -279,30 +278,42 @@ class SamplingParams(
             if kept is row.default:
                 continue
             if row.columns is None:
-                for part, field in known.wire[name]:
+                for part, field in table.wire[name]:
                     parts[part][field] = kept
             else:
-                for (part, field), column in zip(known.wire[name], row.columns(kept), strict=True):
+                for (part, field), column in zip(table.wire[name], row.columns(kept), strict=True):
                     parts[part][field] = column
         if self.min_new_tokens and self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             allowed = f"at most max_new_tokens ({self.max_new_tokens})"
             raise checks.wrong_value("min_new_tokens", allowed, self.min_new_tokens)
-        if not CONSTRAINTS.isdisjoint(given):
-            from aioengine.constraints.parameters import grammar_of  # slow to import, and most programs have none
+        if not CONSTRAINTS.isdisjoint(changed):
+            from aioengine.constraints.parameters import grammar_of  # slow to import, and most programs need none
 
             values = {name: _field(self, name) for name in CONSTRAINTS}
-            parts[0]["grammar"] = grammar_of(values, ignore_eos=self.ignore_eos)
-        force_setattr(self, "_parts", _made_parts(*parts))
+            sampling["grammar"] = grammar_of(values, ignore_eos=self.ignore_eos)
+        message_parts = _MessageParts(
+            Sampling(0, **sampling) if sampling else _NO_PARTS.sampling,
+            Limits(0, **limits) if limits else _NO_PARTS.limits,
+            TextRules(**text) if text else _NO_PARTS.text,
+        )
+        force_setattr(self, "_parts", message_parts)
 
     def __copy__(self) -> SamplingParams:
         return self
+
+    def __eq__(self, other: object) -> bool:
+        """Whether all values are equal. A default differs from the same number, because a model may change it."""
+        if type(other) is not type(self):
+            return NotImplemented
+        own, theirs = astuple(self), astuple(cast("SamplingParams", other))
+        return own == theirs and all(map(is_, map(type, own), map(type, theirs)))
 
     def __hash__(self) -> int:  # lists cannot be hashed; equal objects agree in these
         return hash((self.max_new_tokens, self.temperature, self.top_p, self.n, self.sampling_seed))
 
     @classmethod
     def parse(cls, value: SamplingParams | Mapping[str, object] | None) -> SamplingParams:
-        """Accept what callers write: an object, a dict of fields, or None for the defaults.
+        """Convert a dict of fields, or None for the defaults. An object is returned unchanged.
 
         Raises:
             UnknownParameterError: a key that does not exist (a TypeError and a ValueError).
@@ -311,51 +322,51 @@ class SamplingParams(
         if isinstance(value, SamplingParams):
             return value
         if value is None:
-            return _made_before(cls)
+            return _cached(cls)
         if not isinstance(cast("object", value), Mapping):
             raise checks.wrong_type("sampling_params", "a SamplingParams, a dict or None", value)
         if not _ONLY_STRINGS.issuperset(map(type, value)):
             value = {_key(key): entry for key, entry in value.items()}
         if _UNCHANGING.issuperset(map(type, value.values())):
-            return _made_before(cls, **value)
+            return _cached(cls, **value)
         return cls(**value)  # type: ignore[arg-type]  # every value is checked
 
     @property
     def is_length_explicit(self) -> bool:
-        """Whether ``max_new_tokens`` was given as a number."""
+        """Whether ``max_new_tokens`` was set to a number."""
         return self.max_new_tokens is not None and not isinstance(self.max_new_tokens, DefaultInt)
 
 
 PARAMETERS: Final[Mapping[str, Parameter]] = SamplingParams.__table__.rows
 ALIASES: Final[Mapping[str, str]] = SamplingParams.__table__.aliases
-"""Other names of parameters -> their own."""
+"""Other names of parameters -> their own names."""
 
 
 def is_sampling_parameter(name: str) -> bool:
-    """Whether ``sampling_params`` may have this key, by its own name or by another engine's."""
+    """Return whether ``sampling_params`` may have this key, also by the name of another engine."""
     return name in SamplingParams.__table__.fields
 
 
 @lru_cache(maxsize=64, typed=True)
-def _made_before(of: type[SamplingParams], /, **fields: object) -> SamplingParams:
-    """The same object for the same fields, whose values cannot change: many requests are made alike."""
-    return of(**fields)  # type: ignore[arg-type]  # every value is checked
+def _cached(cls: type[SamplingParams], /, **fields: object) -> SamplingParams:
+    """Return the same object for the same immutable values, because many requests have equal parameters."""
+    return cls(**fields)  # type: ignore[arg-type]  # every value is checked
 
 
 _ONLY_STRINGS: Final = frozenset((str,))
 
 
 def _key(key: object) -> str:
-    """A plain string, also of an enumeration of strings."""
+    """Return a plain string for a string or a member of an enumeration of strings."""
     if not isinstance(key, str):
         raise SamplingParams.__table__.unknown(key)
     return str.__str__(key)
 
 
-def _by_own_names(params: SamplingParams, given: Sequence[str]) -> list[str]:
-    """Move values that were decoded by other names to the parameters' own. (Keywords come by their own names.)"""
+def _by_own_names(params: SamplingParams, names: Sequence[str]) -> list[str]:
+    """Move values that were decoded under other names to the own names of the parameters, and return these."""
     spellings: dict[str, list[str]] = {}
-    for name in given:
+    for name in names:
         spellings.setdefault(type(params).__table__.aliases.get(name, name), []).insert(0, name)
     for name, (alias, *others) in spellings.items():
         if others:
@@ -374,52 +385,43 @@ def _field(params: SamplingParams, name: str) -> object:
 # ---------------------------------------------------------------- to the wire
 
 
-class _Parts(Struct, frozen=True, gc=False):
-    """The parts of a request's messages, as far as its parameters alone determine them."""
+class _MessageParts(Struct, frozen=True, gc=False):
+    """The parts of a ``Submit`` message that depend on nothing but the parameters."""
 
     sampling: Sampling = Sampling(0)
     limits: Limits = Limits(0)
     text: TextRules = TextRules()
 
 
-_NO_PARTS: Final = _Parts()
+_NO_PARTS: Final = _MessageParts()
 
 
-def _made_parts(sampling: dict[str, object], limits: dict[str, object], text: dict[str, object]) -> _Parts:
-    return _Parts(
-        Sampling(0, **sampling) if sampling else _NO_PARTS.sampling,  # type: ignore[arg-type]
-        Limits(0, **limits) if limits else _NO_PARTS.limits,  # type: ignore[arg-type]
-        TextRules(**text) if text else _NO_PARTS.text,  # type: ignore[arg-type]
-    )
-
-
-def _parts(params: SamplingParams) -> _Parts:
-    return cast("_Parts", vars(params)["_parts"])
+def _parts(params: SamplingParams) -> _MessageParts:
+    return cast("_MessageParts", vars(params)["_parts"])
 
 
 def output_limit(params: SamplingParams, num_prompt: int, *, context_length: int, max_total_tokens: int) -> int:
-    """The number of tokens that this request may give, for a prompt of ``num_prompt`` tokens.
+    """Return the maximum number of output tokens after a prompt of ``num_prompt`` tokens.
 
-    ``max_total_tokens`` is the size of the KV pool. The default and None are clipped to what fits.
+    max_total_tokens: the size of the KV pool.
 
     Raises:
-        RequestTooLargeError: the prompt leaves no room for a token, or an explicit ``max_new_tokens`` does not fit.
+        RequestTooLargeError: the prompt is too long, or an explicit ``max_new_tokens`` does not fit.
     """
-    capacity = min(context_length, max_total_tokens)
-    which = f"the context of {context_length} tokens"
+    left = min(context_length, max_total_tokens) - num_prompt
+    limit = f"the context of {context_length} tokens"
     if max_total_tokens < context_length:
-        which = f"the KV pool of {max_total_tokens} tokens (max_total_tokens)"
-    if num_prompt >= capacity:
-        raise RequestTooLargeError(f"the prompt has {num_prompt} tokens and leaves no room in {which}")
-    room = capacity - num_prompt
+        limit = f"the KV pool of {max_total_tokens} tokens (max_total_tokens)"
+    if left <= 0:
+        raise RequestTooLargeError(f"the prompt has {num_prompt} tokens and leaves no room in {limit}")
     if params.max_new_tokens is None:
-        return room
-    if params.is_length_explicit and params.max_new_tokens > room:
+        return left
+    if params.is_length_explicit and params.max_new_tokens > left:
         raise RequestTooLargeError(
-            f"max_new_tokens={params.max_new_tokens} with a prompt of {num_prompt} tokens does not fit {which}; "
-            f"at most {room} fit"
+            f"max_new_tokens={params.max_new_tokens} with a prompt of {num_prompt} tokens does not fit {limit}; "
+            f"at most {left} fit"
         )
-    return min(int(params.max_new_tokens), room)
+    return min(int(params.max_new_tokens), left)
 
 
 def sampling(
@@ -430,60 +432,60 @@ def sampling(
     tokenize: Tokenize | None = None,
     defaults: Mapping[str, float] | None = None,
 ) -> Sampling:
-    """The runner's part, with seed 0.
+    """Return the part of the runner, with seed 0.
 
     Args:
-        tokenize: gives the ids of texts without special tokens; None: there is no tokenizer.
+        tokenize: without special tokens; None: there is no tokenizer.
         defaults: values of the model for parameters of ``FROM_MODEL`` that the caller left out.
 
     Raises:
-        ValueError: an id is outside the vocabulary, bad words cannot be tokenized, or ``min_new_tokens``, or the
-            allowed tokens without bad words, leave no token to draw.
+        ValueError: an id is outside the vocabulary, bad words cannot be tokenized, or no token can be sampled because
+            of ``min_new_tokens`` or bad words.
     """
-    found = _parts(params).sampling
+    part = _parts(params).sampling
     if defaults:
         unset = {name: value for name, value in defaults.items() if _field(params, name) is PARAMETERS[name].default}
-        found = replace(found, **unset)
-    _check_vocabulary("logit_bias", found.bias_token_ids, vocab_size)
-    _check_vocabulary("allowed_token_ids", found.allowed_token_ids, vocab_size)
+        part = replace(part, **unset)
+    _check_vocabulary("logit_bias", part.bias_token_ids, vocab_size)
+    _check_vocabulary("allowed_token_ids", part.allowed_token_ids, vocab_size)
     if params.bad_words:
-        found = replace(found, bad_token_ids=_bad_token_ids(params.bad_words, tokenize))
-        banned = {ids[0] for ids in found.bad_token_ids if len(ids) == 1}
-        if banned.issuperset(found.allowed_token_ids or range(vocab_size)):
+        part = replace(part, bad_token_ids=_bad_token_ids(params.bad_words, tokenize))
+        banned = {ids[0] for ids in part.bad_token_ids if len(ids) == 1}
+        if banned.issuperset(part.allowed_token_ids or range(vocab_size)):
             raise ValueError("bad_words rule out every token that allowed_token_ids allow; allow one more")
-    if found.grammar is not None:
-        end = found.grammar.reasoning_end
+    if part.grammar is not None:
+        end = part.grammar.reasoning_end
         _check_vocabulary("reasoning_end", () if isinstance(end, str) else end, vocab_size)
-        found = replace(found, grammar=replace(found.grammar, eos_token_ids=tuple(eos_token_ids)))
-    if not found.min_new_tokens:
-        return found
+        part = replace(part, grammar=replace(part.grammar, eos_token_ids=tuple(eos_token_ids)))
+    if not part.min_new_tokens:
+        return part
     stops = stop_ids(params, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
     if len(stops) >= vocab_size:
         raise ValueError(
             f"min_new_tokens={params.min_new_tokens} cannot be kept: all {vocab_size} tokens of the vocabulary are "
             "stop tokens (stop_token_ids and the model's end-of-text ids)"
         )
-    return replace(found, suppressed_token_ids=stops)
+    return replace(part, suppressed_token_ids=stops)
 
 
 def _bad_token_ids(words: Sequence[str], tokenize: Tokenize | None) -> tuple[tuple[int, ...], ...]:
-    """The sequences of tokens that these words mean, each once: of the word alone, and behind a space."""
+    """Return the token sequences of the words, each with and without a space before it, without duplicates."""
     if tokenize is None:
         raise ValueError("bad_words needs a tokenizer, and this engine has none (skip_tokenizer_init); use logit_bias")
     bare = [word.lstrip(" ") or word for word in words]
-    found = dict.fromkeys(map(tuple, tokenize([*bare, *(f" {word}" for word in bare)])))
-    return tuple(ids for ids in found if ids)
+    return tuple(dict.fromkeys(tuple(ids) for ids in tokenize([*bare, *(f" {word}" for word in bare)]) if ids))
 
 
 def text_rules(params: SamplingParams, *, stream_interval: int) -> TextRules:
-    """The detokenizer's part, without the context. ``stream_interval``: the engine's, for callers who give none."""
-    found = _parts(params).text
-    is_as_made = params.stream_interval is not None or stream_interval == found.stream_interval
-    return found if is_as_made else replace(found, stream_interval=stream_interval)
+    """Return the part of the detokenizer, without the context. stream_interval: the default of the engine."""
+    part = _parts(params).text
+    if params.stream_interval is not None or stream_interval == part.stream_interval:
+        return part
+    return replace(part, stream_interval=stream_interval)
 
 
 def stop_ids(params: SamplingParams, *, vocab_size: int, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
-    """The ids that end the request: the model's and the caller's, or none at all with ``ignore_eos``.
+    """Return the ids that end the request: those of the model and of the caller; with ``ignore_eos``, none.
 
     Raises:
         ValueError: an id is outside the vocabulary.
@@ -500,15 +502,13 @@ def _check_vocabulary(name: str, token_ids: Sequence[int], vocab_size: int) -> N
 
 
 def num_token_ids(params: SamplingParams) -> int:
-    """The token ids and biases in them, without bad words."""
-    made = _parts(params)
-    return len(made.limits.stop_token_ids) + len(made.sampling.logit_bias) + len(made.sampling.allowed_token_ids)
+    """Return the number of token ids and biases, without bad words."""
+    parts = _parts(params)
+    return len(parts.limits.stop_token_ids) + len(parts.sampling.logit_bias) + len(parts.sampling.allowed_token_ids)
 
 
 def drawn_seed(count: int) -> int:
-    """The seed of a request that gives none: the first bits of a bijection of 64 bits (the finalizer of SplitMix64), so
-    that neighbouring counts give unrelated seeds.
-    """
+    """Return a seed for a request without one. Consecutive counts give unrelated seeds (finalizer of SplitMix64)."""
     value = (count * 0x9E3779B97F4A7C15) & (2**64 - 1)
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 from aioengine.errors import WrongLoopError
 from aioengine.frontend.callers import running_loop
-from aioengine.frontend.calls.outputs import EndOfOutput, resolve, resolve_elsewhere
+from aioengine.frontend.calls.reader import EndOfOutput, resolve
+from aioengine.supervision.tasks import post
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -182,7 +183,7 @@ class Generation(Coroutine[object, None, Result]):
                 "use Engine to call from several loops"
             )
         future: asyncio.Future[Chunk | None] = loop.create_future()
-        wake = partial(resolve, future) if loop is self._home else partial(resolve_elsewhere, loop, future)
+        wake = partial(resolve, future) if loop is self._home else partial(post, loop, resolve, future)
         return future if self._reader.wait(wake, until_accepted=until_accepted) else None
 
     # ------------------------------------------------------------ the coroutine protocol, one driver for each task

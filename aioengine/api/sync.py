@@ -14,7 +14,7 @@ from aioengine.api import signatures
 from aioengine.api.engine import EngineFace
 from aioengine.errors import EngineClosedError, EngineDeadError
 from aioengine.frontend import callers, info
-from aioengine.frontend.calls.outputs import EndOfOutput
+from aioengine.frontend.calls.reader import EndOfOutput
 from aioengine.frontend.frontend import STOP_TIMEOUT_S
 from aioengine.frontend.intake import requests
 from aioengine.frontend.intake.pool_requests import encode_request, rerank_request
@@ -165,7 +165,7 @@ class Engine(EngineFace):
         self._model_name = model_name
         self._pid = os.getpid()
         bars = ProgressBars(progress)
-        run = _Run()
+        run = _EngineLoop()
         self._portal = run.portal
         self._finalizer = weakref.finalize(self, run.end)  # before the start, so that an exception leaves no process
         try:
@@ -402,7 +402,7 @@ class Engine(EngineFace):
         return info.model_info(self._running().parts.settings)
 
 
-class _Run:
+class _EngineLoop:
     """The loop and the frontend of an Engine. It does not refer to the Engine, which can therefore be collected.
 
     Attributes:

@@ -21,7 +21,7 @@ from aioengine.attention._base import ForwardBatch, keys_and_values, split_heads
 from aioengine.attention._gpu_rows import flat_pages, page_columns, pinned, plan_page_0, starts_of, tiles_of
 from aioengine.kernels import head_linear
 from aioengine.kernels.rotate_and_write import KVTarget
-from aioengine.kernels.triton import expanded_attention, latent_attention, latent_decode
+from aioengine.kernels.triton import attention, expanded_attention, latent_decode
 from aioengine.kernels.triton.attention import PagedRows
 from aioengine.kernels.triton.expanded_attention import ExpandedKV, ExpandedTiles
 from aioengine.kernels.triton.latent_decode import Parts
@@ -54,7 +54,7 @@ LONG_ROW_PARTS = 8
 
 def plan_parts(shape: AttentionShape, num_rows: int, longest: int) -> Parts:
     """Return how ``num_rows`` rows of one token, with up to ``longest`` positions, are divided into parts."""
-    num_tiles = -(-shape.num_heads // latent_decode.tile_for(num_rows, shape.num_heads).heads)
+    num_tiles = -(-shape.num_heads // latent_decode.tile_for(num_rows, shape.num_heads).rows)
     few = min(max(ENOUGH_PROGRAMS // (num_rows * num_tiles), 1), MAX_PARTS)
     row_bytes = 4 * num_rows * shape.num_heads * shape.stored_value_size
     limit = max(MAX_PARTS_BYTES // row_bytes, 1)
@@ -85,7 +85,7 @@ class _LatentStep:
         slots: [T], KV slots of the step's tokens. rows: all rows.
         num_decode: number of rows of one token. parts: how these rows are divided.
         num_absorbed: number of tokens in the absorbed form.
-        absorbed_tiles: [X, 2] int32, tiles of the other absorbed rows, as for ``latent_attention.attend``.
+        absorbed_tiles: [X, 2] int32, tiles of the other absorbed rows, as for ``kernels.triton.attention.attend``.
         expanded_tiles: tiles of the expanded rows.
         first_page: start of the expanded rows in ``rows.page_ids``.
         heads_at_once: number of heads that are expanded at once.
@@ -122,7 +122,7 @@ class _LatentStep:
         if self.absorbed_tiles is not None:
             absorbed_rotated.copy_(rotated)
             tensors = absorbed, (keys, keys[..., : latent.shape[2]]), self.rows, self.absorbed_tiles
-            latent_attention.attend(*tensors, scale=shape.scale, out=attended, batch_invariant=False)
+            attention.attend(*tensors, scale=shape.scale, out=attended, in_splits=False)
         if num_decode:
             queries = latent[:num_decode], rotated[:num_decode]
             latent_decode.attend(queries, keys, self.rows, self.parts, scale=shape.scale, out=attended[:num_decode])
@@ -176,7 +176,7 @@ class AdaptiveLatentAttention:
         if expanded > num_decode:
             absorbed_lengths = query_lengths[:expanded].copy()
             absorbed_lengths[:num_decode] = 0
-            tokens_of_tile = latent_attention.tokens_of_tile(shape.num_heads, keys.dtype)
+            tokens_of_tile = attention.head_group(shape.num_heads, self._pool[0]).tokens
             step = replace(step, absorbed_tiles=self._upload(pinned(tiles_of(absorbed_lengths, tokens_of_tile))))
         if expanded < len(query_lengths):
             step = self._with_expanded(step, query_lengths, page_starts, expanded)

@@ -2,8 +2,8 @@
 
 It is batch-invariant (see ``kernels/triton/attention.py``). FlashInfer is faster, but not batch-invariant.
 
-Latent attention has separate kernels (``kernels/triton/latent_attention.py``), which are batch-invariant if the shape
-requires it. Otherwise, if the shape has ``expansions``, the backend is ``AdaptiveLatentAttention``.
+Latent attention is batch-invariant if the shape requires it. Otherwise, if the shape has ``expansions``, the backend is
+``AdaptiveLatentAttention``.
 
 T packed tokens, R rows, H query heads, K kv heads, E head size, V value size, N pages of the pool, S page size.
 """
@@ -30,8 +30,7 @@ from aioengine.attention._gpu_rows import (
 from aioengine.attention._latent import AdaptiveLatentAttention
 from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.kernels.triton import attention as attention_kernels
-from aioengine.kernels.triton import latent_attention as latent_kernels
-from aioengine.kernels.triton.attention import EVEN_SPLITS, PagedRows, SplitPlan, num_splits
+from aioengine.kernels.triton.attention import EVEN_SPLITS, PagedRows, SplitPlan, head_group, num_splits
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -48,8 +47,7 @@ LONG_ROW_PROGRAMS = 8
 """Minimum programs per pair if rows may be long: one long row among short rows would finish much later than they do."""
 MANY_PROGRAMS = 1024
 """With this number of pairs or more, long rows have one program too: merging splits would cost short rows a tenth of
-the
-attention time on an H200.
+the attention time on an H200.
 """
 MAX_SPLITS_BYTES = 256 << 20
 """Limit of the results of splits before they are merged."""
@@ -71,16 +69,11 @@ class _Shared:
     @property
     def tiles_of_token(self) -> int:
         """Number of tiles among which the query heads of a token are divided."""
-        if self.shape.value_size is None:
-            return self.shape.num_kv_heads
-        return latent_kernels.head_tiles(self.shape.num_heads, self.pool[0][0].dtype)
+        return -(-self.shape.num_heads // head_group(self.shape.num_heads, self.pool[0]).heads)
 
     @property
     def tokens_of_tile(self) -> int:
-        shape = self.shape
-        if shape.value_size is None:
-            return attention_kernels.tokens_of_tile(shape.num_heads // shape.num_kv_heads)
-        return latent_kernels.tokens_of_tile(shape.num_heads, self.pool[0][0].dtype)
+        return head_group(self.shape.num_heads, self.pool[0]).tokens
 
     @property
     def page_size(self) -> int:
@@ -118,18 +111,13 @@ class _TritonStep:
 def _attend_into(shared: _Shared, step: _TritonStep, q: Tensor, layer: int, *, out: Tensor) -> None:
     """Attend with q [T, H, E] to the pool of a layer -> out [T, H, V]."""
     pool, rows, scale = shared.pool[layer], step.rows, shared.shape.scale
-    splits = SplitPlan(step.max_splits, step.num_programs)
-    if shared.shape.value_size is None:
-        rules = shared.rules[layer]
-        if splits.num_programs == 1:
-            attention_kernels.attend(q, pool, rows, step.tiles, scale=scale, out=out, rules=rules)
-        else:
-            attention_kernels.attend_splits(q, pool, rows, splits, scale=scale, out=out, rules=rules)
-    elif splits.num_programs == 1:
-        invariant = shared.shape.batch_invariant
-        latent_kernels.attend(q, pool, rows, step.tiles, scale=scale, out=out, batch_invariant=invariant)
+    rules = shared.rules[layer]
+    if step.num_programs == 1:
+        in_splits = shared.shape.batch_invariant or shared.shape.value_size is None
+        attention_kernels.attend(q, pool, rows, step.tiles, scale=scale, out=out, rules=rules, in_splits=in_splits)
     else:
-        latent_kernels.attend_splits(q, pool, rows, splits, scale=scale, out=out)
+        splits = SplitPlan(step.max_splits, step.num_programs)
+        attention_kernels.attend_splits(q, pool, rows, splits, scale=scale, out=out, rules=rules)
 
 
 def _attended(shared: _Shared, step: _TritonStep, q: Tensor, layer: int) -> Tensor:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 import zmq
 
-from aioengine.file_descriptors import raise_descriptor_limit
 from aioengine.child_process.host import AskedToEnd, die_with_parent, handle_signals, name_process
 from aioengine.child_process.uplink import Uplink, encodable, forward_logs
+from aioengine.file_descriptors import raise_descriptor_limit
 from aioengine.protocol.board import CrashBoard
 from aioengine.protocol.codec import fingerprint
 from aioengine.protocol.messages import Failed, Ready, new_epoch_in

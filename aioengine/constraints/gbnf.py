@@ -1,4 +1,4 @@
-"""Grammars in GBNF, before the library converts them to Lark's syntax: what it would convert wrongly is rewritten."""
+"""Rewrite grammars in GBNF so that the library converts them to Lark's syntax without changing their meaning."""
 
 from __future__ import annotations
 
@@ -19,29 +19,25 @@ _TOKENS: Final = re.compile(
 
 
 def convertible(text: str) -> str:
-    """A grammar whose meaning the library's conversion keeps; one that is not in GBNF as it is."""
-    return _without_nested_repetitions(_with_plain_letters(text)) if "::=" in text else text
+    """Return a grammar that the library converts correctly. Text that is not GBNF stays as it is."""
+    return _without_nested_repetitions(_LONG_ESCAPES.sub(_short_escape, text)) if "::=" in text else text
 
 
-def _with_plain_letters(text: str) -> str:
-    """Its letters have no escapes but short ones: the library drops zeros of ``\\u00e9``."""
-
-    def plain(found: re.Match[str]) -> str:
-        code = int(found[1] or found[2] or "0", 16)
-        if code < 0x80 and (found[1] or found[2]):
-            return f"\\x{code:02x}"
-        is_letter = 0x80 <= code < 0xD800 or 0xE000 <= code < 0x110000
-        return chr(code) if is_letter else found[0]
-
-    return _LONG_ESCAPES.sub(plain, text)
+def _short_escape(escape: re.Match[str]) -> str:
+    """Replace a long escape by the letter or a short escape, because the library drops the zeros of ``\\u00e9``."""
+    digits = escape[1] or escape[2]
+    code = int(digits or "0", 16)
+    if digits and code < 0x80:
+        return f"\\x{code:02x}"
+    return chr(code) if 0x80 <= code < 0xD800 or 0xE000 <= code < 0x110000 else escape[0]
 
 
 @dataclass
-class _Group:
-    """What stands between parentheses, or outside of all.
+class _Parentheses:
+    """The text between two parentheses, or outside of all parentheses.
 
-    num_items: behind each other. start: of the last of them, in ``parts``. is_repeated: the last one is a repetition,
-    perhaps in parentheses.
+    num_items: number of items in sequence. start: index in ``parts`` of the last item. is_repeated: the last item is a
+    repetition, perhaps in parentheses.
     """
 
     parts: list[str] = field(default_factory=list[str])
@@ -57,33 +53,33 @@ class _Group:
 
 
 def _without_nested_repetitions(text: str) -> str:
-    """A group of one repetition that is itself repeated, such as ``(x+)?``, becomes a rule: the library would drop its
+    """Make a rule of each repeated group that is only a repetition, such as ``(x+)?``. The library would drop its
     parentheses.
     """
     name = "repeated"
     while name in text.lower():
         name += "-x"
     rules: list[str] = []
-    group = _Group()
-    around: list[_Group] = []
-    for found in _TOKENS.finditer(text):
-        token = found[0]
-        if found["item"]:
+    group = _Parentheses()
+    outer: list[_Parentheses] = []
+    for match in _TOKENS.finditer(text):
+        token = match[0]
+        if match["item"]:
             group.add(token, is_repeated=False)
         elif token == "(":
-            around.append(group)
-            group = _Group(["("])
-        elif token == ")" and around:
+            outer.append(group)
+            group = _Parentheses(["("])
+        elif token == ")" and outer:
             group.parts.append(")")
-            inner, group = group, around.pop()
+            inner, group = group, outer.pop()
             group.add("".join(inner.parts), is_repeated=inner.is_repeated and inner.num_items == 1)
         else:
-            if found["repetition"] and group.is_repeated and group.parts[group.start].startswith("("):
+            if match["repetition"] and group.is_repeated and group.parts[group.start].startswith("("):
                 rules.append(f"\n{name}-{len(rules)} ::= {group.parts[group.start]}")
                 group.parts[group.start] = f"{name}-{len(rules) - 1}"
-            if not found["space"]:
-                group.is_repeated = bool(found["repetition"])
+            if not match["space"]:
+                group.is_repeated = bool(match["repetition"])
             if token == "|":
                 group.num_items += 1
             group.parts.append(token)
-    return "".join(part for each in (*around, group) for part in each.parts) + "".join(rules)
+    return "".join(part for level in (*outer, group) for part in level.parts) + "".join(rules)

@@ -1,8 +1,8 @@
-"""Grammars: compiled in threads, kept by their text, and followed token by token, with the llguidance library.
+"""Grammars: compiled in threads, cached by their text, and followed token by token, with the llguidance library.
 
-A grammar is compiled once, in a thread that runs beside the steps; each request follows a copy of its own. The library
-bounds the time and memory of both by limits on states, items and work, beyond which a grammar is refused or a request
-fails alone. The library is imported and the tokenizer read once the engine is quiet, or when the first grammar comes.
+A grammar is compiled once, in a thread, while steps run. Each request follows its own copy. Limits on states, items and
+work bound the time and the memory of both. Beyond them, a grammar is refused, or its request fails alone. The library
+is imported and the tokenizer is read when the engine is idle, or when the first grammar arrives.
 """
 
 from __future__ import annotations
@@ -39,41 +39,41 @@ if TYPE_CHECKING:
 MAX_CACHED_BYTES: Final = 256 * 1024 * 1024
 BYTES_PER_GRAMMAR: Final = 65_536
 BYTES_PER_CHARACTER: Final = 256
-"""The memory of a compiled grammar, rather too much: 70 times its text for enums, 170 times for optional properties."""
+"""Upper estimate of the memory of a compiled grammar: 70 times its text for enums, 170 for optional properties."""
 
 QUIET_S: Final = 1.0
-"""A part of the preparation begins after this time without a running request: parts hold the GIL for 0.1 to 0.4 s."""
+"""Each part of the preparation starts after this time without a running request, and holds the GIL for 0.1 to 0.4 s."""
 _POLL_S: Final = 0.1
 
 _MIN_COMPILERS: Final = 2
 _MAX_COMPILERS: Final = 8
 _MAX_MASK_THREADS: Final = 4
-"""More of them wake later than they help: 256 masks take a millisecond, beside the work of the scheduler."""
+"""With more threads, waking them takes longer than they save: 256 masks take a millisecond."""
 _MIN_BESIDE: Final = 16
-"""Masks that are worth the change of threads."""
+"""Minimum number of masks that are computed in another thread."""
 _REQUESTS_PER_TEMPLATE: Final = 24
-"""The copies of a template read characters with one lexer behind one lock, so that their masks are computed one after
-the other. A grammar of more requests at a time is compiled again."""
+"""Copies of a template share a lexer with one lock, so their masks are computed one after the other. If a grammar has
+more active requests, it is compiled again."""
 
 _SLICES: Final = (
     *(f"[a-z0-9]{{1,{length}}}" for length in (4, 10)),
     *(rf'[^"\\\x00-\x1F\x7F]{{1,{length}}}' for length in (4, 10, 30)),
     r'[^"\\\x00-\x1F\x7F]+',
 )
-"""Sets of tokens that are allowed as a whole where a grammar allows all texts of this kind. The short ones are for the
-ends of strings with a ``maxLength``, the plain letters for patterns; elsewhere most of the vocabulary would be read.
-Each adds to the time in which a grammar is compiled."""
+"""Sets of tokens that are allowed together if a grammar allows all texts that match the pattern, so that the library
+does not look at each token. Short patterns are for the end of strings with a ``maxLength``, letters are for patterns.
+Each one makes compiling slower."""
 
 _MASK_FUEL: Final = 100_000
 """The library's measure of work for one mask, about 7 ms."""
 
 _MAX_ITEMS: Final = 500
 _MAX_MASK_ITEMS: Final = 2000
-"""Of what may come next in an ``ebnf``: the time of a token grows with the cube of the first, that of a mask with the
-second, too. Texts that can be read in many ways have many; other kinds of grammars are made so that they have few."""
+"""Maximum items of the parser for ``ebnf``. The time of a token grows with the cube of the first limit, the time of a
+mask also with the second. Ambiguous grammars have many items; the other kinds of grammars are compiled to have few."""
 
 _MAX_STATES: Final = 60_000
-"""Of what reads the characters of a request, up to 40 MB."""
+"""Maximum states of the lexer of a request, up to 40 MB."""
 
 _MAX_TAIL: Final = 4096
 _SPACES: Final = b" \t\r\n"
@@ -84,8 +84,10 @@ class GrammarError(UnsupportedSchemaError):
 
 
 class _Vocabulary(NamedTuple):
-    """The bytes of each token; of special ones the library's mark and their text. tokenizer: of the library. encode:
-    from text to token ids.
+    """The vocabulary of the model.
+
+    tokens: the bytes of each token; special tokens have the library's mark and their text. tokenizer: the library's.
+    encode: tokenizes a text.
     """
 
     tokens: list[bytes]
@@ -94,10 +96,9 @@ class _Vocabulary(NamedTuple):
 
 
 class Thinking:
-    """The tokens before the constraint begins: any but the end of the text, until ``end`` was written.
+    """The tokens before the constraint begins: any tokens except end-of-text, until the text ends with ``end``.
 
-    It ends with a token behind which the text ends with ``end``, spaces aside. When no tokens are left, those of
-    ``end`` are forced.
+    Spaces after ``end`` are ignored. After ``max_tokens`` tokens, the tokens of ``end`` are forced.
     """
 
     def __init__(self, end: bytes, end_ids: Sequence[int], *, max_tokens: int | None) -> None:
@@ -108,7 +109,7 @@ class Thinking:
         self._tail = b""
 
     def push(self, text: bytes) -> bool:
-        """The next token has this text. Whether it is the last one."""
+        """Add the text of the next token. Return whether it is the last one."""
         if self._left == 0:
             self._forced += 1
         elif self._left is not None:
@@ -117,7 +118,7 @@ class Thinking:
         return self._forced == len(self._end_ids) or _ends_with(self._tail, self._end)
 
     def fill(self, words: Words, eos_token_ids: Sequence[int]) -> None:
-        """The tokens that are allowed next, as bits of words [ceil(V / 32)]."""
+        """Write the allowed tokens as bits to words [ceil(V / 32)]."""
         if self._left == 0:
             words.fill(0)
             _set(words, self._end_ids[self._forced])
@@ -128,13 +129,13 @@ class Thinking:
 
 
 class Constraint:
-    """What one request has followed of its grammar.
+    """The position of a request in its grammar.
 
     Attributes:
-        source: computes its masks. is_complete: no further token is allowed. error: why it cannot be followed any
-            further; empty while it can. forced: the next tokens where no others are allowed, ``num_forced`` of which
-            the request has; the library follows them together. next_token: the only one that is allowed next; -1 where
-            its mask says which are.
+        source: computes its masks. is_complete: no token is allowed any more. error: the reason why the grammar cannot
+            be followed any further, or empty. forced: the next tokens, if no others are allowed. The request has
+            ``num_forced`` of them; the library gets all together. next_token: the only allowed token; -1: the mask has
+            the allowed tokens.
     """
 
     __slots__ = (
@@ -158,7 +159,7 @@ class Constraint:
         self.next_token = self.forced[0] if self.forced and thinking is None else -1
 
     def advance(self, token_id: int) -> None:
-        """The request has this token next."""
+        """Follow the next token of the request."""
         if self.thinking is not None:
             if self.thinking.push(self.tokens[token_id]):
                 self.thinking = None
@@ -177,7 +178,7 @@ class Constraint:
         self._consume(new)
 
     def take_forced(self, at_least: int, at_most: int) -> list[int]:
-        """The next tokens where no others are allowed, which the request has then; none if there are fewer."""
+        """Follow and return up to ``at_most`` forced tokens, or none if there are fewer than ``at_least``."""
         if len(self.forced) - self.num_forced < at_least or at_most < at_least or self.thinking is not None:
             return []
         taken = self.forced[self.num_forced : self.num_forced + at_most]
@@ -191,7 +192,7 @@ class Constraint:
     def _consume(self, token_ids: list[int]) -> None:
         if self.matcher.consume_tokens(token_ids):
             self.is_complete = self.matcher.is_stopped()
-            # In this thread: threads of the library would wait for Python, which tokenizes what is forced.
+            # In this thread: threads of the library would wait for the GIL, because Python tokenizes forced text.
             self.forced = [] if self.is_complete else self.matcher.compute_ff_tokens()
             self.num_forced = 0
             self.next_token = self.forced[0] if self.forced else -1
@@ -204,8 +205,10 @@ class Constraint:
 
 
 class _Template:
-    """A compiled grammar. matcher: of the library, at the beginning. live: the constraints that share its lexer.
-    is_spent: one of them failed, and the lexer may be full: new ones go to another template once there is one.
+    """A compiled grammar.
+
+    matcher: the library's matcher at the start of the grammar. live: the constraints that share its lexer. is_spent: a
+    constraint failed, so the lexer may be full. New constraints use another template as soon as it is compiled.
     """
 
     def __init__(self, matcher: Future[Any]) -> None:
@@ -215,7 +218,7 @@ class _Template:
 
 
 class Turns:
-    """Calls in threads, of each tenant in turn: one with many calls does not delay those of others."""
+    """Runs calls in threads. Tenants take turns, so many calls of one tenant do not delay other tenants."""
 
     def __init__(self, num_threads: int) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="grammar")
@@ -223,7 +226,7 @@ class Turns:
         self._waiting: OrderedDict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = OrderedDict()
 
     def submit(self, tenant: str, call: Callable[[], Any]) -> Future[Any]:
-        """Its result or exception; ``cancel`` keeps a call from beginning."""
+        """Queue a call and return its future. ``cancel`` works until the call starts."""
         future: Future[Any] = Future()
         with self._lock:
             self._waiting.setdefault(tenant, deque()).append((future, call))
@@ -235,7 +238,7 @@ class Turns:
             tenant, calls = self._waiting.popitem(last=False)
             future, call = calls.popleft()
             if calls:
-                self._waiting[tenant] = calls  # behind the other tenants
+                self._waiting[tenant] = calls  # after the other tenants
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(call())
@@ -250,11 +253,11 @@ class Grammars:
     """The grammars of an engine.
 
     Attributes:
-        needed: returns the kind and text of those that requests will open: they stay, however large they are.
+        needed: returns the kind and the text of each grammar that a request will open. These grammars stay cached.
     """
 
     def __init__(self, tokenizer_path: str | None, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> None:
-        """``vocab_size``, ``eos_token_ids``: of the model."""
+        """vocab_size, eos_token_ids: from the model."""
         self.num_words = -(-vocab_size // 32)
         self.needed: Callable[[], Collection[tuple[str, str]]] = tuple
         self._tokenizer_path = tokenizer_path
@@ -273,10 +276,7 @@ class Grammars:
         self._num_mask_threads = min(_MAX_MASK_THREADS, self._num_threads)
 
     def prepare_when_quiet(self, now: float, *, is_busy: bool) -> None:
-        """Prepare for the first grammar in a thread, after ``QUIET_S`` without a running request.
-
-        The loop of the process calls this in every round.
-        """
+        """Prepare for the first grammar in a thread, after ``QUIET_S`` without a running request. Called often."""
         if is_busy or self._quiet_since is None:
             self._quiet_since = now
         self._is_quiet = now - self._quiet_since >= QUIET_S
@@ -285,7 +285,7 @@ class Grammars:
 
     @property
     def is_prepared(self) -> bool:
-        """Whether the vocabulary is read. Then the first grammar takes no longer than any other."""
+        """Whether the vocabulary is read, so that the first grammar takes no longer than others."""
         return self._vocabulary is not None
 
     def _prepare(self) -> None:
@@ -294,30 +294,29 @@ class Grammars:
         self._executor  # noqa: B018  # its threads
 
     def _wait_until_quiet(self) -> None:
-        """Return once nothing runs, or a request waits for the vocabulary."""
+        """Return when no request runs, or a request waits for the vocabulary."""
         while not (self._is_quiet or self._is_needed.wait(_POLL_S)):
             pass
 
     def compile(self, grammar: Grammar, tenant: str = "") -> Future[Any]:
-        """Begin to compile a grammar that is not there yet. The future raises GrammarError where that fails."""
-        return next(each.matcher for each in self._templates(grammar, tenant) if not each.is_spent)
+        """Compile a grammar that is not cached. The future raises GrammarError if it cannot be compiled."""
+        return next(template.matcher for template in self._templates(grammar, tenant) if not template.is_spent)
 
     def leave(self, compiled: Future[Any]) -> None:
-        """Nobody waits for this grammar any more: do not compile it, unless that has begun."""
+        """Cancel compiling a grammar, unless it has started, because no request waits for it."""
         if compiled.cancel():
-            found = ((key, each) for key, templates in self._compiled.items() for each in templates)
-            key, left = next((key, each) for key, each in found if each.matcher is compiled)
-            self._keep(key, [each for each in self._compiled[key] if each is not left])
+            for key, templates in list(self._compiled.items()):
+                self._keep(key, [template for template in templates if template.matcher is not compiled])
 
     def open(self, grammar: Grammar, token_ids: Sequence[int], num_prompt: int) -> Constraint:
-        """Follow a grammar from its beginning, behind the tokens of the request: prompt, then output.
+        """Return the constraint of a request with these tokens: prompt, then output.
 
         Raises:
-            GrammarError: it cannot be compiled, or the output does not fit it.
+            GrammarError: the grammar cannot be compiled, or the output does not match it.
         """
         templates = self._templates(grammar)
-        compiled = [each for each in templates if each.matcher.done()] or templates
-        template = min(compiled, key=lambda each: (each.is_spent, len(each.live)))
+        compiled = [template for template in templates if template.matcher.done()] or templates
+        template = min(compiled, key=lambda template: (template.is_spent, len(template.live)))
         vocabulary = self._read_vocabulary(grammar.eos_token_ids)
         thinking = self._thinking(grammar, vocabulary, token_ids[:num_prompt])
         constraint = Constraint(self, grammar, template, vocabulary.tokens, thinking=thinking)
@@ -330,7 +329,7 @@ class Grammars:
         return constraint
 
     def fill(self, constraints: Sequence[Constraint], masks: Words) -> None:
-        """The tokens that each may have next, as bits of masks [constraints, num_words]; none where it has an error."""
+        """Write the allowed tokens as bits to masks [constraints, num_words]. After an error, no bit is set."""
         matchers, known = _sorted(constraints)
         if matchers:
             self._compute(matchers, masks)
@@ -338,8 +337,8 @@ class Grammars:
         self._check(constraints, masks, matchers)
 
     def begin(self, constraints: Sequence[Constraint], masks: Words) -> Callable[[], None]:
-        """As ``fill``, in another thread. What is returned waits for its end and must be called: until then, neither
-        the constraints nor others of their grammars advance.
+        """Like ``fill``, but in another thread. Call the result to wait for the end. Before, no constraint of these
+        grammars may advance.
         """
         if len(constraints) < _MIN_BESIDE:
             self.fill(constraints, masks)
@@ -354,7 +353,7 @@ class Grammars:
                 self._compute(matchers, masks)
 
         computed = self._beside.submit(compute)
-        has_begun.acquire()  # else that thread would wait for this one to leave Python, for 5 ms
+        has_begun.acquire()  # otherwise that thread would wait up to 5 ms for the GIL
         _fill_known(known, masks)
 
         def wait() -> None:
@@ -370,7 +369,7 @@ class Grammars:
             masks[row] = wide[row, : self.num_words]
 
     def _check(self, constraints: Sequence[Constraint], masks: Words, matchers: list[tuple[Any, int]]) -> None:
-        """Read from the library what has failed, and rule out the end of the text where that is wanted."""
+        """Read errors of the library, and exclude end-of-text tokens for ``ignore_eos``."""
         for matcher, row in matchers:
             constraint = constraints[row]
             if matcher.is_error():
@@ -412,7 +411,7 @@ class Grammars:
         elif grammar.kind == "ebnf":
             try:
                 text = any_to_lark(convertible(text))
-            except Exception as error:  # whatever its parser in Python meets
+            except Exception as error:  # of any type, from the parser
                 raise GrammarError(f"it is read neither as GBNF nor as Lark: {checks.cut(str(error))}") from error
             try:
                 text = checked_lark(text)
@@ -431,42 +430,39 @@ class Grammars:
         )
         matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
         if not matcher.is_error():
-            matcher.compute_bitmask()  # which fails where no text fits, and readies the lexer for the first tokens
+            matcher.compute_bitmask()  # fails if no text matches, and prepares the lexer for the first tokens
         if matcher.is_error():
             raise GrammarError(_why(matcher))
         return matcher
 
     def _templates(self, grammar: Grammar, tenant: str = "") -> list[_Template]:
-        """Those of a grammar, one of which is not spent; it is compiled from now on if there was none."""
-        key = _key(grammar)
-        found = self._compiled.setdefault(key, [])
+        """Return the templates of a grammar. At least one is not spent; if there is none, start to compile it."""
+        key = grammar.kind, grammar.text
+        templates = self._compiled.setdefault(key, [])
         self._compiled.move_to_end(key)
-        usable = [each for each in found if not each.is_spent]
+        usable = [template for template in templates if not template.is_spent]
         if not usable:
-            self._add_template(grammar, found, tenant)
+            self._add_template(grammar, templates, tenant)
         elif usable[0].matcher.done():
             self._keep(key, usable)
-        return found
+        return templates
 
     def _add_template(self, grammar: Grammar, templates: list[_Template], tenant: str) -> None:
         templates.append(_Template(self._compilers.submit(tenant, partial(self._compile, grammar))))
-        self._num_bytes += _num_bytes(_key(grammar))
-        self._make_room()
-
-    def _make_room(self) -> None:
+        self._num_bytes += _num_bytes(grammar.text)
         if self._num_bytes <= MAX_CACHED_BYTES:
             return
         needed = self.needed()
-        for key, templates in list(self._compiled.items())[:-1]:
+        for key, cached in list(self._compiled.items())[:-1]:
             if self._num_bytes <= MAX_CACHED_BYTES:
                 return
-            if key not in needed and all(each.matcher.done() for each in templates):
+            if key not in needed and all(template.matcher.done() for template in cached):
                 self._keep(key, [])
 
     def _keep(self, key: tuple[str, str], kept: list[_Template]) -> None:
-        """These of the templates of a grammar."""
+        """Drop the other templates of a grammar."""
         templates = self._compiled[key]
-        self._num_bytes -= _num_bytes(key) * (len(templates) - len(kept))
+        self._num_bytes -= _num_bytes(key[1]) * (len(templates) - len(kept))
         templates[:] = kept
         if not kept:
             del self._compiled[key]
@@ -474,7 +470,7 @@ class Grammars:
     # ------------------------------------------------------------ the vocabulary
 
     def _read_vocabulary(self, eos_token_ids: Sequence[int] | None) -> _Vocabulary:
-        """Return the vocabulary. ``eos_token_ids``: of a request; None: of the model, before the first request."""
+        """Return the vocabulary. eos_token_ids: of a request; None: of the model, before the first request."""
         if eos_token_ids is not None:
             self._is_needed.set()
         with self._lock:
@@ -497,11 +493,11 @@ class Grammars:
         facts = cast("TokenizerFile", own.decoding_facts())
         table = read_token_table(facts, skip_special_tokens=False)
         if table is None:
-            raise GrammarError("the tokenizer of this model edits its text in ways that no grammar can follow")
+            raise GrammarError("the tokenizer of this model changes its text in ways that no grammar can follow")
         special = {token["id"] for token in facts["added_tokens"] if token["special"]} | set(eos_token_ids)
         tokens = [token_bytes(table[token_id], is_special=token_id in special) for token_id in range(self._vocab_size)]
         ends = [token_id for token_id in eos_token_ids if token_id < len(tokens)]
-        known = tokens if ends else [*tokens, SPECIAL + b"end"]  # the library needs an end
+        known = tokens if ends else [*tokens, SPECIAL + b"end"]  # the library needs an end-of-text token
         self._num_computed = -(-len(known) // 32)
         encode = partial(own.encode, add_special_tokens=False)
         source = TokenSource(known, special, ends or [len(tokens)], encode)
@@ -510,19 +506,19 @@ class Grammars:
         return _Vocabulary(tokens, tokenizer, encode)
 
     def _thinking(self, grammar: Grammar, vocabulary: _Vocabulary, prompt: Sequence[int]) -> Thinking | None:
-        """None where there is none, or where it ends with the prompt."""
+        """Return the thinking before the grammar; None: there is none, or it ended in the prompt."""
         end = grammar.reasoning_end
         if not end:
             return None
         ids = vocabulary.encode(end) if isinstance(end, str) else end
-        text = end.encode() if isinstance(end, str) else b"".join(vocabulary.tokens[each] for each in end)
+        text = end.encode() if isinstance(end, str) else b"".join(vocabulary.tokens[token_id] for token_id in end)
         text = text.rstrip(_SPACES) or text
         tail = b"".join(vocabulary.tokens[token_id] for token_id in prompt[-len(text) - 64 :])
         return None if _ends_with(tail, text) else Thinking(text, ids, max_tokens=grammar.max_thinking_tokens)
 
 
 def _sorted(constraints: Sequence[Constraint]) -> tuple[list[tuple[Any, int]], list[tuple[Constraint, int]]]:
-    """Those whose masks the library computes, as (matcher, row), and the others, as (constraint, row)."""
+    """Return (matcher, row) for masks that the library computes, and (constraint, row) for the others."""
     computed: list[tuple[int, Any, int]] = []
     known: list[tuple[Constraint, int]] = []
     for row, constraint in enumerate(constraints):
@@ -530,12 +526,12 @@ def _sorted(constraints: Sequence[Constraint]) -> tuple[list[tuple[Any, int]], l
             known.append((constraint, row))
         else:
             computed.append((id(constraint.template), constraint.matcher, row))
-    computed.sort(key=itemgetter(0))  # threads take neighbours, and those of one template wait for each other
+    computed.sort(key=itemgetter(0))  # a thread takes neighbors, and copies of one template share a lock
     return [(matcher, row) for _, matcher, row in computed], known
 
 
 def _fill_known(known: list[tuple[Constraint, int]], masks: Words) -> None:
-    """Fill the masks [constraints, num_words] of these (constraint, row)."""
+    """Write the masks [constraints, num_words] that need no library. known: (constraint, row)."""
     for constraint, row in known:
         masks[row] = 0
         if constraint.thinking is not None:
@@ -545,30 +541,26 @@ def _fill_known(known: list[tuple[Constraint, int]], masks: Words) -> None:
 
 
 def _why(matcher: Any) -> str:
-    """Why a matcher of the library has failed."""
+    """Return the reason why a matcher failed."""
     error: str = matcher.get_error().removesuffix("<non-verbose/>").strip()
     if error == "NoExtensionBias":
         return "no text fits it: a part of it, such as an empty class, matches nothing"
     if "nsatisfiable" in error:
         place = re.search(r"required property '.*?'", error)
-        what = checks.cut(place[0]) if place else "it"
-        return f"no value fits {what}: keywords contradict each other, or a pattern fits no text"
+        part = checks.cut(place[0]) if place else "it"
+        return f"no value fits {part}: keywords contradict each other, or a pattern fits no text"
     if re.search("fuel|limit|items|[tT]oo (?:many|big|large)", error):
         return "it takes more work than is allowed; make it smaller, with fewer repetitions or alternatives"
     return checks.cut(error)
 
 
 def _ends_with(text: bytes, end: bytes) -> bool:
-    """Spaces aside, where ``end`` is more than that."""
+    """Return whether ``text`` ends with ``end``. Spaces after it are ignored, unless ``end`` is only spaces."""
     return (text if end.isspace() else text.rstrip(_SPACES)).endswith(end)
 
 
-def _key(grammar: Grammar) -> tuple[str, str]:
-    return grammar.kind, grammar.text
-
-
-def _num_bytes(key: tuple[str, str]) -> int:
-    return BYTES_PER_GRAMMAR + BYTES_PER_CHARACTER * len(key[1])
+def _num_bytes(text: str) -> int:
+    return BYTES_PER_GRAMMAR + BYTES_PER_CHARACTER * len(text)
 
 
 def _set(words: Words, token_id: int) -> None:
@@ -580,7 +572,7 @@ def _clear(words: Words, token_id: int) -> None:
 
 
 def _clear_where_possible(words: Words, token_ids: Sequence[int]) -> None:
-    """Rule these tokens out of words [ceil(V / 32)], unless no other is left."""
+    """Exclude tokens from words [ceil(V / 32)], unless no other token is allowed."""
     kept = words.copy()
     for token_id in token_ids:
         _clear(kept, token_id)

@@ -1,57 +1,54 @@
-"""JSON schemas: what cannot be enforced is refused, and the rest is brought into the form that grammars are made of.
+"""JSON schemas: refuse keywords that cannot be enforced, and compile the others to the form that grammars use.
 
-Every value that the compiled schema allows is valid under the schema that was given; where the two cannot be the same,
-the compiled one is narrower:
+Every value that the compiled schema allows is valid under the original schema. If both cannot allow the same values,
+the compiled schema is narrower:
 
-- Properties come in the order of the schema, those that are only required at the end.
-- ``oneOf`` is allowed where its branches exclude each other: by their types, or by a property with other constants in
-  each branch, which is then required.
-- Patterns mean what ECMAScript and Python agree on: ``\\d`` and ``\\w`` are ASCII.
-- Exclusive bounds of numbers that are no integers, and those of more than 15 digits, become the next number of 15
-  digits: what is written with more would be rounded to the bound, or the bound itself would be.
-- Text has no ``\\u`` escapes, and so no control characters but those with an escape of two characters.
+- Properties come in the order of the schema. Properties that are only in ``required`` come last.
+- ``oneOf`` is enforced if its branches exclude each other: by their types, or by a property that has other constants in
+  each branch. This property is then required.
+- Patterns have the meaning that ECMAScript and Python share: ``\\d`` and ``\\w`` are ASCII.
+- Exclusive bounds of numbers that are not integers become the next number with 15 digits, and so do bounds with more
+  than 15 digits. The library rounds longer numbers.
+- Strings have no ``\\u`` escapes, and so no control characters without a two-character escape.
 
-Annotations are left out. A keyword that is not known is refused: it may be a misspelt one.
+Annotations are removed. Unknown keywords are refused, because they may be misspelled.
 """
 
 from __future__ import annotations
 
 import json
 from graphlib import CycleError, TopologicalSorter
-from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
+from typing import Any, Final, NoReturn, cast
 
 from aioengine.api.checks import did_you_mean
 from aioengine.constraints.one_of import TYPES, exclusive
-from aioengine.constraints.python_regex import translate
 from aioengine.constraints.schema_values import (
-    Place,
     Schema,
+    Subschema,
     check_constant,
     compile_counts,
     compile_number,
+    compile_pattern,
     compile_string,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 MAX_BYTES: Final = 65_536
 MAX_CHARACTERS: Final = 262_144
-"""Of the text with its annotations."""
+"""Of the JSON text, with annotations."""
 MAX_DEPTH: Final = 64
 MAX_OPTIONAL: Final = 256
-"""Optional properties of an object; the parser keeps several entries for each."""
+"""Optional properties of an object. The parser keeps several entries for each."""
 MAX_SCHEMAS: Final = 2048
-"""Schemas within a schema, or within a structural tag."""
+"""Subschemas of a schema or a structural tag."""
 MAX_PATTERN_CHARACTERS: Final = 8192
-"""Of all patterns of a schema, or of a structural tag."""
+"""Of all patterns of a schema or a structural tag."""
 CHARACTERS_PER_PATTERN: Final = 8
-"""Counted of each beside its own."""
+"""Counted for each pattern, in addition to its own."""
 MAX_BRANCHES: Final = 256
 MAX_ALL_OF: Final = 16
 
 OPTIONS: Final = {"json_allowed_escapes": 'nrbtf\\"'}
-"""Options of the library for every schema: with ``\\u``, a listed property could be written as another one."""
+"""Options of the library for every schema. With ``\\u``, the name of a listed property could be written in two ways."""
 
 _ANNOTATIONS: Final = frozenset(
     (
@@ -76,322 +73,303 @@ _NOT_ENFORCED: Final = frozenset(
         "uniqueItems", "contentEncoding", "contentMediaType", "contentSchema",
     )
 )  # fmt: skip
-"""Keywords of JSON Schema, which are not misspelt."""
+"""Keywords of JSON Schema that are not enforced. They are not misspelled, so no other keyword is suggested."""
 
 
 class Budget:
-    """What the schemas and patterns of a parameter may have together: each takes time at the call."""
+    """Limits all schemas and patterns of one parameter together, because each takes time at the call."""
 
     def __init__(self) -> None:
         self._num_schemas = 0
         self._num_pattern_characters = 0
 
-    def take_schema(self, place: Place) -> None:
-        """Raises UnsupportedSchemaError: there are too many."""
+    def take_schema(self, schema: Subschema) -> None:
+        """Count a schema. Raises UnsupportedSchemaError if there are too many."""
         self._num_schemas += 1
         if self._num_schemas > MAX_SCHEMAS:
-            place.refuse("schema", f"is one of more than {MAX_SCHEMAS:,}")
+            schema.refuse("schema", f"is one of more than {MAX_SCHEMAS:,}")
 
-    def take_patterns(self, place: Place, found: Iterable[object]) -> None:
-        """Raises UnsupportedSchemaError: there are too many."""
-        self._num_pattern_characters += sum(
-            len(each) + CHARACTERS_PER_PATTERN for each in found if isinstance(each, str)
-        )
+    def take_pattern(self, schema: Subschema, pattern: object) -> None:
+        """Count a pattern. Raises UnsupportedSchemaError if all patterns together are too long."""
+        if isinstance(pattern, str):
+            self._num_pattern_characters += len(pattern) + CHARACTERS_PER_PATTERN
         if self._num_pattern_characters > MAX_PATTERN_CHARACTERS:
-            place.refuse("pattern", f"is one of several with more than {MAX_PATTERN_CHARACTERS:,} characters together")
+            schema.refuse("pattern", f"is one of several with more than {MAX_PATTERN_CHARACTERS:,} characters together")
 
 
-def compiled(text: str, budget: Budget | None = None) -> Schema:
-    """The schema ``text`` (JSON) in the form that grammars are made of. ``budget``: of several; None: of its own.
+def compile_schema(text: str, budget: Budget | None = None) -> Schema:
+    """Compile a JSON schema, given as JSON text. budget: shared with other schemas; None: a new one.
 
     Raises:
-        ValueError: it is no JSON, or no JSON schema.
-        UnsupportedSchemaError: something in it cannot be enforced, or it is too large; with ``pointer`` and
-            ``keyword``.
+        ValueError: it is not JSON, or not a JSON schema.
+        UnsupportedSchemaError: it is too large, or a part of it cannot be enforced.
     """
-    root = Place({}, "", 0)
+    root = Subschema({}, "", 0)
     if len(text) > MAX_CHARACTERS:
         root.refuse("json_schema", f"has {len(text):,} characters; at most {MAX_CHARACTERS:,} are read")
     try:
         schema = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        message = f"it is no JSON text: {error}"
-        raise ValueError(message) from None
+        raise ValueError(f"it is no JSON text: {error}") from None
     try:
         compiler = _Compiler(schema, budget or Budget())
-        found = compiler.compile()
-        size = len(json.dumps(found))
+        compiled = compiler.compile()
+        size = len(json.dumps(compiled))
     except RecursionError:
         root.refuse("json_schema", "is nested too deeply")
     if size > MAX_BYTES:
         root.refuse("json_schema", f"has {size:,} bytes without its annotations; at most {MAX_BYTES:,} are enforced")
-    compiler.check_constants()
-    return found
+    for subschema, keyword in compiler.constants:  # reads every nested value, so only after the check of the size
+        check_constant(subschema, keyword)
+    return compiled
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    message = f"{name} is no JSON"
-    raise ValueError(message)
+    raise ValueError(f"{name} is no JSON")
 
 
 class _Compiler:
-    """One schema. References stay references: each target is compiled once, into ``$defs``."""
+    """Compiles one schema. References stay: each target is compiled once, into ``$defs``.
+
+    Attributes:
+        constants: the subschemas with ``const`` or ``enum``, and this keyword.
+    """
 
     def __init__(self, root: object, budget: Budget) -> None:
+        self.constants: list[tuple[Subschema, str]] = []
         self._root = root
         self._budget = budget
-        self._names: dict[str, str] = {}  # a reference -> the name of its target in $defs
-        self._places: dict[str, Place] = {}  # where each reference was found first
+        self._names: dict[str, str] = {}  # reference -> name of its target in $defs
+        self._users: dict[str, Subschema] = {}  # reference -> the first schema that has it
         self._definitions: Schema = {}
         self._waiting: list[str] = []
-        self._constants: list[tuple[Place, str]] = []
 
     def compile(self) -> Schema:
-        found = self._schema(self._root, "", 0)
+        compiled = self._schema(self._root, "", 0)
         while self._waiting:
             reference = self._waiting.pop()
-            target = self._target(reference, Place({}, reference[1:], 0))
+            target = self._target(reference, self._users[reference])
             self._definitions[self._names[reference]] = self._schema(target, reference[1:], 0)
         self._check_loops()
-        if found is False:
-            Place({}, "", 0).refuse("false", "allows no value")
-        found = {} if found is True else found
-        return {**found, "$defs": self._definitions} if self._definitions else found
+        if compiled is False:
+            Subschema({}, "", 0).refuse("false", "allows no value")
+        compiled = {} if compiled is True else compiled
+        return {**compiled, "$defs": self._definitions} if self._definitions else compiled
 
-    def check_constants(self) -> None:
-        """Behind all limits of size, for each value in each of them is looked at."""
-        for place, keyword in self._constants:
-            check_constant(place, keyword)
-
-    def _schema(self, schema: object, pointer: str, depth: int) -> Any:
-        """Compiled, a dict or a boolean."""
-        if isinstance(schema, bool):
-            return schema
-        place = Place(cast("Schema", schema), pointer, depth)
-        if not isinstance(schema, dict):
-            place.wrong("schema", "an object or a boolean", schema)
+    def _schema(self, value: object, pointer: str, depth: int) -> Any:
+        """Compile a schema to a dict or a boolean."""
+        if isinstance(value, bool):
+            return value
+        schema = Subschema(cast("Schema", value), pointer, depth)
+        if not isinstance(value, dict):
+            schema.wrong("schema", "an object or a boolean", value)
         if depth > MAX_DEPTH:
-            place.refuse("schema", f"is nested more than {MAX_DEPTH} deep")
-        patterns = place.given.get("patternProperties")
-        self._budget.take_schema(place)
-        self._budget.take_patterns(
-            place, (place.given.get("pattern"), *(patterns if isinstance(patterns, dict) else ()))
-        )
-        for keyword in place.given:
+            schema.refuse("schema", f"is nested more than {MAX_DEPTH} deep")
+        self._budget.take_schema(schema)
+        self._budget.take_pattern(schema, schema.keywords.get("pattern"))
+        for keyword in schema.keywords:
             if keyword not in _ENFORCED and keyword not in _ANNOTATIONS and not keyword.startswith("x-"):
                 hint = "" if keyword in _NOT_ENFORCED else did_you_mean(keyword, _ENFORCED | _ANNOTATIONS)
-                place.refuse(keyword, f"is not enforced{hint}; leave it out, and check for it yourself")
-        found = self._any_type(place)
-        types = found.get("type", TYPES)
+                schema.refuse(keyword, f"is not enforced{hint}; leave it out, and check for it yourself")
+        compiled = self._any_type(schema)
+        types = compiled.get("type", TYPES)
         allowed = {types} if isinstance(types, str) else set(types)
         if "string" in allowed:
-            made = compile_string(place)
-            found |= made | ({"allOf": [*found.get("allOf", ()), *made["allOf"]]} if "allOf" in made else {})
+            string = compile_string(schema)
+            compiled |= string | ({"allOf": compiled.get("allOf", []) + string["allOf"]} if "allOf" in string else {})
         if allowed & {"number", "integer"}:
-            found |= compile_number(place, is_integer="number" not in allowed)
+            compiled |= compile_number(schema, is_integer="number" not in allowed)
         if "object" in allowed:
-            found |= self._object(place)
+            compiled |= self._object(schema)
         if "array" in allowed:
-            found |= self._array(place)
-        return found
+            compiled |= self._array(schema)
+        return compiled
 
-    # ------------------------------------------------------------ keywords of all types
-
-    def _any_type(self, place: Place) -> Schema:
-        given, found = place.given, dict[str, Any]()
-        if "type" in given:
-            found["type"] = _types(place)
+    def _any_type(self, schema: Subschema) -> Schema:
+        """Compile the keywords that apply to values of any type."""
+        keywords, compiled = schema.keywords, dict[str, Any]()
+        if "type" in keywords:
+            listed: list[Any] = keywords["type"] if isinstance(keywords["type"], list) else [keywords["type"]]
+            if not listed or any(name not in TYPES for name in listed):
+                schema.wrong("type", f"one of {', '.join(TYPES)}, or a list of these", keywords["type"])
+            compiled["type"] = keywords["type"]
         for keyword in ("enum", "const"):
-            if keyword in given:
-                _check_alone(place, keyword)
-                self._constants.append((place, keyword))
-                found[keyword] = given[keyword]
-        if "$ref" in given:
-            found["$ref"] = self._reference(place)
+            if keyword not in keywords:
+                continue
+            if keyword == "enum" and (not isinstance(keywords["enum"], list) or not keywords["enum"]):
+                schema.wrong("enum", "a list of values", keywords["enum"])
+            # beside other keywords, some constants might not be valid
+            if others := (keywords.keys() & _ENFORCED) - {keyword, "type"}:
+                schema.refuse(keyword, f"is not enforced together with {min(others)!r}")
+            self.constants.append((schema, keyword))
+            compiled[keyword] = keywords[keyword]
+        if "$ref" in keywords:
+            compiled["$ref"] = self._reference(schema)
         for keyword in ("anyOf", "allOf"):
-            if keyword in given:
-                found[keyword] = self._branches(place, keyword)
-        if "oneOf" in given:
-            if "anyOf" in given:
-                place.refuse("oneOf", "is not enforced together with 'anyOf'")
-            found["anyOf"] = exclusive(place, self._branches(place, "oneOf"), self._followed)
-        return found
+            if keyword in keywords:
+                compiled[keyword] = self._list(schema, keyword)
+        if "oneOf" in keywords:
+            if "anyOf" in keywords:
+                schema.refuse("oneOf", "is not enforced together with 'anyOf'")
+            compiled["anyOf"] = exclusive(schema, self._list(schema, "oneOf"), self._resolve)
+        return compiled
 
-    def _branches(self, place: Place, keyword: str) -> list[Any]:
-        branches = place.given[keyword]
-        if not isinstance(branches, list) or not branches:
-            place.wrong(keyword, "a list of schemas", branches)
-        listed = cast("list[object]", branches)
+    def _list(self, schema: Subschema, keyword: str) -> list[Any]:
+        """Compile a keyword whose value is a list of schemas."""
+        value = schema.keywords[keyword]
+        if not isinstance(value, list) or not value:
+            schema.wrong(keyword, "a list of schemas", value)
+        schemas = cast("list[object]", value)
         limit = MAX_ALL_OF if keyword == "allOf" else MAX_BRANCHES
-        if len(listed) > limit:
-            place.refuse(keyword, f"has more than {limit} entries")
-        return [self._schema(each, place.at(keyword, index), place.depth + 1) for index, each in enumerate(listed)]
+        if len(schemas) > limit:
+            schema.refuse(keyword, f"has more than {limit} entries")
+        return [self._schema(entry, schema.at(keyword, i), schema.depth + 1) for i, entry in enumerate(schemas)]
 
     # ------------------------------------------------------------ references
 
-    def _reference(self, place: Place) -> str:
-        reference = place.given["$ref"]
+    def _reference(self, schema: Subschema) -> str:
+        reference = schema.keywords["$ref"]
         if not isinstance(reference, str):
-            place.wrong("$ref", "a string", reference)
+            schema.wrong("$ref", "a string", reference)
         if reference != "#" and not reference.startswith("#/"):
-            place.refuse("$ref", f"{reference[:80]!r} is no reference into this schema")
+            schema.refuse("$ref", f"{reference[:80]!r} is no reference into this schema")
         if reference not in self._names:
-            self._target(reference, place)
-            self._places[reference] = place
+            self._target(reference, schema)
+            self._users[reference] = schema
             self._names[reference] = f"d{len(self._names)}"
             self._waiting.append(reference)
         return f"#/$defs/{self._names[reference]}"
 
-    def _target(self, reference: str, place: Place) -> object:
-        found = self._root
+    def _target(self, reference: str, user: Subschema) -> object:
+        """Return the target of a reference in the schema ``user``."""
+        target = self._root
         for part in reference.split("/")[1:]:
             key = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, dict) and key in found:
-                found = cast("Schema", found)[key]
-            elif isinstance(found, list) and key.isdecimal() and int(key) < len(cast("list[object]", found)):
-                found = cast("list[object]", found)[int(key)]
+            if isinstance(target, dict) and key in target:
+                target = cast("Schema", target)[key]
+            elif isinstance(target, list) and key.isdecimal() and int(key) < len(cast("list[object]", target)):
+                target = cast("list[object]", target)[int(key)]
             else:
-                place.wrong("$ref", "a reference to something in this schema", reference)
-        return found
+                user.wrong("$ref", "a reference to something in this schema", reference)
+        return target
 
     def _check_loops(self) -> None:
-        """A schema that refers to itself without anything between would never end. Every target is compiled before."""
-        graph = {each: _same_value(self._target(each, Place({}, each[1:], 0))) for each in self._names}
+        """Refuse schemas that refer to themselves without a property or an item in between: they would never end."""
+        graph = {ref: _refs_to_same_value(self._target(ref, user)) for ref, user in self._users.items()}
         try:
             TopologicalSorter(graph).prepare()
         except CycleError as error:
-            reference = next(each for each in self._names if each in error.args[1])
-            self._places[reference].refuse("$ref", f"{reference[:80]!r} refers to itself")
+            reference = next(ref for ref in self._names if ref in error.args[1])
+            self._users[reference].refuse("$ref", f"{reference[:80]!r} refers to itself")
 
-    def _followed(self, schema: object) -> Schema:
-        """What a schema that is but a reference refers to."""
+    def _resolve(self, schema: object) -> Schema:
+        """Return the target of a schema that is only a reference, or the schema itself."""
         for _ in range(MAX_DEPTH):
             if not isinstance(schema, dict):
                 break
-            given = cast("Schema", schema)
-            if given.keys() - _ANNOTATIONS != {"$ref"}:
-                return given
-            schema = self._target(given["$ref"], Place(given, "", 0))
+            keywords = cast("Schema", schema)
+            if keywords.keys() - _ANNOTATIONS != {"$ref"}:
+                return keywords
+            schema = self._target(keywords["$ref"], Subschema(keywords, "", 0))
         return {}
 
     # ------------------------------------------------------------ objects and arrays
 
-    def _object(self, place: Place) -> Schema:
-        found: Schema = {}
-        names = _required(place)
-        made = self._each(place, "properties")
+    def _object(self, schema: Subschema) -> Schema:
+        value = schema.keywords.get("required", [])
+        if not isinstance(value, list) or any(not isinstance(name, str) for name in cast("list[object]", value)):
+            schema.wrong("required", "a list of names", value)
+        required = list(dict.fromkeys(cast("list[str]", value)))
+        compiled: Schema = {}
+        properties = self._by_name(schema, "properties")
         others: Any = True
-        if "additionalProperties" in place.given:
-            pointer = place.at("additionalProperties")
-            others = self._schema(place.given["additionalProperties"], pointer, place.depth + 1)
-            found["additionalProperties"] = others
-        if patterns := self._pattern_properties(place):
-            found["patternProperties"] = patterns
-        for name in names:
-            if others is False and name not in made:
-                place.refuse("required", f"names {name[:80]!r}, which additionalProperties rules out")
-        made |= {name: others for name in names if name not in made}
-        if len(made) - len(names) > MAX_OPTIONAL:
-            place.refuse("properties", f"has more than {MAX_OPTIONAL} optional ones")
-        if made:
-            found["properties"] = made
-        if names:
-            found["required"] = names
-        return found | _num_properties(place, found)
+        if "additionalProperties" in schema.keywords:
+            pointer = schema.at("additionalProperties")
+            others = self._schema(schema.keywords["additionalProperties"], pointer, schema.depth + 1)
+            compiled["additionalProperties"] = others
+        if patterns := self._pattern_properties(schema):
+            compiled["patternProperties"] = patterns
+        for name in required:
+            if others is False and name not in properties:
+                schema.refuse("required", f"names {name[:80]!r}, which additionalProperties rules out")
+        properties |= {name: others for name in required if name not in properties}
+        if len(properties) - len(required) > MAX_OPTIONAL:
+            schema.refuse("properties", f"has more than {MAX_OPTIONAL} optional ones")
+        if properties:
+            compiled["properties"] = properties
+        if required:
+            compiled["required"] = required
+        return compiled | _num_properties(schema, compiled)
 
-    def _each(self, place: Place, keyword: str) -> Schema:
-        """The compiled schemas of a keyword that has one for each name."""
-        schemas = place.given.get(keyword, {})
+    def _by_name(self, schema: Subschema, keyword: str) -> Schema:
+        """Compile a keyword that has a schema for each name."""
+        schemas = schema.keywords.get(keyword, {})
         if not isinstance(schemas, dict):
-            place.wrong(keyword, "an object", schemas)
+            schema.wrong(keyword, "an object", schemas)
         return {
-            name: self._schema(each, place.at(keyword, name), place.depth + 1)
-            for name, each in cast("Schema", schemas).items()
+            name: self._schema(value, schema.at(keyword, name), schema.depth + 1)
+            for name, value in cast("Schema", schemas).items()
         }
 
-    def _pattern_properties(self, place: Place) -> Schema:
-        """They stand alone: a name that a pattern matches would have to fit the pattern's schema and its own."""
-        made = self._each(place, "patternProperties")
-        if made and place.given.get("additionalProperties") is not False:
-            place.refuse("patternProperties", 'is enforced with "additionalProperties": false alone')
-        if made and (place.given.get("properties") or place.given.get("required")):
-            place.refuse("patternProperties", "is not enforced together with 'properties' or 'required'")
+    def _pattern_properties(self, schema: Subschema) -> Schema:
+        """Compile ``patternProperties``. They exclude ``properties``: a name could have to match two schemas."""
+        compiled = self._by_name(schema, "patternProperties")
+        for pattern in compiled:
+            self._budget.take_pattern(schema, pattern)
+        if compiled and schema.keywords.get("additionalProperties") is not False:
+            schema.refuse("patternProperties", 'is enforced with "additionalProperties": false alone')
+        if compiled and (schema.keywords.get("properties") or schema.keywords.get("required")):
+            schema.refuse("patternProperties", "is not enforced together with 'properties' or 'required'")
         return {
-            f"^(?:{translate(pattern, pointer=place.at('patternProperties', pattern), is_searched=True)})$": each
-            for pattern, each in made.items()
+            compile_pattern(pattern, schema.at("patternProperties", pattern)): result
+            for pattern, result in compiled.items()
         }
 
-    def _array(self, place: Place) -> Schema:
-        given = place.given
-        found: Schema = dict(compile_counts(place, "minItems", "maxItems"))
-        if "items" in given:
-            if isinstance(given["items"], list):
-                place.refuse("items", "as a list is of an older JSON schema; write 'prefixItems'")
-            found["items"] = self._schema(given["items"], place.at("items"), place.depth + 1)
-        if "prefixItems" in given:
-            found["prefixItems"] = self._branches(place, "prefixItems")
-        return found
+    def _array(self, schema: Subschema) -> Schema:
+        keywords = schema.keywords
+        compiled: Schema = compile_counts(schema, "minItems", "maxItems")
+        if "items" in keywords:
+            if isinstance(keywords["items"], list):
+                schema.refuse("items", "as a list is of an older JSON schema; write 'prefixItems'")
+            compiled["items"] = self._schema(keywords["items"], schema.at("items"), schema.depth + 1)
+        if "prefixItems" in keywords:
+            compiled["prefixItems"] = self._list(schema, "prefixItems")
+        return compiled
 
 
-def _types(place: Place) -> str | list[str]:
-    value = place.given["type"]
-    listed = cast("list[object]", value) if isinstance(value, list) else [value]
-    if not listed or any(each not in TYPES for each in listed):
-        place.wrong("type", f"one of {', '.join(TYPES)}, or a list of these", value)
-    return cast("str | list[str]", value)
-
-
-def _check_alone(place: Place, keyword: str) -> None:
-    """Constants stand alone or beside a type: beside other keywords some of them may not be allowed."""
-    value = place.given[keyword]
-    if keyword == "enum" and (not isinstance(value, list) or not value):
-        place.wrong("enum", "a list of values", value)
-    others = (place.given.keys() & _ENFORCED) - {keyword, "type"}
-    if others:
-        place.refuse(keyword, f"is not enforced together with {min(others)!r}")
-
-
-def _required(place: Place) -> list[str]:
-    value = place.given.get("required", [])
-    if not isinstance(value, list) or any(not isinstance(name, str) for name in cast("list[object]", value)):
-        place.wrong("required", "a list of names", value)
-    return list(dict.fromkeys(cast("list[str]", value)))
-
-
-def _num_properties(place: Place, found: Schema) -> Schema:
-    """Compile ``minProperties`` and ``maxProperties``.
+def _num_properties(schema: Subschema, compiled: Schema) -> Schema:
+    """Compile ``minProperties`` and ``maxProperties``. compiled: the other keywords of the object.
 
     They are enforced if all properties are listed: an unlisted property could be generated twice. The library counts
     at most one optional property.
     """
-    limits = dict(compile_counts(place, "minProperties", "maxProperties"))
-    num_required, num_listed = len(found.get("required", ())), len(found.get("properties", ()))
+    limits = compile_counts(schema, "minProperties", "maxProperties")
+    num_required, num_listed = len(compiled.get("required", ())), len(compiled.get("properties", ()))
     if limits.get("minProperties", 1) <= num_required:
         limits.pop("minProperties", None)
-    is_closed = found.get("additionalProperties") is False and "patternProperties" not in found
-    for keyword in limits:
-        if not is_closed:
-            place.refuse(keyword, 'is enforced with "additionalProperties": false alone')
+    is_closed = compiled.get("additionalProperties") is False and "patternProperties" not in compiled
+    if limits and not is_closed:
+        schema.refuse(next(iter(limits)), 'is enforced with "additionalProperties": false alone')
     if limits.get("maxProperties", 0) >= num_listed:
         limits.pop("maxProperties", None)
     for keyword, limit in limits.items():
         reason = f"is {limit}, and {num_required} of {num_listed} properties are required"
         if not num_required <= limit <= num_listed:
-            place.refuse(keyword, f"{reason}: no value is valid")
+            schema.refuse(keyword, f"{reason}: no value is valid")
         if limit != num_required + 1:
-            place.refuse(keyword, f"{reason}: only {num_required + 1} can be enforced")
+            schema.refuse(keyword, f"{reason}: only {num_required + 1} can be enforced")
     return limits
 
 
-def _same_value(schema: object) -> list[str]:
-    """The references of a schema that apply to the very value that it applies to."""
+def _refs_to_same_value(schema: object) -> list[str]:
+    """Return the references of a schema that apply to the same value as the schema itself."""
     if not isinstance(schema, dict):
         return []
-    given, found = cast("Schema", schema), list[str]()
-    if isinstance(given.get("$ref"), str):
-        found.append(given["$ref"])
+    keywords, references = cast("Schema", schema), list[str]()
+    if isinstance(keywords.get("$ref"), str):
+        references.append(keywords["$ref"])
     for keyword in ("anyOf", "oneOf", "allOf"):
-        branches = given.get(keyword)
+        branches = keywords.get(keyword)
         if isinstance(branches, list):
-            found += [each for branch in cast("list[object]", branches) for each in _same_value(branch)]
-    return found
+            references += [ref for branch in cast("list[object]", branches) for ref in _refs_to_same_value(branch)]
+    return references

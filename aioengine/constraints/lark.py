@@ -1,6 +1,4 @@
-"""Grammars in Lark's syntax: what the library would compile without an end, or for very long, is refused before, and
-JSON schemas in them are brought into the form that is enforced.
-"""
+"""Grammars in the syntax of Lark: refuse grammars that take too long, and compile their JSON schemas."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from aioengine.constraints.json_schema import OPTIONS, Budget, compiled
+from aioengine.constraints.json_schema import OPTIONS, Budget, compile_schema
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,7 +16,7 @@ if TYPE_CHECKING:
 MAX_RULES: Final = 1000
 """A chain of 2,500 terminals takes 8 s."""
 MAX_WORK: Final = 150_000_000
-"""What a parser may do behind one character, at most: about 0.1 s."""
+"""Maximum work of the parser for one character, as estimated by ``_work``: about 0.1 s."""
 
 _TOKENS: Final = re.compile(
     r"""
@@ -39,7 +37,7 @@ _json: Final = json.JSONDecoder()
 
 @dataclass
 class _Body:
-    """What stands in a rule. num_repeats: of its parts, at most."""
+    """The body of a rule. num_repeats: maximum repetitions of its parts. names: the rules that it uses."""
 
     num_choices: int = 1
     num_symbols: int = 0
@@ -48,57 +46,55 @@ class _Body:
 
 
 def checked_lark(text: str) -> str:
-    """A grammar, checked as far as that is not left to the library, with its JSON schemas compiled.
+    """Check a grammar before the library compiles it, and return it with compiled JSON schemas.
 
     Raises:
-        ValueError: it has something that may not be in it.
-        UnsupportedSchemaError: so has a JSON schema in it.
+        ValueError: it has a part that is not supported, or is too large.
+        UnsupportedSchemaError: a JSON schema in it cannot be enforced.
     """
     num_rules = position = num_copied = 0
     parts: list[str] = []
     budget = Budget()
     bodies: dict[str, _Body] = {}
     body = _Body()
-    while found := _TOKENS.search(text, position):
-        start = position = found.end()
-        if found["operator"]:
-            message = f"{found['operator']!r} of terminals is not supported: it may take any time to compile"
-            raise ValueError(message)
-        if found["directive"]:
+    while match := _TOKENS.search(text, position):
+        start = position = match.end()
+        if match["operator"]:
+            raise ValueError(f"{match['operator']!r} of terminals is not supported: it may take any time to compile")
+        if match["directive"]:
             try:
                 value, position = _json.raw_decode(text, position)
             except (ValueError, RecursionError) as error:
-                message = f"no JSON follows %{found['directive']}: {error}"
-                raise ValueError(message) from None
-            if found["directive"] == "json":
-                schema = compiled(json.dumps(value), budget)
+                raise ValueError(f"no JSON follows %{match['directive']}: {error}") from None
+            if match["directive"] == "json":
+                schema = compile_schema(json.dumps(value), budget)
                 schema["x-guidance"] = {**value.get("x-guidance", {}), **OPTIONS}
                 parts += (text[num_copied:start], json.dumps(schema))
                 num_copied = position
-        if found["rule"]:
+        if match["rule"]:
             num_rules += 1
-            body = bodies.setdefault(found["name"], _Body())
-        elif found["choice"]:
+            body = bodies.setdefault(match["name"], _Body())
+        elif match["choice"]:
             body.num_choices += 1
-        elif found["counts"]:
-            body.num_repeats += max(int(each[:9]) for each in re.findall(r"\d+", found["counts"]))
-        elif not found["comment"]:
+        elif match["counts"]:
+            body.num_repeats += max(int(digits[:9]) for digits in re.findall(r"\d+", match["counts"]))
+        elif not match["comment"]:
             body.num_symbols += 1
-            body.names.update([found["name"]] if found["name"] else ())
+            body.names.update([match["name"]] if match["name"] else ())
     if num_rules > MAX_RULES:
-        message = f"it has {num_rules:,} rules and terminals; at most {MAX_RULES:,} are compiled"
-        raise ValueError(message)
+        raise ValueError(f"it has {num_rules:,} rules and terminals; at most {MAX_RULES:,} are compiled")
     if _work({name: body for name, body in bodies.items() if not name.lstrip("_")[:1].isupper()}) > MAX_WORK:
-        message = (
+        raise ValueError(
             "too many of its rules have alternatives and are used in many places, or repeated often; make it smaller"
         )
-        raise ValueError(message)
     return "".join((*parts, text[num_copied:]))
 
 
 def _work(bodies: Mapping[str, _Body]) -> int:
-    """What the parser may do behind one character at most, where texts can be read in many ways: each alternative of a
-    rule that ends there is looked up in all places that use the rule, and what follows among all that is known.
+    """Estimate the maximum work of the parser for one character, if the text can be parsed in many ways.
+
+    For each alternative of a rule that ends there, the parser looks at all places that use the rule, and searches the
+    continuation among all known items.
     """
     uses = Counter[str]()
     for body in bodies.values():

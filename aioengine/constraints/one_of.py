@@ -1,60 +1,58 @@
-"""``oneOf``: enforced as ``anyOf``, where no value can fit two of its branches; else refused."""
+"""``oneOf``: enforced like ``anyOf`` if no value can match two branches; otherwise refused."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-    from aioengine.constraints.schema_values import Place, Schema
+    from aioengine.constraints.schema_values import Schema, Subschema
 
 TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 
 
-def exclusive(place: Place, made: list[Any], follow: Callable[[object], Schema]) -> list[Any]:
-    """The branches of the oneOf at ``place``, changed so that no value fits two of them.
+def exclusive(schema: Subschema, compiled: list[Any], resolve: Callable[[object], Schema]) -> list[Any]:
+    """Return the compiled branches of ``oneOf``, changed so that no value matches two of them.
 
-    made: the compiled branches. follow: what a schema that is but a reference refers to.
+    resolve: returns the target of a schema that is only a reference.
 
     Raises:
-        UnsupportedSchemaError: two branches may both fit a value, as far as types and constants show.
+        UnsupportedSchemaError: types and constants do not show that the branches exclude each other.
     """
-    plain = [follow(each) for each in place.given["oneOf"]]
-    kinds = [_kinds(each) for each in plain]
-    if all(not (mine & other) for position, mine in enumerate(kinds) for other in kinds[:position]):
-        return made
-    if _are_apart([_constants(each) for each in plain]):
-        return made
-    if all(each.get("type") == "object" for each in plain):
-        properties = [cast("Schema", each.get("properties") or {}) for each in plain]
+    branches = [resolve(branch) for branch in schema.keywords["oneOf"]]
+    types = [_types(branch) for branch in branches]
+    if sum(map(len, types)) == len(set[str]().union(*types)) or _are_disjoint(map(_constants, branches)):
+        return compiled
+    if all(branch.get("type") == "object" for branch in branches):
+        properties = [cast("Schema", branch.get("properties") or {}) for branch in branches]
         for name in properties[0]:
-            if _are_apart([_constants(follow(each.get(name, True))) for each in properties]):
+            if _are_disjoint(_constants(resolve(schemas.get(name, True))) for schemas in properties):
                 present = {"type": "object", "required": [name]}
                 return [
-                    each if name in of.get("required", ()) else {"allOf": [each, present]}
-                    for each, of in zip(made, plain, strict=True)
+                    result if name in branch.get("required", ()) else {"allOf": [result, present]}
+                    for result, branch in zip(compiled, branches, strict=True)
                 ]
-    place.refuse(
+    schema.refuse(
         "oneOf",
-        "has branches that may both fit; give each another type, or a property with other constants in each, or write "
-        "anyOf",
+        "has branches that may both match; give each another type, or a property with other constants in each, or "
+        "write anyOf",
     )
 
 
-def _kinds(schema: Schema) -> set[str]:
-    """The types of the values that a schema may allow; an integer is a number."""
+def _types(schema: Schema) -> set[str]:
+    """Return the types that a schema may allow. An integer is a number."""
     types = schema.get("type", TYPES)
-    return {"number" if each == "integer" else each for each in ([types] if isinstance(types, str) else types)}
+    return {"number" if name == "integer" else name for name in ([types] if isinstance(types, str) else types)}
 
 
 def _constants(schema: Schema) -> Sequence[object] | None:
-    """The only values that a schema allows; None: others, too."""
+    """Return the only values that a schema allows; None: it allows others too."""
     return [schema["const"]] if "const" in schema else schema.get("enum")
 
 
-def _are_apart(constants: Sequence[Sequence[object] | None]) -> bool:
-    """Whether no two of these lists share a constant. Only strings count: equal numbers can be written differently."""
+def _are_disjoint(constants: Iterable[Sequence[object] | None]) -> bool:
+    """Return whether no two lists share a constant. Only strings count: equal numbers can be written differently."""
     sets: list[set[str]] = []
     for values in constants:
         if values is None or any(not isinstance(value, str) for value in values):

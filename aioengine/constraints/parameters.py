@@ -1,4 +1,4 @@
-"""The sampling parameters of structured output: their checks, and the grammar that they make together."""
+"""The sampling parameters of structured output: their checks, and the grammar that they define together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Final, cast, get_type_hints
 import msgspec
 
 from aioengine.api import checks
-from aioengine.constraints.json_schema import MAX_CHARACTERS, OPTIONS, compiled
+from aioengine.constraints.json_schema import MAX_CHARACTERS, OPTIONS, compile_schema
 from aioengine.constraints.python_regex import MAX_BYTES as MAX_REGEX_BYTES
 from aioengine.constraints.python_regex import escaped, translate
 from aioengine.constraints.structural_tag import lark_of
@@ -24,13 +24,13 @@ MAX_CHOICES: Final = 10_000
 MAX_CHOICE_BYTES: Final = 131_072
 MAX_REASONING_BYTES: Final = 256
 MAX_CLASSES: Final = 1024
-"""Parts of classes of Unicode; a thousand of them take 0.1 s to compile."""
+"""Unicode classes in a compiled grammar. A thousand of them take 0.1 s to compile."""
 
 KINDS: Final = ("json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag")
-"""The parameters of which a request may have one."""
+"""A request may have one of these parameters."""
 
 JSON_KINDS: Final = ("json_schema", "json_object", "structural_tag")
-"""Those that take ``whitespace``."""
+"""Parameters that may be combined with ``whitespace``."""
 
 _ONE_SPACE: Final = r"[ \n]?"
 _ANY_JSON: Final = "$$ANY$$"
@@ -40,82 +40,78 @@ _ANY_JSON: Final = "$$ANY$$"
 
 
 def json_schema(name: str, value: object) -> str:
-    """JSON text."""
+    """Return a schema as JSON text."""
     value = checks.plain(value)
     if isinstance(value, str):
         return "{}" if value == _ANY_JSON else _not_empty(name, value)
     if isinstance(value, Mapping):
-        given = dict(cast("Mapping[str, object]", value))
-        if checks.json_size(given, MAX_CHARACTERS) > MAX_CHARACTERS:
+        schema = dict(cast("Mapping[str, object]", value))
+        if checks.json_size(schema, MAX_CHARACTERS) > MAX_CHARACTERS:
             raise ValueError(
                 f"{name} has more than {MAX_CHARACTERS:,} characters as JSON, or holds itself; at most these are read"
             )
         try:
-            return json.dumps(given, allow_nan=False)
+            return json.dumps(schema, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{name} must hold what JSON can hold: {error}") from None
+    wrong_type = checks.wrong_type(name, "JSON text, a dict, or a class (pydantic, msgspec or dataclass)", value)
     if isinstance(value, bool | int | float | list | tuple | bytes):
-        raise checks.wrong_type(name, "JSON text, a dict, or a class (pydantic, msgspec or dataclass)", value)
-    return _schema_of_type(name, value)
-
-
-def _schema_of_type(name: str, of: object) -> str:
-    kind = type(of)
+        raise wrong_type
+    kind = type(value)
     if dataclasses.is_dataclass(kind) or issubclass(kind, msgspec.Struct) or hasattr(kind, "model_json_schema"):
         raise TypeError(f"{name} is an object of the class {kind.__name__}; pass the class {kind.__name__} itself")
     try:
-        return _made_schema(of)
+        return _schema_of_class(value)
     except TypeError as error:
-        allowed = "JSON text, a dict, or a class (pydantic, msgspec or dataclass)"
         reason = " ".join(str(error).strip().splitlines()[-1:])  # the lines above advise callers of msgspec
-        raise TypeError(f"{checks.wrong_type(name, allowed, of)}: {_field_at_fault(of)}{reason}") from error
+        raise TypeError(f"{wrong_type}: {_find_wrong_field(value)}{reason}") from error
 
 
-def _field_at_fault(of: Any, outer: tuple[object, ...] = ()) -> str:
-    """The field of a class for whose type no schema can be made, as "Class.field: "; empty if it is no field's.
+@lru_cache(maxsize=64)
+def _schema_of_class(value: Any) -> str:
+    """Return the schema of a class as JSON text. Raises TypeError if it has none."""
+    make = getattr(value, "model_json_schema", None)
+    schema = make() if callable(make) else msgspec.json.schema(value)
+    _forbid_other_properties(schema)
+    return json.dumps(schema)
 
-    outer: the classes in which it stands.
+
+def _forbid_other_properties(schema: object) -> None:
+    """Allow only the fields of a class, even if its schema does not say so."""
+    if isinstance(schema, dict):
+        keywords = cast("dict[str, object]", schema)
+        if keywords.get("type") == "object" and isinstance(keywords.get("properties"), dict):
+            keywords.setdefault("additionalProperties", False)
+        for value in keywords.values():
+            _forbid_other_properties(value)
+    elif isinstance(schema, list):
+        for value in cast("list[object]", schema):
+            _forbid_other_properties(value)
+
+
+def _find_wrong_field(value: Any, outer: tuple[object, ...] = ()) -> str:
+    """Return "Class.field: " for the field whose type has no schema, or an empty text if it is not a field.
+
+    outer: the classes that contain this one.
     """
-    is_class = isinstance(of, type) and (dataclasses.is_dataclass(of) or issubclass(of, msgspec.Struct))
-    for name, hint in get_type_hints(of, include_extras=True).items() if is_class else ():
-        if any(hint is each for each in (of, *outer)):
+    is_class = isinstance(value, type) and (dataclasses.is_dataclass(value) or issubclass(value, msgspec.Struct))
+    for name, hint in get_type_hints(value, include_extras=True).items() if is_class else ():
+        if any(hint is known for known in (value, *outer)):
             continue
         try:
             msgspec.json.schema(hint)
         except TypeError:
-            return _field_at_fault(hint, (of, *outer)) or f"{of.__name__}.{name}: "
+            return _find_wrong_field(hint, (value, *outer)) or f"{value.__name__}.{name}: "
     return ""
 
 
-@lru_cache(maxsize=64)
-def _made_schema(of: Any) -> str:
-    """Raises TypeError: no schema can be made of it."""
-    make = getattr(of, "model_json_schema", None)
-    schema = make() if callable(make) else msgspec.json.schema(of)
-    _close(schema)
-    return json.dumps(schema)
-
-
-def _close(schema: object) -> None:
-    """The objects of a class have its fields alone, though its schema may not say so."""
-    if isinstance(schema, dict):
-        given = cast("dict[str, object]", schema)
-        if given.get("type") == "object" and isinstance(given.get("properties"), dict):
-            given.setdefault("additionalProperties", False)
-        for value in given.values():
-            _close(value)
-    elif isinstance(schema, list):
-        for value in cast("list[object]", schema):
-            _close(value)
-
-
 def text(name: str, value: object, max_bytes: int = MAX_EBNF_BYTES) -> str:
-    """A string of at least one character."""
+    """Check a string that is not empty."""
     return _not_empty(name, checks.text(name, checks.plain(value), max_bytes=max_bytes))
 
 
 def _not_empty(name: str, value: str) -> str:
-    """An empty text is likelier a mistake (a template without its values) than the wish for no constraint."""
+    """Refuse an empty string. It is more likely a mistake (an unset template) than the wish for no constraint."""
     if not value:
         raise ValueError(f"{name} must have at least one character, got ''; leave it out for no constraint")
     return value
@@ -126,25 +122,23 @@ def regex(name: str, value: object) -> str:
 
 
 def choice(name: str, value: object) -> list[str]:
-    """At least one string, each with at least one character."""
+    """Check a list of strings that are not empty."""
     entries = checks.sequence(name, value, MAX_CHOICES, allowed="a list of strings")
-    found = [checks.text(f"{name}[{place}]", each, max_bytes=MAX_REGEX_BYTES) for place, each in enumerate(entries)]
-    if not found or not all(found):
+    choices = [checks.text(f"{name}[{i}]", entry, max_bytes=MAX_REGEX_BYTES) for i, entry in enumerate(entries)]
+    if not choices or not all(choices):
         raise checks.wrong_value(name, "a list of strings that are not empty", value)
-    if sum(map(len, found)) > MAX_CHOICE_BYTES:
-        raise ValueError(f"{name} has {sum(map(len, found)):,} characters together, at most {MAX_CHOICE_BYTES:,} fit")
-    return found
+    if sum(map(len, choices)) > MAX_CHOICE_BYTES:
+        raise ValueError(f"{name} has {sum(map(len, choices)):,} characters together, at most {MAX_CHOICE_BYTES:,} fit")
+    return choices
 
 
 def structural_tag(name: str, value: object) -> str:
-    """JSON text."""
-    if isinstance(value, Mapping):
-        return json_schema(name, value)
-    return text(name, value, MAX_CHOICE_BYTES)
+    """Return a structural tag as JSON text."""
+    return json_schema(name, value) if isinstance(value, Mapping) else text(name, value, MAX_CHOICE_BYTES)
 
 
 def whitespace(name: str, value: object) -> str:
-    """ "flexible", or a pattern that matches white space of JSON alone."""
+    """Check "flexible", or a pattern that only matches whitespace of JSON."""
     pattern = checks.text(name, checks.plain(value), max_bytes=MAX_REASONING_BYTES)
     if pattern != "flexible":
         plain = re.sub(r"\\[tnr]", " ", re.sub(r"\{\d*,?\d*\}", "", pattern.replace("(?:", "(")))
@@ -158,41 +152,40 @@ def whitespace(name: str, value: object) -> str:
 
 
 def reasoning_end(name: str, value: object) -> str | list[int]:
-    """A string, or token ids; neither is empty."""
+    """Check a string or a list of token ids, not empty."""
     value = checks.plain(value)
     if isinstance(value, str):
         return text(name, value, MAX_REASONING_BYTES)
     entries = checks.sequence(name, value, MAX_REASONING_BYTES, allowed="a string or a list of token ids")
     if not entries:
         raise ValueError(f"{name} must have at least one token id, got []; leave it out for no reasoning")
-    return [checks.whole(f"{name}[{place}]", each, 0) for place, each in enumerate(entries)]
+    return [checks.whole(f"{name}[{i}]", entry, 0) for i, entry in enumerate(entries)]
 
 
 # ---------------------------------------------------------------- the grammar
 
 
 def grammar_of(values: Mapping[str, Any], *, ignore_eos: bool) -> Grammar | None:
-    """The grammar that the parameters of structured output make together; ``values``: of all of them, None: not given.
+    """Return the grammar that the parameters of structured output define together.
+
+    values: the value of each parameter; None: not set.
 
     Raises:
-        ValueError: they contradict each other, or one is no valid schema, pattern or tag.
-        UnsupportedSchemaError: a part could not be enforced.
+        ValueError: they contradict each other, or one is not a valid schema, pattern or tag.
+        UnsupportedSchemaError: a part cannot be enforced.
     """
     kinds = [name for name in KINDS if values[name]]
     if len(kinds) > 1:
         raise ValueError(f"{' and '.join(kinds)} are given together; an output has one constraint: keep one of them")
-    space, end, most = values["whitespace"], values["reasoning_end"], values["max_thinking_tokens"]
+    space, end, max_thinking = values["whitespace"], values["reasoning_end"], values["max_thinking_tokens"]
     if not kinds:
-        others = {"whitespace": space, "reasoning_end": end, "max_thinking_tokens": most}
-        for name, value in others.items():
-            if value is not None:
-                known = ", ".join(JSON_KINDS if name == "whitespace" else KINDS)
-                raise ValueError(f"{name}={checks.shown(value)} is given without a constraint; add one of {known}")
+        for name in ("whitespace", "reasoning_end", "max_thinking_tokens"):
+            if values[name] is not None:
+                known, value = ", ".join(JSON_KINDS if name == "whitespace" else KINDS), checks.shown(values[name])
+                raise ValueError(f"{name}={value} is given without a constraint; add one of {known}")
         return None
-    if most is not None and end is None:
-        raise ValueError(
-            f"max_thinking_tokens={most} is given without reasoning_end, the end of what it bounds; add that"
-        )
+    if max_thinking is not None and end is None:
+        raise ValueError(f"max_thinking_tokens={max_thinking} is given without reasoning_end; add it")
     name = kinds[0]
     if space is not None and name not in JSON_KINDS:
         raise ValueError(
@@ -201,7 +194,7 @@ def grammar_of(values: Mapping[str, Any], *, ignore_eos: bool) -> Grammar | None
     value = values[name]
     parameter = f"{name}={checks.shown(value)}"
     try:
-        kind, made = _made(name, tuple(cast("list[str]", value)) if isinstance(value, list) else value, space)
+        kind, grammar = _compile(name, tuple(cast("list[str]", value)) if isinstance(value, list) else value, space)
     except UnsupportedSchemaError as error:
         message = f"{parameter} cannot be enforced: {checks.cut(str(error))}"
         raise UnsupportedSchemaError(message, pointer=error.pointer, keyword=error.keyword) from None
@@ -209,47 +202,35 @@ def grammar_of(values: Mapping[str, Any], *, ignore_eos: bool) -> Grammar | None
         raise ValueError(f"{parameter}: {checks.cut(str(error))}") from None
     return Grammar(
         kind,
-        made,
+        grammar,
         ignore_eos=ignore_eos,
         reasoning_end=end if isinstance(end, str) else tuple(cast("list[int]", end or ())),
-        max_thinking_tokens=most,
+        max_thinking_tokens=max_thinking,
         parameter=parameter,
     )
 
 
-@lru_cache(maxsize=512)  # of a batch, equal constraints are checked once
-def _made(name: str, value: Any, space: str | None) -> tuple[str, str]:
-    """``Grammar.kind`` and ``Grammar.text`` of a parameter."""
-    kind, made = _written(name, value, space)
-    if made.count(r"\p{") > MAX_CLASSES:
+@lru_cache(maxsize=512)  # equal constraints of a batch are checked once
+def _compile(name: str, value: Any, space: str | None) -> tuple[str, str]:
+    """Return ``Grammar.kind`` and ``Grammar.text`` of a parameter. space: the value of ``whitespace``."""
+    options: dict[str, object] = dict(OPTIONS)
+    if space in ("flexible", ""):
+        options["whitespace_flexible"] = space == "flexible"
+    else:
+        options["whitespace_pattern"] = _ONE_SPACE if space is None else translate(space, pointer="")
+    if name in ("json_schema", "json_object"):
+        schema = compile_schema(value) if name == "json_schema" else {"type": "object"}
+        kind, grammar = "json", json.dumps({"grammars": [{"json_schema": {**schema, "x-guidance": options}}]})
+    elif name == "regex":
+        kind, grammar = "regex", translate(value, pointer="")
+    elif name == "choice":
+        table = {ord(char): escaped(ord(char)) for char in set[str]().union(*value)}
+        kind, grammar = "regex", "|".join(words.translate(table) for words in value)
+    elif name == "structural_tag":
+        kind, grammar = "lark", lark_of(value, whitespace=options)
+    else:
+        kind, grammar = "ebnf", value
+    if grammar.count(r"\p{") > MAX_CLASSES:
         message = r"it has too many classes such as \w that are not ASCII, each of which takes long; write [0-9A-Za-z_]"
         raise UnsupportedSchemaError(message, keyword=name)
-    return kind, made
-
-
-def _written(name: str, value: Any, space: str | None) -> tuple[str, str]:
-    if name == "json_schema":
-        return "json", _json_grammar(compiled(value), space)
-    if name == "json_object":
-        return "json", _json_grammar({"type": "object"}, space)
-    if name == "regex":
-        return "regex", translate(value, pointer="")
-    if name == "choice":
-        table = {ord(char): escaped(ord(char)) for char in set[str]().union(*value)}
-        return "regex", "|".join(words.translate(table) for words in value)
-    if name == "structural_tag":
-        return "lark", lark_of(value, whitespace=_options(space))
-    return "ebnf", value
-
-
-def _json_grammar(schema: Mapping[str, object], space: str | None) -> str:
-    return json.dumps({"grammars": [{"json_schema": {**schema, "x-guidance": _options(space)}}]})
-
-
-def _options(space: str | None) -> dict[str, object]:
-    """Options of the library, with ``space`` between the tokens of JSON."""
-    if space == "flexible":
-        return {**OPTIONS, "whitespace_flexible": True}
-    if space == "":
-        return {**OPTIONS, "whitespace_flexible": False}
-    return {**OPTIONS, "whitespace_pattern": _ONE_SPACE if space is None else translate(space, pointer="")}
+    return kind, grammar

@@ -48,7 +48,7 @@ _REASONS: Final = {
 }
 
 
-class Match(Protocol):
+class PatternMatch(Protocol):
     """A match of the ``regex`` package."""
 
     @property
@@ -57,15 +57,17 @@ class Match(Protocol):
     def end(self) -> int: ...
 
 
-class Pattern(Protocol):
+class CompiledPattern(Protocol):
     """A pattern of the ``regex`` package."""
 
     @property
     def pattern(self) -> str: ...
-    def search(self, string: str, pos: int = ..., *, partial: bool = ..., timeout: float = ...) -> Match | None: ...
+    def search(
+        self, string: str, pos: int = ..., *, partial: bool = ..., timeout: float = ...
+    ) -> PatternMatch | None: ...
 
 
-_compile = cast("Callable[..., Pattern]", regex.compile)
+_compile = cast("Callable[..., CompiledPattern]", regex.compile)
 _num_compiled = count(1)
 
 
@@ -105,7 +107,7 @@ def expanded_size(pattern: str) -> int:
     return size
 
 
-def compile_pattern(pattern: str) -> Pattern:
+def compile_pattern(pattern: str) -> CompiledPattern:
     """Compile a stop pattern.
 
     Raises:
@@ -145,10 +147,10 @@ class PatternCache:
 
     def __init__(self, max_bytes: int = 64 << 20) -> None:
         self._max_bytes = max_bytes
-        self._patterns: OrderedDict[str, tuple[Pattern, int]] = OrderedDict()
+        self._patterns: OrderedDict[str, tuple[CompiledPattern, int]] = OrderedDict()
         self.num_bytes = 0
 
-    def get(self, pattern: str) -> Pattern:
+    def get(self, pattern: str) -> CompiledPattern:
         """Raises ValueError as ``compile_pattern`` does."""
         if pattern in self._patterns:
             self._patterns.move_to_end(pattern)

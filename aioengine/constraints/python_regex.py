@@ -1,11 +1,11 @@
-"""Python's regular expressions in the syntax in which grammars are compiled, with the same meaning or a narrower one.
+"""Translate Python's regular expressions to the syntax of the grammar library, with the same or a narrower meaning.
 
-The result matches whole texts. Parts whose meaning could not be kept are refused: lookaround, backreferences, atomic
-groups, possessive repetitions, conditions, word borders, anchors in the middle.
+The result matches whole texts. Parts that cannot be translated are refused: lookaround, backreferences, atomic groups,
+possessive repetitions, conditions, word boundaries, anchors in the middle.
 
-Classes are written out, for other libraries mean other characters by ``\\d``, ``\\w`` and ``\\s``: as Python's, limited
-to characters that this version of Python knows; in ASCII for patterns of JSON schemas, which ECMAScript and Python read
-differently.
+Classes are written out, because ``\\d``, ``\\w`` and ``\\s`` mean other characters in other libraries. They have the
+characters that this version of Python knows. In patterns of JSON schemas they are ASCII, because ECMAScript and Python
+differ in the others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from aioengine.errors import UnsupportedSchemaError
 
 MAX_BYTES: Final = 8192
 MAX_REPEATS: Final = 100_000
-"""How often the innermost part of nested repetitions may be repeated at most."""
+"""Maximum repetitions of the innermost part of nested repetitions."""
 
 _AGE: Final = rf"\p{{age:{unicodedata.unidata_version.rpartition('.')[0]}}}"
 _ASCII: Final = {
@@ -42,7 +42,7 @@ _WIDEST: Final = {
     codes.CATEGORY_WORD: r"\w\p{L}\p{N}",
     codes.CATEGORY_SPACE: r"\s\x1C-\x1F",
 }
-"""All that any reading takes into the category: what a negated one must leave out."""
+"""The characters that any library has in the category. A negated class must exclude all of them."""
 
 _NEGATED: Final = {
     codes.CATEGORY_NOT_DIGIT: codes.CATEGORY_DIGIT,
@@ -53,15 +53,17 @@ _STARTS: Final = (codes.AT_BEGINNING, codes.AT_BEGINNING_STRING)
 _ENDS: Final = (codes.AT_END, codes.AT_END_STRING)
 _ANY_TEXT: Final = "(?s:.*)"
 _FOLDED_BY_ASCII: Final = "\u0130\u0131\u017f\u212a"
-"""What ``re.IGNORECASE`` takes for ASCII letters, beside the other case."""
+"""Characters that match ASCII letters with ``re.IGNORECASE``, in addition to the letters of the other case."""
 
 
 def translate(pattern: str, *, pointer: str, is_searched: bool = False) -> str:
-    """``pattern`` for whole texts. ``is_searched``: it may stand anywhere in the text, as in a JSON schema.
+    """Return ``pattern`` in the syntax of the library, for whole texts.
+
+    pointer: the JSON pointer to the pattern, for errors. is_searched: it may match a part of the text, as in a schema.
 
     Raises:
         ValueError: it is no regular expression.
-        UnsupportedSchemaError: it has a part that cannot be kept; ``pointer`` names the place of the pattern.
+        UnsupportedSchemaError: a part of it cannot be translated.
     """
     place = f"{shown(pattern)} at {pointer}: " if pointer else ""
     try:
@@ -86,8 +88,7 @@ class _Translator:
         try:
             parsed: Any = parser.parse(pattern)
         except (re.error, OverflowError, RecursionError, FutureWarning) as error:  # warnings may be errors
-            message = f"it is no regular expression of Python: {error}"
-            raise ValueError(message) from None
+            raise ValueError(f"it is no regular expression of Python: {error}") from None
         flags = parsed.state.flags
         self._is_searched = is_searched
         try:
@@ -95,14 +96,13 @@ class _Translator:
         except RecursionError:
             self._refuse("groups that are nested too deeply")
 
-    def _refuse(self, what: str) -> NoReturn:
-        message = f"it has {what}; write it without"
-        raise UnsupportedSchemaError(message, keyword=self._keyword)
+    def _refuse(self, part: str) -> NoReturn:
+        raise UnsupportedSchemaError(f"it has {part}; write it without", keyword=self._keyword)
 
     def _whole(self, items: list[Any], flags: int, *, open_start: bool, open_end: bool) -> str:
-        """A sequence at both ends of the text, so that it may begin and end with anchors, as may each of its branches.
+        """Translate the items of the whole pattern, or of a branch of it. They may start and end with anchors.
 
-        open_start, open_end: any text may stand before it, or behind it.
+        open_start, open_end: any text may come before or after them.
         """
         while items and items[0][0] is codes.AT and items[0][1] in _STARTS:
             items, open_start = items[1:], False
@@ -126,7 +126,7 @@ class _Translator:
         return "".join(self._item(code, value, flags, repeats) for code, value in items)
 
     def _item(self, code: Any, value: Any, flags: int, repeats: int) -> str:
-        """``repeats``: how often it may be repeated from outside."""
+        """Translate one item. repeats: the maximum repetitions of the items around it."""
         if code is codes.LITERAL:
             return self._literal(value, flags)
         if code is codes.ANY:
@@ -171,10 +171,10 @@ class _Translator:
         return f"[{'^' if is_negated else ''}{''.join(written)}]"
 
     def _member(self, code: Any, value: Any, flags: int, *, is_negated: bool) -> str:
-        """A member of a class: no more characters than Python takes, or in a negated class no fewer."""
+        """Translate a member of a class to at most Python's characters, in a negated class to at least these."""
         if code is codes.CATEGORY:
             base = _NEGATED.get(value, value)
-            is_wide = (base is not value) is not is_negated  # what is left out must be left out in every reading
+            is_wide = (base is not value) is not is_negated  # excluded characters, of any library
             is_ascii = self._is_searched or flags & re.ASCII
             table = _WIDEST if is_wide else _ASCII if is_ascii else _UNICODE
             return table[base] if base is value else f"[^{table[base]}]"
@@ -187,39 +187,38 @@ class _Translator:
         if first != last:
             written += _other_case(first, last, "AZ", 32) + _other_case(first, last, "az", -32)
         else:
-            written += "".join(escaped(ord(each)) for each in _same_letters(chr(first), flags))
+            written += "".join(escaped(ord(char)) for char in _same_letters(chr(first), flags))
         return written + (_FOLDED_BY_ASCII if is_negated else "")
 
 
 def _other_case(first: int, last: int, ends: str, distance: int) -> str:
-    """The letters of this range of ASCII that lie between ``ends``, in the other case."""
+    """Return the ASCII letters of a range that lie between ``ends``, in the other case."""
     first, last = max(first, ord(ends[0])), min(last, ord(ends[1]))
     return f"{chr(first + distance)}-{chr(last + distance)}" if first <= last else ""
 
 
 def _flags_inside(flags: int, added: int, removed: int) -> int:
-    """The flags within a group: ASCII and Unicode each end the other."""
+    """Return the flags inside a group. ASCII and UNICODE exclude each other."""
     if added & (re.ASCII | re.UNICODE):
         flags &= ~(re.ASCII | re.UNICODE)
     return (flags | added) & ~removed
 
 
 def _same_letters(char: str, flags: int) -> list[str]:
-    """The characters that are the same as this one where case is ignored, as far as Python takes them for it."""
+    """Return the characters that Python treats as equal to this one if case is ignored."""
     if flags & re.ASCII:
         return [char.swapcase()] if char.isascii() else []
     lower = unicode_tolower(ord(char))
     known = {lower, *cases._EXTRA_CASES.get(lower, ())}
-    found = {char.lower(), char.upper(), char.title(), char.casefold()}
-    return [each for each in found if len(each) == 1 and unicode_tolower(ord(each)) in known]
+    others = {char.lower(), char.upper(), char.title(), char.casefold()}
+    return [other for other in others if len(other) == 1 and unicode_tolower(ord(other)) in known]
 
 
 def escaped(code: int) -> str:
-    """A character, in or outside a class."""
+    """Return a character as it is written inside or outside a class."""
     char = chr(code)
     if char.isascii() and char.isalnum():
         return char
     if 0xD800 <= code <= 0xDFFF:
-        message = f"U+{code:04X} is half of a surrogate pair, which no text has"
-        raise ValueError(message)
+        raise ValueError(f"U+{code:04X} is half of a surrogate pair, which no text has")
     return f"\\x{{{code:X}}}"

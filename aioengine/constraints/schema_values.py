@@ -1,18 +1,15 @@
-"""The keywords of JSON Schema for strings, numbers and counts, and where in a schema something stands."""
+"""JSON Schema keywords for strings, numbers and counts, and the location of a subschema."""
 
 from __future__ import annotations
 
 import math
 import re
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, cast
+from typing import Any, Final, NamedTuple, NoReturn, cast
 
 from aioengine.api import checks
 from aioengine.constraints.python_regex import translate
 from aioengine.errors import UnsupportedSchemaError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 MAX_LENGTH: Final = 1_000_000
 MAX_MULTIPLE: Final = 1000
@@ -21,7 +18,7 @@ MAX_NUMBER: Final = 1e15
 MIN_NUMBER: Final = 1e-9
 MAX_DIGITS: Final = 15
 MIN_EXPONENT: Final = -22
-"""Of the last digit: 10**22 is the largest power of ten that is a 64-bit float."""
+"""Smallest exponent of the last digit: 10**22 is the largest power of ten that a 64-bit float represents exactly."""
 
 Schema = dict[str, Any]
 
@@ -34,152 +31,159 @@ _DATE: Final = (
 _HOUR_AND_MINUTE: Final = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME: Final = rf"{_HOUR_AND_MINUTE}:[0-5][0-9](?:\.[0-9]{{1,9}})?(?:Z|[+-]{_HOUR_AND_MINUTE})"
 _OWN_FORMATS: Final = {"date-time": f"{_DATE}T{_TIME}", "time": _TIME, "date": _DATE}
-"""Those of the library have 29 February in all years. Of years, times and letters they have what most programs read: no
-year 0, no leap seconds, no small letters.
+"""Patterns for formats, because the library allows 29 February in every year. They allow only values that most programs
+read: no year 0, no leap seconds, no lower-case letters.
 """
 _FORMATS: Final = (*_OWN_FORMATS, "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
 MAX_HOSTNAME: Final = 253
 _CONTROL: Final = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
-"""What no escape but ``\\u`` writes."""
+"""Control characters that can only be written with a ``\\u`` escape."""
 _BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
-class Place(NamedTuple):
-    """A part of a schema, and how to find it: its JSON pointer, and how many schemas it stands in."""
+class Subschema(NamedTuple):
+    """A schema inside the value of a parameter.
 
-    given: Schema
+    keywords: its keywords with their values. pointer: its JSON pointer. depth: the number of schemas around it.
+    """
+
+    keywords: Schema
     pointer: str
     depth: int
 
     def at(self, *keys: str | int) -> str:
-        """The JSON pointer to what lies below."""
+        """Return the JSON pointer to a value inside it."""
         return self.pointer + "".join("/" + str(key).replace("~", "~0").replace("/", "~1") for key in keys)
 
-    def refuse(self, keyword: str, why: str) -> NoReturn:
-        """Raise UnsupportedSchemaError."""
-        message = f"{keyword!r} at {self.pointer or '#'} {why}"
+    def refuse(self, keyword: str, reason: str) -> NoReturn:
+        """Raise UnsupportedSchemaError: the keyword cannot be enforced."""
+        message = f"{keyword!r} at {self.pointer or '#'} {reason}"
         raise UnsupportedSchemaError(message, pointer=self.pointer, keyword=keyword)
 
     def wrong(self, keyword: str, allowed: str, value: object) -> NoReturn:
-        """Raise ValueError: this is no JSON schema."""
+        """Raise ValueError: the value of the keyword is not valid in a JSON schema."""
         message = f"{keyword!r} at {self.pointer or '#'} must be {allowed}, got {repr(value)[:80]}"
         raise ValueError(message)
 
 
-def check_constant(place: Place, keyword: str) -> None:
-    """Whether the values of ``const`` or ``enum`` can be written, down to those within them.
+def check_constant(schema: Subschema, keyword: str) -> None:
+    """Check all values in ``const`` or ``enum``, including nested ones.
 
     Raises:
-        UnsupportedSchemaError: one has a control character, or a number that would be rounded.
+        UnsupportedSchemaError: a string has a control character, or a number would be rounded.
     """
-    waiting: list[Any] = [place.given[keyword]]
-    while waiting:
-        value = waiting.pop()
+    unchecked: list[Any] = [schema.keywords[keyword]]
+    while unchecked:
+        value = unchecked.pop()
         if isinstance(value, dict):
-            waiting += cast("Schema", value).values()
+            unchecked += cast("Schema", value).values()
         elif isinstance(value, list):
-            entries: list[Any] = value
-            waiting += entries
+            unchecked += cast("list[Any]", value)
         elif isinstance(value, str) and _CONTROL.search(value):
-            place.refuse(keyword, f"has a control character other than \\b \\f \\n \\r \\t, in {checks.shown(value)}")
+            schema.refuse(keyword, f"has a control character other than \\b \\f \\n \\r \\t, in {checks.shown(value)}")
         elif isinstance(value, int | float) and not _is_exact(value):
-            place.refuse(
-                keyword, f"has {checks.shown(value)}; integers up to 2**53 are enforced, and numbers of 15 digits"
-            )
+            reason = f"has {checks.shown(value)}; integers up to 2**53 are enforced, and numbers of 15 digits"
+            schema.refuse(keyword, reason)
 
 
 def _is_exact(value: float) -> bool:
-    """Whether the library, which computes with 64-bit floats, reads and writes this number as it is."""
+    """Return whether the library reads and writes the number without rounding. It computes with 64-bit floats."""
     if value % 1 == 0 or math.isinf(value):
         return abs(value) <= MAX_INTEGER
     _, digits, exponent = Decimal(repr(value)).as_tuple()
     return len(digits) <= MAX_DIGITS and int(exponent) >= MIN_EXPONENT
 
 
-def compile_string(place: Place) -> Schema:
-    """The schema of a string for the library, with our own patterns for formats that it does not enforce.
+def compile_pattern(pattern: str, pointer: str) -> str:
+    """Return the pattern in the syntax of the library, anchored at both ends."""
+    return f"^(?:{translate(pattern, pointer=pointer, is_searched=True)})$"
+
+
+def compile_string(schema: Subschema) -> Schema:
+    """Compile the keywords for strings. Some formats become patterns.
 
     Raises:
-        ValueError: a keyword has a wrong value, or one that is not enforced; the message has its place.
+        ValueError: a keyword has a wrong value, or a value that is not enforced.
     """
-    given = place.given
-    found: Schema = dict(compile_counts(place, "minLength", "maxLength"))
-    if "pattern" in given:
-        if not isinstance(given["pattern"], str):
-            place.wrong("pattern", "a string", given["pattern"])
-        found["pattern"] = f"^(?:{translate(given['pattern'], pointer=place.at('pattern'), is_searched=True)})$"
-    name = given.get("format")
-    if isinstance(name, str) and name in _OWN_FORMATS:
-        own = f"^{_OWN_FORMATS[name]}$"
-        return found | ({"allOf": [{"pattern": own}]} if "pattern" in found else {"pattern": own})
-    if "format" in given:
-        if name not in _FORMATS:
-            place.refuse("format", f"{name!r} is not enforced; {', '.join(_FORMATS)} are")
-        found["format"] = name
+    keywords = schema.keywords
+    compiled: Schema = compile_counts(schema, "minLength", "maxLength")
+    if "pattern" in keywords:
+        if not isinstance(keywords["pattern"], str):
+            schema.wrong("pattern", "a string", keywords["pattern"])
+        compiled["pattern"] = compile_pattern(keywords["pattern"], schema.at("pattern"))
+    if "format" not in keywords:
+        return compiled
+    name = keywords["format"]
+    if name not in _FORMATS:
+        schema.refuse("format", f"{name!r} is not enforced; {', '.join(_FORMATS)} are")
+    if name in _OWN_FORMATS:
+        own: Schema = {"pattern": f"^{_OWN_FORMATS[name]}$"}
+        return compiled | ({"allOf": [own]} if "pattern" in compiled else own)
+    compiled["format"] = name
     if name == "hostname":
-        found["maxLength"] = min(found.get("maxLength", MAX_HOSTNAME), MAX_HOSTNAME)
-    return found
+        compiled["maxLength"] = min(compiled.get("maxLength", MAX_HOSTNAME), MAX_HOSTNAME)
+    return compiled
 
 
-def compile_counts(place: Place, least: str, most: str) -> Mapping[str, int]:
-    """The values of two keywords that limit a number of things."""
-    found: dict[str, int] = {}
+def compile_counts(schema: Subschema, least: str, most: str) -> dict[str, int]:
+    """Compile two keywords that limit a number of things."""
+    compiled: dict[str, int] = {}
     for keyword in (least, most):
-        if keyword not in place.given:
+        if keyword not in schema.keywords:
             continue
-        value = place.given[keyword]
+        value = schema.keywords[keyword]
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf or value % 1:
-            place.wrong(keyword, "a whole number from 0 on", value)
+            schema.wrong(keyword, "a whole number from 0 on", value)
         if value > MAX_LENGTH:
-            place.refuse(keyword, f"is more than {MAX_LENGTH:,}")
-        found[keyword] = int(value)
-    if found.get(least, 0) > found.get(most, MAX_LENGTH):
-        place.refuse(least, f"is more than {most!r}: no value is valid")
-    return found
+            schema.refuse(keyword, f"is more than {MAX_LENGTH:,}")
+        compiled[keyword] = int(value)
+    if compiled.get(least, 0) > compiled.get(most, MAX_LENGTH):
+        schema.refuse(least, f"is more than {most!r}: no value is valid")
+    return compiled
 
 
-def compile_number(place: Place, *, is_integer: bool) -> Schema:
-    """Bounds include their value: exclusive ones are replaced by the next allowed number, as are those that the library
-    would round.
-    """
-    found: Schema = {}
-    bounds = {name: _bound(place, name, is_integer=is_integer) for name in _BOUNDS if name in place.given}
-    low = max(_within(bounds.get("minimum"), 1), _beyond(bounds.get("exclusiveMinimum"), 1, is_integer=is_integer))
-    high = min(_within(bounds.get("maximum"), -1), _beyond(bounds.get("exclusiveMaximum"), -1, is_integer=is_integer))
+def compile_number(schema: Subschema, *, is_integer: bool) -> Schema:
+    """Compile the keywords for numbers to inclusive bounds that the library does not round."""
+    compiled: Schema = {}
+    bounds = {name: _bound(schema, name, is_integer=is_integer) for name in _BOUNDS if name in schema.keywords}
+    low = max(_inclusive(bounds.get("minimum"), 1), _beyond(bounds.get("exclusiveMinimum"), 1, is_integer=is_integer))
+    high = min(
+        _inclusive(bounds.get("maximum"), -1), _beyond(bounds.get("exclusiveMaximum"), -1, is_integer=is_integer)
+    )
     if low > high:
-        place.refuse("minimum", "and its maximum leave no number")
+        schema.refuse("minimum", "and its maximum leave no number")
     if low > -math.inf:
-        found["minimum"] = math.ceil(low) if is_integer else low
+        compiled["minimum"] = math.ceil(low) if is_integer else low
     if high < math.inf:
-        found["maximum"] = math.floor(high) if is_integer else high
-    if "multipleOf" in place.given:
-        value = place.given["multipleOf"]
+        compiled["maximum"] = math.floor(high) if is_integer else high
+    if "multipleOf" in schema.keywords:
+        value = schema.keywords["multipleOf"]
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            place.wrong("multipleOf", "a number above 0", value)
+            schema.wrong("multipleOf", "a number above 0", value)
         if value > MAX_MULTIPLE or value != math.floor(value) or not is_integer:
-            place.refuse("multipleOf", f"is enforced for integers alone, and up to {MAX_MULTIPLE}")
-        found["multipleOf"] = int(value)
-    return found
+            schema.refuse("multipleOf", f"is enforced for integers alone, and up to {MAX_MULTIPLE}")
+        compiled["multipleOf"] = int(value)
+    return compiled
 
 
-def _bound(place: Place, keyword: str, *, is_integer: bool) -> float:
-    value = place.given[keyword]
+def _bound(schema: Subschema, keyword: str, *, is_integer: bool) -> float:
+    value = schema.keywords[keyword]
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:  # NaN
-        place.wrong(keyword, "a number", value)
+        schema.wrong(keyword, "a number", value)
     if is_integer and abs(value) <= MAX_INTEGER:
         return value
     if is_integer or abs(value) > MAX_NUMBER or 0 < abs(value) < MIN_NUMBER:
-        place.refuse(keyword, "is beyond what is enforced: integers up to 2**53, numbers from 1e-9 to 1e15, and 0")
+        schema.refuse(keyword, "is beyond the enforced bounds: integers up to 2**53, numbers from 1e-9 to 1e15, and 0")
     return value
 
 
-def _within(bound: float | None, direction: int) -> float:
-    """An inclusive bound, or the next number that is exact."""
+def _inclusive(bound: float | None, direction: int) -> float:
+    """Return an inclusive bound, or the next number that is not rounded."""
     return bound if bound is not None and _is_exact(bound) else _beyond(bound, direction, is_integer=False)
 
 
 def _beyond(bound: float | None, direction: int, *, is_integer: bool) -> float:
-    """The first allowed number next to an exclusive bound: for numbers, of 15 digits."""
+    """Return the first allowed number after an exclusive bound. If not an integer, it has 15 digits."""
     if bound is None:
         return -direction * math.inf
     if is_integer:

@@ -1,9 +1,9 @@
-"""The parts of a structural tag, written as rules and terminals of llguidance's dialect of Lark.
+"""Write the parts of a structural tag as rules and terminals of llguidance's dialect of Lark.
 
-The library splits a text into lexemes, and a lexeme goes on for as long as it can, unless it is lazy. So the end of
-each part must be seen without what follows: a literal ends with its last character and a JSON value with its last
-bracket, but free text and patterns end where the literal behind them comes first. Such a part with anything else
-behind it is refused: its text might never end.
+The library splits a text into lexemes. A lexeme continues as long as it matches, unless it is lazy. So the end of each
+part must be visible without the text after it. A literal ends with its last character, a JSON value with its last
+bracket. Free text and patterns end at the first occurrence of the literal after them. If anything else follows them,
+they are refused, because their text might never end.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ _TAKES_ALL: Final = (
 _NUMBER_GOES_ON: Final = frozenset("0123456789.eE+-")
 
 
-def refuse(pointer: str, keyword: str, why: str) -> NoReturn:
-    message = f"{keyword!r} at {pointer} {why}"
-    raise UnsupportedSchemaError(message, pointer=pointer, keyword=keyword)
+def refuse(pointer: str, keyword: str, reason: str) -> NoReturn:
+    raise UnsupportedSchemaError(f"{keyword!r} at {pointer} {reason}", pointer=pointer, keyword=keyword)
 
 
 @dataclass
@@ -37,8 +36,8 @@ class Literal:
 
 
 @dataclass
-class Pattern:
-    """The texts of a terminal, as a Lark expression."""
+class Terminal:
+    """Texts that match a Lark expression, without rules."""
 
     expression: str
     pointer: str
@@ -46,8 +45,8 @@ class Pattern:
 
 @dataclass
 class FreeText:
-    """Text in which none of ``excludes`` stands. A key of ``triggers`` begins one of its rules, behind which free text
-    goes on where ``loops``.
+    """Text that contains none of ``excludes``. A key of ``triggers`` starts one of its rules. If ``loops`` is set, free
+    text continues after the rule.
     """
 
     pointer: str
@@ -66,11 +65,11 @@ class Either:
 
 
 class Rule(NamedTuple):
-    """A rule that is written.
+    """A part that is already written as a rule.
 
     Attributes:
-        is_open: its end is not seen. is_number: it may end with a JSON number, to which further digits would belong.
-        repeats_free: it ends with what begins with free text and may come again: that would take what stands behind.
+        is_open: its end is not visible. is_number: it may end with a JSON number, which more digits would continue.
+        repeats_free: it ends with a repetition of parts that start with free text, which would take the text after it.
     """
 
     name: str
@@ -80,30 +79,26 @@ class Rule(NamedTuple):
     repeats_free: bool = False
 
 
-Part = Literal | Pattern | FreeText | Either | Rule
+Part = Literal | Terminal | FreeText | Either | Rule
 
 
 class TagGrammar:
-    """Rules are named by numbers; each part becomes a few, so that the text grows with the tag alone.
-
-    Attributes:
-        lines: of the grammar.
-    """
+    """Collects the ``lines`` of a grammar. Each part becomes a few rules, so its size is proportional to the tag."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
 
     def rule(self, body: str) -> str:
-        """The name of a new rule."""
+        """Add a rule and return its name."""
         return self._define("r", body)
 
     def write(self, parts: Sequence[Part], pointer: str) -> Rule:
-        """A rule for parts that stand one behind the other.
+        """Add a rule for parts in sequence.
 
         Raises:
-            UnsupportedSchemaError: the end of one of them would not be seen.
+            UnsupportedSchemaError: the end of a part would not be visible.
         """
-        left = [each for each in parts if each != Literal([""])]
+        left = [part for part in parts if part != Literal([""])]
         names: list[str] = []
         last = Rule("", pointer)
         while left:
@@ -113,40 +108,40 @@ class TagGrammar:
         return last._replace(name=self.rule(" ".join(names) or '""'), pointer=pointer)
 
     def _first(self, left: list[Part], pointer: str) -> Rule:
-        """Take and write the first of the parts, with others where they are read together."""
+        """Remove the first part and write it, together with the next parts if they form one lexeme."""
         part = left.pop(0)
         if isinstance(part, Rule):
             return part
         if isinstance(part, Literal):
-            while left and isinstance(behind := left[0], Literal) and len(behind.texts) == 1:
-                part = Literal([each + behind.texts[0] for each in part.texts])
+            while left and isinstance(after := left[0], Literal) and len(after.texts) == 1:
+                part = Literal([text + after.texts[0] for text in part.texts])
                 del left[0]
             return Rule(_literals(part.texts), pointer)
-        if isinstance(part, Pattern):
+        if isinstance(part, Terminal):
             run: list[Part] = [part]
-            while left and isinstance(left[0], Literal | Pattern):
+            while left and isinstance(left[0], Literal | Terminal):
                 run.append(left.pop(0))
-            is_open = isinstance(run[-1], Pattern)
+            is_open = isinstance(run[-1], Terminal)
             return Rule(self._lexeme(_expression(run), is_lazy=not is_open), part.pointer, is_open)
         end = left[0] if left and isinstance(left[0], Literal) else None
         del left[: end is not None]
         if isinstance(part, FreeText):
             return Rule(self._free(part, end), part.pointer, is_open=end is None)
         _check_beside(part, is_last=end is None and not left)
-        rules = [self.write([*each, *([end] if end else [])], part.pointer) for each in part.sequences]
+        rules = [self.write([*sequence, *([end] if end else [])], part.pointer) for sequence in part.sequences]
         return Rule(
-            f"({' | '.join(each.name for each in rules)})",
+            f"({' | '.join(rule.name for rule in rules)})",
             part.pointer,
-            any(each.is_open for each in rules),
-            any(each.is_number for each in rules),
-            any(each.repeats_free for each in rules),
+            any(rule.is_open for rule in rules),
+            any(rule.is_number for rule in rules),
+            any(rule.repeats_free for rule in rules),
         )
 
     def repeated(self, parts: list[Part], pointer: str, least: int, most: int | None) -> Part:
-        """These parts ``least`` to ``most`` times; None: any number."""
+        """Return a part that repeats ``parts`` from ``least`` to ``most`` times; None: without a limit."""
         times = f"{{{least},{'' if most is None else most}}}"
         if _is_pattern(parts):
-            return Pattern(f"({_expression(parts)}){times}", pointer)
+            return Terminal(f"({_expression(parts)}){times}", pointer)
         once = self.write(parts, pointer)
         _check_end(once, [once])
         return Rule(f"({once.name}){times}", pointer, repeats_free=(least, most) != (1, 1) and _begins_free(parts))
@@ -157,7 +152,7 @@ class TagGrammar:
         return name
 
     def _lexeme(self, expression: str, *, is_lazy: bool) -> str:
-        """Of this terminal. is_lazy: it ends as early as it may, else as late."""
+        """Add a lexeme and return its name. is_lazy: it ends as early as possible, otherwise as late as possible."""
         terminal = self._define("T", expression)
         return self._define("r", terminal, "[lazy]") if is_lazy else terminal
 
@@ -166,15 +161,15 @@ class TagGrammar:
         last = self._lexeme(f"({text}) {_literals(end.texts)}" if end else text, is_lazy=end is not None)
         if not part.triggers:
             return last
-        behind = [part] if part.loops else [end] if end else []
+        after: list[Part] = [part] if part.loops else [end] if end else []
         tags: list[str] = []
         for trigger, rules in part.triggers.items():
             for text_of_end in end.texts if end else ():
                 if trigger in text_of_end[:-1]:
-                    why = f"has the trigger {trigger!r} that begins before its end {text_of_end!r} is read"
-                    refuse(part.pointer, "triggers", why)
+                    reason = f"has the trigger {trigger!r} that begins before its end {text_of_end!r} is read"
+                    refuse(part.pointer, "triggers", reason)
             for rule in rules:
-                _check_end(rule, behind)
+                _check_end(rule, after)
             begin = self._lexeme(f"({text}) {_literals([trigger])}", is_lazy=True)
             tags.append(f"{begin} ({' | '.join(rule.name for rule in rules)})")
         if part.loops:
@@ -183,56 +178,56 @@ class TagGrammar:
 
 
 def either(sequences: list[list[Part]], pointer: str) -> Part:
-    """One of these sequences."""
-    parts = [part for each in sequences for part in each]
-    if all(len(each) == 1 and isinstance(each[0], Literal) and "" not in each[0].texts for each in sequences):
-        return Literal([text for part in parts if isinstance(part, Literal) for text in part.texts])
+    """Return a part for one of several sequences."""
+    parts = [part for sequence in sequences for part in sequence]
+    literals = [part for part in parts if isinstance(part, Literal) and "" not in part.texts]
+    if len(literals) == len(parts) and all(len(sequence) == 1 for sequence in sequences):
+        return Literal([text for literal in literals for text in literal.texts])
     if _is_pattern(parts):
-        return Pattern(" | ".join(_expression(each) for each in sequences), pointer)
+        return Terminal(" | ".join(map(_expression, sequences)), pointer)
     return Either(sequences, pointer)
 
 
 def _is_pattern(parts: Sequence[Part]) -> bool:
-    """Whether they are one terminal, and not just literals."""
-    return all(isinstance(part, Literal | Pattern) for part in parts) and any(
-        isinstance(part, Pattern) for part in parts
-    )
+    """Return whether the parts together are one terminal, and not only literals."""
+    kinds = set(map(type, parts))
+    return Terminal in kinds and kinds <= {Terminal, Literal}
 
 
 def _expression(parts: Sequence[Part]) -> str:
-    """That of literals and patterns which stand one behind the other."""
+    """Return the Lark expression of literals and terminals in sequence."""
     texts = [
-        f"({part.expression})" if isinstance(part, Pattern) else _literals(part.texts)
+        f"({part.expression})" if isinstance(part, Terminal) else _literals(part.texts)
         for part in parts
-        if isinstance(part, Literal | Pattern)
+        if isinstance(part, Literal | Terminal)
     ]
     return " ".join(texts) or '""'
 
 
 def _begins_free(parts: Sequence[Part]) -> bool:
-    """Whether they may begin with free text."""
+    """Return whether the parts may start with free text."""
     first = parts[0] if parts else None
     return isinstance(first, FreeText) or (isinstance(first, Either) and any(map(_begins_free, first.sequences)))
 
 
 def _check_beside(part: Either, *, is_last: bool) -> None:
-    """Whether free text that has an end takes the text of no other sequence; ``is_last``: nothing is behind them."""
-    others = [each for each in part.sequences if not _begins_free(each) and (each or not is_last)]
-    if others and any(_begins_free(each) and len(each) > 1 for each in part.sequences):
+    """Refuse sequences if free text with an end would take the text of another one. is_last: nothing follows them."""
+    others = [sequence for sequence in part.sequences if not _begins_free(sequence) and (sequence or not is_last)]
+    if others and any(_begins_free(sequence) and len(sequence) > 1 for sequence in part.sequences):
         refuse(part.pointer, "format", _TAKES_ALL)
 
 
-def _check_end(part: Rule, behind: Sequence[Part]) -> None:
-    """Whether its end is seen, with these parts behind it."""
-    if not behind:
+def _check_end(part: Rule, after: Sequence[Part]) -> None:
+    """Refuse a part if its end is not visible. after: the parts after it."""
+    if not after:
         return
     if part.repeats_free:
         refuse(part.pointer, "format", _TAKES_ALL)
     if part.is_open:
         refuse(part.pointer, "format", "has no end that could be seen: put a const_string or a tag behind it")
-    if not part.is_number or isinstance(behind[0], FreeText):
+    if not part.is_number or isinstance(after[0], FreeText):
         return
-    if not isinstance(behind[0], Literal) or any(text[:1] in _NUMBER_GOES_ON for text in behind[0].texts):
+    if not isinstance(after[0], Literal) or any(text[:1] in _NUMBER_GOES_ON for text in after[0].texts):
         refuse(part.pointer, "format", "may be a number, whose end is not seen: put a const_string behind it")
 
 
@@ -244,5 +239,5 @@ def _any_text(part: FreeText) -> str:
     text = f"/(?s:.{'*' if part.max_chars is None else f'{{0,{part.max_chars}}}'})/"
     if not part.excludes:
         return text
-    found = "|".join("".join(escaped(ord(char)) for char in each) for each in part.excludes)
-    return f"{text} & ~/(?s:.*)(?:{found})(?s:.*)/"
+    excludes = "|".join("".join(escaped(ord(char)) for char in words) for words in part.excludes)
+    return f"{text} & ~/(?s:.*)(?:{excludes})(?s:.*)/"

@@ -1,4 +1,4 @@
-"""A model's tokens as the llguidance library reads them: their bytes, and the ids of a text."""
+"""The tokens of a model in the form that the llguidance library reads."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ MAX_KNOWN_TEXTS: Final = 16_384
 
 
 def token_bytes(text: str | bytes, *, is_special: bool) -> bytes:
-    """The bytes of a token as the library reads them."""
+    """Return the bytes of a token, with the library's mark if it is special."""
     data = text.encode() if isinstance(text, str) else text
     return SPECIAL + data if is_special else data
 
 
 class TokenSource:
-    """What the library reads of a tokenizer: its tokens, and how it writes text that the grammar forces."""
+    """The interface to a tokenizer that the library expects: its tokens, and a call that tokenizes forced text."""
 
     bos_token_id = None
     is_tokenizer_wrapper = True
@@ -42,27 +42,27 @@ class TokenSource:
         self._known: dict[str, list[int]] = {}
 
     def __call__(self, text: str) -> list[int]:
-        """The ids of ``text``. The same texts are asked for again and again."""
-        found = self._known.get(text)
-        if found is None:
-            found = self._tokenize(text)
+        """Return the ids of ``text``. Results are kept, because the library repeats its calls."""
+        ids = self._known.get(text)
+        if ids is None:
+            ids = self._tokenize(text)
             if len(self._known) < MAX_KNOWN_TEXTS:
-                self._known[text] = found
-        return found
+                self._known[text] = ids
+        return ids
 
     def _tokenize(self, text: str) -> list[int]:
-        """As the tokenizer does it, or where that adds or changes something, by the longest tokens."""
+        """Tokenize like the tokenizer. If it adds or changes characters, take the longest tokens instead."""
         ids = self._encode(text)
         data = text.encode()
         if b"".join(self.tokens[token_id] for token_id in ids if token_id < len(self.tokens)) == data:
             return ids
-        found: list[int] = []
+        ids = []
         start = 0
         while start < len(data):
             pieces = (data[start : start + size] for size in range(self._longest, 0, -1))
-            piece = next((each for each in pieces if each in self._ids), None)
+            piece = next((piece for piece in pieces if piece in self._ids), None)
             if piece is None:
-                return found
-            found.append(self._ids[piece])
+                break
+            ids.append(self._ids[piece])
             start += len(piece)
-        return found
+        return ids

@@ -3,6 +3,7 @@
 from typing import Final
 
 ALIASES: Final = {
+    "cohere2": "cohere:Cohere2Family",
     "deepseek_v2": "_deepseek:DeepseekV2Family",
     "deepseek_v3": "_deepseek:DeepseekV3Family",
     "gemma2": "gemma:Gemma2Family",
@@ -29,5 +30,6 @@ ALIASES: Final = {
     "seed_oss": "llama:SeedOssFamily",
     "smolvlm": "idefics3:Idefics3Family",
     "xlm_roberta": "bert:RobertaFamily",
+    "youtu": "_latent:YoutuFamily",
 }
 """Model type -> "file:class", for model types that share a file."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Literal
+import math
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from msgspec import Struct
 
@@ -21,6 +22,36 @@ ACTIVATIONS: Final[Mapping[str, Activation]] = {
     "relu": "relu",
 }
 """Supported activation names in config.json -> our names."""
+
+
+class TensorSpec(NamedTuple):
+    """A tensor of a checkpoint.
+
+    Attributes:
+        dtype: the safetensors dtype that it must have; "" for any floating-point dtype.
+        per_element: parameters of the model per element. 2 for packed 4-bit values, 0 for scales.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str = ""
+    per_element: int = 1
+
+    @property
+    def num_parameters(self) -> int:
+        return math.prod(self.shape) * self.per_element
+
+
+TensorSpecs = dict[str, TensorSpec]
+"""Tensor name -> its description."""
+
+
+class LinearShape(Struct, frozen=True):
+    """Name, sizes and bias of a linear layer in the checkpoint."""
+
+    name: str
+    outputs: int
+    inputs: int
+    has_bias: bool
 
 
 class TensorNames(Struct, frozen=True, kw_only=True):

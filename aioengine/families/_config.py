@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import ClassVar, Final, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from aioengine.families._block_config import (
     ACTIVATIONS,
@@ -199,14 +200,22 @@ class DecoderFamily(Labels, frozen=True, kw_only=True):
         tasks: suffix of the name in ``architectures`` -> task.
         default_partial: default of ``partial_rotary_factor``; None if the family always rotates whole heads.
         default_theta: default of ``rope_theta``.
+        norm, block, mlp, names, prefix: see ``DecoderConfig``. The activation of ``mlp`` comes from the file.
         has_one_window: all layers have the sliding window, or none has.
         unread: fields that this family ignores.
+        may_be_zero: sizes that may be 0.
     """
 
     default_partial: ClassVar[float | None] = None
     default_theta: ClassVar[float] = 10_000.0
     has_one_window: ClassVar[bool] = False
     unread: ClassVar[tuple[str, ...]] = ()
+    may_be_zero: ClassVar[tuple[str, ...]] = ()
+    norm: ClassVar[NormConfig] = NormConfig()
+    block: ClassVar[BlockConfig] = BlockConfig()
+    mlp: ClassVar[MlpConfig] = MlpConfig()
+    names: ClassVar[TensorNames] = TensorNames()
+    prefix: ClassVar[str] = "model."
     tasks: ClassVar[Mapping[str, Task]] = {
         "ForCausalLM": Task.GENERATE,
         "ForSequenceClassification": Task.CLASSIFY,
@@ -234,7 +243,7 @@ class DecoderFamily(Labels, frozen=True, kw_only=True):
     is_causal: bool = True
 
     def __post_init__(self) -> None:
-        check_sizes(self)
+        check_sizes(self, may_be_zero=self.may_be_zero)
         if self.hidden_act not in ACTIVATIONS:
             not_implemented(file_names(self)["hidden_act"], self.hidden_act, ", ".join(ACTIVATIONS))
         if self.default_partial is None and self.partial_rotary_factor not in (None, 1.0):
@@ -316,7 +325,7 @@ class DecoderFamily(Labels, frozen=True, kw_only=True):
         )
 
     def decoder(self) -> DecoderConfig:
-        """Return a decoder of these sizes with the parts of Llama. Families replace the parts that differ.
+        """Return a decoder of these sizes. Families replace parts that depend on further fields.
 
         Raises ValueError if the rotary embedding does not fit the head size.
         """
@@ -338,7 +347,11 @@ class DecoderFamily(Labels, frozen=True, kw_only=True):
             max_position_embeddings=self.max_position_embeddings,
             rope=rope,
             windows=self.windows,
-            mlp=MlpConfig(activation=ACTIVATIONS[self.hidden_act]),
+            norm=self.norm,
+            block=self.block,
+            mlp=replace(self.mlp, activation=ACTIVATIONS[self.hidden_act]),
+            names=self.names,
+            prefix=self.prefix,
         )
 
 
@@ -363,17 +376,3 @@ def task_of(architectures: list[str] | None, tasks: Mapping[str, Task]) -> Task:
     if task is None:
         not_implemented("architectures", architectures, ", ".join(f"...{end}" for end in tasks))
     return task
-
-
-def check_experts(num_experts: int, top_k: int, sparse_step: int = 1, *, name: str = "num_experts") -> None:
-    """Raise ValueError if the router cannot choose ``top_k`` of ``num_experts``, or ``sparse_step`` is not positive.
-
-    Args:
-        name: the field with the number of experts.
-    """
-    if num_experts < 1:
-        not_implemented(name, num_experts, "at least 1")
-    if not 1 <= top_k <= num_experts:
-        not_implemented("num_experts_per_tok", top_k, f"1 to {num_experts}, the number of experts")
-    if sparse_step < 1:
-        not_implemented("decoder_sparse_step", sparse_step, "at least 1")

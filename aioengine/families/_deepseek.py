@@ -7,7 +7,7 @@ from typing import Literal
 from msgspec import field
 from msgspec.structs import replace
 
-from aioengine.families._config import DecoderConfig, check_experts
+from aioengine.families._config import DecoderConfig
 from aioengine.families._experts import ExpertsConfig, RouterConfig, SharedConfig
 from aioengine.families._fields import not_implemented
 from aioengine.families._latent import LatentFamily
@@ -22,6 +22,8 @@ class DeepseekFamily(LatentFamily, frozen=True, kw_only=True):
             last layer and are not used. The first field takes precedence.
     """
 
+    may_be_zero = ("num_nextn_predict_layers", "num_mtp_layers", "num_shared_experts")
+
     first_k_dense_replace: int = 0
     num_experts: int = field(default=64, name="n_routed_experts")
     num_shared_experts: int | None = field(default=2, name="n_shared_experts")
@@ -34,16 +36,6 @@ class DeepseekFamily(LatentFamily, frozen=True, kw_only=True):
     moe_layer_freq: Literal[1] = 1
     num_nextn_predict_layers: int | None = None
     num_mtp_layers: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_experts(self.num_experts, self.experts_per_token, name="n_routed_experts")
-        num_groups, top_groups = self.groups
-        if self.num_experts % num_groups:
-            not_implemented("n_group", num_groups, f"a divisor of n_routed_experts ({self.num_experts})")
-        minimum = -(-self.experts_per_token * num_groups // self.num_experts)
-        if not minimum <= top_groups <= num_groups:
-            not_implemented("topk_group", top_groups, f"{minimum} to {num_groups} of the {num_groups} groups")
 
     @property
     def groups(self) -> tuple[int, int]:
@@ -125,12 +117,6 @@ class DeepseekV3Family(DeepseekFamily, frozen=True, kw_only=True):
     scoring_func: Literal["sigmoid"] = "sigmoid"
     topk_method: Literal["noaux_tc"] = "noaux_tc"
     num_mtp_layers: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        num_groups, _ = self.groups
-        if num_groups > 1 and self.num_experts < 2 * num_groups:
-            not_implemented("n_group", num_groups, f"at most {self.num_experts // 2}, with two experts per group")
 
     @property
     def router(self) -> RouterConfig:

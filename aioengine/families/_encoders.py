@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from msgspec import Struct
+from msgspec import Struct, field
 
+from aioengine.families._block_config import LinearShape
 from aioengine.families._config import Labels, Task, TransformerConfig, task_of
 from aioengine.families._fields import check_sizes, decode_config, not_implemented
 from aioengine.families._rope_config import RopeConfig
@@ -16,15 +17,6 @@ Gelu = Literal["none", "tanh"]
 
 GELU: dict[str, Gelu] = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
 """Supported activation names in config.json -> approximation of GELU."""
-
-
-class LinearShape(Struct, frozen=True):
-    """Name, sizes and bias of a linear layer in the checkpoint."""
-
-    name: str
-    outputs: int
-    inputs: int
-    has_bias: bool
 
 
 class HeadConfig(Struct, frozen=True, kw_only=True):
@@ -67,11 +59,11 @@ class EncoderConfig(TransformerConfig, frozen=True, kw_only=True):
     norm_bias: bool = True
     position_offset: int | None = None
     ropes: tuple[RopeConfig, RopeConfig] = (RopeConfig(), RopeConfig())
-    embeddings: dict[str, int]
-    norms: tuple[str, ...]
-    blocks: str
-    linears: tuple[LinearShape, ...]
-    block_norms: tuple[str, str]
+    embeddings: dict[str, int] = field(default_factory=dict[str, int])
+    norms: tuple[str, ...] = ()
+    blocks: str = ""
+    linears: tuple[LinearShape, ...] = ()
+    block_norms: tuple[str, str] = ("", "")
     first_without: str = ""
     head: HeadConfig | None = None
     classifier_pooling: Literal["cls", "mean"] = "cls"
@@ -97,6 +89,7 @@ class EncoderFamily(Labels, frozen=True, kw_only=True):
     num_hidden_layers: int
     num_attention_heads: int
     max_position_embeddings: int
+    epsilon: float
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -111,8 +104,20 @@ class EncoderFamily(Labels, frozen=True, kw_only=True):
         return decode_config(config, cls).encoder()
 
     def encoder(self) -> EncoderConfig:
-        """Return the encoder of these fields."""
-        raise NotImplementedError
+        """Return an encoder of these sizes, without tensor names. Families add the rest."""
+        return EncoderConfig(
+            task=self.task,
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_layers=self.num_hidden_layers,
+            num_heads=self.num_attention_heads,
+            num_kv_heads=self.num_attention_heads,
+            head_size=self.head_size,
+            epsilon=self.epsilon,
+            max_position_embeddings=self.max_position_embeddings,
+            num_labels=self.num_scores if self.task is Task.CLASSIFY else 0,
+        )
 
     @property
     def head_size(self) -> int:

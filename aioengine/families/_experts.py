@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from aioengine.families._block_config import TensorSpec
+from aioengine.families._fields import not_implemented
+
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-Shapes = dict[str, tuple[int, ...]]
-"""Tensor name -> shape."""
+    from aioengine.families._block_config import TensorSpecs
 
 MXFP4_BLOCK = 32
 """MXFP4 values per scale, stored in 16 bytes."""
@@ -56,7 +58,7 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The experts of a block.
+    """The experts of a block. Raises ValueError if the router cannot choose ``top_k`` experts.
 
     Attributes:
         top_k: number of experts per token.
@@ -82,59 +84,65 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     shared: SharedConfig | None = None
     dense_layers: frozenset[int] = frozenset()
 
+    def __post_init__(self) -> None:
+        num_experts, num_groups, top_groups = self.num_experts, self.router.num_groups, self.router.top_groups
+        if not 1 <= self.top_k <= num_experts:
+            not_implemented("num_experts_per_tok", self.top_k, f"1 to {num_experts}, the number of experts")
+        if num_experts % num_groups:
+            not_implemented("n_group", num_groups, f"a divisor of the number of experts ({num_experts})")
+        if num_experts // num_groups < self.router.group_top:
+            limit = f"at most {num_experts // self.router.group_top}, with {self.router.group_top} experts per group"
+            not_implemented("n_group", num_groups, limit)
+        minimum = -(-self.top_k * num_groups // num_experts)
+        if not minimum <= top_groups <= num_groups:
+            not_implemented("topk_group", top_groups, f"{minimum} to {num_groups} of the {num_groups} groups")
+
 
 CHOICE_BIAS = "e_score_correction_bias"
 """Name of the bias for the selection of experts, within the router."""
 
 
-def tensors_of_experts(config: ExpertsConfig, hidden_size: int) -> Shapes:
-    """Return tensor name -> shape of the experts of a block, without the prefix of the MLP."""
-    num_experts, router = config.num_experts, config.router
-    shapes: Shapes = {f"{router.name}.weight": (num_experts, hidden_size)}
+def tensors_of_experts(config: ExpertsConfig, hidden_size: int) -> TensorSpecs:
+    """Return the tensors of the experts of a block, without the prefix of the MLP."""
+    num_experts, inner, router = config.num_experts, config.inner_size, config.router
+    shapes: dict[str, tuple[int, ...]] = {f"{router.name}.weight": (num_experts, hidden_size)}
     if router.has_bias:
-        shapes |= {f"{router.name}.bias": (num_experts,)}
+        shapes[f"{router.name}.bias"] = (num_experts,)
     if router.has_choice_bias:
-        shapes |= {f"{router.name}.{CHOICE_BIAS}": (num_experts,)}
+        shapes[f"{router.name}.{CHOICE_BIAS}"] = (num_experts,)
     if (shared := config.shared) is not None:
-        inner = shared.inner_size
-        shapes |= {f"{shared.name}.{name}.weight": (inner, hidden_size) for name in ("gate_proj", "up_proj")}
-        shapes |= {f"{shared.name}.down_proj.weight": (hidden_size, inner)}
-        shapes |= {f"{shared.gate}.weight": (1, hidden_size)} if shared.gate else {}
-    return shapes | _experts(config, hidden_size)
-
-
-def _experts(config: ExpertsConfig, hidden_size: int) -> Shapes:
-    num_experts, inner = config.num_experts, config.inner_size
+        shapes |= {
+            f"{shared.name}.{name}.weight": (shared.inner_size, hidden_size) for name in ("gate_proj", "up_proj")
+        }
+        shapes[f"{shared.name}.down_proj.weight"] = hidden_size, shared.inner_size
+        if shared.gate:
+            shapes[f"{shared.gate}.weight"] = 1, hidden_size
+    packed: TensorSpecs = {}
+    gate_up, down = config.names[-2:]
     if config.stored == "separate":
         gate, up, down = config.names
-        shapes = {gate: (inner, hidden_size), up: (inner, hidden_size), down: (hidden_size, inner)}
-        experts = range(num_experts)
-        return {f"experts.{expert}.{name}.weight": shape for expert in experts for name, shape in shapes.items()}
-    gate_up, down = config.names
-    if config.stored == "packed":
-        return {gate_up: (num_experts, 2 * inner, hidden_size), down: (num_experts, hidden_size, inner)}
-    biases: Shapes = {f"{gate_up}_bias": (num_experts, 2 * inner), f"{down}_bias": (num_experts, hidden_size)}
+        for expert in range(num_experts):
+            shapes |= {f"experts.{expert}.{name}.weight": (inner, hidden_size) for name in (gate, up)}
+            shapes[f"experts.{expert}.{down}.weight"] = hidden_size, inner
+    elif config.stored == "packed":
+        shapes |= {gate_up: (num_experts, 2 * inner, hidden_size), down: (num_experts, hidden_size, inner)}
+    else:
+        shapes |= {f"{gate_up}_bias": (num_experts, 2 * inner), f"{down}_bias": (num_experts, hidden_size)}
     if config.stored == "interleaved":
-        return {gate_up: (num_experts, hidden_size, 2 * inner), down: (num_experts, inner, hidden_size), **biases}
-    return biases | {name: shape for name, (shape, _) in quantized_tensors(config, hidden_size).items()}
-
-
-def quantized_tensors(config: ExpertsConfig, hidden_size: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return name -> (shape, safetensors dtype) of the quantized tensors of a block."""
-    if config.stored != "mxfp4":
-        return {}
-    gate_up, down = config.names
-    tensors: dict[str, tuple[tuple[int, ...], str]] = {}
-    for name, rows, columns in (
-        (gate_up, 2 * config.inner_size, hidden_size),
-        (down, hidden_size, config.inner_size),
-    ):
-        scales = config.num_experts, rows, columns // MXFP4_BLOCK
-        tensors[f"{name}_blocks"] = (*scales, MXFP4_BLOCK // 2), "U8"
-        tensors[f"{name}_scales"] = scales, "U8"
-    return tensors
+        shapes |= {gate_up: (num_experts, hidden_size, 2 * inner), down: (num_experts, inner, hidden_size)}
+    elif config.stored == "mxfp4":
+        for name, rows, columns in ((gate_up, 2 * inner, hidden_size), (down, hidden_size, inner)):
+            scales = num_experts, rows, columns // MXFP4_BLOCK
+            packed[f"{name}_blocks"] = TensorSpec((*scales, MXFP4_BLOCK // 2), "U8", per_element=2)
+            packed[f"{name}_scales"] = TensorSpec(scales, "U8", per_element=0)
+    return {name: TensorSpec(shape) for name, shape in shapes.items()} | packed
 
 
 def dense_layers(num_layers: int, sparse_step: int, mlp_only: Collection[int]) -> frozenset[int]:
-    """Return the layers without experts: all but every ``sparse_step``-th layer, and the layers of ``mlp_only``."""
+    """Return the layers without experts: all but every ``sparse_step``-th layer, and the layers of ``mlp_only``.
+
+    Raises ValueError if ``sparse_step`` is not positive.
+    """
+    if sparse_step < 1:
+        not_implemented("decoder_sparse_step", sparse_step, "at least 1")
     return frozenset(layer for layer in range(num_layers) if layer in mlp_only or (layer + 1) % sparse_step)

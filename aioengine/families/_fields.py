@@ -12,7 +12,7 @@ import msgspec
 from aioengine.api.checks import cut, shown
 
 if typing.TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 ConfigType = TypeVar("ConfigType", bound=msgspec.Struct)
 
@@ -41,14 +41,6 @@ MAX_SIZES: Final = {
 }
 """Upper limits of sizes, far beyond all models. A larger value is a mistake that would exhaust time or memory."""
 
-_MAY_BE_ZERO: Final = (
-    "num_experts",
-    "num_local_experts",
-    "num_nextn_predict_layers",
-    "num_mtp_layers",
-    "num_shared_experts",
-)
-"""Sizes that may be 0. Models with experts are checked by ``check_experts``."""
 _MIN_FACTOR, _MAX_FACTOR = 1e-6, 1e6
 
 
@@ -104,11 +96,11 @@ def _what_works(error: msgspec.ValidationError, config_type: type[msgspec.Struct
     return "; what works: " + ", ".join(msgspec.json.encode(value).decode() for value in values) if values else ""
 
 
-def check_sizes(config: msgspec.Struct) -> None:
+def check_sizes(config: msgspec.Struct, *, may_be_zero: Sequence[str] = ()) -> None:
     """Raise ValueError if a size is above ``MAX_SIZES`` or not positive."""
     values, names = msgspec.structs.asdict(config), file_names(config)
     for name, maximum in MAX_SIZES.items():
-        minimum = 0 if name in _MAY_BE_ZERO else 1
+        minimum = 0 if name in may_be_zero else 1
         if values.get(name) is not None and not minimum <= values[name] <= maximum:
             not_implemented(names[name], values[name], f"{minimum} to {maximum}")
 

@@ -1,4 +1,4 @@
-"""The base class of families with multi-head latent attention (arXiv 2405.04434). Torch-free."""
+"""Families with multi-head latent attention (arXiv 2405.04434): the base class, and Youtu-LLM. Torch-free."""
 
 from __future__ import annotations
 
@@ -76,3 +76,10 @@ class LatentFamily(DecoderFamily, frozen=True, kw_only=True):
             not_implemented("rope_parameters.factor", None, "a number if mscale_all_dim is set")
         magnitude = 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
         return scale * magnitude * magnitude
+
+
+class YoutuFamily(LatentFamily, frozen=True, kw_only=True):
+    """Youtu-LLM: latent attention as in DeepSeek-V3, and an MLP in all layers."""
+
+    max_position_embeddings: int = 131_072
+    tie_word_embeddings: bool = True

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+import msgspec
+from msgspec.structs import replace
+
+from aioengine.families._block_config import LinearShape
 from aioengine.families._config import Task
-from aioengine.families._encoders import GELU, EncoderConfig, EncoderFamily, HeadConfig, LinearShape
+from aioengine.families._encoders import GELU, EncoderConfig, EncoderFamily, HeadConfig
 from aioengine.families._fields import not_implemented
 
 
@@ -21,7 +25,7 @@ class BertFamily(EncoderFamily, frozen=True, kw_only=True):
     head: ClassVar[HeadConfig] = HeadConfig(dense="bert.pooler.dense", scores="classifier")
 
     hidden_act: Literal["gelu", "gelu_new", "gelu_pytorch_tanh"] = "gelu"
-    layer_norm_eps: float = 1e-12
+    epsilon: float = msgspec.field(default=1e-12, name="layer_norm_eps")
     type_vocab_size: int = 2
     pad_token_id: int = 0
     position_embedding_type: Literal["absolute"] = "absolute"
@@ -45,19 +49,9 @@ class BertFamily(EncoderFamily, frozen=True, kw_only=True):
             not_implemented(
                 "max_position_embeddings", self.max_position_embeddings, f"more than {self.position_offset}"
             )
-        is_classifier = self.task is Task.CLASSIFY
-        return EncoderConfig(
-            task=self.task,
-            vocab_size=self.vocab_size,
-            hidden_size=outer,
-            intermediate_size=inner,
-            num_layers=self.num_hidden_layers,
-            num_heads=self.num_attention_heads,
-            num_kv_heads=self.num_attention_heads,
-            head_size=self.head_size,
-            epsilon=self.layer_norm_eps,
+        return replace(
+            super().encoder(),
             max_position_embeddings=num_positions,
-            num_labels=self.num_scores if is_classifier else 0,
             prefix=f"{self.base}.",
             gelu=GELU[self.hidden_act],
             position_offset=self.position_offset,
@@ -75,7 +69,7 @@ class BertFamily(EncoderFamily, frozen=True, kw_only=True):
                 LinearShape("output.dense", outer, inner, True),
             ),
             block_norms=("attention.output.LayerNorm", "output.LayerNorm"),
-            head=self.head if is_classifier else None,
+            head=self.head if self.task is Task.CLASSIFY else None,
             ignored=self.ignored,
         )
 

@@ -11,6 +11,8 @@ from aioengine.families.olmo import POST_NORMS
 
 
 class Exaone4Family(WindowFamily, frozen=True, kw_only=True):
+    block = POST_NORMS
+
     rms_norm_eps: float = 1e-5
     sliding_window_pattern: int | str | None = 4
 
@@ -28,7 +30,6 @@ class Exaone4Family(WindowFamily, frozen=True, kw_only=True):
         decoder = super().decoder()
         return replace(
             decoder,
-            block=POST_NORMS,
             attention=AttentionConfig(head_norm=HeadNorm()),
             layer_ropes=tuple(None if window is None else decoder.rope for window in decoder.windows),
         )

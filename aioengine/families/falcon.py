@@ -8,12 +8,17 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from aioengine.families._block_config import AttentionConfig, BlockConfig, NormConfig, TensorNames
+from aioengine.families._block_config import AttentionConfig, BlockConfig, MlpConfig, NormConfig, TensorNames
 from aioengine.families._config import DecoderConfig, DecoderFamily
 from aioengine.families._fields import not_implemented
 
 
 class FalconFamily(DecoderFamily, frozen=True, kw_only=True):
+    names = TensorNames(embedding="transformer.word_embeddings", layers="transformer.h", norm="transformer.ln_f")
+    prefix = "transformer."
+    norm = NormConfig(kind="layer", has_bias=True)
+    mlp = MlpConfig(first=("dense_h_to_4h",), second="dense_4h_to_h", is_gated=False)
+
     hidden_act: str = msgspec.field(default="gelu", name="activation")
     rms_norm_eps: float = msgspec.field(default=1e-5, name="layer_norm_epsilon")
     num_key_value_heads: int | None = msgspec.field(default=None, name="num_kv_heads")
@@ -45,7 +50,7 @@ class FalconFamily(DecoderFamily, frozen=True, kw_only=True):
             return self.num_key_value_heads or self.num_attention_heads
         return 1 if self.multi_query else self.num_attention_heads
 
-    def block(self) -> BlockConfig:
+    def _block(self) -> BlockConfig:
         """Return the norms: one or two in a parallel block, otherwise one each before attention and MLP."""
         if not self.is_parallel:
             return BlockConfig(attention="self_attention.")
@@ -59,14 +64,11 @@ class FalconFamily(DecoderFamily, frozen=True, kw_only=True):
         decoder, bias = super().decoder(), bool(self.bias)
         return replace(
             decoder,
-            names=TensorNames(embedding="transformer.word_embeddings", layers="transformer.h", norm="transformer.ln_f"),
-            prefix="transformer.",
-            norm=NormConfig(kind="layer", has_bias=True),
-            block=self.block(),
+            block=self._block(),
             attention=AttentionConfig(
                 qkv=("query_key_value",), is_grouped=True, output="dense", qkv_bias=bias, output_bias=bias
             ),
-            mlp=replace(decoder.mlp, first=("dense_h_to_4h",), second="dense_4h_to_h", is_gated=False, has_bias=bias),
+            mlp=replace(decoder.mlp, has_bias=bias),
         )
 
 

@@ -17,6 +17,8 @@ NORM: Final = NormConfig(offset=1.0)
 
 
 class GemmaFamily(DecoderFamily, frozen=True, kw_only=True):
+    norm = NORM
+
     head_dim: int | None = 256
     hidden_act: str = "gelu_pytorch_tanh"
     max_position_embeddings: int = 8192
@@ -28,16 +30,19 @@ class GemmaFamily(DecoderFamily, frozen=True, kw_only=True):
         decoder, bias = super().decoder(), self.attention_bias
         if self.hidden_act == "gelu":  # older files; the reference uses the tanh approximation
             decoder = replace(decoder, mlp=replace(decoder.mlp, activation="gelu_tanh"))
-        return replace(
-            decoder,
-            norm=NORM,
-            attention=AttentionConfig(qkv_bias=bias, output_bias=bias),
-            embedding_scale=self.hidden_size**0.5,
-        )
+        attention = AttentionConfig(qkv_bias=bias, output_bias=bias)
+        return replace(decoder, attention=attention, embedding_scale=self.hidden_size**0.5)
 
 
 class Gemma2Family(WindowFamily, frozen=True, kw_only=True):
     """Gemma 2: norms before and after attention and MLP, soft caps, sliding windows in every other layer."""
+
+    norm = NORM
+    block = BlockConfig(
+        attention_output_norm="post_attention_layernorm",
+        mlp_norm="pre_feedforward_layernorm",
+        mlp_output_norm="post_feedforward_layernorm",
+    )
 
     num_key_value_heads: int | None = 4
     head_dim: int | None = 256
@@ -57,12 +62,6 @@ class Gemma2Family(WindowFamily, frozen=True, kw_only=True):
         bias = self.attention_bias
         return replace(
             super().decoder(),
-            norm=NORM,
-            block=BlockConfig(
-                attention_output_norm="post_attention_layernorm",
-                mlp_norm="pre_feedforward_layernorm",
-                mlp_output_norm="post_feedforward_layernorm",
-            ),
             attention=AttentionConfig(
                 qkv_bias=bias, output_bias=bias, scale=self.query_scalar**-0.5, soft_cap=self.attention_cap
             ),

@@ -6,12 +6,13 @@ from typing import ClassVar
 
 from msgspec.structs import replace
 
-from aioengine.families._block_config import AttentionConfig, BlockConfig
+from aioengine.families._block_config import AttentionConfig, BlockConfig, MlpConfig
 from aioengine.families._config import DecoderConfig, DecoderFamily
 
 
 class GlmFamily(DecoderFamily, frozen=True, kw_only=True):
     default_partial: ClassVar[float | None] = 0.5
+    mlp = MlpConfig(first=("gate_up_proj",))
 
     num_key_value_heads: int | None = 2
     head_dim: int | None = 128
@@ -20,20 +21,14 @@ class GlmFamily(DecoderFamily, frozen=True, kw_only=True):
     attention_bias: bool = True
 
     def decoder(self) -> DecoderConfig:
-        decoder = super().decoder()
-        return replace(
-            decoder,
-            attention=AttentionConfig(qkv_bias=self.attention_bias, is_interleaved=True),
-            mlp=replace(decoder.mlp, first=("gate_up_proj",)),
-        )
+        attention = AttentionConfig(qkv_bias=self.attention_bias, is_interleaved=True)
+        return replace(super().decoder(), attention=attention)
 
 
 class Glm4Family(GlmFamily, frozen=True, kw_only=True):
     """GLM-4 (2025): norms before and after attention and MLP."""
 
-    def decoder(self) -> DecoderConfig:
-        norms = BlockConfig(attention_output_norm="post_self_attn_layernorm", mlp_output_norm="post_mlp_layernorm")
-        return replace(super().decoder(), block=norms)
+    block = BlockConfig(attention_output_norm="post_self_attn_layernorm", mlp_output_norm="post_mlp_layernorm")
 
 
 PLUGIN = GlmFamily

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Final, Literal
 import msgspec
 from msgspec.structs import replace
 
-from aioengine.families._block_config import AttentionConfig, BlockConfig, NormConfig, TensorNames
+from aioengine.families._block_config import AttentionConfig, BlockConfig, MlpConfig, NormConfig, TensorNames
 from aioengine.families._config import DecoderConfig, DecoderFamily, Task
 from aioengine.families._rope_config import RopeConfig
 
@@ -25,6 +25,13 @@ class Gpt2Family(DecoderFamily, frozen=True, kw_only=True):
         "ForSequenceClassification": Task.CLASSIFY,
         "Model": Task.EMBED,
     }
+    names = TensorNames(
+        embedding="transformer.wte", positions="transformer.wpe", layers="transformer.h", norm="transformer.ln_f"
+    )
+    prefix = "transformer."
+    norm = NormConfig(kind="layer", has_bias=True)
+    block = BlockConfig(attention="attn.", attention_norm="ln_1", mlp_norm="ln_2")
+    mlp = MlpConfig(first=("c_fc",), second="c_proj", is_gated=False, has_bias=True)
 
     vocab_size: int = 50_257
     hidden_size: int = msgspec.field(default=768, name="n_embd")
@@ -54,15 +61,6 @@ class Gpt2Family(DecoderFamily, frozen=True, kw_only=True):
         decoder = super().decoder()
         return replace(
             decoder,
-            names=TensorNames(
-                embedding="transformer.wte",
-                positions="transformer.wpe",
-                layers="transformer.h",
-                norm="transformer.ln_f",
-            ),
-            prefix="transformer.",
-            norm=NormConfig(kind="layer", has_bias=True),
-            block=BlockConfig(attention="attn.", attention_norm="ln_1", mlp_norm="ln_2"),
             attention=AttentionConfig(
                 qkv=("c_attn",),
                 output="c_proj",
@@ -70,7 +68,6 @@ class Gpt2Family(DecoderFamily, frozen=True, kw_only=True):
                 output_bias=True,
                 scale=None if self.is_scaled else 1.0,
             ),
-            mlp=replace(decoder.mlp, first=("c_fc",), second="c_proj", is_gated=False, has_bias=True),
             is_transposed=True,
             layer_ropes=(None,) * decoder.num_layers,
             buffers=(".attn.bias", ".attn.masked_bias"),
@@ -99,6 +96,9 @@ class GptJFamily(Gpt2Family, frozen=True, kw_only=True):
     """GPT-J: parallel attention and MLP, interleaved rotary embedding on a part of each head."""
 
     tasks = DecoderFamily.tasks
+    names = replace(Gpt2Family.names, positions="")
+    block = BlockConfig(attention="attn.", attention_norm="ln_1", mlp_norm="", is_parallel=True)
+    mlp = replace(Gpt2Family.mlp, first=("fc_in",), second="fc_out")
 
     vocab_size: int = 50_400
     hidden_size: int = msgspec.field(default=4096, name="n_embd")
@@ -113,13 +113,9 @@ class GptJFamily(Gpt2Family, frozen=True, kw_only=True):
         return RopeConfig(partial_rotary_factor=1.0 if self.rotary_dim is None else self.rotary_dim / self.head_size)
 
     def decoder(self) -> DecoderConfig:
-        decoder = super().decoder()
         return replace(
-            decoder,
-            names=replace(decoder.names, positions=""),
-            block=BlockConfig(attention="attn.", attention_norm="ln_1", mlp_norm="", is_parallel=True),
+            super().decoder(),
             attention=AttentionConfig(output="out_proj", is_interleaved=True),
-            mlp=replace(decoder.mlp, first=("fc_in",), second="fc_out"),
             is_transposed=False,
             layer_ropes=(),
             head_bias=True,

@@ -7,7 +7,7 @@ from typing import ClassVar, Final
 import msgspec
 from msgspec.structs import replace
 
-from aioengine.families._block_config import AttentionConfig, BlockConfig, NormConfig, TensorNames
+from aioengine.families._block_config import AttentionConfig, BlockConfig, MlpConfig, NormConfig, TensorNames
 from aioengine.families._config import DecoderConfig, DecoderFamily
 from aioengine.families._rope_config import RopeConfig, read_rope
 
@@ -18,6 +18,10 @@ PARTS: Final = "embed_in", "layers", "final_layer_norm"
 class GptNeoxFamily(DecoderFamily, frozen=True, kw_only=True):
     default_partial: ClassVar[float | None] = 0.25
     unread: ClassVar[tuple[str, ...]] = ("num_key_value_heads",)
+    names = TensorNames(embedding="gpt_neox.embed_in", layers="gpt_neox.layers", norm="gpt_neox.final_layer_norm")
+    prefix = "gpt_neox."
+    norm = NormConfig(kind="layer", has_bias=True)
+    mlp = MlpConfig(first=("dense_h_to_4h",), second="dense_4h_to_h", is_gated=False, has_bias=True)
 
     hidden_act: str = "gelu"
     rms_norm_eps: float = msgspec.field(default=1e-5, name="layer_norm_eps")
@@ -36,20 +40,14 @@ class GptNeoxFamily(DecoderFamily, frozen=True, kw_only=True):
         )
 
     def decoder(self) -> DecoderConfig:
-        decoder, bias = super().decoder(), self.attention_bias
+        bias = self.attention_bias
         return replace(
-            decoder,
-            names=TensorNames(
-                embedding="gpt_neox.embed_in", layers="gpt_neox.layers", norm="gpt_neox.final_layer_norm"
-            ),
-            prefix="gpt_neox.",
+            super().decoder(),
             renamed=(("embed_out.", "lm_head."), *((f"{name}.", f"gpt_neox.{name}.") for name in PARTS)),
-            norm=NormConfig(kind="layer", has_bias=True),
             block=BlockConfig(attention="attention.", is_parallel=self.use_parallel_residual),
             attention=AttentionConfig(
                 qkv=("query_key_value",), is_grouped=True, output="dense", qkv_bias=bias, output_bias=bias
             ),
-            mlp=replace(decoder.mlp, first=("dense_h_to_4h",), second="dense_4h_to_h", is_gated=False, has_bias=True),
             buffers=("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias"),
         )
 

@@ -9,7 +9,7 @@ from msgspec import field
 from msgspec.structs import replace
 
 from aioengine.families._block_config import AttentionConfig, NormConfig
-from aioengine.families._config import DecoderConfig, WindowFamily, check_experts
+from aioengine.families._config import DecoderConfig, WindowFamily
 from aioengine.families._experts import MXFP4_BLOCK, ExpertsConfig, RouterConfig
 from aioengine.families._fields import not_implemented
 
@@ -39,7 +39,6 @@ class GptOssFamily(WindowFamily, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_experts(self.num_local_experts, self.experts_per_token, name="num_local_experts")
         if self.swiglu_limit <= 0:
             not_implemented("swiglu_limit", self.swiglu_limit, "more than 0")
 

@@ -8,7 +8,7 @@ from msgspec import field
 from msgspec.structs import replace
 
 from aioengine.families._block_config import BlockConfig, MambaConfig
-from aioengine.families._config import DecoderConfig, check_experts
+from aioengine.families._config import DecoderConfig
 from aioengine.families._experts import ExpertsConfig, RouterConfig
 from aioengine.families._fields import check_factor, not_implemented
 from aioengine.families.llama import LlamaFamily
@@ -46,12 +46,10 @@ class GraniteFamily(LlamaFamily, frozen=True, kw_only=True):
 class GraniteMoeFamily(GraniteFamily, frozen=True, kw_only=True):
     """GraniteMoE: Granite with experts in all layers."""
 
+    block = BlockConfig(mlp="block_sparse_moe.")
+
     num_local_experts: int = 8
     experts_per_token: int = field(default=2, name="num_experts_per_tok")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_experts(self.num_local_experts, self.experts_per_token, name="num_local_experts")
 
     def decoder(self) -> DecoderConfig:
         experts = ExpertsConfig(
@@ -62,11 +60,14 @@ class GraniteMoeFamily(GraniteFamily, frozen=True, kw_only=True):
             stored="packed",
             names=("input_linear.weight", "output_linear.weight"),
         )
-        return replace(super().decoder(), experts=experts, block=BlockConfig(mlp="block_sparse_moe."))
+        return replace(super().decoder(), experts=experts)
 
 
 class GraniteMoeHybridFamily(GraniteFamily, frozen=True, kw_only=True):
     """Granite 4 without experts: Mamba 2 layers instead of attention in some layers, or in none."""
+
+    may_be_zero = ("num_local_experts",)
+    block = BlockConfig(mlp="shared_mlp.")
 
     layer_types: list[Literal["attention", "full_attention", "mamba", "linear_attention"]] | None = None
     num_local_experts: int = 8
@@ -144,7 +145,6 @@ class GraniteMoeHybridFamily(GraniteFamily, frozen=True, kw_only=True):
         return replace(
             decoder,
             intermediate_size=self.shared_intermediate_size,
-            block=BlockConfig(mlp="shared_mlp."),
             mlp=replace(decoder.mlp, first=("input_linear",), second="output_linear", has_bias=False),
             layer_ropes=() if self.position_embedding_type == "rope" else (None,) * self.num_hidden_layers,
             mamba=self.mamba,

@@ -21,6 +21,8 @@ from aioengine.families._fields import check_factor, not_implemented
 
 class Lfm2Family(DecoderFamily, frozen=True, kw_only=True):
     default_theta: ClassVar[float] = 1e6
+    names = TensorNames(norm="model.embedding_norm")
+    block = BlockConfig(mlp="feed_forward.", attention_norm="operator_norm", mlp_norm="ffn_norm")
 
     intermediate_size: int = 12_288
     num_key_value_heads: int | None = 8
@@ -75,8 +77,6 @@ class Lfm2Family(DecoderFamily, frozen=True, kw_only=True):
             decoder,
             intermediate_size=self.inner_size,
             tied=decoder.tied if self.tie_embedding is None else self.tie_embedding,
-            names=TensorNames(norm="model.embedding_norm"),
-            block=BlockConfig(mlp="feed_forward.", attention_norm="operator_norm", mlp_norm="ffn_norm"),
             attention=AttentionConfig(output="out_proj", head_norm=HeadNorm(names=("q_layernorm", "k_layernorm"))),
             mlp=MlpConfig(first=("w1", "w3"), second="w2"),
             short_conv=ShortConvConfig(layers=self.conv_layers, width=self.conv_width, has_bias=self.conv_bias),

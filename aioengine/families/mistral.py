@@ -8,7 +8,7 @@ from msgspec import field
 from msgspec.structs import replace
 
 from aioengine.families._block_config import BlockConfig
-from aioengine.families._config import DecoderConfig, WindowFamily, check_experts
+from aioengine.families._config import DecoderConfig, WindowFamily
 from aioengine.families._experts import ExpertsConfig
 
 
@@ -29,15 +29,12 @@ class MixtralFamily(MistralFamily, frozen=True, kw_only=True):
     """Mixtral: Mistral with experts in all layers. ``router_jitter_noise`` affects training only."""
 
     default_theta: ClassVar[float] = 1e6
+    block = BlockConfig(mlp="block_sparse_moe.")
 
     rms_norm_eps: float = 1e-5
     sliding_window: int | None = None
     num_local_experts: int = 8
     experts_per_token: int = field(default=2, name="num_experts_per_tok")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_experts(self.num_local_experts, self.experts_per_token, name="num_local_experts")
 
     def decoder(self) -> DecoderConfig:
         experts = ExpertsConfig(
@@ -46,7 +43,7 @@ class MixtralFamily(MistralFamily, frozen=True, kw_only=True):
             inner_size=self.intermediate_size,
             names=("w1", "w3", "w2"),
         )
-        return replace(super().decoder(), experts=experts, block=BlockConfig(mlp="block_sparse_moe."))
+        return replace(super().decoder(), experts=experts)
 
 
 PLUGIN = MistralFamily

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
+from aioengine.families._block_config import LinearShape
 from aioengine.families._config import Task
-from aioengine.families._encoders import GELU, EncoderConfig, EncoderFamily, HeadConfig, LinearShape
+from aioengine.families._encoders import GELU, EncoderConfig, EncoderFamily, HeadConfig
 from aioengine.families._fields import not_implemented
 from aioengine.families._rope_config import RopeConfig, read_layer_rope
 
@@ -16,7 +18,7 @@ LayerType = Literal["full_attention", "sliding_attention"]
 
 class ModernBertFamily(EncoderFamily, frozen=True, kw_only=True):
     hidden_activation: Literal["gelu", "gelu_new", "gelu_pytorch_tanh"] = "gelu"
-    norm_eps: float = 1e-5
+    epsilon: float = msgspec.field(default=1e-5, name="norm_eps")
     norm_bias: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
@@ -63,18 +65,8 @@ class ModernBertFamily(EncoderFamily, frozen=True, kw_only=True):
         )
         is_classifier = self.task is Task.CLASSIFY
         local_theta = self.global_rope_theta if self.local_rope_theta is None else self.local_rope_theta
-        return EncoderConfig(
-            task=self.task,
-            vocab_size=self.vocab_size,
-            hidden_size=outer,
-            intermediate_size=inner,
-            num_layers=self.num_hidden_layers,
-            num_heads=self.num_attention_heads,
-            num_kv_heads=self.num_attention_heads,
-            head_size=self.head_size,
-            epsilon=self.norm_eps,
-            max_position_embeddings=self.max_position_embeddings,
-            num_labels=self.num_scores if is_classifier else 0,
+        return replace(
+            super().encoder(),
             is_pre_norm=True,
             is_gated=True,
             gelu=GELU[self.hidden_activation],

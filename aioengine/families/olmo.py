@@ -9,7 +9,7 @@ from msgspec import Meta, field
 from msgspec.structs import replace
 
 from aioengine.families._block_config import AttentionConfig, BlockConfig, HeadNorm, NormConfig
-from aioengine.families._config import DecoderConfig, DecoderFamily, check_experts
+from aioengine.families._config import DecoderConfig, DecoderFamily
 from aioengine.families._experts import ExpertsConfig, RouterConfig
 from aioengine.families._fields import not_implemented
 from aioengine.families._rope_config import RopeConfig, read_layer_rope
@@ -24,33 +24,30 @@ POST_NORMS: Final = BlockConfig(
 
 
 class OlmoFamily(DecoderFamily, frozen=True, kw_only=True):
+    norm = NormConfig(kind="layer", has_weight=False)
+
     attention_bias: bool = False
     clip_qkv: Annotated[float, Meta(gt=0)] | None = None
 
     def decoder(self) -> DecoderConfig:
         bias = self.attention_bias
-        return replace(
-            super().decoder(),
-            epsilon=1e-5,
-            norm=NormConfig(kind="layer", has_weight=False),
-            attention=AttentionConfig(qkv_bias=bias, output_bias=bias, clip=self.clip_qkv),
-        )
+        attention = AttentionConfig(qkv_bias=bias, output_bias=bias, clip=self.clip_qkv)
+        return replace(super().decoder(), epsilon=1e-5, attention=attention)
 
 
 class Olmo2Family(DecoderFamily, frozen=True, kw_only=True):
     """OLMo 2: norms after attention and MLP, and norms over all query heads and all key heads."""
 
+    norm = NormConfig(scales_in_fp32=True)
+    block = POST_NORMS
+
     rms_norm_eps: float = 1e-5
     attention_bias: bool = False
 
     def decoder(self) -> DecoderConfig:
-        bias, norm = self.attention_bias, NormConfig(scales_in_fp32=True)
-        head_norm = HeadNorm(norm=norm, extent="all_heads")
+        bias, head_norm = self.attention_bias, HeadNorm(norm=self.norm, extent="all_heads")
         return replace(
-            super().decoder(),
-            norm=norm,
-            block=POST_NORMS,
-            attention=AttentionConfig(qkv_bias=bias, output_bias=bias, head_norm=head_norm),
+            super().decoder(), attention=AttentionConfig(qkv_bias=bias, output_bias=bias, head_norm=head_norm)
         )
 
 
@@ -93,7 +90,6 @@ class OlmoeFamily(DecoderFamily, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_experts(self.num_experts, self.experts_per_token)
         if self.clip_qkv is not None:
             not_implemented("clip_qkv", self.clip_qkv, "null")
 

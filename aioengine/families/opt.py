@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 import msgspec
 from msgspec.structs import replace
 
-from aioengine.families._block_config import AttentionConfig, BlockConfig, NormConfig, TensorNames
+from aioengine.families._block_config import AttentionConfig, BlockConfig, MlpConfig, NormConfig, TensorNames
 from aioengine.families._config import DecoderConfig, DecoderFamily
 from aioengine.families._fields import not_implemented
 from aioengine.families.gpt2 import UNREAD
@@ -15,6 +15,15 @@ from aioengine.families.gpt2 import UNREAD
 
 class OptFamily(DecoderFamily, frozen=True, kw_only=True):
     unread: ClassVar[tuple[str, ...]] = UNREAD
+    names = TensorNames(
+        embedding="model.decoder.embed_tokens",
+        positions="model.decoder.embed_positions",
+        first_position=2,
+        layers="model.decoder.layers",
+        norm="model.decoder.final_layer_norm",
+    )
+    block = BlockConfig(mlp="", attention_norm="self_attn_layer_norm", mlp_norm="final_layer_norm")
+    mlp = MlpConfig(first=("fc1",), second="fc2", is_gated=False)
 
     intermediate_size: int = msgspec.field(name="ffn_dim")
     hidden_act: str = msgspec.field(default="relu", name="activation_function")
@@ -36,18 +45,10 @@ class OptFamily(DecoderFamily, frozen=True, kw_only=True):
         decoder, bias, has_weight = super().decoder(), self.has_bias, self.layer_norm_elementwise_affine
         return replace(
             decoder,
-            names=TensorNames(
-                embedding="model.decoder.embed_tokens",
-                positions="model.decoder.embed_positions",
-                first_position=2,
-                layers="model.decoder.layers",
-                norm="model.decoder.final_layer_norm",
-            ),
             epsilon=1e-5,
             norm=NormConfig(kind="layer", has_weight=has_weight, has_bias=has_weight),
-            block=BlockConfig(mlp="", attention_norm="self_attn_layer_norm", mlp_norm="final_layer_norm"),
             attention=AttentionConfig(output="out_proj", qkv_bias=bias, output_bias=bias),
-            mlp=replace(decoder.mlp, first=("fc1",), second="fc2", is_gated=False, has_bias=bias),
+            mlp=replace(decoder.mlp, has_bias=bias),
             layer_ropes=(None,) * decoder.num_layers,
         )
 

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 from msgspec import Meta
 from msgspec.structs import replace
 
-from aioengine.families._block_config import AttentionConfig
+from aioengine.families._block_config import AttentionConfig, MlpConfig
 from aioengine.families._config import DecoderConfig, WindowFamily
 from aioengine.families._fields import not_implemented
 
@@ -16,6 +16,7 @@ from aioengine.families._fields import not_implemented
 class Phi3Family(WindowFamily, frozen=True, kw_only=True):
     default_partial: ClassVar[float | None] = 1.0
     has_one_window: ClassVar[bool] = True
+    mlp = MlpConfig(first=("gate_up_proj",))
 
     rms_norm_eps: float = 1e-5
     max_position_embeddings: int = 4096
@@ -36,12 +37,7 @@ class Phi3Family(WindowFamily, frozen=True, kw_only=True):
         return {**parameters, "rope_type": "longrope", "original_max_position_embeddings": original}
 
     def decoder(self) -> DecoderConfig:
-        decoder = super().decoder()
-        return replace(
-            decoder,
-            attention=AttentionConfig(qkv=("qkv_proj",)),
-            mlp=replace(decoder.mlp, first=("gate_up_proj",)),
-        )
+        return replace(super().decoder(), attention=AttentionConfig(qkv=("qkv_proj",)))
 
 
 PLUGIN = Phi3Family

@@ -6,7 +6,7 @@ from msgspec import field
 from msgspec.structs import replace
 
 from aioengine.families._block_config import AttentionConfig
-from aioengine.families._config import DecoderConfig, WindowFamily, check_experts
+from aioengine.families._config import DecoderConfig, WindowFamily
 from aioengine.families._experts import ExpertsConfig, RouterConfig, SharedConfig, dense_layers
 
 
@@ -39,10 +39,6 @@ class Qwen2MoeFamily(Qwen2Family, frozen=True, kw_only=True):
     num_experts: int = 60
     experts_per_token: int = field(default=4, name="num_experts_per_tok")
     norm_topk_prob: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_experts(self.num_experts, self.experts_per_token, self.decoder_sparse_step)
 
     def has_window(self, layer: int) -> bool:
         return layer % 2 == 0 and layer < self.max_window_layers

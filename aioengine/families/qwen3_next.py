@@ -8,7 +8,7 @@ from msgspec import field
 from msgspec.structs import replace
 
 from aioengine.families._block_config import AttentionConfig, DeltaNetConfig, HeadNorm, NormConfig
-from aioengine.families._config import DecoderConfig, DecoderFamily, check_experts
+from aioengine.families._config import DecoderConfig, DecoderFamily
 from aioengine.families._experts import ExpertsConfig, RouterConfig, SharedConfig, dense_layers
 from aioengine.families._fields import not_implemented
 
@@ -27,6 +27,7 @@ class DeltaNetFamily(DecoderFamily, frozen=True, kw_only=True):
 
     default_partial: ClassVar[float | None] = 0.25
     is_grouped: ClassVar[bool] = True
+    norm = NormConfig(offset=1.0)
 
     head_dim: int | None = 256
     max_position_embeddings: int = 32_768
@@ -68,11 +69,11 @@ class DeltaNetFamily(DecoderFamily, frozen=True, kw_only=True):
         return frozenset(layer for layer, kind in enumerate(self.layer_types) if kind == "linear_attention")
 
     def decoder(self) -> DecoderConfig:
-        bias, norm = self.attention_bias, NormConfig(offset=1.0)
+        bias = self.attention_bias
         return replace(
             super().decoder(),
             attention=AttentionConfig(
-                qkv_bias=bias, output_bias=bias, head_norm=HeadNorm(norm=norm), has_output_gate=True
+                qkv_bias=bias, output_bias=bias, head_norm=HeadNorm(norm=self.norm), has_output_gate=True
             ),
             delta_net=DeltaNetConfig(
                 layers=self.linear_layers,
@@ -83,7 +84,6 @@ class DeltaNetFamily(DecoderFamily, frozen=True, kw_only=True):
                 width=self.linear_conv_kernel_dim,
                 is_grouped=self.is_grouped,
             ),
-            norm=norm,
             keeps_states=True,
             ignored=("mtp.",),
         )
@@ -91,6 +91,8 @@ class DeltaNetFamily(DecoderFamily, frozen=True, kw_only=True):
 
 class Qwen3NextFamily(DeltaNetFamily, frozen=True, kw_only=True):
     """Qwen3-Next. If ``num_experts`` is 0, all layers have an MLP."""
+
+    may_be_zero = ("num_experts",)
 
     num_key_value_heads: int | None = 2
     decoder_sparse_step: int = 1
@@ -101,15 +103,9 @@ class Qwen3NextFamily(DeltaNetFamily, frozen=True, kw_only=True):
     experts_per_token: int = field(default=10, name="num_experts_per_tok")
     norm_topk_prob: bool = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.num_experts:
-            check_experts(self.num_experts, self.experts_per_token, self.decoder_sparse_step)
-
     def decoder(self) -> DecoderConfig:
-        decoder = super().decoder()
         if not self.num_experts:
-            return decoder
+            return super().decoder()
         experts = ExpertsConfig(
             num_experts=self.num_experts,
             top_k=self.experts_per_token,
@@ -118,7 +114,7 @@ class Qwen3NextFamily(DeltaNetFamily, frozen=True, kw_only=True):
             shared=SharedConfig(inner_size=self.shared_expert_intermediate_size, gate="shared_expert_gate"),
             dense_layers=dense_layers(self.num_hidden_layers, self.decoder_sparse_step, self.mlp_only_layers or ()),
         )
-        return replace(decoder, experts=experts)
+        return replace(super().decoder(), experts=experts)
 
 
 PLUGIN = Qwen3NextFamily

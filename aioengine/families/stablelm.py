@@ -13,6 +13,7 @@ from aioengine.families._config import DecoderConfig, DecoderFamily
 
 class StableLmFamily(DecoderFamily, frozen=True, kw_only=True):
     default_partial: ClassVar[float | None] = 0.25
+    norm = NormConfig(kind="layer", has_bias=True)
 
     num_key_value_heads: int | None = 32
     rms_norm_eps: float = msgspec.field(default=1e-5, name="layer_norm_eps")
@@ -25,7 +26,6 @@ class StableLmFamily(DecoderFamily, frozen=True, kw_only=True):
         head_norm = HeadNorm(names=("q_layernorm", "k_layernorm"), norm=NormConfig(kind="layer"), extent="list")
         return replace(
             super().decoder(),
-            norm=NormConfig(kind="layer", has_bias=True),
             block=BlockConfig(is_parallel=True, mlp_norm="") if self.use_parallel_residual else BlockConfig(),
             attention=AttentionConfig(qkv_bias=self.use_qkv_bias, head_norm=head_norm if self.qk_layernorm else None),
         )

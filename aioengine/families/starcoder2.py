@@ -7,12 +7,14 @@ from typing import ClassVar
 import msgspec
 from msgspec.structs import replace
 
-from aioengine.families._block_config import AttentionConfig, NormConfig
+from aioengine.families._block_config import AttentionConfig, MlpConfig, NormConfig
 from aioengine.families._config import DecoderConfig, WindowFamily
 
 
 class Starcoder2Family(WindowFamily, frozen=True, kw_only=True):
     has_one_window: ClassVar[bool] = True
+    norm = NormConfig(kind="layer", has_bias=True)
+    mlp = MlpConfig(first=("c_fc",), second="c_proj", is_gated=False)
 
     num_key_value_heads: int | None = 2
     hidden_act: str = "gelu_pytorch_tanh"
@@ -24,12 +26,8 @@ class Starcoder2Family(WindowFamily, frozen=True, kw_only=True):
 
     def decoder(self) -> DecoderConfig:
         decoder, bias = super().decoder(), self.use_bias
-        return replace(
-            decoder,
-            norm=NormConfig(kind="layer", has_bias=True),
-            attention=AttentionConfig(qkv_bias=bias, output_bias=bias),
-            mlp=replace(decoder.mlp, first=("c_fc",), second="c_proj", is_gated=False, has_bias=bias),
-        )
+        attention = AttentionConfig(qkv_bias=bias, output_bias=bias)
+        return replace(decoder, attention=attention, mlp=replace(decoder.mlp, has_bias=bias))
 
 
 PLUGIN = Starcoder2Family

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from aioengine.errors import EngineError
-    from aioengine.frontend.image_prompts import PromptImages
+    from aioengine.frontend.intake.image_prompts import PromptImages
     from aioengine.settings.config import Settings
     from aioengine.supervision.processes import ProcessState
     from aioengine.tokenization.tokenizer import Tokenizer

@@ -18,12 +18,12 @@ from aioengine.errors import EngineDeadError, EngineError, EngineStartupError
 from aioengine.file_descriptors import FOR_AN_ENGINE, hold_standard_descriptors, require_descriptors
 from aioengine.frontend.callers import closed
 from aioengine.frontend.frontend import Frontend, Running
-from aioengine.frontend.image_prompts import start_intake
 from aioengine.frontend.intake.encoder import longest_token
+from aioengine.frontend.intake.image_prompts import start_intake
 from aioengine.frontend.loaded_adapters import AdapterRules  # a field of a Struct
 from aioengine.frontend.progress import is_wanted
 from aioengine.logs import log, show_logs, warn_caller
-from aioengine.media._base import ImageModel, find_image_model
+from aioengine.media.tokens._base import ImageModel, find_image_model
 from aioengine.model_files import model_folder
 from aioengine.model_files.adapter_folder import read_folder
 from aioengine.model_files.checkpoint import check_unchanged
@@ -40,7 +40,7 @@ from aioengine.tokenization.chat_template import check_files, checked_template
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from aioengine.frontend.image_intake import ImageIntake
+    from aioengine.media.intake.image_intake import ImageIntake
     from aioengine.model_files.adapter_folder import AdapterFolder
     from aioengine.model_files.model_folder import ModelFacts
     from aioengine.protocol.messages import ToFrontend

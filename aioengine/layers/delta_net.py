@@ -17,7 +17,6 @@ from aioengine.layers.linear import Linear, Stored
 from aioengine.layers.norm import RMSNorm
 from aioengine.layers.placement import Target
 from aioengine.layers.state_layer import StateLayer
-from aioengine.layers.states import StateTensor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,14 +25,6 @@ if TYPE_CHECKING:
     from aioengine.layers.adapters import AdapterRows
     from aioengine.layers.placement import Placement
     from aioengine.layers.states import StepStates
-
-
-def delta_net_state(config: DeltaNetConfig, dtype: torch.dtype) -> tuple[StateTensor, ...]:
-    """Return the state tensors: last inputs of the convolution, and a matrix per head. ``dtype``: of activations."""
-    return (
-        StateTensor((config.width - 1, config.num_channels), dtype),
-        StateTensor((config.num_value_heads, config.key_size, config.value_size), torch.float32),
-    )
 
 
 class GatedDeltaNet(StateLayer):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from aioengine.kernels.linear import Matmul
     from aioengine.layers.adapters import Grouping, LayerAdapters
     from aioengine.layers.placement import Placement
-    from aioengine.quantization._base import Axis
+    from aioengine.quantization._base import Axis, LinearFormat, Tensors
 
 
 class Stored(NamedTuple):
@@ -84,20 +84,35 @@ class Linear(Layer):
             in_features = sum(stop - start for start, stop in ranges)
         self.in_features = in_features
         self.sizes = sizes
-        self._format = placement.linear_format
+        self._has_bias = bias
         self.is_gated = is_gated
         self.stored = stored
-        self._batch_invariant = placement.batch_invariant
-        self._tensors = self._format.empty(
-            in_features, list(sizes.values()), has_bias=bias, dtype=placement.dtype, device=placement.device
-        )
+        self._placement = placement
+        self._format: LinearFormat  # ``weights`` chooses it, and allocates the tensors
+        self._tensors: Tensors = {}
         self._is_open = True
         self._matmul: Matmul | None = None
         self._adapters: LayerAdapters | None = None
         self._ungated: Matmul | None = None
 
+    def weights(self, prefix: str = "") -> dict[str, Target]:
+        """Map names to views of the fused tensors. The first call allocates them, in the format for the layer's name.
+
+        Raises:
+            ValueError: the parts have different formats.
+        """
+        if not self._tensors:
+            names = [f"{prefix}{part}" for part in self.sizes]
+            self._format, *others = map(self._placement.format_of, names)
+            if any(other is not self._format for other in others):
+                raise ValueError(f"{', '.join(names)} are one layer here, but their checkpoint has several formats")
+            sizes, dtype, device = [*self.sizes.values()], self._placement.dtype, self._placement.device
+            self._tensors = self._format.empty(
+                self.in_features, sizes, has_bias=self._has_bias, dtype=dtype, device=device
+            )
+        return super().weights(prefix)
+
     def tensors(self) -> dict[str, Target]:
-        """Map names to views of the fused tensors. Valid only while the layer is open for loading."""
         assert self._is_open, "the layer is not open for loading"
         sizes = list(self.sizes.values())
         return {
@@ -141,7 +156,7 @@ class Linear(Layer):
             self._tensors["bias"].zero_()  # only rank 0 adds the bias to the sum over the ranks
         if self._matmul is None:
             self._matmul, self._tensors = self._format.prepare(
-                self._tensors, is_gated=self.is_gated, batch_invariant=self._batch_invariant
+                self._tensors, is_gated=self.is_gated, batch_invariant=self._placement.batch_invariant
             )
             self._prepare_ungated()
 
@@ -162,7 +177,9 @@ class Linear(Layer):
             return
         self._ungated = self._matmul
         if self.is_gated:
-            prepared = self._format.prepare(self._tensors, is_gated=False, batch_invariant=self._batch_invariant)
+            prepared = self._format.prepare(
+                self._tensors, is_gated=False, batch_invariant=self._placement.batch_invariant
+            )
             self._ungated = prepared.matmul
 
     def open_for_loading(self) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -31,15 +31,15 @@ class Placement:
     """How and where a model stores its weights.
 
     Attributes:
-        dtype: of weights and activations. A ``linear_format`` may store weights in another dtype.
-        linear_format: how linear layers store and multiply their weights.
+        dtype: of weights and activations. A linear format may store weights in another dtype.
+        format_of: the full name of a linear layer in the checkpoint -> how it stores and multiplies its weights.
         batch_invariant: on a GPU, the result of a row must not depend on the number of rows.
         shard: the shard of this process.
     """
 
     dtype: torch.dtype
     device: torch.device
-    linear_format: LinearFormat
+    format_of: Callable[[str], LinearFormat]
     batch_invariant: bool = False
     shard: Shard = WHOLE
 
@@ -79,7 +79,7 @@ class Target(NamedTuple):
 
     @property
     def index(self) -> tuple[slice | Tensor, ...]:
-        """The index of ``source`` in the checkpoint tensor; () for all of it."""
+        """The index of ``source`` in the checkpoint tensor; () for all of it; a tensor [N] for several ranges."""
         if self.source is None:
             return ()
         dim, ranges, _ = self.source

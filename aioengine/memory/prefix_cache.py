@@ -35,8 +35,6 @@ class PageAllocator:
     __slots__ = ("_free", "num_pages")
 
     def __init__(self, num_pages: int) -> None:
-        if num_pages < 1:
-            raise ValueError(f"num_pages must be at least 1, not {num_pages}")
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, -1, -1))
 
@@ -343,7 +341,9 @@ class PrefixCache:
     # ------------------------------------------------------------ inside
 
     def _allocate(self, count: int) -> list[int]:
-        self.evict(count - self._allocator.num_free)
+        missing = count - self._allocator.num_free
+        if missing > 0:
+            self.evict(missing)
         return self._allocator.allocate(count)
 
     def _attach(self, allocation: Allocation, key: Key) -> bool:
@@ -351,15 +351,10 @@ class PrefixCache:
         parent = allocation.path[-1] if allocation.path else self._tree.root
         if allocation.salt and not allocation.path:
             key = (*key, allocation.salt)
-        node = parent.children.get(key)
-        if node is None:
-            node = self._tree.add(parent, key, allocation.pages[len(allocation.path)])
-        elif node.is_pending:
-            return False
-        else:
-            self._tree.lock([node])
-        allocation.path.append(node)
-        return True
+        node = self._tree.attach(parent, key, allocation.pages[len(allocation.path)])
+        if node is not None:
+            allocation.path.append(node)
+        return node is not None
 
 
 def _is_exclusive(allocation: Allocation, index: int) -> bool:

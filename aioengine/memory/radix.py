@@ -50,8 +50,6 @@ class RadixTree:
     __slots__ = ("_unlocked", "num_nodes", "num_pinned", "page_size", "root")
 
     def __init__(self, page_size: int) -> None:
-        if page_size < 1:
-            raise ValueError(f"page_size must be at least 1, not {page_size}")
         self.page_size = page_size
         self.root = Node((), -1, None)
         self.num_nodes = 0
@@ -97,6 +95,16 @@ class RadixTree:
         """Add a child of ``parent`` (the root, or a node that the caller has locked). It is locked once."""
         node = parent.children[key] = Node(key, page, parent, num_locks=1)
         self.num_nodes += 1
+        return node
+
+    def attach(self, parent: Node, key: Key, page: int) -> Node | None:
+        """Lock the child with this key, or add it. Return None if another request is computing its page."""
+        node = parent.children.get(key)
+        if node is None:
+            return self.add(parent, key, page)
+        if node.is_pending:
+            return None
+        self.lock([node])
         return node
 
     def announce(self, parent: Node, keys: Iterable[Key], pages: Iterable[int]) -> list[Node]:

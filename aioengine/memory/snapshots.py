@@ -81,8 +81,6 @@ class Snapshots:
     __slots__ = ("_free", "_ids", "_page_size", "_producers", "num_snapshots", "span")
 
     def __init__(self, num_snapshots: int, *, span: int, page_size: int) -> None:
-        if span < 1 or span % page_size:
-            raise ValueError(f"span must be a multiple of the page size, {page_size}; got {span}")
         self.num_snapshots = num_snapshots
         self.span = span
         self._page_size = page_size

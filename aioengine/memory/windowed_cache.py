@@ -55,12 +55,21 @@ class WindowedAllocation(Allocation):
         return len(self.pages) - self.pages.count(RELEASED)
 
 
-class _Index(RadixTree):
+class _PageTree(RadixTree):
     """A tree with nodes for token ids (a lock only keeps them in the tree) and, below them, nodes for pages."""
 
     def open(self, parent: Node, key: Key, *, is_pending: bool = False) -> Node:
         """Add a node for token ids, locked once."""
         node = parent.children[key] = Node(key, RELEASED, parent, 1, is_pending)
+        return node
+
+    def attach(self, parent: Node, key: Key, page: int) -> Node | None:
+        node = parent.children.get(key)
+        if node is not None and node.is_pending:
+            return None
+        if node is None:
+            return self.open(parent, key)
+        node.num_locks += 1
         return node
 
     def close(self, path: list[Node]) -> None:
@@ -96,7 +105,7 @@ class WindowedCache(PrefixCache):
     def __init__(self, groups: PageGroups, *, num_pages: int, enabled: bool = True) -> None:
         super().__init__(num_pages=num_pages, page_size=groups.page_size, enabled=enabled)
         self._groups = groups
-        self._tree = self._index = _Index(groups.page_size)
+        self._tree = self._index = _PageTree(groups.page_size)
         self._page_keys: list[Key] = [("page", group) for group in range(groups.num_groups)]
 
     def pages_for(self, num_tokens: int) -> int:
@@ -162,10 +171,7 @@ class WindowedCache(PrefixCache):
         return pages
 
     def insert(self, allocation: Allocation, token_ids: list[int], num_computed: int) -> None:
-        """Record that positions before ``num_computed`` have KV, and release pages that no later token attends to.
-
-        The last position may be computed again (``Request.rewind``), so its window is kept.
-        """
+        """Record that positions before ``num_computed`` have KV, and release pages that no later token attends to."""
         assert isinstance(allocation, WindowedAllocation)
         size, index, num_full = self.page_size, allocation.num_ready, num_computed // self.page_size
         while self.enabled and index < num_full:
@@ -178,7 +184,7 @@ class WindowedCache(PrefixCache):
         allocation.num_ready = index
         allocation.next_insert_at = ((index if self.enabled else num_full) + 1) * size
         for group in range(self._groups.num_groups):
-            self._give_back(allocation, group, self._groups.first_seen(group, num_computed - 1))
+            self._give_back(allocation, group, self._groups.first_seen(group, num_computed))
 
     def unlock(self, allocation: Allocation, *, is_invalid: bool = False) -> None:
         assert isinstance(allocation, WindowedAllocation)
@@ -261,21 +267,6 @@ class WindowedCache(PrefixCache):
                 self._allocator.free([page])
             allocation.nodes[place], allocation.pages[place] = None, RELEASED
         allocation.firsts[group] = max(first, allocation.firsts[group])
-
-    def _attach(self, allocation: Allocation, key: Key) -> bool:
-        """Extend the path by a computed page. Return False while another request is computing the same page."""
-        parent = allocation.path[-1] if allocation.path else self._tree.root
-        if allocation.salt and not allocation.path:
-            key = (*key, allocation.salt)
-        node = parent.children.get(key)
-        if node is None:
-            node = self._index.open(parent, key)
-        elif node.is_pending:
-            return False
-        else:
-            node.num_locks += 1
-        allocation.path.append(node)
-        return True
 
     def _forget_computed(self, allocation: WindowedAllocation) -> None:
         """Remove the pages that the request computed, and other pages of the same nodes that no request uses."""

@@ -1,8 +1,6 @@
-"""The folder of a LoRA adapter, as peft writes it: which layers of the base model it changes, and how. No torch; no
-tensor is read.
+"""Reads the config and the tensor header of a LoRA adapter folder written by peft. Torch-free; no tensor is read.
 
-An adapter adds ``scale * B (A x)`` to the result of a linear layer. What a folder asks for beside that is refused by
-name.
+An adapter adds ``scale * B (A x)`` to the output of a linear layer. Other features of peft are refused.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from aioengine.model_files.checkpoint import Entry
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
-    from aioengine.constraints.patterns import Pattern
+    from aioengine.constraints.patterns import CompiledPattern
     from aioengine.model_files.folder_files import Json
 
     Layers = Mapping[str, tuple[int, int]]
@@ -36,7 +34,7 @@ CONFIG: Final = "adapter_config.json"
 TENSORS: Final = "adapter_model.safetensors"
 ALL_LINEAR: Final = "all-linear"
 _STEM: Final = "base_model.model."
-"""Of all names of tensors, before the name that the layer has in the base model."""
+"""Prefix of all tensor names. The name of the layer in the base model follows."""
 _TEXT_PARTS: Final = "language_model.", "text_model."
 _TOWERS: Final = "vision_", "visual.", "connector.", "multi_modal_projector."
 _ENDS: Final = {".lora_A.weight": "A", ".lora_B.weight": "B"}
@@ -46,26 +44,26 @@ _CONVERT: Final = (
 )
 _HEADS: Final = "lm_head", "score", "classifier"
 FUSED: Final = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Layers that some checkpoints of the same models have, and the layers that they are made of, in order."""
+"""Fused layers of some checkpoints -> the layers that they consist of, in order."""
 _HEAD_STAYS: Final = (
-    "the head is that of the base model; train it again without, or merge the adapter into the base model"
+    "the head of the base model cannot change; train the adapter without it, or merge the adapter into the base model"
 )
 MAX_RANK: Final = 4096
 _MAX_LISTED: Final = 5
 _MATCH_TIMEOUT_S: Final = 0.2
 _PATTERNS_TIMEOUT_S: Final = 5.0
-"""Of the thread, for all patterns of a configuration: peft writes one for each layer at most, of a millisecond."""
+"""CPU time limit for all patterns of a config. peft writes at most one per layer, which takes a millisecond."""
 _MATCHING_INITS: Final = True, False, None, "true", "false", "gaussian", "eva", "orthogonal"
-"""Of ``init_lora_weights``: after these, the base model is as it was."""
+"""Values of ``init_lora_weights`` that do not change the base model."""
 
 _REFUSED: Final = {
-    "use_dora": "DoRA changes the weights in another way; train it again without, or merge it into the base model",
+    "use_dora": "DoRA is not implemented; train it again without, or merge it into the base model",
     "lora_bias": "only weights are applied; train it again with lora_bias=False",
     "modules_to_save": "whole layers are not replaced for one adapter; merge it into the base model "
     "(peft: merge_and_unload), or train it again without them",
-    "trainable_token_indices": "embeddings are those of the base model; merge it into the base model",
+    "trainable_token_indices": "embeddings of the base model cannot change; merge it into the base model",
     "target_parameters": "only linear layers are adapted",
-    "layer_replication": "the layers are those of the base model",
+    "layer_replication": "the layers of the base model cannot be repeated",
     "alora_invocation_tokens": "an adapter applies to all tokens of a request (no aLoRA)",
     "use_qalora": "only plain LoRA is applied",
     "use_bdlora": "only plain LoRA is applied",
@@ -73,11 +71,11 @@ _REFUSED: Final = {
     "kasa_config": "only plain LoRA is applied",
     "monteclora_config": "only plain LoRA is applied",
 }
-"""Fields that change the result in a way that is not implemented, where they are set -> why, and what to do."""
+"""Fields that must not be set -> the reason and a remedy."""
 
 
-class _Config(Struct, frozen=True):
-    """The fields of adapter_config.json that are applied."""
+class AdapterConfig(Struct, frozen=True):
+    """The supported fields of adapter_config.json."""
 
     r: int = 8
     lora_alpha: float = 8.0
@@ -91,7 +89,7 @@ class _Config(Struct, frozen=True):
 
 
 class AdapterModule(Struct, frozen=True):
-    """A layer that an adapter changes. ``name``: as in the folder. ``a``: [rank, inputs]; ``b``: [outputs, rank]."""
+    """A layer in an adapter folder. ``name``: in the folder. ``a``: [rank, inputs]. ``b``: [outputs, rank]."""
 
     name: str
     rank: int
@@ -101,11 +99,12 @@ class AdapterModule(Struct, frozen=True):
 
 
 class AdapterPart(Struct, frozen=True):
-    """What an adapter does to one linear layer of the base model: it adds ``scale * B (A x)``.
+    """The change to one linear layer of the base model: ``scale * B (A x)``.
 
     Attributes:
-        layer: the name of the layer in the checkpoint of the base model.
-        a: A, [rank, inputs]. b: of its rows, those from ``first_row`` on are B, [outputs, rank].
+        layer: name in the checkpoint of the base model.
+        a: A [rank, inputs].
+        b: the tensor that contains B [outputs, rank] from ``first_row`` on.
     """
 
     layer: str
@@ -117,51 +116,52 @@ class AdapterPart(Struct, frozen=True):
 
     @property
     def module(self) -> str:
-        """The last part of the layer's name, as ``lora_target_modules`` lists it."""
+        """The last part of the layer's name, such as "q_proj"."""
         return self.layer.rpartition(".")[2]
 
 
 class AdapterFolder(Struct, frozen=True):
-    """A folder whose configuration and tensors fit each other. ``fingerprint``: another one if either file changes."""
+    """A folder with matching config and tensors. ``fingerprint``: see ``fingerprint``."""
 
     path: Path
     fingerprint: str
     modules: tuple[AdapterModule, ...]
-    config: _Config
+    config: AdapterConfig
 
     def parts(
         self, layers: Layers, *, max_rank: int | None = None, allowed: Collection[str] | None = None
     ) -> list[AdapterPart]:
-        """The changes to the layers of a base model, which is described by ``layers``.
+        """Return the changes to the layers of a base model.
 
         Args:
-            max_rank: the largest rank of a layer; None: any.
-            allowed: the layers that may be changed, by the last part of their names; None: all.
+            layers: the linear layers of the base model.
+            max_rank: maximum rank of a layer; None: no limit.
+            allowed: the modules that may be changed; None: all.
 
-        Raises:
-            ValueError: the adapter is of another base, lacks tensors, or goes beyond the limits; it names the layer.
+        Raises ValueError, which names the layer, if the adapter is for another base model, lacks tensors, or exceeds
+        the limits.
         """
         parts: list[AdapterPart] = []
         for module in self.modules:
-            found = _parts_of(module, layers)
-            if not found:
+            changes = _parts_of(module, layers)
+            if not changes:
                 raise self._error(_why_unknown(module.name, layers))
-            parts += found
+            parts += changes
         layer, count = Counter(part.layer for part in parts).most_common(1)[0]
         if count > 1:
-            raise self._error(f"it changes {layer} {count} times, by tensors of different names")
+            raise self._error(f"it changes {layer} {count} times, by tensors with different names")
         self._check_targets({part.layer for part in parts}, layers)
         for part in parts:
             if max_rank is not None and part.rank > max_rank:
                 raise self._error(f"{part.layer} has rank {part.rank}, and max_lora_rank is {max_rank}")
             if allowed is not None and part.module not in allowed:
                 listed = ", ".join(sorted(allowed))
-                raise self._error(f"it changes {part.layer}; lora_target_modules has no {part.module}, but {listed}")
+                raise self._error(f"it changes {part.layer}; lora_target_modules has only {listed}")
         self._check_shapes(parts, layers)
         return parts
 
     def _check_targets(self, changed: set[str], layers: Layers) -> None:
-        """Raise ValueError unless the configuration names exactly the layers that there are tensors for."""
+        """Raise ValueError unless the config names exactly the layers with tensors."""
         if self.config.target_modules is None:
             return
         targets = _Targets(self.config, self.path)
@@ -189,17 +189,15 @@ class AdapterFolder(Struct, frozen=True):
 
 
 def read_folder(folder: Path) -> AdapterFolder:
-    """Read the configuration of an adapter and the header of its tensors.
+    """Read the config of an adapter and the header of its tensors.
 
-    Raises:
-        ValueError: a file is missing or damaged, or asks for what is not applied; the message names the file and the
-            field or the tensor.
+    Raises ValueError, which names the file and the field or tensor, if a file is missing, damaged or not supported.
     """
     raw = folder_files.read_json(folder / CONFIG, dict[str, Any])
     if raw is None and not folder.is_dir():
-        raise ValueError(f"{str(folder)!r} is no folder; an adapter is one that peft's save_pretrained wrote")
+        raise ValueError(f"{str(folder)!r} is no folder; an adapter is a folder written by peft's save_pretrained")
     if raw is None:
-        raise ValueError(f"{str(folder)!r} has no {CONFIG}: it is no folder of a peft adapter")
+        raise ValueError(f"{str(folder)!r} has no {CONFIG}: it is not the folder of a peft adapter")
     path = folder / TENSORS
     _check_kind(raw, folder)
     if not folder_files.is_file(path):
@@ -207,7 +205,7 @@ def read_folder(folder: Path) -> AdapterFolder:
         reason = convert if (folder / "adapter_model.bin").exists() else "peft's save_pretrained writes it"
         raise ValueError(f"{str(folder)!r} has no {TENSORS}: {reason}")
     try:
-        config = msgspec.convert(raw, _Config)
+        config = msgspec.convert(raw, AdapterConfig)
     except msgspec.ValidationError as error:
         raise ValueError(f"{folder / CONFIG}: {error}") from error
     return AdapterFolder(
@@ -216,17 +214,16 @@ def read_folder(folder: Path) -> AdapterFolder:
 
 
 def fingerprint(folder: Path) -> str:
-    """Of the two files: which they are, sizes, times of their last change, the whole configuration and the header of
-    the tensors. No program can set the change time of a file (ctime), so one that was replaced is noticed.
+    """Return a digest of the two files: inode, size, times, the whole config, and the header of the tensors.
 
-    Raises:
-        ValueError: one of them cannot be read.
+    It differs after a file is changed or replaced, because programs cannot set the ctime of a file. Raises ValueError
+    if a file cannot be read.
     """
     digest = hashlib.sha256()
     for name in (CONFIG, TENSORS):
         file = folder_files.open_file(folder / name)
         if file is None:
-            raise ValueError(f"{str(folder)!r} has no {name} any more")
+            raise ValueError(f"{name} in {str(folder)!r} was removed")
         with file:
             content = checkpoint.header_bytes(file) if name == TENSORS else file.read(folder_files.MAX_BYTES)
             stat = os.fstat(file.fileno())
@@ -236,7 +233,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def _check_kind(raw: Json, folder: Path) -> None:
-    """Raise ValueError for a configuration that asks for more than ``scale * B (A x)``."""
+    """Raise ValueError if the config needs more than ``scale * B (A x)``."""
     kind = raw.get("peft_type")
     if kind != "LORA":
         raise ValueError(f"{folder / CONFIG}: peft_type is {shown(kind)}; what works: 'LORA'")
@@ -245,26 +242,26 @@ def _check_kind(raw: Json, folder: Path) -> None:
             raise ValueError(f"{folder / CONFIG}: {field}={shown(raw[field])} is not applied: {reason}")
     if raw.get("bias", "none") != "none":
         raise ValueError(
-            f"{folder / CONFIG}: bias={shown(raw['bias'])} is not applied: biases are those of the base model; train "
-            "it again with bias='none', or merge it into the base model"
+            f"{folder / CONFIG}: bias={shown(raw['bias'])} is not applied: biases of the base model cannot change; "
+            "train it again with bias='none', or merge it into the base model"
         )
     init = raw.get("init_lora_weights")
     if not any(init is known or (isinstance(init, str) and init.lower() == known) for known in _MATCHING_INITS):
         raise ValueError(
-            f"{folder / CONFIG}: init_lora_weights={shown(init)} is not applied: it changes the base model, too; save "
+            f"{folder / CONFIG}: init_lora_weights={shown(init)} is not applied: it also changes the base model; save "
             "the adapter with peft's save_pretrained(..., path_initial_model_for_weight_conversion=...)"
         )
 
 
-def _modules(entries: list[Entry], config: _Config, folder: Path) -> tuple[AdapterModule, ...]:
-    """The layers in the file, each with both of its tensors."""
+def _modules(entries: list[Entry], config: AdapterConfig, folder: Path) -> tuple[AdapterModule, ...]:
+    """Return the layers in the file. Raises ValueError if a layer lacks one of its two tensors."""
     pairs: dict[str, dict[str, Entry]] = {}
     for entry in entries:
         end = next((end for end in _ENDS if entry.name.endswith(end)), None)
         if end is None or not entry.name.startswith(_STEM):
             raise ValueError(f"{entry.path} has the tensor {shown(entry.name)}, {_why_unused(entry.name)}")
         if len(entry.shape) != 2:
-            raise ValueError(f"{entry.path}: {entry.name} has shape {list(entry.shape)}, which is no matrix")
+            raise ValueError(f"{entry.path}: {entry.name} has shape {list(entry.shape)}, but must be a matrix")
         if entry.dtype not in checkpoint.FLOAT_BYTES:
             allowed = ", ".join(checkpoint.FLOAT_BYTES)
             raise ValueError(f"{entry.path}: {entry.name} is of type {entry.dtype}; what works: {allowed}")
@@ -281,7 +278,10 @@ def _modules(entries: list[Entry], config: _Config, folder: Path) -> tuple[Adapt
             raise ValueError(f"{folder / TENSORS} lacks {_STEM}{name}.lora_{missing}.weight")
         rank, alpha = int(rank_of(name, config.r)), alpha_of(name, config.lora_alpha)
         if not 1 <= rank <= MAX_RANK or not math.isfinite(alpha):
-            raise ValueError(f"{folder / CONFIG}: {name} has rank {rank} and alpha {alpha}")
+            raise ValueError(
+                f"{folder / CONFIG}: {name} has rank {rank} and alpha {alpha}; what works: 1 to {MAX_RANK}, and a "
+                "finite number"
+            )
         if pair["A"].shape[0] != rank:
             shape = list(pair["A"].shape)
             raise ValueError(
@@ -293,40 +293,41 @@ def _modules(entries: list[Entry], config: _Config, folder: Path) -> tuple[Adapt
 
 
 def _why_unused(name: str) -> str:
-    """The reason why a tensor of this name is refused."""
+    """Return why a tensor of this name is refused."""
     if "lora_embedding" in name or "embed_tokens" in name:
-        return "of an embedding: embeddings are those of the base model; merge the adapter into the base model"
+        return "of an embedding: embeddings of the base model cannot change; merge the adapter into the base model"
     if "lora_magnitude_vector" in name:
-        return "of DoRA, which is not applied"
+        return "of DoRA, which is not implemented"
     if name.endswith(".bias"):
-        return "a bias: biases are those of the base model"
+        return "a bias: biases of the base model cannot change"
     if name.endswith(".base_layer.weight") and any(f".{head}." in name for head in _HEADS):
         return f"of the head: {_HEAD_STAYS}"
     if any(f".{head}." in name for head in _HEADS):
         return "of a whole layer (modules_to_save): layers are not replaced; merge the adapter into the base model"
-    return f"which is none of LoRA; what works: {_STEM}(layer){' and '.join(_ENDS)}"
+    return f"which does not belong to LoRA; what works: {_STEM}(layer){' and '.join(_ENDS)}"
 
 
 def _parts_of(module: AdapterModule, layers: Layers) -> list[AdapterPart]:
-    """The changes that ``module`` makes to layers of the base model; none: it has no such layer."""
+    """Return the changes of ``module`` to layers of the base model; [] if the base model has no such layer."""
     name = _in_base(module.name, layers)
     if name in layers:
         return [AdapterPart(name, module.rank, module.scale, module.a, module.b)]
-    place, _, last = name.rpartition(".")
-    names = [f"{place}.{own}" for own in FUSED.get(last, ())]
+    block, _, last = name.rpartition(".")
+    names = [f"{block}.{part}" for part in FUSED.get(last, ())]
     if not names or any(name not in layers for name in names):
         return []
     parts: list[AdapterPart] = []
     first_row = 0
-    for own in names:
-        parts.append(AdapterPart(own, module.rank, module.scale, module.a, module.b, first_row))
-        first_row += layers[own][0]
+    for name in names:
+        parts.append(AdapterPart(name, module.rank, module.scale, module.a, module.b, first_row))
+        first_row += layers[name][0]
     return parts
 
 
 def _in_base(name: str, layers: Layers) -> str:
-    """The name of a layer in the checkpoint, of which ``layers`` has the text model: a model that reads images has that
-    in a part of its own, and an adapter of a model without a head lacks the "model." before it.
+    """Return the name of a layer in the checkpoint of the base model.
+
+    Names of a model with images contain the name of the text part. Names of a model without a head lack "model.".
     """
     for part in _TEXT_PARTS:
         name = name.replace(part, "", 1)
@@ -338,18 +339,18 @@ def _why_unknown(name: str, layers: Layers) -> str:
     if last in _HEADS:
         return f"it changes {name}: {_HEAD_STAYS}"
     if last == "embed_tokens":
-        return f"it changes {name}: embeddings are those of the base model"
+        return f"it changes {name}: embeddings of the base model cannot change"
     if any(f".{tower}" in f".{name}" for tower in _TOWERS):
-        return f"it changes {name}, and only the text part of a model that reads images is adapted"
-    if any(each.endswith(f".{last}") for each in layers):
-        return f"it changes {name}, and the base model has no such layer: it is for another base model"
-    known = sorted({each.rpartition(".")[2] for each in layers})
+        return f"it changes {name}, but only the text part of a model with images can be adapted"
+    if any(layer.endswith(f".{last}") for layer in layers):
+        return f"it changes {name}, but the base model has no such layer: it is for another base model"
+    known = sorted({layer.rpartition(".")[2] for layer in layers})
     return f"it changes {name}; what works in this base model: {', '.join(known)}"
 
 
 def _misshapen(entry: Entry, wanted: tuple[int, int], layer: str) -> str:
     return (
-        f"{entry.name} in {entry.path.name} has shape {list(entry.shape)}, and {layer} of the base model wants "
+        f"{entry.name} in {entry.path.name} has shape {list(entry.shape)}, but {layer} of the base model needs "
         f"{list(wanted)}"
     )
 
@@ -361,34 +362,33 @@ def _listed(names: Iterable[str]) -> str:
 
 
 class _Patterns:
-    """Compiles and matches the patterns of a configuration, all of them within a time.
+    """Compiles and matches the patterns of a config within a time limit for all of them.
 
-    Raises:
-        ValueError: they take too long, or one is no pattern.
+    Raises ValueError if they take too long, or a pattern is invalid.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._left_s = _PATTERNS_TIMEOUT_S
 
-    def compiled(self, field: str, pattern: str) -> Pattern:
+    def compiled(self, field: str, pattern: str) -> CompiledPattern:
         import regex  # slow to import, and most folders have no patterns
 
         from aioengine.constraints.patterns import expanded_size
 
-        compile_pattern = cast("Callable[..., Pattern]", regex.compile)
+        compile_pattern = cast("Callable[..., CompiledPattern]", regex.compile)
         began_at = time.thread_time()
         try:
-            expanded_size(pattern)  # bounds the time that it takes to compile
+            expanded_size(pattern)  # limits the time of compiling
             return compile_pattern(pattern, cache_pattern=False)
         except (ValueError, regex.error) as error:
             raise ValueError(
-                f"{self._folder / CONFIG}: {field} has {shown(pattern)}, which is no pattern, or too large"
+                f"{self._folder / CONFIG}: {field} has {shown(pattern)}, which is an invalid or too large pattern"
             ) from error
         finally:
-            self._took(time.thread_time() - began_at)
+            self._count_time(time.thread_time() - began_at)
 
-    def matches(self, pattern: Pattern, name: str) -> bool:
+    def matches(self, pattern: CompiledPattern, name: str) -> bool:
         began_at = time.thread_time()
         try:
             return pattern.search(name, timeout=_MATCH_TIMEOUT_S) is not None
@@ -397,16 +397,16 @@ class _Patterns:
                 f"{self._folder / CONFIG}: the pattern {shown(pattern.pattern)} takes too long to match {name}"
             ) from error
         finally:
-            self._took(time.thread_time() - began_at)
+            self._count_time(time.thread_time() - began_at)
 
-    def _took(self, seconds: float) -> None:
+    def _count_time(self, seconds: float) -> None:
         self._left_s -= seconds
         if self._left_s < 0:
             raise ValueError(f"{self._folder / CONFIG}: its patterns take more than {_PATTERNS_TIMEOUT_S:g} seconds")
 
 
 class _Values:
-    """The value of the first pattern that the end of a layer's name matches, as peft chooses it."""
+    """Maps a layer's name to the value of the first pattern that matches the end of the name, like peft."""
 
     def __init__(self, field: str, values: Mapping[str, float] | None, patterns: _Patterns) -> None:
         self._patterns = patterns
@@ -414,12 +414,12 @@ class _Values:
             (patterns.compiled(field, rf"\A(.*\.)?({key})$"), value) for key, value in (values or {}).items()
         ]
 
-    def __call__(self, name: str, usual: float) -> float:
-        return next((value for pattern, value in self._values if self._patterns.matches(pattern, name)), usual)
+    def __call__(self, name: str, default: float) -> float:
+        return next((value for pattern, value in self._values if self._patterns.matches(pattern, name)), default)
 
 
-class _Names:
-    """The layers that ``target_modules`` or ``exclude_modules`` names: a list of ends of names, or one pattern."""
+class _LayerNames:
+    """The layers in ``target_modules`` or ``exclude_modules``: a list of ends of names, or one pattern."""
 
     def __init__(self, field: str, names: list[str] | str | None, patterns: _Patterns) -> None:
         self._patterns = patterns
@@ -434,20 +434,20 @@ class _Names:
 
 
 class _Targets:
-    """The layers that a configuration names, by peft's rules."""
+    """The layers that a config names, by peft's rules."""
 
-    def __init__(self, config: _Config, folder: Path) -> None:
+    def __init__(self, config: AdapterConfig, folder: Path) -> None:
         patterns = _Patterns(folder)
         self._is_all = config.target_modules == ALL_LINEAR
         targets = config.target_modules
         self._whole_names = frozenset(targets) if isinstance(targets, list) else frozenset[str]()
-        self._names = _Names("target_modules", None if self._is_all else config.target_modules, patterns)
-        self._excluded = _Names("exclude_modules", config.exclude_modules, patterns)
-        layers, places = config.layers_to_transform, config.layers_pattern
+        self._names = _LayerNames("target_modules", None if self._is_all else config.target_modules, patterns)
+        self._excluded = _LayerNames("exclude_modules", config.exclude_modules, patterns)
+        layers, lists = config.layers_to_transform, config.layers_pattern
         self._layers = frozenset([layers] if isinstance(layers, int) else layers or ())
-        listed = [places] if isinstance(places, str) else places or []
-        place = "|".join(map(re.escape, listed)) if listed else r"[^.]*"
-        self._place = re.compile(rf"(?:.*?\.)??(?:{place})\.([0-9]+)\.")
+        lists = [lists] if isinstance(lists, str) else lists or []
+        blocks = "|".join(map(re.escape, lists)) if lists else r"[^.]*"
+        self._index = re.compile(rf"(?:.*?\.)??(?:{blocks})\.([0-9]+)\.")
 
     def __contains__(self, name: str) -> bool:
         if name in self._excluded:
@@ -458,5 +458,5 @@ class _Targets:
             return True  # in any layer
         if name not in self._names:
             return False
-        found = self._place.match(name)
-        return not self._layers or (found is not None and int(found[1]) in self._layers)
+        match = self._index.match(name)
+        return not self._layers or (match is not None and int(match[1]) in self._layers)

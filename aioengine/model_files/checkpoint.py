@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, as the headers of its files describe them. No torch; no tensor is read."""
+"""Reads the headers of checkpoint files, and checks their tensors against a model. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 import math
 import os
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
@@ -14,46 +13,52 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from aioengine.api import checks
+from aioengine.families._tensors import checkpoint_tensors, is_ignored
 from aioengine.model_files import folder_files
 from aioengine.model_files.gguf_header import BLOCKS
 from aioengine.model_files.gguf_model import tensors_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+    from collections.abc import Iterable, Iterator, Mapping, Sized
     from typing import BinaryIO
+
+    from aioengine.families._block_config import TensorSpec
+    from aioengine.families._config import TransformerConfig
 
     Renamed = tuple[tuple[str, str], ...]
 
 FLOAT_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Types that can be converted to one another -> bytes of a number."""
+"""Dtypes that are converted to the model's dtype -> bytes per element."""
 _OTHER_BYTES: Final = {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
 DTYPE_BYTES: Final = FLOAT_BYTES | _OTHER_BYTES
-"""All types of tensors that can be read -> bytes of a number."""
+"""All dtypes that can be read -> bytes per element."""
 
 _INDEX: Final = "model.safetensors.index.json"
 _WHOLE: Final = "model.safetensors"
 _MAX_NAME: Final = 255
-"""Characters of the name of a file."""
+"""Maximum length of a file name."""
 _FOREIGN_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ggml", ".h5", ".msgpack", ".onnx", ".npz")
-"""Of weights in forms that are not read."""
+"""Weight files that cannot be read."""
 _MAX_HEADER_BYTES: Final = 16 * 1024 * 1024
 """Enough for 100,000 tensors in one file."""
 _LENGTH_BYTES: Final = 8
-"""At the begin of a file: the length of its header."""
+"""A file starts with the length of its header in this many bytes."""
 _MAX_PROBLEMS: Final = 8
-"""Listed in one error message."""
+"""Maximum number of problems in one error message."""
 
 
-class _Classes(Struct):
-    """The classes that config.json names."""
-
+class _Architectures(Struct):
     architectures: list[str] | None = None
 
 
 class Entry(Struct, frozen=True):
-    """A tensor of a checkpoint, as the header of its file describes it. ``name``: with the prefix of the base model,
-    which ``stored_name`` may lack. ``begin``: the place of its first byte in the file. ``num_heads``: as in
-    ``gguf_model.NamedTensor``.
+    """A tensor in a checkpoint file.
+
+    Attributes:
+        name: name in the model, with the prefix of the base model.
+        stored_name: name in the file.
+        begin: offset of its first byte in the file.
+        num_heads: see ``gguf_model.NamedTensor``.
     """
 
     name: str
@@ -74,95 +79,78 @@ class Entry(Struct, frozen=True):
         return self.num_numbers // size * num_bytes
 
 
-class _Index(Struct):
+class _WeightIndex(Struct):
     weight_map: dict[str, str]
 
 
 class _DamagedError(ValueError):
-    """A file is damaged; the message does not name it."""
+    """A file is damaged. The message does not contain its path."""
 
 
 _Size = Annotated[int, Meta(ge=0, lt=2**60)]
 
 
-class _Described(Struct):
+class _TensorHeader(Struct):
     dtype: str
     shape: Annotated[tuple[_Size, ...], Meta(max_length=16)]
     data_offsets: tuple[_Size, _Size]
 
 
-def check_folder(
-    folder: Path,
-    make_shapes: Callable[[], Mapping[str, tuple[int, ...]]],
-    *,
-    num_layers: int,
-    prefix: str,
-    renamed: Renamed = (),
-    is_ignored: Callable[[str], bool] = lambda _: False,
-    types: Mapping[str, str] = MappingProxyType({}),
-) -> None:
-    """Check that the folder has the tensors of a model, and no others but those that may be ignored.
-
-    ``make_shapes``: returns the tensors by name. It is not called if the model has more layers than the folder has
-    tensors: a wrong config.json may name millions. ``types``: as in ``check_entries``.
+def check_folder(folder: Path, config: TransformerConfig) -> None:
+    """Check that the folder has all tensors of a model, and no others except ignored ones.
 
     Raises:
-        ValueError: a file is missing or damaged, or the tensors are not those of the model.
+        ValueError: a file is missing or damaged, or the tensors do not match the model.
     """
-    found = read_headers(folder, prefix, renamed)
-    check_num_layers(found, num_layers, folder)
-    shapes = make_shapes()
-    entries = [entry for entry in found if entry.name in shapes or not is_ignored(entry.name)]
-    check_entries(entries, shapes, folder, types=types)
+    entries = read_headers(folder, config.prefix, config.renamed)
+    check_num_layers(entries, config.num_layers, folder)  # first: a wrong config.json may describe millions of tensors
+    specs = checkpoint_tensors(config)
+    check_entries(
+        [entry for entry in entries if entry.name in specs or not is_ignored(config, entry.name)], specs, folder
+    )
 
 
 def check_num_layers(entries: Sized, num_layers: int, folder: Path) -> None:
     """Raise ValueError if there are fewer tensors than layers."""
     if num_layers > len(entries):
         raise ValueError(
-            f"the weights in {folder} do not fit the model (config.json): they are "
+            f"the weights in {folder} do not match config.json: they have only "
             f"{checks.counted(len(entries), 'tensor')}, for num_hidden_layers={num_layers}"
         )
 
 
-def check_entries(
-    entries: list[Entry],
-    shapes: Mapping[str, tuple[int, ...]],
-    folder: Path,
-    *,
-    types: Mapping[str, str] = MappingProxyType({}),
-) -> None:
-    """Raise ValueError for tensors that are missing, unexpected, or of another shape or type; it names them.
-
-    ``types``: the type of each tensor that must have that one; all others are floats of 16 bits or more.
-    """
-    found = {entry.name for entry in entries}
+def check_entries(entries: list[Entry], specs: Mapping[str, TensorSpec], folder: Path) -> None:
+    """Raise ValueError for tensors that are missing, unexpected, or have a wrong shape or dtype."""
+    names = {entry.name for entry in entries}
     problems = [
-        *_listed("missing", sorted(shapes.keys() - found)),
-        *_listed("not expected by this model", sorted(found - shapes.keys())),
+        *_listed("missing", sorted(specs.keys() - names)),
+        *_listed("not expected by this model", sorted(names - specs.keys())),
     ]
     for entry in entries:
-        wanted, shown = shapes.get(entry.name), checks.name(entry.name)
+        spec, shown = specs.get(entry.name), checks.name(entry.name)
         floats = BLOCKS if folder_files.is_gguf(entry.path) else FLOAT_BYTES
-        allowed = [types[entry.name]] if entry.name in types else list(floats)
-        if wanted is not None and wanted != entry.shape:
-            problems.append(f"{shown} has shape {list(entry.shape)}, the model wants {list(wanted)}")
+        allowed = [spec.dtype] if spec is not None and spec.dtype else list(floats)
+        if spec is not None and spec.shape != entry.shape:
+            problems.append(f"{shown} has shape {list(entry.shape)}, and the model expects {list(spec.shape)}")
         elif entry.dtype not in allowed:
             problems.append(f"{shown} is of type {checks.name(entry.dtype)}; what works: {', '.join(allowed)}")
     if problems:
         more = f"; and {len(problems) - _MAX_PROBLEMS} more" if len(problems) > _MAX_PROBLEMS else ""
         listed = "; ".join(problems[:_MAX_PROBLEMS])
-        raise ValueError(f"the weights in {folder} do not fit the model (config.json): {listed}{more}")
+        raise ValueError(f"the weights in {folder} do not match config.json: {listed}{more}")
 
 
 def read_headers(folder: Path, prefix: str, renamed: Renamed = ()) -> list[Entry]:
-    """All tensors of the checkpoint in a folder, file by file, or of a GGUF file.
+    """Return all tensors of the checkpoint in a folder or GGUF file, file by file.
 
-    ``prefix``: of the names of the base model's tensors. Where it was saved without a head no name has it, and it is
-    added to all. ``renamed``: as in ``TransformerConfig``.
+    Args:
+        prefix: of the tensor names of the base model. If no tensor has it, the model was saved without a head, and the
+            prefix is added to all names.
+        renamed: see ``TransformerConfig``.
 
     Raises:
-        ValueError: the folder has no safetensors files, a file is missing or damaged, or two files hold one tensor.
+        ValueError: the folder has no safetensors files, a file is missing or damaged, or two files have the same
+            tensor.
     """
     if folder_files.is_gguf(folder):
         return _entries_of_gguf(folder)
@@ -198,30 +186,29 @@ def _entries_of_gguf(path: Path) -> list[Entry]:
 
 
 def model_files(folder: Path, *, with_weights: bool) -> list[Path]:
-    """config.json and the files of the weights; or the GGUF file that is both."""
+    """Return config.json and the weight files, or the GGUF file."""
     if folder_files.is_gguf(folder):
         return [folder]
     return [folder / folder_files.CONFIG, *(_paths(folder) if with_weights else [])]
 
 
 def file_states(paths: Iterable[Path]) -> dict[str, str]:
-    """The state of each file: another one if it is changed or replaced.
+    """Return path -> digest of each file. The digest differs after the file is changed or replaced.
 
-    Raises:
-        ValueError: a file was removed, or cannot be read.
+    Raises ValueError if a file was removed or cannot be read.
     """
     return {str(path): _file_state(path) for path in dict.fromkeys(paths)}
 
 
 def check_unchanged(states: Mapping[str, str], since: str) -> None:
-    """Raise ValueError for a file that is no longer in its state; it says ``since`` when."""
+    """Raise ValueError if the digest of a file has changed. ``since``: the time of ``states``, for the message."""
     for path, state in states.items():
         if _file_state(Path(path)) != state:
             raise ValueError(f"{path} was changed {since}; load the model again when it is complete")
 
 
 def _file_state(path: Path) -> str:
-    """Of the device and number of the file, its size, the time of its last change, and its header."""
+    """Return a digest of device, inode, size, modification time, and header."""
     file = folder_files.open_file(path)
     if file is None:
         raise ValueError(f"cannot read {path}: it was removed")
@@ -232,7 +219,7 @@ def _file_state(path: Path) -> str:
 
 
 def new_name(name: str, renamed: Renamed) -> str:
-    """The name with its prefix replaced, if it has one of ``renamed``."""
+    """Replace the prefix of a name by the first match in ``renamed``."""
     for old, new in renamed:
         if name.startswith(old):
             return new + name.removeprefix(old)
@@ -240,31 +227,29 @@ def new_name(name: str, renamed: Renamed) -> str:
 
 
 def _renamed(entries: Mapping[str, Entry], renamed: Renamed, folder: Path) -> list[Entry]:
-    found: dict[str, Entry] = {}
+    by_name: dict[str, Entry] = {}
     for name, entry in entries.items():
         new = new_name(name, renamed)
-        if new in found:
-            raise ValueError(
-                f"tensors {checks.shown(found[new].stored_name)} and {checks.shown(name)} of {folder} are the same one "
-                "of the model"
-            )
-        found[new] = replace(entry, name=new)
-    return list(found.values())
+        if new in by_name:
+            first, second = checks.shown(by_name[new].stored_name), checks.shown(name)
+            raise ValueError(f"tensors {first} and {second} of {folder} are the same tensor of the model")
+        by_name[new] = replace(entry, name=new)
+    return list(by_name.values())
 
 
 def _paths(folder: Path) -> list[Path]:
-    """The files that the index names; without one model.safetensors, and without that all that there are."""
-    index = folder / _INDEX
-    found = folder_files.read_json(index, _Index)
-    if found is None:
+    """Return the weight files: the files in the index, or else model.safetensors, or else all safetensors files."""
+    path = folder / _INDEX
+    index = folder_files.read_json(path, _WeightIndex)
+    if index is None:
         whole = folder / _WHOLE
         return [whole] if folder_files.is_file(whole) else sorted(folder.glob("*.safetensors"))
-    names = sorted(set(found.weight_map.values()))
+    names = sorted(set(index.weight_map.values()))
     if not names:
-        raise ValueError(f"cannot read {index}: it names no files")
+        raise ValueError(f"cannot read {path}: it names no files")
     for name in names:
         if "\0" in name or ".." in Path(name).parts or Path(name).is_absolute() or len(name) > _MAX_NAME:
-            raise ValueError(f"cannot read {index}: it names {checks.shown(name)}, which is not in the model folder")
+            raise ValueError(f"cannot read {path}: it names {checks.shown(name)}, which is not in the model folder")
     paths = [folder / name for name in names]
     missing = [path.name for path in paths if not folder_files.is_file(path)]
     if missing:
@@ -277,17 +262,18 @@ def _paths(folder: Path) -> list[Path]:
 
 
 def missing_weights(folder: Path) -> str | None:
-    """The reason why a folder has no weights that can be read; None: it has, or is a GGUF file."""
+    """Return why a folder has no readable weights; None if it has some, or is a GGUF file."""
     if folder_files.is_gguf(folder) or any(folder.glob("*.safetensors")):
         return None
     foreign = sorted(path.name for path in folder.glob("*") if path.suffix in _FOREIGN_SUFFIXES)
     if not foreign:
         return (
-            f"{str(folder)!r} holds no weights (*.safetensors or *.gguf; other forms, such as .bin, are not fetched "
-            "from the hub: convert them with transformers); load_format='dummy' makes some up for an engine"
+            f"{str(folder)!r} has no weights (*.safetensors or *.gguf). Other formats, such as .bin, are not "
+            "downloaded from the hub: convert them with transformers. load_format='dummy' starts an engine with random "
+            "weights"
         )
     return (
-        f"{str(folder)!r} holds its weights as {checks.name(foreign[0])}, which is not read: that may run code. "
+        f"{str(folder)!r} has its weights in {checks.name(foreign[0])}, which is not read because it may run code. "
         "Convert a model that you trust to safetensors, and copy its tokenizer files: "
         f'python -c "from transformers import {_class_name(folder)} as M; '
         f"M.from_pretrained({str(folder)!r}, dtype='auto').save_pretrained('NEW_FOLDER')\""
@@ -295,26 +281,25 @@ def missing_weights(folder: Path) -> str | None:
 
 
 def _class_name(folder: Path) -> str:
-    """Of the class of transformers that reads all tensors of a model, as config.json has it: another one would leave
-    out the head of a classifier, and make up one that generates.
-    """
-    config = folder_files.read_json(folder / folder_files.CONFIG, _Classes) or _Classes()
+    """Return the class of transformers in config.json. AutoModelForCausalLM would drop the head of a classifier."""
+    config = folder_files.read_json(folder / folder_files.CONFIG, _Architectures) or _Architectures()
     name = config.architectures[0] if config.architectures else ""
     return name if name.isascii() and name.isidentifier() and len(name) < _MAX_NAME else "AutoModelForCausalLM"
 
 
 def entries_of_file(path: Path) -> list[Entry]:
-    """The tensors of a file, in the order of their bytes: 8 bytes of length, a JSON header, and the tensors.
+    """Return the tensors of a safetensors file in the order of their bytes.
 
-    Raises:
-        ValueError: there is no such file, or it is damaged.
+    A file consists of the length of the header (8 bytes), a JSON header, and the tensors.
+
+    Raises ValueError if the file is missing or damaged.
     """
     file = folder_files.open_file(path)
     if file is None:
         raise ValueError(f"cannot read {path}: there is no such file")
     with file:
         try:
-            described = _described(file)
+            tensors = _tensor_headers(file)
             size = os.fstat(file.fileno()).st_size
         except OSError as error:
             raise ValueError(f"cannot read {path}: {error.strerror}") from error
@@ -324,34 +309,33 @@ def entries_of_file(path: Path) -> list[Entry]:
             raise ValueError(f"cannot read {path}: its header is damaged: {error}") from error
         except _DamagedError as error:
             raise ValueError(f"cannot read {path}: {error}") from error
-    first = size - described[-1][1].data_offsets[1] if described else size
+    first = size - tensors[-1][1].data_offsets[1] if tensors else size
     return [
-        Entry(name, path, tensor.shape, tensor.dtype, name, first + tensor.data_offsets[0])
-        for name, tensor in described
+        Entry(name, path, tensor.shape, tensor.dtype, name, first + tensor.data_offsets[0]) for name, tensor in tensors
     ]
 
 
 def header_bytes(file: BinaryIO) -> bytes:
-    """The header of a safetensors file that was just opened, or its first 16 MiB if it is damaged."""
+    """Return the header of a newly opened safetensors file, or its first 16 MiB if it is damaged."""
     return file.read(min(int.from_bytes(file.read(_LENGTH_BYTES), "little"), _MAX_HEADER_BYTES))
 
 
-def _described(file: BinaryIO) -> list[tuple[str, _Described]]:
-    """Raises _DamagedError if the tensors are not the whole rest of the file, one after the other."""
+def _tensor_headers(file: BinaryIO) -> list[tuple[str, _TensorHeader]]:
+    """Raises _DamagedError unless the tensors follow one another and fill the rest of the file."""
     size = os.fstat(file.fileno()).st_size
     num_header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
     if num_header_bytes > _MAX_HEADER_BYTES or size < _LENGTH_BYTES + num_header_bytes:
         raise _DamagedError(f"it is truncated or no safetensors file ({size} bytes, a header of {num_header_bytes})")
     header = msgspec.json.decode(file.read(num_header_bytes), type=dict[str, msgspec.Raw])
     msgspec.json.decode(header.pop("__metadata__", b"{}"), type=dict[str, str])
-    described = [(name, msgspec.json.decode(raw, type=_Described)) for name, raw in header.items()]
-    described.sort(key=lambda item: item[1].data_offsets)
+    tensors = [(name, msgspec.json.decode(raw, type=_TensorHeader)) for name, raw in header.items()]
+    tensors.sort(key=lambda item: item[1].data_offsets)
     position = 0
-    for name, tensor in described:
+    for name, tensor in tensors:
         begin, end = tensor.data_offsets
         shown = f"its header is damaged: {checks.shown(name)}"
-        if begin != position or end < begin:  # a name that occurs twice leaves a gap, too
-            raise _DamagedError(f"{shown} has the bytes {begin} to {end}, and the tensor before ends at {position}")
+        if begin != position or end < begin:  # a duplicate name leaves a gap, too
+            raise _DamagedError(f"{shown} has the bytes {begin} to {end}, and the previous tensor ends at {position}")
         if tensor.dtype in DTYPE_BYTES and DTYPE_BYTES[tensor.dtype] * math.prod(tensor.shape) != end - begin:
             raise _DamagedError(f"{shown} has shape {list(tensor.shape)} of {tensor.dtype} in {end - begin} bytes")
         position = end
@@ -359,10 +343,10 @@ def _described(file: BinaryIO) -> list[tuple[str, _Described]]:
     if size != expected:
         state = "truncated" if size < expected else "damaged"
         raise _DamagedError(f"it is {state}: it has {size} bytes of {expected}; fetch it again")
-    return described
+    return tensors
 
 
-def _listed(what: str, names: list[str]) -> Iterator[str]:
+def _listed(problem: str, names: list[str]) -> Iterator[str]:
     if names:
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        yield f"{checks.counted(len(names), 'tensor')} {what}: {', '.join(map(checks.name, names[:5]))}{more}"
+        yield f"{checks.counted(len(names), 'tensor')} {problem}: {', '.join(map(checks.name, names[:5]))}{more}"

@@ -1,4 +1,4 @@
-"""The files of sentence-transformers in a model folder: how texts are pooled, and which prompts stand before them."""
+"""Reads the files of sentence-transformers in a model folder: pooling, and prompts before texts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _OTHER_KINDS: Final = (
     "pooling_mode_mean_sqrt_len_tokens",
     "pooling_mode_weightedmean_tokens",
 )
-_WORDS: Final = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
+_NAMES: Final = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
 
 
 class _Module(Struct):
@@ -46,7 +46,7 @@ class _Module(Struct):
         return self.type.rpartition(".")[2]
 
 
-class _Text(Struct):
+class _TextLimits(Struct):
     """sentence_bert_config.json."""
 
     max_tokens: int | None = field(default=None, name="max_seq_length")
@@ -65,22 +65,21 @@ class _Activation(Struct, frozen=True):
 
 
 class _CrossEncoder(Struct):
-    """What sentence-transformers writes into config.json."""
+    """The fields of sentence-transformers in config.json."""
 
     sentence_transformers: _Activation = _Activation()
     older: str | None = field(default=None, name="sbert_ce_default_activation_function")
 
 
 def is_embedder(folder: Path) -> bool:
-    """Whether the folder is one of sentence-transformers."""
+    """Return whether the folder was written by sentence-transformers."""
     return folder_files.is_file(folder / MODULES)
 
 
 def read_pooling(folder: Path, config: TransformerConfig, raw: Mapping[str, object]) -> PoolingSettings:
-    """How the model in a folder pools. ``raw``: config.json.
+    """Read the pooling of the model in a folder. ``raw``: config.json.
 
-    Raises:
-        ValueError: a file cannot be read, or names something that is not implemented.
+    Raises ValueError if a file cannot be read, or has a value that is not implemented.
     """
     if config.task is Task.GENERATE:
         return PoolingSettings()
@@ -91,11 +90,13 @@ def read_pooling(folder: Path, config: TransformerConfig, raw: Mapping[str, obje
             num_labels=config.num_labels,
             has_sigmoid=_has_sigmoid(raw, config.num_labels),
         )
-    text = folder_files.read_json(folder / "sentence_bert_config.json", _Text) or _Text()
+    text = folder_files.read_json(folder / "sentence_bert_config.json", _TextLimits) or _TextLimits()
     prompts = folder_files.read_json(folder / "config_sentence_transformers.json", _Prompts) or _Prompts()
     default = prompts.default_prompt_name or ""
     if default and default not in prompts.prompts:
-        raise ValueError(f"{str(folder)!r}: default_prompt_name {default!r} is none of its prompts")
+        raise ValueError(
+            f"{str(folder)!r}: default_prompt_name {default!r} is not among its prompts: {', '.join(prompts.prompts)}"
+        )
     if text.max_tokens is not None and text.max_tokens < 1:
         not_implemented("max_seq_length", text.max_tokens, "at least 1")
     kind, is_normalized = _modules(folder, config)
@@ -110,9 +111,10 @@ def read_pooling(folder: Path, config: TransformerConfig, raw: Mapping[str, obje
 
 
 def _modules(folder: Path, config: TransformerConfig) -> tuple[str, bool]:
-    """How the folder's modules pool, and whether they normalize.
+    """Return the kind of pooling, and whether vectors are normalized.
 
-    Without any: a decoder's last token, normalized; the mean of an encoder, as sentence-transformers does.
+    Without modules.json, a decoder uses the normalized last token, and an encoder the mean, as in
+    sentence-transformers.
     """
     modules = folder_files.read_json(folder / MODULES, list[_Module])
     if modules is None:
@@ -125,32 +127,31 @@ def _modules(folder: Path, config: TransformerConfig) -> tuple[str, bool]:
 
 
 def _kind(pooling: Mapping[str, object]) -> str:
-    """From the config.json of the pooling: one word, or a switch for each kind."""
+    """Return the kind in the config.json of the pooling, which has one name or a switch per kind."""
     if pooling.get("include_prompt") is False:
         not_implemented("include_prompt", False, "True")
-    word = pooling.get("pooling_mode")
-    if word is not None:
-        found = [_WORDS.get(str(word), "")]
+    name = pooling.get("pooling_mode")
+    if name is not None:
+        kinds = [_NAMES.get(str(name), "")]
     else:
-        found = [kind for switch, kind in _KINDS.items() if pooling.get(switch)]
-        found += ["" for switch in _OTHER_KINDS if pooling.get(switch)]
-    if len(found) != 1 or not found[0]:
+        kinds = [kind for switch, kind in _KINDS.items() if pooling.get(switch)]
+        kinds += ["" for switch in _OTHER_KINDS if pooling.get(switch)]
+    if len(kinds) != 1 or not kinds[0]:
         modes = {name: value for name, value in pooling.items() if name.startswith("pooling_mode") and value}
         not_implemented("the pooling", checks.shown(modes), "one of cls_token, mean_tokens and lasttoken")
-    return found[0]
+    return kinds[0]
 
 
 def _has_sigmoid(raw: Mapping[str, object], num_labels: int) -> bool:
-    """Whether a cross-encoder gives sigmoid(score): as config.json says, else where it has one score.
+    """Return whether a cross-encoder returns sigmoid(score). The default is True for models with one score.
 
-    Raises:
-        ValueError: another activation.
+    Raises ValueError for other activations.
     """
-    found = convert(raw, _CrossEncoder)
-    named = found.sentence_transformers.activation_fn or found.older
-    if named is None:
+    fields = convert(raw, _CrossEncoder)
+    path = fields.sentence_transformers.activation_fn or fields.older
+    if path is None:
         return num_labels == 1
-    word = named.rpartition(".")[2]
-    if word not in {"Sigmoid", "Identity"}:
-        not_implemented("activation_fn", named, "Sigmoid and Identity")
-    return word == "Sigmoid"
+    name = path.rpartition(".")[2]
+    if name not in {"Sigmoid", "Identity"}:
+        not_implemented("activation_fn", path, "Sigmoid and Identity")
+    return name == "Sigmoid"

@@ -1,6 +1,6 @@
-"""The small files of a model folder, and the tokens that they name. Errors are ValueErrors that name the file.
+"""Reads the JSON files of a model folder, and the tokens in them. Errors are ValueErrors that name the file.
 
-A GGUF file is read like a folder: it stands for the JSON files that its header describes.
+A GGUF file acts as a folder with the JSON files that its header describes.
 """
 
 from __future__ import annotations
@@ -32,23 +32,22 @@ TOKENIZER: Final = "tokenizer.json"
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 SPECIAL_TOKENS: Final = "special_tokens_map.json"
 _GGUF_PARTS: Final = {CONFIG: "config", TOKENIZER: "tokenizer", TOKENIZER_CONFIG: "tokenizer config"}
-"""The files that a GGUF file stands for, and what messages call them."""
+"""The files in a GGUF file acting as a folder -> their names in messages."""
 MAX_BYTES: Final = 32 * 1024 * 1024
-"""Of every file but the next one. The largest known: the index of 100,000 tensors, 10 MB."""
+"""Maximum size of a file other than tokenizer.json. The largest known is an index of 100,000 tensors with 10 MB."""
 MAX_TOKENIZER_BYTES: Final = 512 * 1024 * 1024
 GGUF: Final = ".gguf"
-"""The end of the names of such files."""
 MAX_PATH: Final = 4096
-"""Characters of a path in an error message: Linux has no longer ones."""
+"""Maximum length of a path in an error message. Linux has no longer paths."""
 
 _BYTE: Final = re.compile(r"\(byte (\d+)\)")
-"""The place in an error of ``msgspec``."""
+"""The position in an error message of msgspec."""
 _NEAR: Final = 40
-"""Bytes before and behind it that are shown."""
+"""Bytes before and after that position in our message."""
 _LFS_POINTER: Final = b"version https://git-lfs.github.com/spec/"
 
 
-class _Described(msgspec.Struct):
+class _DescribedToken(msgspec.Struct):
     """An entry of ``added_tokens_decoder``."""
 
     content: str
@@ -60,7 +59,7 @@ class _Described(msgspec.Struct):
 
     @property
     def flags(self) -> dict[str, bool]:
-        """Those that are given."""
+        """The flags in the file."""
         return {name: value for name, value in msgspec.structs.asdict(self).items() if isinstance(value, bool)}
 
 
@@ -68,17 +67,16 @@ class _Described(msgspec.Struct):
 
 
 def open_file(path: Path) -> BinaryIO | None:
-    """Open a file for reading; None: there is none. Pipes and devices, which might block for ever, are not opened.
+    """Open a file for reading. Returns None if it does not exist. Pipes and devices are not opened: they may block.
 
-    Raises:
-        ValueError: it is not a regular file, may not be read, or is a pointer of Git LFS.
+    Raises ValueError if it is not a regular file, cannot be read, or is a Git LFS pointer.
     """
     try:
         mode = path.stat().st_mode
         file = path.open("rb") if stat.S_ISREG(mode) else None
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+    except (OSError, ValueError) as error:  # ValueError: an invalid file name
         raise _unreadable(path, error) from error
     if file is None:
         kind = "a folder" if stat.S_ISDIR(mode) else "a pipe, socket or device"
@@ -96,7 +94,7 @@ def open_file(path: Path) -> BinaryIO | None:
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is a file that can be opened; False: there is nothing. Raises ValueError as ``open_file``."""
+    """Return whether a file exists and can be opened. Raises ValueError as ``open_file``."""
     if is_gguf(path.parent) and path.name in _GGUF_PARTS:
         header, opened = read_gguf(path.parent)
         opened.close()
@@ -108,7 +106,7 @@ def is_file(path: Path) -> bool:
 
 
 def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes | None:
-    """The contents of a file; None: there is none. Raises ValueError also if it has more than ``max_bytes``."""
+    """Return the contents of a file; None if it does not exist. Raises ValueError if it exceeds ``max_bytes``."""
     if is_gguf(path.parent):
         return _in_gguf(path)
     file = open_file(path)
@@ -117,7 +115,7 @@ def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes | None:
     try:
         with file:
             size = os.fstat(file.fileno()).st_size
-            content = b"" if size > max_bytes else file.read(max_bytes + 1)  # files of /proc say that they are empty
+            content = b"" if size > max_bytes else file.read(max_bytes + 1)  # files of /proc have size 0
     except OSError as error:
         raise _unreadable(path, error) from error
     if max(size, len(content)) > max_bytes:
@@ -126,15 +124,14 @@ def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes | None:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether this is a GGUF file, by its name."""
+    """Return whether the name is that of a GGUF file."""
     return path.suffix == GGUF and not path.is_dir()
 
 
 def read_gguf(path: Path) -> tuple[Header, BinaryIO]:
-    """The header of a GGUF file, and the open file.
+    """Return the header of a GGUF file, and the open file.
 
-    Raises:
-        ValueError: there is no such file, or it cannot be read.
+    Raises ValueError if the file does not exist or cannot be read.
     """
     file = open_file(path)
     if file is None:
@@ -147,7 +144,7 @@ def read_gguf(path: Path) -> tuple[Header, BinaryIO]:
 
 
 def _in_gguf(path: Path) -> bytes | None:
-    """The contents of a JSON file that a GGUF file, its parent, stands for; None: there is none of this name."""
+    """Return the contents of a JSON file in a GGUF file, which is its parent; None if there is no such file."""
     if path.name not in _GGUF_PARTS:
         return None
     header, file = read_gguf(path.parent)
@@ -163,7 +160,7 @@ def _in_gguf(path: Path) -> bytes | None:
 
 
 def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str | None:
-    """The text of a file; None: there is none."""
+    """Return the text of a file; None if it does not exist."""
     content = read_bytes(path, max_bytes)
     try:
         return None if content is None else content.decode()
@@ -172,13 +169,13 @@ def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str | None:
 
 
 def read_json(path: Path, form: type[File], max_bytes: int = MAX_BYTES) -> File | None:
-    """The value in a JSON file, which must be of a type; None: there is no file."""
+    """Decode a JSON file into type ``form``. Returns None if it does not exist."""
     content = read_bytes(path, max_bytes)
     return None if content is None else decode_json(path, content, form)
 
 
 def decode_json(path: Path, content: bytes, form: type[File]) -> File:
-    """The value in the contents of a JSON file, which must be of a type."""
+    """Decode the contents of a JSON file into type ``form``."""
     try:
         return msgspec.json.decode(content, type=form)
     except RecursionError as error:
@@ -188,10 +185,10 @@ def decode_json(path: Path, content: bytes, form: type[File]) -> File:
 
 
 def _where(content: bytes, error: Exception) -> str:
-    """The place of what is wrong with the JSON, with its field: the library names a byte, or none."""
-    if (found := _BYTE.search(str(error))) is not None:
-        place = int(found[1])
-        near = content[max(place - _NEAR, 0) : place + _NEAR].decode(errors="replace")
+    """Return ``, in "..."`` with the wrong part of the JSON text, or "". msgspec reports a byte position or nothing."""
+    if (match := _BYTE.search(str(error))) is not None:
+        position = int(match[1])
+        near = content[max(position - _NEAR, 0) : position + _NEAR].decode(errors="replace")
         return f", in {near!r}"
     if "out of range" in str(error):
         for name in _undecodable(content):
@@ -200,7 +197,7 @@ def _where(content: bytes, error: Exception) -> str:
 
 
 def _undecodable(content: bytes) -> Iterator[str]:
-    """The fields of an object whose values cannot be decoded, as numbers that are too large for any type."""
+    """Yield the fields of an object whose values cannot be decoded, such as too large numbers."""
     with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         for name, value in msgspec.json.decode(content, type=dict[str, msgspec.Raw]).items():
             try:
@@ -210,12 +207,12 @@ def _undecodable(content: bytes) -> Iterator[str]:
 
 
 def _unreadable(path: Path, reason: Exception | str) -> ValueError:
-    words = reason.strerror if isinstance(reason, OSError) else reason
-    return ValueError(f"{shown_path(path)} cannot be read: {words}")
+    text = reason.strerror if isinstance(reason, OSError) else reason
+    return ValueError(f"{shown_path(path)} cannot be read: {text}")
 
 
 def shown_path(path: Path) -> str:
-    """A file of a model folder in messages; of a GGUF file the part that stands for it."""
+    """Return a path for messages. For a file in a GGUF file, name that part."""
     if path.name in _GGUF_PARTS and is_gguf(path.parent):
         return f"the {_GGUF_PARTS[path.name]} in {shown_path(path.parent)}"
     text = str(path)
@@ -223,7 +220,7 @@ def shown_path(path: Path) -> str:
 
 
 def read_object(path: Path) -> Json:
-    """The object in a JSON file; empty: there is no file."""
+    """Return the object in a JSON file; {} if there is no file."""
     return read_json(path, dict[str, Any]) or {}
 
 
@@ -231,12 +228,12 @@ def read_object(path: Path) -> Json:
 
 
 def named_tokens(config: Json, older: Json) -> dict[str, str]:
-    """The text of each ``..._token`` in tokenizer_config.json and special_tokens_map.json (``older``).
+    """Return name -> text of each ``..._token`` in tokenizer_config.json and special_tokens_map.json (``older``).
 
-    The older file counts only if the newer one does not describe its tokens.
+    The older file is only used if the newer one does not describe its tokens.
     """
     extra = config.get("extra_special_tokens")
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for source in (
         config,
         {} if "added_tokens_decoder" in config else older,
@@ -245,38 +242,36 @@ def named_tokens(config: Json, older: Json) -> dict[str, str]:
         for name, token in source.items():
             content = _content(token)
             if name.endswith("_token") and content:
-                found[name] = content
-    return found
+                texts[name] = content
+    return texts
 
 
 def described_tokens(config: Json, folder: Path) -> list[tuple[str, dict[str, bool]]]:
-    """The text and the flags of each entry of ``added_tokens_decoder``, in the order of the ids.
+    """Return text and flags of the entries of ``added_tokens_decoder``, ordered by id.
 
-    Raises:
-        ValueError: an entry is not of the form {"id": {"content": text, "special": true, ...}}.
+    Raises ValueError unless an entry has the form {"id": {"content": text, "special": true, ...}}.
     """
     try:
-        described = msgspec.convert(config.get("added_tokens_decoder") or {}, dict[int, _Described], str_keys=True)
+        described = msgspec.convert(config.get("added_tokens_decoder") or {}, dict[int, _DescribedToken], str_keys=True)
     except msgspec.ValidationError as error:
         raise ValueError(f"added_tokens_decoder in {shown_path(folder / TOKENIZER_CONFIG)}: {error}") from error
     return [(token.content, token.flags) for _, token in sorted(described.items())]
 
 
 def special_tokens(config: Json, named: Mapping[str, str]) -> list[str]:
-    """The texts of the special tokens, each once: the named ones and those of the lists."""
-    found = list(named.values())
+    """Return the texts of all special tokens without duplicates: named tokens first, then tokens in lists."""
+    texts = list(named.values())
     for key in ("additional_special_tokens", "extra_special_tokens"):
         listed = config.get(key)
         if isinstance(listed, list):
-            found += [content for token in cast("list[object]", listed) if (content := _content(token))]
-    return list(dict.fromkeys(found))
+            texts += [content for token in cast("list[object]", listed) if (content := _content(token))]
+    return list(dict.fromkeys(texts))
 
 
 def added_texts(folder: Path) -> list[str]:
-    """The texts of all tokens that the config files in the folder add or describe, in the order of adding.
+    """Return the texts of all tokens that the config files add or describe, in the order of their addition.
 
-    Raises:
-        ValueError: one of the files cannot be read.
+    Raises ValueError if one of the files cannot be read.
     """
     config = read_object(folder / TOKENIZER_CONFIG)
     named = named_tokens(config, read_object(folder / SPECIAL_TOKENS))
@@ -286,7 +281,7 @@ def added_texts(folder: Path) -> list[str]:
 
 
 def _content(token: object) -> str | None:
-    """The text of a token in a config file: a string, or an object with its flags."""
+    """Return the text of a token in a config file, which is a string or an object with flags; None otherwise."""
     if isinstance(token, Mapping):
         token = cast("Mapping[str, object]", token).get("content")
     return token if isinstance(token, str) else None

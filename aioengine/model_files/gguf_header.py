@@ -37,7 +37,7 @@ BLOCKS: Final = {
     "Q5_K": (256, 176),
     "Q6_K": (256, 210),
 }
-"""Types of tensors that are read -> the numbers of a block, and its bytes."""
+"""Supported tensor types -> (elements, bytes) of a block."""
 
 _TYPES: Final = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K",
@@ -49,23 +49,23 @@ _TYPES: Final = {
 
 _STRING, _ARRAY = 8, 9
 _FORMS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""``gguf_metadata_value_type`` of numbers -> as ``struct`` has them."""
+"""``gguf_metadata_value_type`` of numbers -> format of ``struct``."""
 
 _MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)
 _MAX_HEADER_BYTES: Final = 256 * 1024 * 1024
-"""Far beyond all models: vocabularies of 260,000 tokens take some 10 MB."""
+"""Vocabularies of 260,000 tokens need about 10 MB."""
 _MAX_KEYS, _MAX_TENSORS, _MAX_ITEMS = 65_536, 262_144, 1 << 22
 _MAX_NAME, _MAX_DIMENSIONS = 4096, 4
 _FIRST_READ: Final = 1 << 20
 
 
-class Array(Struct, frozen=True):
-    """An array of the metadata, whose items are decoded when they are asked for.
+class GgufArray(Struct, frozen=True):
+    """An array in the metadata. Its items are decoded on demand.
 
     Attributes:
         kind: ``gguf_metadata_value_type`` of the items.
-        content: their bytes.
+        content: bytes of the items.
     """
 
     key: str
@@ -75,34 +75,33 @@ class Array(Struct, frozen=True):
 
     @property
     def has_texts(self) -> bool:
-        """Whether the items are strings; else they are numbers."""
+        """Whether the items are strings. Otherwise they are numbers."""
         return self.kind == _STRING
 
     def texts(self) -> list[str]:
-        """The items, which must be strings. Bytes that are no UTF-8 become U+FFFD.
-
-        Raises:
-            ValueError: they are numbers.
-        """
+        """Decode strings. Invalid UTF-8 becomes U+FFFD. Raises ValueError if the items are numbers."""
         if not self.has_texts:
-            raise ValueError(f"{self.key} holds numbers, and should hold strings")
-        found: list[str] = []
-        place = 0
+            raise ValueError(f"{self.key} must be an array of strings, not numbers")
+        texts: list[str] = []
+        position = 0
         for _ in range(self.num_items):
-            end = place + 8 + int.from_bytes(self.content[place : place + 8], "little")
-            found.append(self.content[place + 8 : end].decode(errors="replace"))
-            place = end
-        return found
+            end = position + 8 + int.from_bytes(self.content[position : position + 8], "little")
+            texts.append(self.content[position + 8 : end].decode(errors="replace"))
+            position = end
+        return texts
 
     def numbers(self) -> tuple[float, ...]:
-        """The items, which must be numbers. Raises ValueError if they are strings."""
+        """Decode numbers. Raises ValueError if the items are strings."""
         if self.has_texts:
-            raise ValueError(f"{self.key} holds strings, and should hold numbers")
+            raise ValueError(f"{self.key} must be an array of numbers, not strings")
         return struct.unpack(f"<{self.num_items}{_FORMS[self.kind]}", self.content)
 
 
+Metadata: TypeAlias = "dict[str, Scalar | GgufArray]"
+
+
 class TensorInfo(Struct, frozen=True):
-    """A tensor of the file. ``begin``: the place of its first byte."""
+    """A tensor in the file. ``begin``: offset of its first byte."""
 
     name: str
     shape: tuple[int, ...]
@@ -112,46 +111,42 @@ class TensorInfo(Struct, frozen=True):
 
 
 class Header(Struct, frozen=True):
-    """``metadata``: by key. ``tensors``: in the order of their bytes."""
+    """The header of a GGUF file. ``tensors``: in the order of their bytes."""
 
-    metadata: dict[str, Scalar | Array]
+    metadata: Metadata
     tensors: tuple[TensorInfo, ...]
 
 
-class _Reader:
-    """The bytes of a header, read as far as they are needed."""
+class _HeaderReader:
+    """Reads the bytes of a header from a file as needed. ``position``: the offset of the next byte."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._size = os.fstat(file.fileno()).st_size
+        self.size = os.fstat(file.fileno()).st_size
         self._content = b""
-        self.place = 0
+        self.position = 0
 
-    def skip(self, num_bytes: int) -> int:
-        """Go past the next bytes, which are read; returns where they begin.
-
-        Raises:
-            ValueError: the file has not as many, or the header is larger than any can be.
-        """
-        begin, end = self.place, self.place + num_bytes
+    def take(self, num_bytes: int) -> bytes:
+        """Return the next bytes. Raises ValueError if the file is too short or the header too large."""
+        begin, end = self.position, self.position + num_bytes
         if end > len(self._content):
             self._read_to(end)
-        self.place = end
-        return begin
+        self.position = end
+        return self._content[begin:end]
 
-    def skip_texts(self, num_texts: int) -> None:
-        """Go past the next strings, of which a vocabulary has some 100,000."""
-        unpack, content, end = struct.Struct("<Q").unpack_from, self._content, self.place
+    def take_texts(self, num_texts: int) -> bytes:
+        """Return the bytes of the next strings. A vocabulary has about 100,000."""
+        unpack, content, end = struct.Struct("<Q").unpack_from, self._content, self.position
         for _ in range(num_texts):
             if end + 8 > len(content):
                 content = self._read_to(end + 8)
             end += 8 + unpack(content, end)[0]
-        self.skip(end - self.place)
+        return self.take(end - self.position)
 
     def _read_to(self, end: int) -> bytes:
-        """All bytes so far, and those up to ``end`` at least."""
-        if end > self._size:
-            raise ValueError(f"it is truncated: it has {self._size} bytes, and its header goes on to {end}")
+        """Read up to ``end`` or beyond. Return all bytes of the header so far."""
+        if end > self.size:
+            raise ValueError(f"it is truncated: it has {self.size} bytes, and its header continues to {end}")
         if end > _MAX_HEADER_BYTES:
             raise ValueError(f"its header has more than {_MAX_HEADER_BYTES} bytes")
         self._content += self._file.read(max(end, _FIRST_READ, 2 * len(self._content)) - len(self._content))
@@ -159,55 +154,42 @@ class _Reader:
             raise ValueError("it was changed while it was read")
         return self._content
 
-    def take(self, num_bytes: int) -> bytes:
-        begin = self.skip(num_bytes)
-        return self._content[begin : self.place]
-
     def number(self, form: str) -> int:
-        found: int = struct.unpack(f"<{form}", self.take(struct.calcsize(form)))[0]
-        return found
+        """Return the next number. ``form``: format of ``struct``; it may also be a bool or float."""
+        value: int = struct.unpack(f"<{form}", self.take(struct.calcsize(form)))[0]
+        return value
 
     def text(self, max_bytes: int) -> str:
         size = self.number("Q")
         if size > max_bytes:
-            raise ValueError(f"it has a name of {size} bytes at {self.place}")
+            raise ValueError(f"it has a name of {size} bytes at {self.position}")
         return self.take(size).decode(errors="replace")
 
-    def size_left(self) -> int:
-        return self._size - self.place
-
-    def value(self, key: str) -> Scalar | Array:
-        """The next value of the metadata."""
+    def value(self, key: str) -> Scalar | GgufArray:
+        """Return the next value of the metadata."""
         kind = self.number("I")
         if kind in _FORMS:
-            found: bool | float = struct.unpack(f"<{_FORMS[kind]}", self.take(struct.calcsize(_FORMS[kind])))[0]
-            return found
+            return self.number(_FORMS[kind])
         if kind == _STRING:
             return self.text(_MAX_HEADER_BYTES)
         if kind != _ARRAY:
             raise ValueError(f"{checks.shown(key)} has a value of the unknown type {kind}")
-        return self._array(key)
-
-    def _array(self, key: str) -> Array:
         kind, num_items = self.number("I"), self.number("Q")
         if kind != _STRING and kind not in _FORMS:
-            raise ValueError(f"{checks.shown(key)} is an array of the type {kind}, which is not read")
+            raise ValueError(f"{checks.shown(key)} is an array of type {kind}, which is not supported")
         if num_items > _MAX_ITEMS:
-            raise ValueError(f"{checks.shown(key)} has {num_items} items; at most {_MAX_ITEMS} work")
-        if kind != _STRING:
-            return Array(key, kind, num_items, self.take(num_items * struct.calcsize(_FORMS[kind])))
-        begin = self.place
-        self.skip_texts(num_items)
-        return Array(key, kind, num_items, self._content[begin : self.place])
+            raise ValueError(f"{checks.shown(key)} has {num_items} items; the limit is {_MAX_ITEMS}")
+        is_text = kind == _STRING
+        content = self.take_texts(num_items) if is_text else self.take(num_items * struct.calcsize(_FORMS[kind]))
+        return GgufArray(key, kind, num_items, content)
 
 
 def read_header(file: BinaryIO) -> Header:
-    """The header of a file that was just opened.
+    """Read the header of a newly opened file.
 
-    Raises:
-        ValueError: it is no GGUF file that can be read, or damaged; the message says where, and does not name it.
+    Raises ValueError, without the name of the file, if it is damaged or not supported.
     """
-    reader = _Reader(file)
+    reader = _HeaderReader(file)
     if reader.take(4) != _MAGIC:
         raise ValueError("it does not begin with 'GGUF'")
     version = reader.number("I")
@@ -217,23 +199,22 @@ def read_header(file: BinaryIO) -> Header:
     num_tensors, num_keys = reader.number("Q"), reader.number("Q")
     if num_tensors > _MAX_TENSORS or num_keys > _MAX_KEYS:
         raise ValueError(f"its header names {num_tensors} tensors and {num_keys} keys of metadata")
-    metadata: dict[str, Scalar | Array] = {}
+    metadata: Metadata = {}
     for _ in range(num_keys):
         key = reader.text(_MAX_NAME)
         if key in metadata:
             raise ValueError(f"it has the key {checks.shown(key)} twice")
         metadata[key] = reader.value(key)
-    described = [_described(reader) for _ in range(num_tensors)]
+    tensors = [_tensor_info(reader) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20:
         raise ValueError(f"general.alignment is {checks.shown(alignment)}; what works: 1 to {1 << 20}")
-    first = -(-reader.place // alignment) * alignment
-    size = reader.place + reader.size_left()
-    return Header(metadata, tuple(_placed(described, first, alignment=alignment, size=size)))
+    first = -(-reader.position // alignment) * alignment
+    return Header(metadata, tuple(_placed(tensors, first, alignment=alignment, size=reader.size)))
 
 
-def _described(reader: _Reader) -> TensorInfo:
-    """The next tensor; ``begin`` counts from the first of all."""
+def _tensor_info(reader: _HeaderReader) -> TensorInfo:
+    """Read the description of the next tensor. ``begin`` is relative to the first tensor."""
     name = reader.text(_MAX_NAME)
     shown = checks.shown(name)
     num_dimensions = reader.number("I")
@@ -243,26 +224,31 @@ def _described(reader: _Reader) -> TensorInfo:
     number = reader.number("I")
     kind = _TYPES.get(number, f"number {number}")
     if kind not in BLOCKS:
-        raise ValueError(f"tensor {shown} is of type {kind}, which is not read; what works: {', '.join(BLOCKS)}")
+        raise ValueError(f"tensor {shown} is of type {kind}, which is not supported; what works: {', '.join(BLOCKS)}")
     block_size, block_bytes = BLOCKS[kind]
     if min(shape) < 1 or math.prod(shape) >= 2**48 or shape[-1] % block_size:
-        raise ValueError(f"tensor {shown} has shape {list(shape)} of type {kind}, whose blocks have {block_size}")
+        raise ValueError(
+            f"tensor {shown} has shape {list(shape)}, which is impossible for type {kind} with blocks of {block_size}"
+        )
     return TensorInfo(name, shape, kind, reader.number("Q"), math.prod(shape) // block_size * block_bytes)
 
 
-def _placed(described: list[TensorInfo], first: int, *, alignment: int, size: int) -> Iterator[TensorInfo]:
-    """The tensors with their places in a file of ``size`` bytes, whose tensors begin at ``first``.
+def _placed(tensors: list[TensorInfo], first: int, *, alignment: int, size: int) -> Iterator[TensorInfo]:
+    """Yield the tensors in the order of their bytes, with offsets in the file.
 
-    Raises:
-        ValueError: two have one name, or share bytes, or one is not aligned or not in the file.
+    Args:
+        first: offset of the first tensor in the file.
+        size: bytes of the file.
+
+    Raises ValueError if two tensors have the same name or overlap, or a tensor is not aligned or beyond the file.
     """
     end, seen = 0, set[str]()
-    for info in sorted(described, key=lambda info: info.begin):
+    for info in sorted(tensors, key=lambda info: info.begin):
         shown = checks.shown(info.name)
         if info.name in seen:
             raise ValueError(f"it has the tensor {shown} twice")
         if info.begin % alignment or info.begin < end:
-            raise ValueError(f"tensor {shown} begins at {info.begin}, which is not aligned or within another one")
+            raise ValueError(f"tensor {shown} begins at {info.begin}, which is not aligned or in another tensor")
         end = info.begin + info.num_bytes
         if first + end > size:
             raise ValueError(f"it is truncated: it has {size} bytes, and tensor {shown} ends at {first + end}")

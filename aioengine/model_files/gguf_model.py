@@ -1,7 +1,7 @@
-"""The model in a GGUF file, as a model folder describes it: fields of config.json, and names of tensors.
+"""Converts the metadata and tensor names of a GGUF file to config.json and the names in a model folder.
 
-llama.cpp's names are https://github.com/ggml-org/llama.cpp/blob/master/gguf-py/gguf/constants.py. Metadata that changes
-results and is not read here is refused by its name.
+llama.cpp's names: https://github.com/ggml-org/llama.cpp/blob/master/gguf-py/gguf/constants.py. Unsupported metadata
+that changes results is refused.
 """
 
 from __future__ import annotations
@@ -9,23 +9,24 @@ from __future__ import annotations
 import math
 import re
 import struct
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from aioengine.api import checks
-from aioengine.model_files.gguf_header import Array
+from aioengine.model_files.gguf_header import GgufArray
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from typing import BinaryIO
 
-    from aioengine.model_files.gguf_header import Header, Scalar, TensorInfo
+    from aioengine.model_files.gguf_header import Header, Metadata, Scalar, TensorInfo
 
 ARCHITECTURES: Final = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-"""``general.architecture``, which is the ``model_type`` too -> the architecture in config.json."""
+"""``general.architecture``, which equals the ``model_type`` -> the architecture in config.json."""
 
 _FIELDS: Final = {
     "context_length": "max_position_embeddings",
@@ -38,7 +39,7 @@ _FIELDS: Final = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
 }
-"""Keys behind the architecture's name -> fields of config.json."""
+"""Keys after the architecture's name -> fields of config.json."""
 
 _EXPECTED: Final[dict[str, tuple[object, ...]]] = {
     "expert_count": (0,),
@@ -48,10 +49,10 @@ _EXPECTED: Final[dict[str, tuple[object, ...]]] = {
     "tensor_data_layout": ("Meta AI original pth",),
     "use_parallel_residual": (False,),
 }
-"""Keys behind the architecture's name -> the values that change nothing."""
+"""Keys after the architecture's name -> values that change nothing."""
 
 _READ: Final = (
-    "vocab_size",  # the embedding has as many rows
+    "vocab_size",  # equals the number of rows of the embedding
     "attention.value_length",
     "rope.dimension_count",
     "rope.scaling.type",
@@ -80,14 +81,14 @@ _NAMES: Final = {
 _BLOCK: Final = re.compile(r"blk\.(\d{1,6})\.(.+)\.(weight|bias)")
 _ROPE_FACTORS: Final = "rope_freqs.weight"
 _LLAMA3: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Of Llama 3.1 to 3.3: files have the factors that they come to."""
+"""The RoPE scaling of Llama 3.1 to 3.3. Files have the resulting frequency factors."""
 
 
 class NamedTensor(NamedTuple):
-    """A tensor by its name in model folders.
+    """A tensor with its name in model folders.
 
-    ``num_heads``: of a matrix whose rows are in llama.cpp's order, in which the two halves of a head take turns; 0: of
-    any other tensor.
+    ``num_heads``: heads of a matrix whose rows are in llama.cpp's order, which alternates between the two halves of a
+    head; 0 for any other tensor.
     """
 
     name: str
@@ -96,15 +97,14 @@ class NamedTensor(NamedTuple):
 
 
 def config_of(header: Header, file: BinaryIO) -> dict[str, object]:
-    """The fields of config.json. ``file``: the open file.
+    """Return the fields of config.json. ``file``: the open file.
 
-    Raises:
-        ValueError: the model cannot be served; the message names the key, and not the file.
+    Raises ValueError, which names the key but not the file, if the model is not supported.
     """
     metadata = header.metadata
     architecture = _architecture(metadata)
     own = {
-        key.removeprefix(f"{architecture}."): _one(key, value)
+        key.removeprefix(f"{architecture}."): _single_value(key, value)
         for key, value in metadata.items()
         if key.startswith(f"{architecture}.")
     }
@@ -133,43 +133,43 @@ def config_of(header: Header, file: BinaryIO) -> dict[str, object]:
 
 
 def tensors_of(header: Header) -> list[NamedTensor]:
-    """The tensors by their names in model folders; an unknown one keeps its name.
+    """Return the tensors with their names in model folders. Unknown tensors keep their names.
 
-    Raises:
-        ValueError: the architecture is not supported, or two tensors have the same name there.
+    Raises ValueError if the architecture is not supported, or two tensors get the same name.
     """
     num_heads: dict[str, object] = {}
     if _architecture(header.metadata) == "llama":
-        found = {key: _one(key, value) for key, value in header.metadata.items() if key.startswith("llama.attention.")}
-        heads = found.get("llama.attention.head_count")
-        num_heads = {"attn_q": heads, "attn_k": found.get("llama.attention.head_count_kv", heads)}
+        prefix = "llama.attention."
+        own = {key: _single_value(key, value) for key, value in header.metadata.items() if key.startswith(prefix)}
+        heads = own.get(f"{prefix}head_count")
+        num_heads = {"attn_q": heads, "attn_k": own.get(f"{prefix}head_count_kv", heads)}
     tensors: dict[str, NamedTensor] = {}
     for info in header.tensors:
         named = _named(info, num_heads)
         if named.name in tensors:
             first, second = checks.shown(tensors[named.name].info.name), checks.shown(info.name)
-            raise ValueError(f"tensors {first} and {second} are the same one of the model")
+            raise ValueError(f"tensors {first} and {second} are the same tensor of the model")
         if info.name != _ROPE_FACTORS:
             tensors[named.name] = named
     return list(tensors.values())
 
 
 def _named(info: TensorInfo, num_heads: Mapping[str, object]) -> NamedTensor:
-    if (found := _BLOCK.fullmatch(info.name)) is not None and found[2] in _NAMES:
-        heads = num_heads.get(found[2], 0)
-        name = f"model.layers.{int(found[1])}.{_NAMES[found[2]]}.{found[3]}"
+    if (match := _BLOCK.fullmatch(info.name)) is not None and match[2] in _NAMES:
+        heads = num_heads.get(match[2], 0)
+        name = f"model.layers.{int(match[1])}.{_NAMES[match[2]]}.{match[3]}"
         return NamedTensor(name, info, heads if isinstance(heads, int) else 0)
     stem, _, suffix = info.name.rpartition(".")
     return NamedTensor(f"{_NAMES[stem]}.{suffix}" if stem in _NAMES else info.name, info)
 
 
-def _architecture(metadata: Mapping[str, Scalar | Array]) -> str:
-    found, kind = metadata.get("general.architecture"), metadata.get("general.type", "model")
+def _architecture(metadata: Metadata) -> str:
+    architecture, kind = metadata.get("general.architecture"), metadata.get("general.type", "model")
     if kind != "model":
         raise ValueError(f"general.type is {checks.shown(kind)}; what works: 'model'")
-    if not isinstance(found, str) or found not in ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise ValueError(
-            f"general.architecture is {checks.shown(found)}, which is not read from GGUF files; what works: "
+            f"general.architecture is {checks.shown(architecture)}, which is not supported in GGUF files; what works: "
             f"{', '.join(ARCHITECTURES)}; give the folder of the original model (*.safetensors)"
         )
     if metadata.get("general.quantization_version", 2) != 2:
@@ -180,15 +180,15 @@ def _architecture(metadata: Mapping[str, Scalar | Array]) -> str:
         raise ValueError(
             f"it is one of {num_parts} parts; join them first: llama-gguf-split --merge FIRST_PART NEW_FILE"
         )
-    return found
+    return architecture
 
 
-def _one(key: str, value: Scalar | Array) -> Scalar:
-    """The value of a key that describes the model: one number, or the same one for all layers."""
-    if isinstance(value, Array):
+def _single_value(key: str, value: Scalar | GgufArray) -> Scalar:
+    """Return the value of a key. An array must have the same value for all layers."""
+    if isinstance(value, GgufArray):
         distinct: set[Scalar] = set(value.texts() if value.has_texts else value.numbers())
         if len(distinct) != 1:
-            raise ValueError(f"{checks.shown(key)} has {len(distinct)} values; what works: the same one for all layers")
+            raise ValueError(f"{checks.shown(key)} has {len(distinct)} values; what works: one value for all layers")
         value = distinct.pop()
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{checks.shown(key)} is {value}; what works: a finite number")
@@ -196,7 +196,7 @@ def _one(key: str, value: Scalar | Array) -> Scalar:
 
 
 def _check_known(architecture: str, own: Mapping[str, Scalar]) -> None:
-    """Raise ValueError for a key that is missing, or one that is not implemented."""
+    """Raise ValueError for a missing key, and for a value that is not implemented."""
     for key in _REQUIRED:
         if key not in own:
             raise ValueError(f"it has no {architecture}.{key}")
@@ -204,14 +204,13 @@ def _check_known(architecture: str, own: Mapping[str, Scalar]) -> None:
         if key in _FIELDS or key in _READ:
             continue
         if value not in _EXPECTED.get(key, ()):
-            words = ", ".join(map(str, _EXPECTED.get(key, ()))) or "files without it"
-            raise ValueError(
-                f"{checks.shown(f'{architecture}.{key}')} {checks.shown(value)} is not implemented; what works: {words}"
-            )
+            allowed = ", ".join(map(str, _EXPECTED.get(key, ()))) or "files without it"
+            shown = checks.shown(f"{architecture}.{key}")
+            raise ValueError(f"{shown} {checks.shown(value)} is not implemented; what works: {allowed}")
 
 
 def _check_heads(architecture: str, own: Mapping[str, Scalar], config: dict[str, object]) -> None:
-    """Set ``head_dim``; raise ValueError where values are of another size than keys, or are rotated in part."""
+    """Set ``head_dim``. Raise ValueError if values differ from keys in size, or only a part of a head is rotated."""
     hidden, heads = own["embedding_length"], own["attention.head_count"]
     rotated = own.get("rope.dimension_count")
     size = own.get("attention.key_length", rotated)
@@ -229,11 +228,14 @@ def _check_heads(architecture: str, own: Mapping[str, Scalar], config: dict[str,
 def _rope(
     architecture: str, own: Mapping[str, Scalar], factors: TensorInfo | None, file: BinaryIO
 ) -> dict[str, object] | None:
-    """``rope_scaling`` of config.json; None: positions are not scaled."""
+    """Return ``rope_scaling`` of config.json; None if positions are not scaled."""
     kind = own.get("rope.scaling.type", "none")
     if factors is not None:
         if kind not in {"none", "llama3"}:
-            raise ValueError(f"it has {_ROPE_FACTORS} beside {architecture}.rope.scaling.type {checks.shown(kind)}")
+            raise ValueError(
+                f"it has both {_ROPE_FACTORS} and {architecture}.rope.scaling.type {checks.shown(kind)}; what works: "
+                "only one of them"
+            )
         return _llama3(own, factors, file)
     if kind == "none":
         return None
@@ -241,49 +243,48 @@ def _rope(
         raise ValueError(
             f"{architecture}.rope.scaling.type {checks.shown(kind)} is not implemented; what works: none, linear, yarn"
         )
-    found: dict[str, object] = {"rope_type": kind, "factor": own.get("rope.scaling.factor")}
+    scaling: dict[str, object] = {"rope_type": kind, "factor": own.get("rope.scaling.factor")}
     original = own.get("rope.scaling.original_context_length")
-    return found if kind == "linear" or original is None else {**found, "original_max_position_embeddings": original}
+    if kind == "yarn" and original is not None:
+        scaling["original_max_position_embeddings"] = original
+    return scaling
 
 
 def _llama3(own: Mapping[str, Scalar], info: TensorInfo, file: BinaryIO) -> dict[str, object] | None:
-    """The scaling of Llama 3.1 and later that gives the factors in the file, one for each pair of a head's numbers.
+    """Return the scaling of Llama 3.1 to 3.3 that gives the factors in the file, one per pair of a head's elements.
 
-    Raises:
-        ValueError: there is none.
+    Returns None if all factors are 1. Raises ValueError for other factors.
     """
     if info.kind != "F32" or info.num_bytes > 1 << 16:
-        raise ValueError(f"{_ROPE_FACTORS} is of type {info.kind} and has {info.num_bytes} bytes")
+        raise ValueError(
+            f"{_ROPE_FACTORS} is of type {info.kind} and has {info.num_bytes} bytes; what works: F32, up to {1 << 16}"
+        )
     file.seek(info.begin)
     content = file.read(info.num_bytes)
     if len(content) != info.num_bytes:
         raise ValueError("it was changed while it was read")
-    given = struct.unpack(f"<{info.num_bytes // 4}f", content)
-    if all(factor == 1 for factor in given):
+    factors = struct.unpack(f"<{info.num_bytes // 4}f", content)
+    if all(factor == 1 for factor in factors):
         return None
-    scaling, theta = {"factor": round(max(given), 4), **_LLAMA3}, own.get("rope.freq_base", 10_000.0)
+    scaling, theta = {"factor": round(max(factors), 4), **_LLAMA3}, own.get("rope.freq_base", 10_000.0)
     is_usual = 1 < scaling["factor"] < 1e6 and isinstance(theta, float) and 1 < theta < math.inf
-    if not is_usual or not all(
-        math.isclose(factor, expected, rel_tol=1e-4)
-        for factor, expected in zip(given, _llama3_factors(scaling, float(theta), len(given)), strict=True)
-    ):
-        raise ValueError(f"{_ROPE_FACTORS} has other factors than those of Llama 3.1 to 3.3, which are not implemented")
+    expected = _llama3_factors(scaling["factor"], float(theta), len(factors)) if is_usual else ()
+    if not is_usual or not all(map(partial(math.isclose, rel_tol=1e-4), factors, expected)):
+        raise ValueError(f"the factors in {_ROPE_FACTORS} are not implemented; what works: those of Llama 3.1 to 3.3")
     return {"rope_type": "llama3", **scaling}
 
 
-def _llama3_factors(scaling: Mapping[str, float], theta: float, num_factors: int) -> Iterator[float]:
-    """By how much each frequency is divided: as rope_type 'llama3' of transformers."""
-    low, high, original = (
-        scaling[name] for name in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    )
-    for place in range(num_factors):
-        turns = original * theta ** (-place / num_factors) / (2 * math.pi)
+def _llama3_factors(factor: float, theta: float, num_factors: int) -> Iterator[float]:
+    """Yield the divisor of each frequency, as rope_type 'llama3' of transformers computes it."""
+    low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
+    for index in range(num_factors):
+        turns = _LLAMA3["original_max_position_embeddings"] * theta ** (-index / num_factors) / (2 * math.pi)
         share = min(max((turns - low) / (high - low), 0.0), 1.0)
-        yield 1 / ((1 - share) / scaling["factor"] + share)
+        yield 1 / ((1 - share) / factor + share)
 
 
 def _dtype(header: Header) -> str:
-    """The type that holds the matrices: their own, or bfloat16 for those of fewer bits."""
+    """Return the dtype of the matrices; bfloat16 if they are quantized."""
     kinds = {info.kind for info in header.tensors if len(info.shape) > 1}
     if kinds <= {"F32"}:
         return "float32"

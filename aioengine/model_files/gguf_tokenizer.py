@@ -1,6 +1,6 @@
-"""The tokenizer in a GGUF file, as a model folder holds it: tokenizer.json and tokenizer_config.json.
+"""Converts the tokenizer in a GGUF file to tokenizer.json and tokenizer_config.json.
 
-Text is split and joined as by the tokenizer that transformers makes of the same file.
+It splits and joins text like the tokenizer that transformers creates from the same file.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from aioengine.api import checks
-from aioengine.model_files.gguf_header import Array
+from aioengine.model_files.gguf_header import GgufArray
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from aioengine.model_files.gguf_header import Header, Scalar
+    from aioengine.model_files.gguf_header import Header, Metadata
 
     Json = dict[str, object]
 
@@ -40,30 +40,29 @@ _SPLITS: Final = {
     "megrez": _QWEN2,
     "tekken": _TEKKEN,
 }
-"""``tokenizer.ggml.pre`` -> the pattern of the pieces that a text is split into; None: that of GPT-2."""
+"""``tokenizer.ggml.pre`` -> the pattern that splits a text into pieces; None for the pattern of GPT-2."""
 _WHOLE_FIRST: Final = ("llama3", "llama-v3", "llama-bpe", "falcon3", "tekken")
-"""Those where a piece that is a token is one, whatever the merges make of it, and that begin with a BOS unless the file
-says otherwise: so do the tokenizers of Llama 3 and Mistral Nemo, and llama.cpp.
+"""Tokenizers that do not apply merges to a piece which is a token, and add a BOS unless the file disables it. Llama 3,
+Mistral Nemo and llama.cpp do the same.
 """
 
 _CONTROL, _USER_DEFINED = 3, 4
 _NAMED: Final = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 _MAX_TOKEN: Final = 256
-"""Characters of a token of a vocabulary without merges, which are found by dividing it everywhere."""
+"""Maximum characters of a token without merges in the file. We try all places to divide it."""
 _MAX_CHARACTERS, _MAX_MERGES = 1 << 24, 1 << 21
-"""Of such a vocabulary in all, and the merges that are found: 256,000 tokens have some 2 million and 600,000."""
+"""Limits of all tokens without merges in the file. 256,000 tokens have 2 million characters and 600,000 merges."""
 
 
 def has_tokenizer(header: Header) -> bool:
-    """Whether the file has a vocabulary."""
+    """Return whether the file has a vocabulary."""
     return header.metadata.get("tokenizer.ggml.model", "none") not in ("none", "no_vocab")
 
 
 def tokenizer_of(header: Header) -> Json:
-    """The contents of tokenizer.json.
+    """Return the contents of tokenizer.json.
 
-    Raises:
-        ValueError: the tokenizer is of a kind that is not implemented, or damaged; the message names the key.
+    Raises ValueError, which names the key, if the tokenizer is damaged or its kind is not implemented.
     """
     metadata = header.metadata
     kind = metadata.get("tokenizer.ggml.model")
@@ -72,7 +71,7 @@ def tokenizer_of(header: Header) -> Json:
     tokens = _texts(metadata, "tokenizer.ggml.tokens")
     is_bytes = kind == "gpt2"
     added = _added_tokens(tokens, _numbers(metadata, "tokenizer.ggml.token_type", len(tokens)), is_bytes=is_bytes)
-    parts = _of_bytes(metadata, tokens) if is_bytes else _of_words(metadata, tokens)
+    parts = _byte_bpe(metadata, tokens) if is_bytes else _character_bpe(metadata, tokens)
     return {
         "version": "1.0",
         "truncation": None,
@@ -85,40 +84,39 @@ def tokenizer_of(header: Header) -> Json:
 
 
 def tokenizer_config_of(header: Header) -> Json:
-    """The contents of tokenizer_config.json: the named tokens, and the chat templates.
+    """Return the contents of tokenizer_config.json: the named tokens and the chat templates.
 
-    Raises:
-        ValueError: a value is of a wrong type; the message names the key.
+    Raises ValueError, which names the key, if a value has a wrong type.
     """
     metadata = header.metadata
-    found: Json = {}
+    config: Json = {}
     if has_tokenizer(header):
         tokens = _texts(metadata, "tokenizer.ggml.tokens")
         for name, token in _NAMED.items():
             if (token_id := _token_id(metadata, name, len(tokens))) is not None:
-                found[token] = tokens[token_id]
+                config[token] = tokens[token_id]
     templates: dict[str, str] = {}
     for key, value in metadata.items():
         if key == "tokenizer.chat_template" or key.startswith("tokenizer.chat_template."):
             if not isinstance(value, str):
-                raise ValueError(f"{checks.shown(key)} is no text")
+                raise ValueError(f"{checks.shown(key)} must be a string")
             templates[key.removeprefix("tokenizer.chat_template").removeprefix(".") or "default"] = value
     if templates:
-        found["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
-    return found
+        config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+    return config
 
 
-def _of_bytes(metadata: Mapping[str, Scalar | Array], tokens: list[str]) -> Json:
-    """A BPE over bytes, each of which is written as one character."""
+def _byte_bpe(metadata: Metadata, tokens: list[str]) -> Json:
+    """Return a BPE over bytes. Each byte is written as one character."""
     name = metadata.get("tokenizer.ggml.pre", "default")
     if name not in _SPLITS:
         raise ValueError(
             f"tokenizer.ggml.pre {checks.shown(name)} is not implemented; what works: {', '.join(_SPLITS)}"
         )
     spelling = _byte_spelling()
-    letters = set(spelling.values())
+    characters = set(spelling.values())
     vocab = {
-        token if letters.issuperset(token) else "".join(spelling[byte] for byte in token.encode()): token_id
+        token if characters.issuperset(token) else "".join(spelling[byte] for byte in token.encode()): token_id
         for token_id, token in enumerate(tokens)
     }
     split = _SPLITS[str(name)]
@@ -134,12 +132,12 @@ def _of_bytes(metadata: Mapping[str, Scalar | Array], tokens: list[str]) -> Json
     }
 
 
-def _is_whole_first(metadata: Mapping[str, Scalar | Array]) -> bool:
+def _is_whole_first(metadata: Metadata) -> bool:
     return metadata.get("tokenizer.ggml.pre") in _WHOLE_FIRST
 
 
-def _of_words(metadata: Mapping[str, Scalar | Array], tokens: list[str]) -> Json:
-    """A BPE over characters, of sentencepiece: a space is U+2581, and what is unknown becomes bytes."""
+def _character_bpe(metadata: Metadata, tokens: list[str]) -> Json:
+    """Return a BPE over characters as in sentencepiece. A space is U+2581; unknown characters become bytes."""
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     if "tokenizer.ggml.merges" in metadata:
         merges = _merges(metadata)
@@ -168,44 +166,44 @@ def _bpe(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], **options:
     return {"type": "BPE", "dropout": None, "vocab": vocab, "merges": merges, **options}
 
 
-def _merges(metadata: Mapping[str, Scalar | Array]) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
+def _merges(metadata: Metadata) -> list[tuple[str, str]]:
+    merges: list[tuple[str, str]] = []
     for merge in _texts(metadata, "tokenizer.ggml.merges"):
         left, space, right = merge.partition(" ")
         if not (left and space and right) or " " in right:
             raise ValueError(f"tokenizer.ggml.merges has {checks.shown(merge)}, which is not two parts with a space")
-        found.append((left, right))
-    return found
+        merges.append((left, right))
+    return merges
 
 
 def _merges_by_score(vocab: Mapping[str, int], tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """All ways to divide a token into two others, the best tokens first."""
-    longest = max(tokens, key=len, default="")
-    if len(longest) > _MAX_TOKEN:
-        raise ValueError(f"tokenizer.ggml.tokens has one of {len(longest)} characters; at most {_MAX_TOKEN} work")
+    """Return all ways to divide a token into two tokens, in descending order of scores."""
+    longest = max(map(len, tokens), default=0)
+    if longest > _MAX_TOKEN:
+        raise ValueError(f"tokenizer.ggml.tokens has a token of {longest} characters; the limit is {_MAX_TOKEN}")
     if (size := sum(map(len, tokens))) > _MAX_CHARACTERS:
-        raise ValueError(f"tokenizer.ggml.tokens has {size} characters and no merges; at most {_MAX_CHARACTERS} work")
+        raise ValueError(f"tokenizer.ggml.tokens has {size} characters and no merges; the limit is {_MAX_CHARACTERS}")
     score_of = dict(zip(tokens, scores, strict=False))
-    found: list[tuple[float, int, int, str, str]] = []
+    merges: list[tuple[float, int, int, str, str]] = []
     for token, score in score_of.items():
-        ways = [(token[:place], token[place:]) for place in range(1, len(token))]
-        known = [(left, right) for left, right in ways if left in vocab and right in vocab]
-        known.sort(key=lambda way: (vocab[way[0]], vocab[way[1]]))
-        found += [(score, len(left), len(right), left, right) for left, right in known]
-        if len(found) > _MAX_MERGES:
-            raise ValueError(f"tokenizer.ggml.tokens makes more merges than the {_MAX_MERGES} that work")
-    found.sort(key=lambda way: way[:3], reverse=True)
-    return [(left, right) for *_, left, right in found]
+        pairs = [(token[:index], token[index:]) for index in range(1, len(token))]
+        known = [(left, right) for left, right in pairs if left in vocab and right in vocab]
+        known.sort(key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
+        merges += [(score, len(left), len(right), left, right) for left, right in known]
+        if len(merges) > _MAX_MERGES:
+            raise ValueError(f"tokenizer.ggml.tokens has more merges than the limit of {_MAX_MERGES}")
+    merges.sort(key=lambda merge: merge[:3], reverse=True)
+    return [(left, right) for *_, left, right in merges]
 
 
 def _added_tokens(tokens: Sequence[str], types: Sequence[float], *, is_bytes: bool) -> list[Json]:
-    """Tokens that are found in a text before it is split: control tokens, which are special, and those of users."""
-    letters = set(_byte_spelling().values())
-    found: dict[str, Json] = {}
+    """Return the tokens that are found before a text is split: control tokens, which are special, and user tokens."""
+    characters = set(_byte_spelling().values())
+    added: dict[str, Json] = {}
     for token_id, (token, kind) in enumerate(zip(tokens, types, strict=False)):
-        is_special = kind == _CONTROL and (not is_bytes or letters.issuperset(token))
+        is_special = kind == _CONTROL and (not is_bytes or characters.issuperset(token))
         if (is_special or kind == _USER_DEFINED) and token:
-            found[token] = {
+            added[token] = {
                 "id": token_id,
                 "content": token,
                 "single_word": False,
@@ -214,11 +212,11 @@ def _added_tokens(tokens: Sequence[str], types: Sequence[float], *, is_bytes: bo
                 "normalized": False,
                 "special": is_special,
             }
-    return list(found.values())
+    return list(added.values())
 
 
-def _post_processor(metadata: Mapping[str, Scalar | Array], tokens: Sequence[str], *, adds_bos: bool) -> Json:
-    """Puts a token before or behind a text; ``adds_bos`` where the file does not say."""
+def _post_processor(metadata: Metadata, tokens: Sequence[str], *, adds_bos: bool) -> Json:
+    """Return the part that adds BOS and EOS to a text. ``adds_bos``: the default if the file does not decide."""
     single: list[Json] = [{"Sequence": {"id": "A", "type_id": 0}}]
     pair: list[Json] = [{"Sequence": {"id": "B", "type_id": 1}}]
     special: dict[str, Json] = {}
@@ -234,42 +232,36 @@ def _post_processor(metadata: Mapping[str, Scalar | Array], tokens: Sequence[str
     return {"type": "TemplateProcessing", "single": single, "pair": [*single, *pair], "special_tokens": special}
 
 
-def _token_id(metadata: Mapping[str, Scalar | Array], name: str, num_tokens: int) -> int | None:
-    """The id of a named token; None: there is none."""
+def _token_id(metadata: Metadata, name: str, num_tokens: int) -> int | None:
+    """Return the id of a named token; None if there is none."""
     key = f"tokenizer.ggml.{name}_token_id"
-    found = metadata.get(key)
-    if found is None or (isinstance(found, int) and found == 2**32 - 1):  # what some converters write for none
+    token_id = metadata.get(key)
+    if token_id is None or token_id == 2**32 - 1:  # some converters write this number for no token
         return None
-    if not isinstance(found, int) or not 0 <= found < num_tokens:
-        raise ValueError(f"{key} is {checks.shown(found)}; there are {num_tokens} tokens")
-    return found
+    if not isinstance(token_id, int) or not 0 <= token_id < num_tokens:
+        raise ValueError(f"{key} is {checks.shown(token_id)}; there are {num_tokens} tokens")
+    return token_id
 
 
-def _texts(metadata: Mapping[str, Scalar | Array], key: str) -> list[str]:
-    found = metadata.get(key)
-    if not isinstance(found, Array):
+def _texts(metadata: Metadata, key: str) -> list[str]:
+    array = metadata.get(key)
+    if not isinstance(array, GgufArray):
         raise ValueError(f"it has no array {key}")
-    return found.texts()
+    return array.texts()
 
 
-def _numbers(metadata: Mapping[str, Scalar | Array], key: str, num_items: int) -> tuple[float, ...]:
-    """As many numbers as there are tokens; zeros where the file has none."""
-    found = metadata.get(key)
-    if found is None:
+def _numbers(metadata: Metadata, key: str, num_items: int) -> tuple[float, ...]:
+    """Return one number per token; zeros if the file has none."""
+    array = metadata.get(key)
+    if array is None:
         return (0.0,) * num_items
-    if not isinstance(found, Array) or found.num_items != num_items:
-        raise ValueError(f"{key} is no array of {num_items} numbers, one for each token")
-    return found.numbers()
+    if not isinstance(array, GgufArray) or array.num_items != num_items:
+        raise ValueError(f"{key} must be an array of {num_items} numbers, one per token")
+    return array.numbers()
 
 
 def _byte_spelling() -> dict[int, str]:
-    """The character for each byte in vocabularies of GPT-2: itself where it can be seen, else one from U+0100 on."""
-    return dict(_spelled())
-
-
-def _spelled() -> Iterator[tuple[int, str]]:
-    others = 0
-    for byte in range(256):
-        is_visible = 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte <= 255
-        yield byte, chr(byte if is_visible else 256 + others)
-        others += not is_visible
+    """Return the character of each byte in vocabularies of GPT-2: itself if it is visible, else one from U+0100 on."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = (byte for byte in range(256) if byte not in visible)
+    return {byte: chr(byte) for byte in visible} | {byte: chr(256 + index) for index, byte in enumerate(others)}

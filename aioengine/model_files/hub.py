@@ -1,4 +1,4 @@
-"""Downloads from the Hugging Face hub. Its token, its cache and ``HF_HUB_OFFLINE`` come from the environment."""
+"""Downloads models from the Hugging Face hub. Token, cache and ``HF_HUB_OFFLINE`` come from the environment."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
-Given = TypeVar("Given")
+Value = TypeVar("Value")
 
 _TOKENIZER_FILES: Final = ("*.json", "*.jinja", "tokenizer.model", "*.txt")
 _WANTED_FILES: Final = {"model_path": (*_TOKENIZER_FILES, "*.safetensors"), "tokenizer_path": _TOKENIZER_FILES}
-"""Files to download, by the constructor's argument that names the model."""
+"""Argument of the constructor -> files to download."""
 _CONFIGS: Final = ("*config*.json", "modules.json")
-"""Of a model that is looked at and not loaded."""
+"""Files to download for a plan."""
 
 _NUM_THREADS: Final = 8
 
@@ -32,19 +32,20 @@ def download(
     argument: str = "model_path",
     configs_only: bool = False,
 ) -> str:
-    """Fetch the files of a model or a tokenizer that are not in the hub's cache yet; returns the local folder.
+    """Download the files of a model or tokenizer that are not in the hub's cache. Return the local folder.
 
-    ``configs_only``: neither weights nor tokenizer.
+    Args:
+        argument: the constructor's argument that names the model.
+        configs_only: download neither weights nor tokenizer.
 
-    Raises:
-        ValueError: the hub has no such model for this user, or it could not be reached.
+    Raises ValueError if the hub cannot be reached, or has no such model that the user may read.
     """
-    # Imported here alone: it takes a third of a second, and most programs read a local folder.
+    # Imported here, because it takes a third of a second, and most programs read a local folder.
     import huggingface_hub
     from huggingface_hub import errors
 
-    # Its own threads would keep the program from exiting until all files are there, minutes after a Ctrl-C: it finds
-    # out which are missing, and at the end which folder has them.
+    # Files are downloaded by our own threads: those of snapshot_download keep the program from exiting after Ctrl-C
+    # until all files are complete. It only lists the missing files, and returns the folder at the end.
     find: Callable[..., Any] = partial(
         huggingface_hub.snapshot_download,  # pyright: ignore[reportUnknownMemberType]  # an untyped dict
         name,
@@ -59,45 +60,44 @@ def download(
         )
 
     with _errors_named(argument, name, revision, cache=download_dir or huggingface_hub.constants.HF_HUB_CACHE):
-        with suppress(errors.DryRunError):  # the hub cannot be reached, and all may be in the cache
+        with suppress(errors.DryRunError):  # the hub cannot be reached, but the cache may have all files
             with _bars(are_shown=False):
-                found: list[huggingface_hub.DryRunFileInfo] = find(dry_run=True)
+                files: list[huggingface_hub.DryRunFileInfo] = find(dry_run=True)
             with _bars(are_shown=progress):
-                _call_with_each(fetch, [file for file in found if file.will_download])
+                _call_in_threads(fetch, [file for file in files if file.will_download])
         with _bars(are_shown=False):
             folder: str = find()
             return folder
 
 
 def weight_shapes(name: str, *, revision: str | None) -> dict[str, tuple[int, ...]]:
-    """The names and shapes of a model's tensors, of whose files the headers alone are fetched.
+    """Return name -> shape of a model's tensors. Only the headers of the files are downloaded.
 
-    Raises:
-        ValueError: as ``download``; or the model has no safetensors files, or damaged ones.
+    Raises ValueError as ``download``, or if the model has no safetensors files, or damaged ones.
     """
     import huggingface_hub
     from huggingface_hub import errors
 
     try:
         with _errors_named("model_path", name, revision, cache=None), _bars(are_shown=False):
-            found = huggingface_hub.HfApi().get_safetensors_metadata(name, revision=revision)
+            metadata = huggingface_hub.HfApi().get_safetensors_metadata(name, revision=revision)
     except errors.NotASafetensorsRepoError as error:
-        raise ValueError(f"the hub's model {name!r} has no *.safetensors files; other forms are not read") from error
+        raise ValueError(f"the hub's model {name!r} has no *.safetensors files; other formats are not read") from error
     except errors.SafetensorsParsingError as error:
         raise ValueError(f"the *.safetensors files of the hub's model {name!r} cannot be read: {error}") from error
-    files = found.files_metadata.values()
+    files = metadata.files_metadata.values()
     return {tensor: tuple(info.shape) for file in files for tensor, info in file.tensors.items()}
 
 
 @contextmanager
 def _errors_named(argument: str, name: str, revision: str | None, *, cache: str | None) -> Generator[None]:
-    """Errors of the hub as ValueErrors that say what was tried and what to do.
+    """Convert errors of the hub to ValueErrors with a remedy.
 
-    ``cache``: the folder of downloads where the model was looked for; None: its files are read from the hub alone.
+    ``cache``: the folder of downloads in which the model was searched; None if only the hub was asked.
     """
     from huggingface_hub import constants, errors
 
-    http: type[Exception] = vars(errors)["HTTPError"]  # of the library that this version of it uses
+    http: type[Exception] = vars(errors)["HTTPError"]  # the HTTP library differs between versions
     try:
         yield
     except (errors.HFValidationError, errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
@@ -113,12 +113,12 @@ def _errors_named(argument: str, name: str, revision: str | None, *, cache: str 
         if constants.HF_HUB_OFFLINE:
             raise ValueError(
                 f"{tried}, and HF_HUB_OFFLINE is set, so the hub was not asked for the model's files; unset it, or "
-                "give the path of a folder that has them"
+                "give the path of a folder with the files"
             ) from error
         reason = (str(error).strip().splitlines() or [""])[0].removeprefix("Got: ")[:200] or type(error).__name__
         raise ValueError(
-            f"{tried}, and the model's files could not be fetched from {constants.ENDPOINT}: {reason}; check the "
-            "network and the disk of this machine, or give the path of a folder that has them"
+            f"{tried}, and the model's files could not be downloaded from {constants.ENDPOINT}: {reason}; check the "
+            "network and the disk of this machine, or give the path of a folder with the files"
         ) from error
 
 
@@ -132,7 +132,7 @@ def _not_here(argument: str, name: str) -> str:
 
 @contextmanager
 def _bars(*, are_shown: bool) -> Generator[None]:
-    """Show no progress bars of the hub, or leave it to the program whether they are shown."""
+    """Hide the progress bars of the hub, or leave them as the program has set them."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     is_switched = not are_shown and not are_progress_bars_disabled()
@@ -145,9 +145,9 @@ def _bars(*, are_shown: bool) -> Generator[None]:
             enable_progress_bars()
 
 
-def _call_with_each(call: Callable[[Given], object], values: Sequence[Given]) -> None:
-    """``call`` with each value, on several threads that end with the program. Raises what the first failure raised."""
-    waiting = SimpleQueue[Given]()
+def _call_in_threads(call: Callable[[Value], object], values: Sequence[Value]) -> None:
+    """Call ``call`` with each value, in several daemon threads. Raises the first exception."""
+    waiting = SimpleQueue[Value]()
     for value in values:
         waiting.put(value)
     failures: list[BaseException] = []
@@ -158,7 +158,7 @@ def _call_with_each(call: Callable[[Given], object], values: Sequence[Given]) ->
                 call(waiting.get_nowait())
             except Empty:
                 return
-            except BaseException as error:  # raised by the caller's thread
+            except BaseException as error:  # raised again in the caller's thread
                 failures.append(error)
 
     threads = [threading.Thread(target=work, name="aioengine-download", daemon=True) for _ in values[:_NUM_THREADS]]

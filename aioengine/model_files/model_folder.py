@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
@@ -19,12 +18,13 @@ from msgspec.structs import replace
 from aioengine import logs, plugins
 from aioengine.api import checks
 from aioengine.api.params import FROM_MODEL, PARAMETERS
+from aioengine.families._block_config import AttentionConfig
 from aioengine.families._config import DecoderConfig, Task, as_embedder
 from aioengine.families._encoders import EncoderConfig
 from aioengine.families._fallback_config import linear_layers as fallback_layers
 from aioengine.families._fallback_config import read_fallback_config
 from aioengine.families._fields import MAX_SIZES, not_implemented
-from aioengine.families._tensors import adaptable_layers, exact_types, is_ignored, tensor_shapes
+from aioengine.families._tensors import adaptable_layers
 from aioengine.families._towers import num_tower_parameters
 from aioengine.families._vision import VisionConfig
 from aioengine.model_files import checkpoint, folder_files
@@ -46,7 +46,7 @@ _DTYPES: Final = ("bfloat16", "float16", "float32")
 _WIDER: Final = ("float64", "double", "float", "auto")
 _logger = logging.getLogger(__name__)
 _READ_QUANTIZED: Final = {("gpt_oss", "mxfp4")}
-"""Model types, and methods of quantization that are read."""
+"""Supported pairs of model type and quantization method."""
 _MAX_HUB_ID: Final = 200
 
 
@@ -54,20 +54,20 @@ class StoredWeights(Struct, frozen=True, kw_only=True):
     """The files that a model is loaded from.
 
     Attributes:
-        missing: why the folder has no weights to load; None: it has.
-        files: path -> state of config.json and of the files of the weights, as ``checkpoint.file_states`` has it.
-        tokenizer_files: the same of tokenizer.json and the files beside it.
-        num_numbers: in the files of a model that transformers' code computes; 0: there are none.
+        missing: why the folder has no readable weights; None if it has some.
+        files: digests of config.json and the weight files, see ``checkpoint.file_states``.
+        tokenizer_files: digests of tokenizer.json and the files beside it.
+        num_parameters: of a model in transformers' code: elements of all tensors in its files; 0 without files.
     """
 
     missing: str | None = None
     files: dict[str, str] = {}
     tokenizer_files: dict[str, str] = {}
-    num_numbers: int = 0
+    num_parameters: int = 0
 
 
 class Heads(Struct, frozen=True, kw_only=True):
-    """Of the attention of a model; ``head_dim``: numbers of a key."""
+    """The sizes of attention. ``head_dim``: elements of a key."""
 
     num_heads: int
     num_kv_heads: int
@@ -75,21 +75,23 @@ class Heads(Struct, frozen=True, kw_only=True):
 
 
 class ModelFacts(Struct, frozen=True, kw_only=True):
-    """The facts about a model that its JSON files give.
+    """The facts about a model in its JSON files.
 
     Attributes:
-        context_length: positions that the model was made for, with its rope scaling.
+        context_length: trained context length, with RoPE scaling.
         dtype: of the checkpoint: "bfloat16", "float16" or "float32".
         eos_token_ids: from generation_config.json and config.json.
-        tokenizer_path: the folder with tokenizer.json; None: there is no such file.
-        keeps_states: as in ``TransformerConfig``. whole_image_tokens: as in ``VisionConfig``.
-        short_length: as in ``TransformerConfig``.
-        task: "generate", "embed" or "classify". is_causal: a token attends to no later position.
-        is_encoder: an encoder as BERT, not a decoder, whatever its task.
-        linear_layers: those that an adapter may change: name in the checkpoint -> (outputs, inputs).
-        implementation: whose code computes it: "aioengine" or "transformers".
-        sampling_defaults: of generation_config.json, for the parameters in ``params.FROM_MODEL``.
-        warning: which values of generation_config.json have no effect, and why; empty: none.
+        tokenizer_path: the folder with tokenizer.json; None if there is no such file.
+        task: "generate", "embed" or "classify".
+        is_causal, keeps_states, short_length: see ``TransformerConfig``.
+        is_encoder: an encoder such as BERT, not a decoder.
+        is_latent: latent attention (DeepSeek).
+        has_soft_cap: attention with soft caps. False for transformers' code, where it is unknown.
+        whole_image_tokens: see ``VisionConfig``.
+        linear_layers: name in the checkpoint -> (outputs, inputs) of the layers that adapters may change.
+        implementation: whose code computes the model: "aioengine" or "transformers".
+        sampling_defaults: values in generation_config.json of the parameters in ``params.FROM_MODEL``.
+        warning: which values of generation_config.json have no effect, and why; "" if all have.
     """
 
     path: str
@@ -107,6 +109,8 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     task: str = "generate"
     is_causal: bool = True
     is_encoder: bool = False
+    is_latent: bool = False
+    has_soft_cap: bool = False
     keeps_states: bool = False
     whole_image_tokens: int = 0
     short_length: int = 0
@@ -129,11 +133,12 @@ def locate(
     argument: str = "model_path",
     configs_only: bool = False,
 ) -> str:
-    """The local folder of a model: the folder itself, the demo model for None, or a download of a hub id; or a GGUF
-    file, given by its path or by a folder that has no other one.
+    """Return the local folder or GGUF file of a model. A hub id is downloaded.
 
-    ``argument``: the constructor's argument that is looked up, "model_path" or "tokenizer_path". ``configs_only``: of a
-    hub id, no weights.
+    Args:
+        model_path: a folder, a GGUF file, a folder with one GGUF file, or a hub id; None for the demo model.
+        argument: the constructor's argument, for messages: "model_path" or "tokenizer_path".
+        configs_only: do not download weights.
 
     Raises:
         ValueError: there is no such folder, and no such model on the hub; or the hub cannot be reached.
@@ -147,8 +152,8 @@ def locate(
         return str(_gguf_in(folder) or folder.resolve())
     if folder.is_file():
         if folder_files.is_gguf(folder):
-            return str(folder.absolute())  # not resolved: the hub's cache has other names
-        raise ValueError(f"{argument} {shown} is a file; give the folder that holds it, or a GGUF file")
+            return str(folder.absolute())  # not resolved: in the hub's cache, the target of the link has another name
+        raise ValueError(f"{argument} {shown} is a file; give its folder, or a GGUF file")
     if not may_be_hub_id(model_path):
         kind = "file" if folder.suffix == folder_files.GGUF else "folder"
         raise ValueError(f"{argument} {shown}: there is no such {kind}; {_nearest_parent(folder)}")
@@ -165,27 +170,26 @@ def locate(
 
 
 def _gguf_in(folder: Path) -> Path | None:
-    """The GGUF file of a folder that has nothing else to read; None: it has, or it has none.
+    """Return the GGUF file of a folder without config.json and tokenizer.json; None if there is none.
 
-    Raises:
-        ValueError: it has several, or may not be read.
+    Raises ValueError if there are several.
     """
     if any(folder_files.is_file(folder / name) for name in (folder_files.CONFIG, folder_files.TOKENIZER)):
         return None
-    found = sorted(path for path in folder.absolute().glob(f"*{folder_files.GGUF}") if folder_files.is_gguf(path))
-    if len(found) > 1:
-        names = ", ".join(checks.name(path.name) for path in found[:10])
-        raise ValueError(f"{str(folder)!r} holds {len(found)} GGUF files; give the path of one of them: {names}")
-    return found[0] if found else None
+    paths = sorted(path for path in folder.absolute().glob(f"*{folder_files.GGUF}") if folder_files.is_gguf(path))
+    if len(paths) > 1:
+        names = ", ".join(checks.name(path.name) for path in paths[:10])
+        raise ValueError(f"{str(folder)!r} has {len(paths)} GGUF files; give the path of one of them: {names}")
+    return paths[0] if paths else None
 
 
 def needs_download(path: str | None) -> bool:
-    """Whether ``locate`` would ask the hub."""
+    """Return whether ``locate`` would ask the hub."""
     return path is not None and may_be_hub_id(path) and not os.path.exists(path)
 
 
 def may_be_hub_id(name: str) -> bool:
-    """Whether this reads "owner/name" (or an old plain "name"), and not as a path."""
+    """Return whether a name looks like "owner/name" or "name", not like a path."""
     parts = name.split("/")
     if name.startswith((".", "~", "/")) or len(parts) > 2 or len(name) > _MAX_HUB_ID:
         return False
@@ -193,15 +197,15 @@ def may_be_hub_id(name: str) -> bool:
 
 
 def _expanded(path: str, argument: str) -> Path:
-    """The path with the user's folder for "~"; the system can look it up."""
+    """Expand "~". Raises ValueError if the system cannot look up the path."""
     try:
-        found = Path(path).expanduser()
-        os.fsencode(found)
-        found.exists()  # pathlib itself takes a name with a null character for one that does not exist
+        expanded = Path(path).expanduser()
+        os.fsencode(expanded)
+        expanded.exists()
     except (OSError, RuntimeError, UnicodeEncodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error).rstrip(".")
         raise ValueError(f"{argument} {checks.shown(path)} cannot be looked up: {reason}") from error
-    return found
+    return expanded
 
 
 def _nearest_parent(folder: Path) -> str:
@@ -210,34 +214,31 @@ def _nearest_parent(folder: Path) -> str:
         return f"{str(parent)!r} may not be read"
     folders = sorted(name for name in os.listdir(parent) if os.path.isdir(parent / name))
     names = [checks.name(name) for name in folders[:10]]
-    return f"{str(parent)!r} holds {'the folders ' + ', '.join(names) if names else 'no folders'}"
+    return f"{str(parent)!r} has {'the folders ' + ', '.join(names) if names else 'no folders'}"
 
 
 # ---------------------------------------------------------------- reading the facts
 
 
-class _Quantization(Struct):
-    quant_method: str = "of an unknown kind"
+class _Quantization(Struct, frozen=True):
+    quant_method: str = "unknown method"
 
 
-class _TextConfig(Struct):
-    """The facts that a model which reads images has in the part of its text model."""
+class _TextFacts(Struct, frozen=True):
+    """The fields of ``text_config`` that no family reads."""
 
     dtype: str | None = None
     torch_dtype: str | None = None
     eos_token_id: int | list[int] | None = None
 
 
-class _Config(Struct):
-    """The facts in config.json that no family reads."""
+class _ConfigFacts(_TextFacts, frozen=True):
+    """The fields of config.json that no family reads."""
 
     architectures: list[str] | None = None
     model_type: str | None = None
-    dtype: str | None = None
-    torch_dtype: str | None = None
-    eos_token_id: int | list[int] | None = None
     quantization_config: _Quantization | None = None
-    text_config: _TextConfig | None = None
+    text_config: _TextFacts = _TextFacts()
 
 
 class _GenerationConfig(Struct):
@@ -250,13 +251,14 @@ class _GenerationConfig(Struct):
 
 
 def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: bool = False) -> ModelFacts:
-    """Locate the model that is asked for, and its tokenizer if that is elsewhere, and read what they are.
+    """Locate a model and its tokenizer, and read the facts about them.
 
-    ``configs_only``: no weights are fetched or looked at, but the headers of their files where transformers' code
-    computes the model: its size is known from these alone.
+    Args:
+        configs_only: read no weights. For a model in transformers' code, the headers of the weight files are read, or
+            downloaded, because only they contain its size.
 
     Raises:
-        ValueError: one of them cannot be found, or the model cannot be served; the message says what could be.
+        ValueError: the model or tokenizer is not found, or the model is not supported.
     """
     path = locate(
         wanted.path,
@@ -274,22 +276,22 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
         )
     config, model, pooling, implementation = _read_config(folder, wanted)
     generation = folder_files.read_json(folder / "generation_config.json", _GenerationConfig) or _GenerationConfig()
-    is_looked_at = not configs_only
     if implementation == OWN:
-        weights = _stored_weights(folder, model, is_looked_at=is_looked_at, load_format=wanted.load_format)
+        weights = _stored_weights(folder, model, load_format=wanted.load_format, configs_only=configs_only)
         layers = adaptable_layers(model) if isinstance(model, DecoderConfig) else {}
     else:
         shapes = _fallback_shapes(folder, wanted, configs_only=configs_only)
-        weights = _fallback_weights(folder, model, shapes, is_looked_at=is_looked_at)
+        weights = _fallback_weights(folder, model, shapes, configs_only=configs_only)
         layers = fallback_layers(shapes, model.vocab_size)
-    if wanted.tokenizer and is_looked_at:
+    if wanted.tokenizer and not configs_only:
         weights = replace(weights, tokenizer_files=_tokenizer_files(tokenizer))
     defaults: dict[str, float] = {}
     left_out = ""
     if wanted.sampling_defaults == "model" and model.task is Task.GENERATE:
         defaults, left_out = _sampling_defaults(generation)
-    text = config.text_config or _TextConfig()
-    eos = dict.fromkeys((*_ids(generation.eos_token_id), *_ids(config.eos_token_id), *_ids(text.eos_token_id)))
+    attention = model.attention if isinstance(model, DecoderConfig) else AttentionConfig()
+    ends = generation.eos_token_id, config.eos_token_id, config.text_config.eos_token_id
+    eos = dict.fromkeys(token_id for ids in ends for token_id in (ids if isinstance(ids, list) else [ids]))
     return ModelFacts(
         path=path,
         architecture=(config.architectures or [""])[0],
@@ -301,11 +303,13 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
         heads=Heads(num_heads=model.num_heads, num_kv_heads=model.num_kv_heads, head_dim=model.head_size),
         dtype=_dtype(config),
         weights=weights,
-        eos_token_ids=tuple(token_id for token_id in eos if 0 <= token_id < model.vocab_size),
+        eos_token_ids=tuple(token_id for token_id in eos if token_id is not None and 0 <= token_id < model.vocab_size),
         tokenizer_path=str(tokenizer) if folder_files.is_file(tokenizer / folder_files.TOKENIZER) else None,
         task=model.task.value,
         is_causal=model.is_causal,
         is_encoder=isinstance(model, EncoderConfig),
+        is_latent=attention.latent is not None,
+        has_soft_cap=attention.soft_cap is not None,
         keeps_states=model.keeps_states,
         short_length=model.short_length,
         whole_image_tokens=model.whole_image_tokens if isinstance(model, VisionConfig) else 0,
@@ -318,7 +322,7 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
 
 
 def _sampling_defaults(generation: _GenerationConfig) -> tuple[dict[str, float], str]:
-    """Return the model's values of sampling parameters, and why others are left out."""
+    """Return the valid values of sampling parameters, and why the others are left out."""
     defaults: dict[str, float] = {}
     reasons: list[str] = []
     for name in FROM_MODEL:
@@ -333,7 +337,7 @@ def _sampling_defaults(generation: _GenerationConfig) -> tuple[dict[str, float],
 
 
 def _tokenizer_files(folder: Path) -> dict[str, str]:
-    """The states of the files that say which ids a text has, as ``checkpoint.file_states`` has them."""
+    """Return the digests of the files that determine the token ids of a text."""
     if folder_files.is_gguf(folder):
         return checkpoint.file_states([folder])
     paths = [
@@ -342,33 +346,23 @@ def _tokenizer_files(folder: Path) -> dict[str, str]:
     return checkpoint.file_states(path for path in paths if folder_files.is_file(path))
 
 
-def _stored_weights(folder: Path, model: TransformerConfig, *, is_looked_at: bool, load_format: str) -> StoredWeights:
-    """The files of the weights, which are checked unless they are made up. Raises ValueError as ``check_folder``."""
-    missing = checkpoint.missing_weights(folder) if is_looked_at else None
-    is_loaded = is_looked_at and load_format != "dummy" and not missing
+def _stored_weights(folder: Path, model: TransformerConfig, *, load_format: str, configs_only: bool) -> StoredWeights:
+    """Return the files of the weights. Files that will be loaded are checked, see ``check_folder``."""
+    missing = None if configs_only else checkpoint.missing_weights(folder)
+    is_loaded = not configs_only and load_format != "dummy" and not missing
     files = checkpoint.file_states(checkpoint.model_files(folder, with_weights=is_loaded))
     if is_loaded:
-        if types := exact_types(model):
-            text = (
-                "%d tensors in %s are of 4 bits (MXFP4); they are converted to the model's dtype when they are loaded"
-            )
-            logs.log(_logger, logging.INFO, text, len(types) // 2, folder)
-        checkpoint.check_folder(
-            folder,
-            partial(tensor_shapes, model),
-            num_layers=model.num_layers,
-            prefix=model.prefix,
-            renamed=model.renamed,
-            is_ignored=partial(is_ignored, model),
-            types=types,
-        )
+        checkpoint.check_folder(folder, model)
+        if isinstance(model, DecoderConfig) and model.experts is not None and model.experts.stored == "mxfp4":
+            text = "the experts in %s have 4 bits (MXFP4); they are converted to the model's dtype when they are loaded"
+            logs.log(_logger, logging.INFO, text, folder)
     return StoredWeights(missing=missing, files=files)
 
 
 def _fallback_shapes(folder: Path, wanted: ModelConfig, *, configs_only: bool) -> dict[str, tuple[int, ...]]:
-    """The tensors in the files of a model that transformers computes; none where there are no files.
+    """Return the tensors of a model in transformers' code; {} if there are no files.
 
-    Raises ValueError for a GGUF file, for files that are missing or damaged, and where the hub cannot be asked.
+    Raises ValueError if the files are damaged or a GGUF file, or the hub cannot be reached.
     """
     if folder_files.is_gguf(folder):
         raise ValueError(f"{str(folder)!r} is a GGUF file, which model_impl='transformers' does not read")
@@ -380,115 +374,110 @@ def _fallback_shapes(folder: Path, wanted: ModelConfig, *, configs_only: bool) -
 
 
 def _fallback_weights(
-    folder: Path, model: TransformerConfig, shapes: Mapping[str, tuple[int, ...]], *, is_looked_at: bool
+    folder: Path, model: TransformerConfig, shapes: Mapping[str, tuple[int, ...]], *, configs_only: bool
 ) -> StoredWeights:
-    """The files of the weights of a model that transformers computes. Which tensors it needs is known to transformers
-    alone, and checked when they are loaded.
+    """Return the files of the weights of a model in transformers' code, which checks the tensors when it loads them.
 
-    Raises ValueError for other numbers of layers than config.json names.
+    Raises ValueError if there are fewer tensors than layers.
     """
-    missing = checkpoint.missing_weights(folder) if is_looked_at else None
-    is_loaded = is_looked_at and not missing
+    missing = None if configs_only else checkpoint.missing_weights(folder)
+    is_loaded = not configs_only and not missing
     if is_loaded:
         checkpoint.check_num_layers(shapes, model.num_layers, folder)
     files = checkpoint.file_states(checkpoint.model_files(folder, with_weights=is_loaded))
-    return StoredWeights(missing=missing, files=files, num_numbers=sum(map(math.prod, shapes.values())))
+    return StoredWeights(missing=missing, files=files, num_parameters=sum(map(math.prod, shapes.values())))
 
 
 def family_config(wanted: ModelConfig) -> TransformerConfig:
-    """The sizes of a model whose path is a folder. Raises ValueError for a value that is missing or not implemented."""
+    """Return the config of a model in a local folder. Raises ValueError if a value is missing or not implemented."""
     return _read_config(Path(wanted.path or DEMO_MODEL), wanted)[1]
 
 
 def supported_model_types() -> list[str]:
-    """The ``model_type`` of every family."""
+    """Return the ``model_type`` of all families."""
     return plugins.names("families")
 
 
-def _read_config(folder: Path, wanted: ModelConfig) -> tuple[_Config, TransformerConfig, PoolingSettings, str]:
-    """The facts of config.json, how the model pools, and whose code computes it.
+def _read_config(folder: Path, wanted: ModelConfig) -> tuple[_ConfigFacts, TransformerConfig, PoolingSettings, str]:
+    """Read config.json and the pooling. Also return whose code computes the model.
 
-    Raises ValueError for a value that is missing or not implemented; it is named.
+    Raises ValueError, which names the field, if a value is missing or not implemented.
     """
     file, is_embedding = folder / "config.json", wanted.is_embedding
     raw = folder_files.read_json(file, dict[str, object])
     if raw is None:
-        raise ValueError(f"{str(folder)!r} is no model folder: {_what_instead(folder)}")
+        raise ValueError(f"{str(folder)!r} is no model folder: {_reason_without_config(folder)}")
     try:
-        config = msgspec.convert(raw, _Config)
+        config = msgspec.convert({name: value for name, value in raw.items() if value is not None}, _ConfigFacts)
         implementation = _implementation(config, wanted.implementation)
         read: ReadConfig = read_fallback_config
         if implementation == OWN:
             read = plugins.load("families", plugins.file_name(config.model_type or "")).read
-        found = read(raw)
-        if found.task is Task.GENERATE and (is_embedder(folder) if is_embedding is None else is_embedding):
-            found = read(as_embedder(raw))
-        if is_embedding is False and found.task is not Task.GENERATE:
+        model = read(raw)
+        if model.task is Task.GENERATE and (is_embedder(folder) if is_embedding is None else is_embedding):
+            model = read(as_embedder(raw))
+        if is_embedding is False and model.task is not Task.GENERATE:
             raise ValueError(f"is_embedding=False, but its architecture ({config.architectures}) does not generate")
-        if isinstance(found, VisionConfig):
-            num_tower_parameters(raw, found.hidden_size)
-        if found.task is Task.GENERATE and not found.is_causal:
-            not_implemented("is_causal", False, "true, or is_embedding=True: its tokens attend to all of their text")
-        return config, found, read_pooling(folder, found, raw), implementation
+        if isinstance(model, VisionConfig):
+            num_tower_parameters(raw, model.hidden_size)  # checks the sizes of the tower
+        if model.task is Task.GENERATE and not model.is_causal:
+            not_implemented("is_causal", False, "true, or is_embedding=True: its tokens attend to the whole text")
+        return config, model, read_pooling(folder, model, raw), implementation
     except ValueError as error:
         raise ValueError(f"{folder_files.shown_path(file)}: {error}") from error
 
 
-def _what_instead(folder: Path) -> str:
+def _reason_without_config(folder: Path) -> str:
     if (folder / "params.json").is_file():
-        return "it holds the original release; give the folder in Hugging Face form (config.json, *.safetensors)"
+        return "it has the original release; give the folder in Hugging Face format (config.json, *.safetensors)"
     inner = sorted(str(file.parent) for file in folder.glob("*/config.json"))
     return f"config.json is missing{f'; did you mean {inner[0]!r}?' if inner else ''}"
 
 
-def _implementation(config: _Config, wanted: str) -> str:
-    """Whose code computes the model. ``wanted``: "auto", or one of the two.
+def _implementation(config: _ConfigFacts, wanted: str) -> str:
+    """Return whose code computes the model. ``wanted``: "auto", or one of the two.
 
-    Raises ValueError for a model that cannot be computed.
+    Raises ValueError if neither can compute it.
     """
     known = supported_model_types()
     is_known = plugins.file_name(config.model_type or "") in known
     for name, example in (("model_type", '"llama"'), ("architectures", '["LlamaForCausalLM"]')):
         if not getattr(config, name):
-            raise ValueError(f'{name} is missing; it says what the model is, as in "{name}": {example}')
+            raise ValueError(f'{name} is missing; it names the kind of model, for example "{name}": {example}')
     if wanted == OWN and not is_known:
         raise ValueError(
-            f"model_type {checks.shown(config.model_type)} has no code here; with model_impl='auto', transformers' own "
-            f"code may compute it; what works are models of the types {', '.join(known)}"
+            f"model_type {checks.shown(config.model_type)} is not implemented; with model_impl='auto', transformers' "
+            f"own code may compute it; what works: {', '.join(known)}"
         )
     implementation = (OWN if is_known else TRANSFORMERS) if wanted == "auto" else wanted
     if config.quantization_config is not None:
         method = config.quantization_config.quant_method
         if implementation == TRANSFORMERS or (config.model_type, method) not in _READ_QUANTIZED:
-            raise ValueError(f"quantized weights ({method:.80}), which are not read; give the original model")
+            raise ValueError(f"quantized weights ({method:.80}) are not implemented; give the original model")
     return implementation
 
 
 def _context_length(model: TransformerConfig, folder: Path) -> int:
-    """Positions with rope scaling: llama3 has stretched max_position_embeddings itself, the others name a factor."""
-    given, rope = model.max_position_embeddings, model.rope
-    length: float = given
+    """Return the context length with RoPE scaling. With llama3, max_position_embeddings includes the scaling."""
+    trained, rope = model.max_position_embeddings, model.rope
+    length: float = trained
     if rope.factor and rope.rope_type in {"linear", "dynamic"}:
-        length = given * rope.factor
+        length = trained * rope.factor
     elif rope.factor and rope.rope_type == "yarn":
-        length = max(given, (rope.original_max_position_embeddings or given) * rope.factor)
+        length = max(trained, (rope.original_max_position_embeddings or trained) * rope.factor)
     if not 1 <= length <= MAX_SIZES["max_position_embeddings"]:
-        raise ValueError(f"config.json of {str(folder)!r}: rope_scaling makes {length:g} positions of {given}")
+        raise ValueError(
+            f"config.json of {str(folder)!r}: rope_scaling extends {trained} positions to {length:g}; the limit is "
+            f"{MAX_SIZES['max_position_embeddings']}"
+        )
     return int(length)
 
 
-def _dtype(config: _Config) -> str:
-    """The type of the weights, where config.json names one; float32 otherwise, and for larger ones."""
-    text = config.text_config or _TextConfig()
+def _dtype(config: _ConfigFacts) -> str:
+    """Return the dtype of the weights. The default is float32, which also replaces wider dtypes."""
+    text = config.text_config
     named = config.dtype or config.torch_dtype or text.dtype or text.torch_dtype
     name = (named or "float32").removeprefix("torch.")
     if name not in _DTYPES and name not in _WIDER:
         not_implemented("dtype", named, ", ".join(_DTYPES))
     return name if name in _DTYPES else "float32"
-
-
-def _ids(value: int | list[int] | None) -> list[int]:
-    """Token ids as the files write them: one, several or none."""
-    if value is None:
-        return []
-    return value if isinstance(value, list) else [value]

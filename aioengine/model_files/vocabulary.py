@@ -25,14 +25,14 @@ class _AddedToken(msgspec.Struct):
     content: str
 
 
-class _Model(msgspec.Struct):
+class _TokenizerModel(msgspec.Struct):
     """Unigram models have a list of pairs, all others a map from token to id."""
 
     vocab: dict[str, int] | list[msgspec.Raw]
 
 
 class _Tokenizer(msgspec.Struct):
-    model: _Model
+    model: _TokenizerModel
     added_tokens: list[_AddedToken] = []
 
 

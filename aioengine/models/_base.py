@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from aioengine.layers.placement import Placement
-from aioengine.quantization.plain import PLAIN
+from aioengine.quantization.plain import plain
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     import torch
     from torch import Tensor
@@ -34,14 +34,14 @@ class ModelOptions:
     Attributes:
         max_positions: tokens of the longest request. Rotary tables have this size.
         batch_invariant: on a GPU, the results of a token must not depend on the number of other tokens.
-        linear_format: how linear layers store and multiply their weights.
+        format_of: see ``Placement``.
     """
 
     dtype: torch.dtype
     device: torch.device
     max_positions: int
     batch_invariant: bool = False
-    linear_format: LinearFormat = PLAIN
+    format_of: Callable[[str], LinearFormat] = plain
 
     @property
     def placement(self) -> Placement:
@@ -49,7 +49,7 @@ class ModelOptions:
         return Placement(
             dtype=self.dtype,
             device=self.device,
-            linear_format=self.linear_format,
+            format_of=self.format_of,
             batch_invariant=self.batch_invariant,
         )
 

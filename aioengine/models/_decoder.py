@@ -12,8 +12,7 @@ import torch
 
 from aioengine.attention._base import AttentionShape
 from aioengine.families._config import Task
-from aioengine.families._memory import active_parameters
-from aioengine.families._tensors import block_shapes, is_ignored
+from aioengine.families._tensors import block_tensors, is_ignored
 from aioengine.layers.embedding import EmbeddingTable
 from aioengine.layers.layer import Layer
 from aioengine.layers.linear import Linear, adaptable_linears
@@ -22,6 +21,7 @@ from aioengine.layers.placement import Placement, Target
 from aioengine.layers.rope import RotaryEmbedding
 from aioengine.models._base import InputSpec
 from aioengine.models._decoder_block import Block, BlockStep
+from aioengine.settings.memory_model import active_parameters
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -180,7 +180,7 @@ class DecoderModel(Layer):
 
 def _first_of_each_kind(config: DecoderConfig) -> list[int]:
     """Return the first layer of each kind of block, where kinds differ in tensor shapes."""
-    shapes = [tuple(block_shapes(config, layer).items()) for layer in range(config.num_layers)]
+    shapes = [tuple(block_tensors(config, layer).values()) for layer in range(config.num_layers)]
     return [layer for layer, kind in enumerate(shapes) if kind not in shapes[:layer]]
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from aioengine.attention._base import AttentionShape
-from aioengine.families._memory import active_parameters
 from aioengine.families._tensors import is_ignored
 from aioengine.kernels.gelu import gelu
 from aioengine.kernels.rotate_heads import as_parts, rotate_heads
@@ -21,6 +20,7 @@ from aioengine.layers.linear import Linear
 from aioengine.layers.norm import LayerNorm
 from aioengine.layers.rope import RotaryEmbedding
 from aioengine.models._base import InputSpec, ModelInputs
+from aioengine.settings.memory_model import active_parameters
 
 if TYPE_CHECKING:
     from torch import Tensor

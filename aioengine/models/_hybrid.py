@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from aioengine.families._block_config import MambaConfig, ShortConvConfig
-from aioengine.layers.delta_net import delta_net_state
-from aioengine.layers.mamba import mamba_state
+import torch
+
 from aioengine.layers.states import StateShape, StateTensor
 from aioengine.models._decoder import DecoderModel
+from aioengine.settings.memory_model import state_specs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,13 +33,9 @@ class HybridDecoder(DecoderModel):
         net = config.stateful
         assert net is not None, "no layer has a recurrent state"
         self.input_spec = replace(self.input_spec, states=True)
-        if isinstance(net, MambaConfig):
-            tensors: tuple[StateTensor, ...] = mamba_state(net, options.dtype)
-        elif isinstance(net, ShortConvConfig):
-            tensors = (StateTensor((net.width - 1, config.hidden_size), options.dtype),)
-        else:
-            tensors = delta_net_state(net, options.dtype)
-        self.state_shape = StateShape(len(net.layers), tensors)
+        dtypes = {True: torch.float32, False: options.dtype}
+        tensors = (StateTensor(spec.shape, dtypes[spec.in_fp32]) for spec in state_specs(config))
+        self.state_shape = StateShape(len(net.layers), tuple(tensors))
 
     def _step(
         self,

@@ -26,11 +26,11 @@ def looked_up(pixels: Tensor, table: Tensor) -> Tensor:
 
 
 def resized(arrays: Mapping[str, Tensor], *, rows_first: bool) -> Tensor:
-    """Resize ``picture`` [h, w, 3 or 4] -> [3, H, W]. A fourth byte is padding.
+    """Resize ``picture`` [h, w, 3] -> [3, H, W].
 
     The passes are in ``row_starts`` [H], ``row_weights`` [H, K], ``column_starts`` [W] and ``column_weights`` [W, L].
     """
-    pixels = arrays["picture"].permute(2, 0, 1)[:3]
+    pixels = arrays["picture"].permute(2, 0, 1)
     for name, dim in (("row", 1), ("column", 2)) if rows_first else (("column", 2), ("row", 1)):
         pixels = _summed(pixels, arrays[f"{name}_starts"], arrays[f"{name}_weights"], dim)
     return pixels.contiguous()

@@ -76,13 +76,13 @@ class QwenVision(ImageDecoder):
             raise ValueError(message) from error
 
     def largest_image(self, max_tokens: int) -> dict[str, Tensor]:
-        """Return a square image, to be resized from a picture [height, width, 4] with four times its pixels."""
+        """Return a square image, to be resized from a picture [height, width, 3] with four times its pixels."""
         vision = self._vision
         side = max(math.isqrt(max_tokens), 1) * vision.spatial_merge_size
         size = side * vision.patch_size
         starts, weights = torch.zeros(size, dtype=torch.int32), torch.zeros(size, 8, dtype=torch.int32)
         return {
-            "picture": torch.zeros(2 * size, 2 * size, 4, dtype=torch.uint8),
+            "picture": torch.zeros(2 * size, 2 * size, 3, dtype=torch.uint8),
             "row_starts": starts,
             "row_weights": weights,
             "column_starts": starts,

@@ -1,22 +1,17 @@
-"""The detokenizer process: turns token ids into text. It imports no torch.
-
-Matching of stop patterns gets a part of each step and a quarter of the time, all requests together. Tokens of requests
-whose patterns are slower wait in the ``MatchingQueue``, in order, so that the texts of other requests do not; each
-request has a budget of its own, beyond which it fails.
-"""
+"""The detokenizer process: converts token ids to text. Does not import torch."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
+from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NoReturn, cast
 
-from aioengine.errors import RequestError, describe
-from aioengine.model_files.checkpoint import check_unchanged
 from aioengine.child_process.child import Child, run_child
 from aioengine.child_process.host import limit_threads
-from aioengine.text.open_text import OpenText, TextSource
+from aioengine.constraints.patterns import PatternCache
+from aioengine.errors import RequestError, describe
+from aioengine.model_files.checkpoint import check_unchanged
 from aioengine.protocol.board import NO_END, CrashBoard, blank_board
 from aioengine.protocol.messages import (
     SCHEDULER,
@@ -30,108 +25,73 @@ from aioengine.protocol.messages import (
 )
 from aioengine.protocol.packed_logprobs import with_texts
 from aioengine.protocol.service import HEARTBEAT_S, Outbox
+from aioengine.text.detokenizer import Decode, TextPipeline, make_detokenizer
+from aioengine.text.matching_queue import MatchingQueue, Token
+from aioengine.text.open_text import OpenText
+from aioengine.text.stop import StopMatcher
+from aioengine.text.token_table import TokenizerFile, TokenTable, read_token_table
+from aioengine.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from aioengine.protocol.columns import Extra
+    from aioengine.protocol.messages import TextRules
     from aioengine.settings.config import Settings
 
 
-STEP_BUDGET_S: Final = 0.01
-"""CPU time of matching in one step, and in one turn of the queue; the search that exceeds it is the last."""
+class TextSource:
+    """The stages of a request's text, by its rules; None in place of them where there is no tokenizer."""
 
-REST: Final = 3
-"""After a turn the other requests have the process to themselves for this many times its length."""
+    def __init__(self, tokenizer_path: str | None) -> None:
+        """Read the tokenizer in the folder ``tokenizer_path``.
 
-OVERDUE_S: Final = 0.2
-LONG_S: Final = 0.001
+        Raises:
+            ValueError: there is none, or its files cannot be read.
+        """
+        self._tokenizer = None if tokenizer_path is None else Tokenizer(tokenizer_path)
+        self._patterns = PatternCache()
+        self._sources: dict[bool, TokenTable | Decode] = {}
+        if self._tokenizer is not None:
+            self._source(self._tokenizer, skip_special_tokens=True)
 
+    def pipeline(self, rules: TextRules) -> TextPipeline | None:
+        """The stages of a new request.
 
-class Token(NamedTuple):
-    """An id of a request, with the end of the request where it came in the same step.
+        Raises:
+            ValueError: a stop of the rules cannot be used.
+        """
+        if self._tokenizer is None:
+            return None
+        source = self._source(self._tokenizer, skip_special_tokens=rules.skip_special_tokens)
+        stops = None
+        if rules.stop or rules.stop_regex:
+            stops = StopMatcher(
+                rules.stop,
+                rules.stop_regex,
+                no_stop_trim=rules.no_stop_trim,
+                cache=self._patterns,
+                clock=time.thread_time,
+            )
+        return TextPipeline(make_detokenizer(source, rules.context_token_ids), stops)
 
-    ``is_replayed``: its text has left already.
-    """
+    def token_text(self, token_id: int) -> str:
+        """The text of a token by itself; U+FFFD stands for bytes that are no whole character."""
+        if self._tokenizer is None:
+            return ""
+        source = self._source(self._tokenizer, skip_special_tokens=False)
+        text = source[token_id] if isinstance(source, TokenTable) else source([token_id])
+        return text if isinstance(text, str) else text.decode(errors="replace")
 
-    token_id: int
-    end: End | None = None
-    is_replayed: bool = False
-
-
-class MatchingQueue:
-    """The waiting tokens by request, and when their next turn is. It has no clock."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[int, tuple[OpenText, deque[Token | End]]] = {}
-        self._next: int | None = None  # whose entry is taken next, while none of it took long
-        self._rests_until = 0.0
-        self._used_s = 0.0
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def __contains__(self, uid: int) -> bool:
-        return uid in self._waiting
-
-    def begin(self) -> None:
-        """A step or a turn begins."""
-        self._used_s = 0.0
-
-    def spend(self, used_s: float) -> None:
-        """Count CPU time of matching."""
-        self._used_s += used_s
-        if used_s > LONG_S:
-            self._next = None
-
-    @property
-    def is_exhausted(self) -> bool:
-        """Whether no more should be matched in this step or turn."""
-        return self._used_s >= STEP_BUDGET_S
-
-    def delays(self, request: OpenText) -> bool:
-        """Whether a token of this request has to wait."""
-        return request.uid in self._waiting or self.is_exhausted or request.is_slow
-
-    def add(self, request: OpenText, token: Token) -> None:
-        """Let a token wait, behind those of the same request."""
-        if request.uid not in self._waiting:
-            self._waiting[request.uid] = request, deque()
-        self._waiting[request.uid][1].append(token)
-
-    def add_end(self, end: End) -> None:
-        """Let the end of a request wait, behind its tokens."""
-        self._waiting[end.uid][1].append(end)
-
-    def drop(self, uid: int) -> bool:
-        """Forget what waits of a request; returns whether its end was among it."""
-        if uid not in self._waiting:
-            return False
-        _, entries = self._waiting.pop(uid)
-        return isinstance(entries[-1], End)
-
-    def take(self) -> tuple[OpenText, Token | End]:
-        """The next entry of the request whose patterns take the least time; there must be one."""
-        uid = self._next
-        if uid is None or uid not in self._waiting:
-            uid = self._next = min(self._waiting, key=lambda uid: self._waiting[uid][0].expected_s)
-        request, entries = self._waiting[uid]
-        entry = entries.popleft()
-        if not entries:
-            del self._waiting[uid]
-        return request, entry
-
-    def is_due(self, now: float, *, has_news: bool) -> bool:
-        """Whether a turn may begin. While there is news to send, it is put off for a moment."""
-        return bool(self._waiting) and now >= self._rests_until + (OVERDUE_S if has_news else 0.0)
-
-    def rest(self, now: float) -> None:
-        """Matching that began at ``now`` has ended; other requests go first for a while."""
-        self._rests_until = now + (1 + REST) * self._used_s
-
-    def wait_s(self, now: float) -> float:
-        """How long until the next turn, if something waits."""
-        return max(0.0, self._rests_until - now)
+    def _source(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> TokenTable | Decode:
+        """What decodes, with special tokens or without: a table, or the tokenizer where a table is too little."""
+        source = self._sources.get(skip_special_tokens)
+        if source is None:
+            facts = cast("TokenizerFile", tokenizer.decoding_facts())
+            table = read_token_table(facts, skip_special_tokens=skip_special_tokens)
+            source = table if table is not None else partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
+            self._sources[skip_special_tokens] = source
+        return source
 
 
 _STAGE = "detokenize"
@@ -287,7 +247,7 @@ class DetokenizerService:
         self._open[request.uid] = request
         chunks.first_tokens.append(opened.first_token)
         try:
-            known_ids = request.prepare(self._source)
+            known_ids = request.prepare(self._source.pipeline)
         except Exception as error:
             self._fail(request, error, chunks, now)
             return

@@ -1,277 +1,27 @@
-"""The media process: fetches, decodes and prepares the images of prompts, several at a time on threads.
-
-Decoders of pictures are large, and fed by strangers: here they may crash or hang, at the cost of the images that are in
-them. It imports transformers for its image processors, in the forms that need Pillow alone, and no torch.
-"""
+"""The media process: its main function and its message loop."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import faulthandler
-import hashlib
-import importlib
 import os
 import socket
-import sys
-import threading
-from collections import deque
-from concurrent import futures
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Final
 
-import numpy as np
 from PIL import Image
 
-from aioengine import pictures
-from aioengine.errors import describe
-from aioengine.media._base import ImageShape
-from aioengine.processes import resampling
-from aioengine.processes.array_files import reserve, write_arrays
 from aioengine.child_process.host import die_with_parent, handle_signals, limit_threads, name_process
-from aioengine.processes.image_arrays import LatePictures, faster
-from aioengine.processes.picture_bytes import STORED_BYTES, bytes_of
-from aioengine.processes.picture_files import SpareFiles, fits_in_file
-from aioengine.processes.web import Cancellation, WebLimits, fetch
-from aioengine.protocol.media import (
-    NUM_FETCHES,
-    Broken,
-    CancelJob,
-    Cancelled,
-    Fetched,
-    FetchJob,
-    MediaOrders,
-    MediaReady,
-    Prepared,
-    PrepareJob,
-    Refused,
-    Waits,
-    decode_job,
-    decode_media_orders,
-    encode_line,
-)
+from aioengine.media import pictures
+from aioengine.media.service.processors import load_processor
+from aioengine.media.service.worker import MediaWorker
+from aioengine.protocol.media import CancelJob, MediaReady, decode_job, decode_media_orders, encode_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sized
-    from types import ModuleType
+    from aioengine.protocol.media import Job, JobEnd, Waits
 
-    import numpy.typing as npt
-
-    from aioengine.protocol.media import Job, JobEnd
-
-    Bytes = npt.NDArray[np.uint8]
-
-
-class Preprocess(Protocol):
-    """An image processor of transformers."""
-
-    def __call__(
-        self, images: Bytes, *, input_data_format: str, return_tensors: str, **options: bool
-    ) -> Mapping[str, object]: ...
-
-
-class PixelGate:
-    """Lets pictures be decoded while all of them together have at most ``max_pixels``, or one by one, in order."""
-
-    def __init__(self, max_pixels: int) -> None:
-        self._max_pixels = max_pixels
-        self._num_pixels = 0
-        self._line: deque[object] = deque()
-        self._freed = threading.Condition()
-
-    @contextlib.contextmanager
-    def holding(self, num_pixels: int, waits: Callable[[bool], None]) -> Iterator[None]:
-        """``waits`` is called with False where the picture must wait, and with True when that is over."""
-        place = object()
-        with self._freed:
-            self._line.append(place)
-            if not self._is_open(place, num_pixels):
-                waits(False)
-                self._freed.wait_for(lambda: self._is_open(place, num_pixels))
-                waits(True)
-            self._line.popleft()
-            self._num_pixels += num_pixels
-            self._freed.notify_all()  # the next one may be small
-        try:
-            yield
-        finally:
-            with self._freed:
-                self._num_pixels -= num_pixels
-                self._freed.notify_all()
-
-    def _is_open(self, place: object, num_pixels: int) -> bool:
-        has_room = not self._num_pixels or self._num_pixels + num_pixels <= self._max_pixels
-        return has_room and self._line[0] is place
-
-
-class MediaWorker:
-    """Does jobs. From any thread.
-
-    Attributes:
-        spares: files for the next pictures; ``spares.make`` is to be called when a job has ended.
-    """
-
-    def __init__(self, orders: MediaOrders, processor: Preprocess, late: LatePictures | None = None) -> None:
-        """late: for pictures that the device resizes."""
-        self._limits = WebLimits(orders.max_bytes, orders.timeout_s, orders.allows_private)
-        self._options = orders.options
-        self._max_pixels = orders.max_pixels
-        self._processor = processor
-        self._late = late
-        self._expecting_threads = futures.ThreadPoolExecutor(orders.num_workers, "expect")
-        self._gate = PixelGate(orders.max_pixels)
-        self._expected_size = 0, 0  # of the last picture: what its size is needed for is known
-        self.spares = SpareFiles()
-        self._accepted: dict[int, Cancellation] = {}
-
-    def accept(self, job: Job) -> None:
-        """Let a job be cancelled from now on."""
-        self._accepted[job.id] = Cancellation()
-
-    def cancel(self, number: int) -> None:
-        """End a job early, if it is not over."""
-        cancellation = self._accepted.get(number)
-        if cancellation is not None:
-            cancellation.cancel()
-
-    def do(self, job: Job, report: Callable[[Waits], None]) -> JobEnd:
-        """``report`` gets the messages that come before the end."""
-        cancellation = self._accepted[job.id]
-        try:
-            if isinstance(job, FetchJob):
-                return self._fetch(job, cancellation)
-            return self._prepare(job, cancellation, report)
-        except _CancelledError:
-            return Cancelled(job.id)
-        except ValueError as error:
-            return Cancelled(job.id) if cancellation.is_cancelled else Refused(job.id, str(error))
-        except Exception as error:
-            return Broken(job.id, describe(error))
-        finally:
-            del self._accepted[job.id]
-
-    def _fetch(self, job: FetchJob, cancellation: Cancellation) -> Fetched:
-        _check(cancellation)
-        body = fetch(job.url, self._limits, cancellation)
-        Path(job.path).write_bytes(body)
-        return Fetched(job.id, hashlib.sha256(body).hexdigest())
-
-    def _prepare(self, job: PrepareJob, cancellation: Cancellation, report: Callable[[Waits], None]) -> Prepared:
-        _check(cancellation)
-        with Path(job.source).open("rb") as file:
-            if job.size != (0, 0):
-                image = Image.frombytes("RGB", job.size, file.read())
-            else:
-                image = pictures.open_picture(file, self._max_pixels)
-            with self._gate.holding(image.width * image.height, lambda is_over: report(Waits(job.id, is_over))):
-                _check(cancellation)
-                return self._prepare_opened(image, job, cancellation)
-
-    def _prepare_opened(self, image: Image.Image, job: PrepareJob, cancellation: Cancellation) -> Prepared:
-        is_suitable = self._late is not None and fits_in_file(image)
-        num_bytes = STORED_BYTES * image.width * image.height
-        file = self.spares.take(num_bytes) if is_suitable else None
-        try:
-            if file is not None:
-                file.offer(image)
-            with self._expecting(image, job.path if file is None else ""):
-                decoded = pictures.decode(image)
-            _check(cancellation)
-            stored = None if file is None else file.bytes_of(decoded)
-            arrays = self._late_arrays(decoded, stored) or self._arrays(np.asarray(decoded))
-            found = {name: array for name, array in arrays.items() if isinstance(array, np.ndarray)}
-            if is_suitable and "picture" in found:
-                self.spares.want(os.path.dirname(job.path), num_bytes)
-            if file is not None and stored is not None and "picture" in found:
-                written = file.finish(job.path, found)
-            else:
-                written = write_arrays(job.path, found)
-            return Prepared(job.id, _shape(arrays), written)
-        finally:
-            if file is not None:
-                self.spares.give_back(file)
-
-    @contextlib.contextmanager
-    def _expecting(self, image: Image.Image, path: str) -> Iterator[None]:
-        """While a picture is decoded inside, do what its size alone is needed for, on another thread. path: where its
-        file will be; "": that is there.
-        """
-        if self._late is None or (not path and image.size == self._expected_size):
-            yield
-            return
-        expected = self._expecting_threads.submit(_expect, self._late, image.size, path)
-        try:
-            yield
-        finally:
-            futures.wait([expected])
-        expected.result()
-        self._expected_size = image.size
-
-    def _late_arrays(self, image: Image.Image, stored: Bytes | None) -> dict[str, object]:
-        """A picture as it is, with what the device needs to resize it; empty where that is done here. Raises ValueError
-        as ``_arrays`` does. stored: its bytes where they are in its file.
-        """
-        beside = None if self._late is None else self._late.beside(image.height, image.width)
-        return {} if beside is None else {"picture": bytes_of(image) if stored is None else stored, **beside}
-
-    def _arrays(self, image: Bytes) -> dict[str, object]:
-        """What the image processor makes of a picture [height, width, 3], by its names.
-
-        Raises ValueError where it refuses the picture.
-        """
-        options = {"do_convert_rgb": False, **self._options}  # it is RGB
-        found = dict(self._processor(image, input_data_format="channels_last", return_tensors="np", **options))
-        mask = found.get("pixel_attention_mask")
-        if isinstance(mask, np.ndarray):
-            found["pixel_attention_mask"] = mask.astype(np.bool_)  # of zeros and ones: an eighth of the bytes
-        return {
-            name: np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value
-            for name, value in found.items()
-        }
-
-
-def _expect(late: LatePictures, size: tuple[int, int], path: str) -> None:
-    """For a picture of this size (width, height), whose file will be at ``path``; "": it is there. Raises ValueError as
-    ``beside``.
-    """
-    width, height = size
-    if late.beside(height, width) is not None and path:
-        reserve(path, STORED_BYTES * width * height)
-
-
-class _CancelledError(Exception):
-    """Nobody waits for this job any more."""
-
-
-def _check(cancellation: Cancellation) -> None:
-    if cancellation.is_cancelled:
-        raise _CancelledError
-
-
-def _shape(arrays: Mapping[str, object]) -> ImageShape:
-    if "picture" in arrays:
-        height, width = (len(cast("Sized", arrays[f"{name}_starts"])) for name in ("row", "column"))
-    else:
-        pixels = arrays.get("pixels", arrays.get("pixel_values"))
-        height, width = cast("np.ndarray[tuple[int, ...], np.dtype[np.uint8 | np.float32]]", pixels).shape[-2:]
-    grid = cast("np.ndarray[tuple[int, int], np.dtype[np.int64]] | None", arrays.get("image_grid_thw"))
-    frames, grid_height, grid_width = (0, 0, 0) if grid is None else map(int, grid[0])
-    rows, columns = (int(np.asarray(arrays.get(name, 0)).ravel()[0]) for name in ("rows", "cols"))
-    return ImageShape(int(height), int(width), (frames, grid_height, grid_width), (rows, columns))
-
-
-def load_processor(orders: MediaOrders) -> tuple[Preprocess, LatePictures | None]:
-    """The image processor of the model, and what it does to pictures that the device resizes, where that is known."""
-    # transformers imports torch wherever it finds it, which takes seconds, and these processors do not use it.
-    if "torch" not in sys.modules:
-        sys.modules["torch"] = cast("ModuleType", None)
-    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # else its advice is the last line of a process that is lost
-    module_name, _, name = orders.processor.partition(":")
-    module = importlib.import_module(module_name)
-    kind, rows_first = getattr(module, name), resampling.find_order() if orders.leaves_resizing else None
-    late = None
-    if rows_first is not None and hasattr(kind, "patchify"):
-        late = LatePictures(kind, orders.settings, module.smart_resize, rows_first)
-    return faster(kind).from_dict(dict(orders.settings)), late
+MAX_LINE: Final = 1 << 20
+"""Bytes of a message. URLs and paths are the only long parts."""
 
 
 def main() -> None:
@@ -282,35 +32,38 @@ def main() -> None:
     die_with_parent(orders.parent_pid)
     limit_threads(1)
     pictures.limit_pixels(orders.max_pixels)
-    worker = MediaWorker(orders, *load_processor(orders))
-    Image.init()  # loads the decoders, now and not for the first picture
+    processor, device_resize = load_processor(orders)
+    Image.init()  # loads the decoders before the first picture
+    channel = socket.socket(fileno=orders.socket_fd)
     with contextlib.suppress(SystemExit, OSError):  # asked to end, or the frontend has ended
-        _serve(socket.socket(fileno=orders.socket_fd), worker, orders.num_workers)
+        asyncio.run(_serve(channel, MediaWorker(orders, processor, device_resize)))
     os._exit(0)
 
 
-def _serve(channel: socket.socket, worker: MediaWorker, num_workers: int) -> None:
-    lock = threading.Lock()
+async def _serve(channel: socket.socket, worker: MediaWorker) -> None:
+    loop = asyncio.get_running_loop()
+    channel.setblocking(False)
+    reader, writer = await asyncio.open_connection(sock=channel, limit=MAX_LINE)
+    tasks: set[asyncio.Task[None]] = set()
 
     def send(reply: MediaReady | Waits | JobEnd) -> None:
-        with lock:
-            channel.sendall(encode_line([reply]))
+        writer.write(encode_line([reply]))
 
-    def work(job: Job) -> None:
-        send(worker.do(job, send))
-        worker.spares.make()
+    def report(waits: Waits) -> None:
+        loop.call_soon_threadsafe(send, waits)
 
-    prepares = futures.ThreadPoolExecutor(num_workers, "prepare")
-    fetches = futures.ThreadPoolExecutor(NUM_FETCHES, "fetch")
+    async def do(job: Job) -> None:
+        send(await worker.do(job, report))
+
     send(MediaReady())
-    for line in channel.makefile("rb"):
+    while line := await reader.readline():
         job = decode_job(line)
         if isinstance(job, CancelJob):
             worker.cancel(job.id)
             continue
-        worker.accept(job)
-        pool = fetches if isinstance(job, FetchJob) else prepares
-        pool.submit(work, job)
+        tasks.add(task := asyncio.create_task(do(job)))
+        task.add_done_callback(tasks.discard)
+        await asyncio.sleep(0)  # the job has begun when the next line, which may cancel it, is read
 
 
 def _read_line(fd: int) -> bytes:

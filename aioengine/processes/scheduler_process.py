@@ -10,17 +10,15 @@ import sys
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
-from aioengine.constraints.grammars import GrammarError, Grammars
-from aioengine.errors import describe
-from aioengine.scheduler.adapter_loading import STAGE, AdapterRunner, Adapters, Copies
 from aioengine.child_process.child import Child, run_child
 from aioengine.child_process.host import keep_freed_memory, limit_kernel_cache, limit_threads
-from aioengine.runner.profile import Profile
 from aioengine.child_process.uplink import encodable
+from aioengine.constraints.grammars import GrammarError, Grammars
+from aioengine.errors import describe
 from aioengine.protocol.messages import (
     DETOKENIZER,
     LOAD_ADAPTER,
@@ -42,10 +40,11 @@ from aioengine.protocol.messages import (
     TextChunks,
 )
 from aioengine.protocol.service import HEARTBEAT_S, Outbox
+from aioengine.runner.profile import Profile
 from aioengine.runner.time_limit import install_timer_signal
-from aioengine.scheduler.core import RunnerFactory, SchedulerCore
+from aioengine.scheduler.adapter_loading import STAGE, Adapters, Copies
+from aioengine.scheduler.core import SchedulerCore
 from aioengine.scheduler.gates import Gate
-from aioengine.scheduler.plan import UnknownOrderError
 from aioengine.scheduler.requests import UidInUseError
 from aioengine.scheduler.scheduler import Scheduler
 
@@ -54,16 +53,13 @@ if TYPE_CHECKING:
 
     from aioengine.protocol.board import CrashBoard
     from aioengine.protocol.messages import Grammar
-    from aioengine.scheduler.core import Runner
-    from aioengine.scheduler.plan import Plan, StepResult
     from aioengine.scheduler.request import Request
+    from aioengine.scheduler.runner import Runner, RunnerFactory
     from aioengine.settings.config import Settings
 
 logger = logging.getLogger(__name__)
 
 Facts = dict[str, str | int | float | bool]
-
-Ticket = TypeVar("Ticket")
 
 _CONTROL_STAGE = "control"
 _SWITCH_S = 0.0005
@@ -71,13 +67,6 @@ _SWITCH_S = 0.0005
 
 _WAIT_S = 0.001
 """How long to wait for a grammar or an adapter while nothing else is to be done, before messages are read."""
-
-
-@runtime_checkable
-class ConstrainedRunner(Protocol):
-    """A runner that can keep its output to grammars."""
-
-    def use_grammars(self, grammars: Grammars) -> None: ...
 
 
 class SchedulerService:
@@ -298,13 +287,17 @@ class SchedulerService:
     # ------------------------------------------------------------ control calls: success, message, data
 
     def _control(self, control: Control, now: float) -> None:
-        """Answer a call of the scheduler at once, and an order to the runner at the next step border."""
+        """Answer a message to the scheduler at once, and a message to the runner when no step is in flight."""
         if control.name in (LOAD_ADAPTER, UNLOAD_ADAPTER) and self.adapters is not None:
             self.adapters.control(control, lambda reply: self._answer(reply, now))
         elif control.name in self._controls:
             self._answer(self._scheduler_reply(control), now)
-        else:
+        elif control.name in self._runner.controls:
             self._core.call_between_steps(lambda: self._answer(self._runner_reply(control), now))
+        else:
+            known = ", ".join([*self._controls, *self._runner.controls])
+            message = f"unknown control call {control.name!r}; there are {known}"
+            self._answer(Reply(control.call_id, False, message), now)
 
     def _answer(self, reply: Reply, now: float) -> None:
         """Queue a reply, and statistics with it: they show what the call changed. ``now``: when the call came."""
@@ -324,13 +317,10 @@ class SchedulerService:
     def _runner_reply(self, order: Control) -> Reply:
         self._report(Progress(order.name, 0, 1, ""))
         try:
-            reply = self._runner.control(order)
+            reply = self._runner.controls[order.name](order)
             num_bytes = len(reply.data) + len(reply.payload)
             if num_bytes > MAX_PAYLOAD_BYTES:  # it could not be sent, which would end this process
                 raise ValueError(f"its reply has {num_bytes:,} bytes, the limit is {MAX_PAYLOAD_BYTES:,}")
-        except UnknownOrderError as error:
-            known = ", ".join([*self._controls, *error.known])
-            return Reply(order.call_id, False, f"unknown control call {order.name!r}; there are {known}")
         except Exception as error:  # this is its answer; the requests go on
             return Reply(order.call_id, False, _failure_of(order, error), stage=_CONTROL_STAGE)
         return reply
@@ -373,46 +363,12 @@ def _failure_of(control: Control, error: Exception) -> str:
     return f"{control.name} failed: {type(error).__name__}: {error}"
 
 
-class RecordedRunner(Generic[Ticket]):
-    """Another runner, each step of which is recorded on the crash board before it is launched."""
-
-    def __init__(self, runner: Runner[Ticket], board: CrashBoard) -> None:
-        self._runner = runner
-        self._board = board
-
-    @property
-    def facts(self) -> Mapping[str, str | int | float | bool]:
-        return self._runner.facts
-
-    def launch(self, plan: Plan) -> Ticket:
-        rows = plan.rows
-        self._board.begin([row.uid for row in rows], lambda: [row.start + row.count for row in rows])
-        try:
-            return self._runner.launch(plan)
-        except Exception:
-            self._board.forget()
-            raise
-
-    def collect(self, ticket: Ticket) -> StepResult:
-        try:
-            return self._runner.collect(ticket)
-        finally:
-            self._board.end()
-
-    def control(self, order: Control) -> Reply:
-        """No step is in flight and the board is empty, so no request is a suspect if the process dies here."""
-        return self._runner.control(order)
-
-    def close(self) -> None:
-        self._runner.close()
-
-
 def build_service(
     settings: Settings, report: Callable[[Progress], None], board: CrashBoard | None = None
 ) -> SchedulerService:
     """Build the runner that the settings name, and the scheduler for its number of pages.
 
-    ``board``: where its steps are recorded.
+    board: each step is recorded on it.
 
     Raises:
         ValueError: the factory's name or what it built cannot be used.
@@ -423,18 +379,16 @@ def build_service(
     imports_s = time.monotonic() - start
     runner: Runner[Any] = factory(settings, report)
     grammars = None
-    if isinstance(runner, ConstrainedRunner) and settings.model.task == "generate":
+    if runner.use_grammars is not None and settings.model.task == "generate":
         grammars = Grammars(settings.text.tokenizer_path, settings.model.vocab_size, settings.text.eos_token_ids)
         runner.use_grammars(grammars)
     lora = settings.runner.lora
-    can_adapt = runner if isinstance(runner, AdapterRunner) and runner.num_adapter_slots else None
-    if lora is not None and can_adapt is None:
+    if lora is not None and runner.adapters is None:
         raise ValueError("enable_lora: the runner of this engine applies no LoRA adapters")
-    if board is not None:
-        runner = RecordedRunner(runner, board)
-    scheduler = _scheduler(settings, runner.facts, 0 if can_adapt is None else can_adapt.num_adapter_slots)
+    scheduler = _scheduler(settings, runner.facts, 0 if runner.adapters is None else runner.adapters.num_slots)
     profile = Profile(report)
-    core = SchedulerCore(scheduler, runner, settings.scheduler.depth, clock=time.monotonic, trace=profile)
+    depth = settings.scheduler.depth
+    core = SchedulerCore(scheduler, runner, depth, clock=time.monotonic, trace=profile, board=board)
     facts: Facts = {
         "page_size": settings.memory.page_size,
         "max_total_tokens": scheduler.cache.num_pages * settings.memory.page_size,
@@ -443,8 +397,8 @@ def build_service(
         **runner.facts,
     }
     service = SchedulerService(core, runner, profile, settings=settings, facts=facts, report=report, grammars=grammars)
-    if can_adapt is not None and lora is not None:
-        service.adapters = Adapters(can_adapt, core.requests, Copies(lora.max_loaded, lora.max_bytes))
+    if runner.adapters is not None and lora is not None:
+        service.adapters = Adapters(runner.adapters, core.requests, Copies(lora.max_loaded, lora.max_bytes))
     return service
 
 

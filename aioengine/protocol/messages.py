@@ -314,9 +314,9 @@ class Control(Struct, tag="control", array_like=True, gc=False):
     """A control call to the scheduler process, answered by one ``Reply`` with the same ``call_id``.
 
     ``name``: "flush_cache", "close_sessions", "pause", "continue", "server_info", "freeze_gc", "start_profile",
-    "stop_profile", "load_adapter" or "unload_adapter"; any other is an order to the runner, which carries it out
-    between two steps. ``arguments``: keyword arguments; paths of files are among them. ``payload``: bytes that the
-    order needs, up to ``MAX_PAYLOAD_BYTES``; larger data goes through a file.
+    "stop_profile", "load_adapter", "unload_adapter", or a name of ``Runner.controls``, which runs between two steps
+    when no step is in flight. ``arguments``: keyword arguments; paths of files are among them. ``payload``: bytes for
+    the call, up to ``MAX_PAYLOAD_BYTES``; larger data goes through a file.
     """
 
     call_id: int

@@ -49,3 +49,8 @@ class PlainFormat:
 
 
 PLAIN = PlainFormat()
+
+
+def plain(name: str) -> PlainFormat:
+    """Return the format of the linear layer ``name`` in a checkpoint without quantized layers."""
+    return PLAIN

@@ -1,1 +1,1 @@
-"""From a plan to tokens: the device side of a step."""
+"""The device side of a step: compute the rows of a plan and sample tokens."""

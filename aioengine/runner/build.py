@@ -1,4 +1,4 @@
-"""Makes the runner that the settings describe: the model with its weights, attention, the KV pool, CUDA graphs."""
+"""Build the runner from the settings: the model with its weights, attention, the KV pool, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -27,14 +27,11 @@ from aioengine.protocol.messages import Progress
 from aioengine.runner import weights
 from aioengine.runner.device_memory import (
     MAX_IMAGE_TOKENS,
-    Demand,
     DeviceMemory,
     LargestStep,
     PoolBudget,
-    fit_pages,
-    fit_snapshots,
-    fit_states,
-    page_bytes,
+    fit_pool,
+    kv_cache_of,
 )
 from aioengine.runner.kv_pool import KVPool
 from aioengine.runner.lora.pool import AdapterPool, slots_bytes
@@ -43,7 +40,7 @@ from aioengine.runner.state_pool import StatePool
 from aioengine.runner.timing import StartTimes
 from aioengine.runner.warmup import longest_graph, warm_up_device
 from aioengine.settings.config import TRANSFORMERS
-from aioengine.settings.page_groups import PageGroups
+from aioengine.settings.memory_model import PoolDemand
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,13 +61,13 @@ _LESS_GRAPHS = "Lower mem_fraction_static or cuda_graph_max_bs, or set disable_c
 
 
 def build(settings: Settings, report: Callable[[Progress], None]) -> ModelRunner:
-    """Load the model and take the KV pool.
+    """Load the model and allocate the KV pool.
 
-    Sets the number of torch's threads, so it belongs into a process of its own.
+    Sets torch's number of threads, so it should run in a separate process.
 
     Raises:
-        ValueError: the model, its weights, the device or the dtype cannot be used, or the memory does not suffice; the
-            message says what would work.
+        ValueError: the model, its weights, the device or the dtype cannot be used, or memory is short. The message says
+            what works.
     """
     device = _device(settings.runner.device)
     with compiled_in_threads(device):
@@ -89,16 +86,25 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
     )
     shape = model.attention_shape
     adapters = _take_adapters(model, settings, memory, dtype)
-    demand = _demand(settings, shape, kv_dtype)
-    budget = _pool_budget(model, settings, memory, adapters)
-    settings, num_snapshots, budget = _with_states(model, settings, demand, budget)
-    num_pages = fit_pages(demand, budget)
+    state_bytes = model.state_shape.num_bytes if isinstance(model, StatefulModel) else 0
+    demand = PoolDemand.of(settings, kv_cache_of(shape), itemsize=kv_dtype.itemsize, state_bytes=state_bytes)
+    pool = fit_pool(demand, _pool_budget(model, settings, memory, adapters))
+    if state_bytes:
+        graph_rows = min(settings.runner.cuda_graph_max_rows, pool.num_rows)
+        scheduler = replace(settings.scheduler, max_running=pool.num_rows)
+        settings = replace(
+            settings, scheduler=scheduler, runner=replace(settings.runner, cuda_graph_max_rows=graph_rows)
+        )
     times.end("largest_step")
     with memory.take("the KV pool and attention's workspace", advice=_LESS_POOL):
         page_size = settings.memory.page_size
-        kv_pool = KVPool(shape, num_pages=num_pages, page_size=page_size, dtype=kv_dtype, device=device)
+        kv_pool = KVPool(shape, num_pages=pool.num_pages, page_size=page_size, dtype=kv_dtype, device=device)
         attention = choice.build(shape, kv_pool.tensors)
-        states = _take_states(model, settings, device, num_snapshots)
+        states = None
+        if isinstance(model, StatefulModel):
+            states = StatePool(
+                model.state_shape, max_rows=pool.num_rows, device=device, num_snapshots=pool.num_snapshots
+            )
     times.end("kv_pool")
     parts = DeviceParts(
         model=model,
@@ -114,9 +120,8 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         adapters=adapters,
         states=states,
     )
-    max_total_tokens = demand.groups.tokens_in(num_pages, settings.model.context_length)
     facts = _facts(parts, settings.model.dtype, choice)
-    facts |= {"max_total_tokens": max_total_tokens, "weights_bytes": weights_bytes}
+    facts |= {"max_total_tokens": demand.tokens_in(pool.num_pages), "weights_bytes": weights_bytes}
     with memory.take("CUDA graphs", advice=_LESS_GRAPHS):
         runner = ModelRunner(parts, facts)
         if device.type == "cuda":
@@ -126,7 +131,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
 
 
 def _facts(parts: DeviceParts, dtype: str, choice: AttentionChoice) -> Facts:
-    """What the supervisor is to know of the parts of a runner."""
+    """Return the facts about a runner that are reported to the supervisor."""
     facts: Facts = {
         "dtype": dtype,
         "device": str(parts.device),
@@ -144,7 +149,7 @@ def _facts(parts: DeviceParts, dtype: str, choice: AttentionChoice) -> Facts:
 
 
 def _pool_budget(model: Model, settings: Settings, memory: DeviceMemory, adapters: AdapterPool | None) -> PoolBudget:
-    """Memory for pages and states, beside the largest step."""
+    """Return the memory for pages and states, after that of the largest step."""
     limits = settings.scheduler
     image_tokens = min(settings.model.context_length, MAX_IMAGE_TOKENS)
     num_captured = longest_graph(settings, model.num_active)
@@ -152,49 +157,23 @@ def _pool_budget(model: Model, settings: Settings, memory: DeviceMemory, adapter
     with_adapters = None
     if adapters is not None:
         with_adapters = adapters.rows(np.ones(largest.num_tokens, dtype=np.int32), None)
-    return memory.pool_budget(model, largest, fraction=settings.memory.mem_fraction_static, adapters=with_adapters)
-
-
-def _with_states(
-    model: Model, settings: Settings, demand: Demand, budget: PoolBudget
-) -> tuple[Settings, int, PoolBudget]:
-    """The settings, with as many running requests as there is memory for states; the number of their snapshots; and
-    what is left of the memory.
-    """
-    if not isinstance(model, StatefulModel):
-        return settings, 0, budget
-    slot_bytes, num_snapshots = model.state_shape.num_bytes, 0
-    num_rows, left = fit_states(settings.scheduler.max_running, slot_bytes, demand, budget)
-    if settings.scheduler.prefix_cache:
-        num_snapshots, left = fit_snapshots(slot_bytes, num_rows, demand, left)
-    graph_rows = min(settings.runner.cuda_graph_max_rows, num_rows)
-    scheduler = replace(settings.scheduler, max_running=num_rows)
-    runner = replace(settings.runner, cuda_graph_max_rows=graph_rows)
-    return replace(settings, scheduler=scheduler, runner=runner), num_snapshots, left
-
-
-def _take_states(model: Model, settings: Settings, device: torch.device, num_snapshots: int) -> StatePool | None:
-    """The states of as many requests as run at once, and snapshots; None for a model that keeps none."""
-    if not isinstance(model, StatefulModel):
-        return None
-    max_rows = settings.scheduler.max_running
-    return StatePool(model.state_shape, max_rows=max_rows, device=device, num_snapshots=num_snapshots)
+    fraction = settings.memory.mem_fraction_static if settings.memory.num_pages is None else None
+    return memory.pool_budget(model, largest, fraction=fraction, adapters=with_adapters)
 
 
 def _take_adapters(model: Model, settings: Settings, memory: DeviceMemory, dtype: torch.dtype) -> AdapterPool | None:
-    """The slots of adapters; None: the engine serves the base model alone.
+    """Allocate the adapter slots. None: LoRA is not enabled.
 
     Raises:
-        ValueError: the model cannot use adapters, or the memory does not suffice.
+        ValueError: the model does not support adapters, or memory is short.
     """
     lora = settings.runner.lora
     if lora is None:
         return None
     if not isinstance(model, AdaptableModel):
-        message = "enable_lora: LoRA adapters are not implemented for this model; what works: decoders, such as llama"
-        raise ValueError(message)
+        raise ValueError("enable_lora: this model does not support LoRA adapters; decoders do, such as llama")
     need = slots_bytes(model.linears(), lora, dtype)
-    with memory.take("the slots of LoRA adapters", advice=_LESS_ADAPTERS, need=need):
+    with memory.take("the LoRA adapter slots", advice=_LESS_ADAPTERS, need=need):
         return AdapterPool(
             model.linears(), lora, dtype=dtype, device=memory.device, batch_invariant=settings.runner.batch_invariant
         )
@@ -203,41 +182,27 @@ def _take_adapters(model: Model, settings: Settings, memory: DeviceMemory, dtype
 def _device(name: str) -> torch.device:
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
-        message = f"device {name!r} is not there: torch sees no usable NVIDIA GPU; device='cpu' works"
-        raise ValueError(message)
+        raise ValueError(f"device {name!r} is not available: torch finds no usable NVIDIA GPU; device='cpu' works")
     return device
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name not in DTYPES:
-        message = f"dtype {name!r} is not known; what works: {', '.join(DTYPES)}"
-        raise ValueError(message)
+        raise ValueError(f"dtype {name!r} is not known; what works: {', '.join(DTYPES)}")
     if DTYPES[name] == torch.float16 and device.type == "cpu":
-        message = "dtype 'float16' is not available on a CPU: it is slow there and overflows; use bfloat16 or float32"
-        raise ValueError(message)
+        raise ValueError(
+            "dtype 'float16' is not available on a CPU: it is slow there and overflows; use bfloat16 or float32"
+        )
     return DTYPES[name]
 
 
 def _versions() -> Facts:
-    """Of what computes here: packages that are not installed are left out."""
-    found: Facts = {}
+    """Return the versions of the installed packages that compute."""
+    versions: Facts = {}
     for package in ("torch", "triton", "flashinfer-python"):
         with suppress(metadata.PackageNotFoundError):
-            found[f"{package.removesuffix('-python')}_version"] = metadata.version(package)
-    return found
-
-
-def _demand(settings: Settings, shape: AttentionShape, kv_dtype: torch.dtype) -> Demand:
-    num_pages, page_size = settings.memory.num_pages, settings.memory.page_size
-    return Demand(
-        num_tokens=None if num_pages is None else num_pages * page_size,
-        groups=PageGroups(
-            windows=shape.page_windows or (None,), page_size=page_size, min_tokens=settings.scheduler.min_tokens
-        ),
-        page_bytes=page_bytes(shape, kv_dtype, page_size),
-        context_length=settings.model.context_length,
-        max_tokens=settings.model.context_length * settings.scheduler.max_running,
-    )
+            versions[f"{package.removesuffix('-python')}_version"] = metadata.version(package)
+    return versions
 
 
 def load_model(
@@ -250,13 +215,13 @@ def load_model(
     report: Callable[[Progress], None],
     times: StartTimes,
 ) -> tuple[Model, AttentionChoice, int]:
-    """The model with its weights, the attention that works for it, and the bytes of the parameters. Token ids below
-    ``vocab_size`` will be sampled.
+    """Load the model. Return it, the attention backend that works for it, and the bytes of the parameters. Token ids
+    below ``vocab_size`` will be sampled.
     """
     check_unchanged(settings.model.files, "since the engine was made")
-    advice = "End what else has memory of the GPU, or take a smaller model or a larger GPU"
+    advice = "End other processes on the GPU, or use a smaller model or a larger GPU"
     if dtype == torch.float32:
-        advice += "; dtype='bfloat16' takes half"
+        advice += "; dtype='bfloat16' needs half"
     with memory.take("the weights", advice=advice, need=_weights_bytes(settings, dtype)), torch.no_grad():
         model = _model(settings, dtype, memory.device)
         if memory.device.type == "cuda" and is_installed() and model.task is Task.GENERATE:
@@ -277,7 +242,7 @@ def load_model(
 
 
 def _compile_sampling(model: Model, vocab_size: int, device: torch.device, *, logprobs_mode: str) -> None:
-    """These kernels take the longest to compile; meanwhile FlashInfer is imported and the weights are read."""
+    """Compile the sampling kernels, which take the longest, while FlashInfer is imported and weights are read."""
     module = importlib.import_module("aioengine.runner.sampling.device_sampler")
     width = model.vocab_size
     vocab_size = min(vocab_size, width)
@@ -296,7 +261,7 @@ def _model(settings: Settings, dtype: torch.dtype, device: torch.device) -> Mode
 
 
 def _weights_bytes(settings: Settings, dtype: torch.dtype) -> int:
-    """Bytes that the parameters will take."""
+    """Return the bytes of the parameters without loading them."""
     meta = torch.device("meta")
     if settings.model.implementation == TRANSFORMERS:
         return _fallback(settings).num_bytes(_options(settings, dtype, meta))
@@ -313,7 +278,7 @@ def _options(settings: Settings, dtype: torch.dtype, device: torch.device) -> Mo
 
 
 def _fallback(settings: Settings) -> models.FallbackModel:
-    """The model of transformers; its package takes a second to import, which other models need not wait for."""
+    """Return the model that transformers computes. Only then transformers is imported, which takes a second."""
     model = settings.model
     return models.fallback(
         Path(model.path),
@@ -326,20 +291,19 @@ def _fallback(settings: Settings) -> models.FallbackModel:
 def _config(folder: Path) -> dict[str, object]:
     config = folder_files.read_json(folder / "config.json", dict[str, object])
     if config is None:
-        message = f"{folder} has no config.json; a model folder of transformers has one"
-        raise ValueError(message)
+        raise ValueError(f"{folder} has no config.json, which a model folder must have")
     return config
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """``name``: of the backend. ``warning``: why it is not the one of the settings; empty where it is."""
+    """name: the backend. warning: why it is not the backend of the settings; empty if it is."""
 
     name: str
     warning: str = ""
 
     def build(self, shape: AttentionShape, kv_pools: list[Tensor]) -> AttentionBackend:
-        """The backend over the pools [L, 1 or 2, N, K, S, E] of the groups of layers."""
+        """Build the backend for the pools [L, 1 or 2, N, K, S, E] of the layer groups."""
         backend = _mixed.build(plugins.load("attention", self.name), shape, kv_pools)
         return _image_attention.build(backend, shape, kv_pools) if shape.has_bidirectional_images else backend
 
@@ -353,28 +317,22 @@ def choose_attention(
     kv_dtype: torch.dtype,
     report: Callable[[Progress], None],
 ) -> AttentionChoice:
-    """The backend that works here for queries of ``dtype`` and keys and values of ``kv_dtype``.
+    """Choose the backend that works for queries of ``dtype`` and a KV cache of ``kv_dtype``.
 
     Raises:
-        ValueError: there is none of this name, or it does not work and there is none to fall back on.
+        ValueError: the backend is unknown, or does not work and there is no fallback.
         CompilationTimeoutError: its kernels did not compile in time.
     """
-    name, known = settings.attention_backend, plugins.names("attention")
+    name, backends = settings.attention_backend, plugins.names("attention")
     if not shape.is_causal:
         return AttentionChoice("packed")
-    if name not in known:
-        message = f"attention_backend {name!r} is not known; what works: {', '.join(known)}"
-        raise ValueError(message)
-    if shape.value_size is not None and name == "flashinfer":
-        if not settings.fallback_backend:
-            message = "attention_backend 'flashinfer' has no latent attention; 'triton', 'torch' and 'auto' work"
-            raise ValueError(message)
-        name = settings.fallback_backend
+    if name not in backends:
+        raise ValueError(f"attention_backend {name!r} is not known; what works: {', '.join(backends)}")
     if name == "fused" and (kv_dtype != dtype or not fused.serves(shape, dtype, device)):
         return AttentionChoice("torch")
     if kv_dtype != dtype and name != "torch":
         message = (
-            f"attention_backend {name!r} needs keys and values of the type of the queries, {dtype}, not {kv_dtype}; "
+            f"attention_backend {name!r} needs a KV cache in the dtype of the queries, {dtype}, not {kv_dtype}; "
             "'torch' works"
         )
         raise ValueError(message)
@@ -386,9 +344,7 @@ def choose_attention(
         if not settings.fallback_backend:
             message = f"attention_backend='flashinfer' does not work here: {error}"
             raise ValueError(message) from error
-        warning = (
-            f"attention runs in {settings.fallback_backend}'s kernels, which are slower than FlashInfer's: {error}"
-        )
+        warning = f"attention uses {settings.fallback_backend}, which is slower than FlashInfer, because {error}"
         return AttentionChoice(settings.fallback_backend, warning)
     return AttentionChoice(name)
 
@@ -401,15 +357,15 @@ def make_flashinfer_ready(
     *,
     report: Callable[[Progress], None],
 ) -> None:
-    """Import the package, compile its kernels and try them.
+    """Import FlashInfer, compile its kernels and run them once.
 
     Raises:
-        BackendUnavailableError: one of these does not work.
+        BackendUnavailableError: this failed.
     """
     try:
         kernels = importlib.import_module("aioengine.attention._flashinfer_ready")
     except ModuleNotFoundError as error:
-        message = f"the package {error.name!r} is not installed; pip install 'aioengine[cuda]' brings FlashInfer"
+        message = f"the package {error.name!r} is not installed; pip install 'aioengine[cuda]' installs FlashInfer"
         raise BackendUnavailableError(message) from error
     except (ImportError, OSError, RuntimeError) as error:
         message = f"FlashInfer cannot be imported: {type(error).__name__}: {error}"

@@ -1,13 +1,13 @@
-"""Requests whose output a grammar constrains: which tokens of launched steps their constraints have not followed yet.
+"""Follows the grammars of open requests with structured output.
 
-The mask of a token depends on the token before it. A step is launched while the one before it still runs on the device,
-so its forward is queued first, and its tokens are drawn later: when the older step is collected, the host follows the
-last tokens, and begins to compute the masks in other threads while the device computes. Then it sends the tokens, plans
-the next step and prepares its inputs. By then the masks are there, and the tokens are drawn before it is launched.
+The mask of a token depends on the previous token, which is unknown while its step is in flight. So the forward pass of
+the next step is queued first, and its tokens are sampled later. When the previous step is collected, the host follows
+its tokens and starts to compute the masks in background threads. Meanwhile it sends the tokens and prepares the next
+step. Just before the next step is launched, the masks are done and the tokens are sampled.
 
-Where a grammar allows one token alone several times in a row, the request *jumps*: these tokens come together with the
-last one that was drawn, and its next row computes them as a prompt is computed. A row that was launched before is late,
-and its token does not count. Where models keep states, which that row has changed, requests do not jump.
+If a grammar allows only one token at several positions in a row, these *forced tokens* are returned together with the
+last sampled one, and the next row of the request computes them like a prompt. A row in flight samples the first forced
+token again, so it returns no token.
 """
 
 from __future__ import annotations
@@ -30,30 +30,31 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.runner.graphs.decode_graphs import DecodeGraphs, DecodeStep
-    from aioengine.runner.logits import Constraint, Grammars
+    from aioengine.runner.logits import GrammarSource, OpenConstraint
     from aioengine.runner.logits.grammar import GrammarMask
     from aioengine.runner.rows import RequestRow, SampledRows
     from aioengine.runner.transfer import Readback
     from aioengine.scheduler.plan import NewRow
 
-    Awaited = tuple[int, int, RequestRow, Constraint]
+    Awaited = tuple[int, int, RequestRow, OpenConstraint]
 
-MIN_JUMP: Final = 1
-MIN_JUMP_ON_GPU: Final = 2
-"""Forced tokens that are worth a jump: while the next step is in flight, one of them is computed in it anyway. Not
-fewer than steps can be in flight.
+MIN_FORCED: Final = 1
+MIN_FORCED_ON_GPU: Final = 2
+"""Minimum number of forced tokens that are appended. The step in flight computes one of them anyway. Must be at least
+the number of steps in flight.
 """
 
 ROWS_PER_TOKEN: Final = 16
-"""The least jump is one token longer for every 16 rows of the step: all of them wait for the tokens of the row that
-jumps, and it alone saves steps. With 256 rows short jumps make all slower.
+"""The minimum grows by one for every 16 rows of the step: all rows wait for the row with forced tokens, and only that
+row saves steps. With 256 rows, few forced tokens make all rows slower.
 """
 
 
 class Launched(Protocol):
     """A launched step; see ``model_runner.Ticket``.
 
-    constrained: the place in ``sampled``, the position and the request of each token that this constraint follows.
+    constrained: index in ``sampled``, position, request and constraint of each token to follow.
+    repeated: uids of the rows whose token was already returned as a forced token.
     """
 
     @property
@@ -65,113 +66,124 @@ class Launched(Protocol):
     @property
     def constrained(self) -> list[Awaited]: ...
     @property
-    def jumps(self) -> dict[int, list[int]]: ...
+    def repeated(self) -> set[int]: ...
+    @property
+    def forced(self) -> dict[int, list[int]]: ...
     @property
     def complete(self) -> list[int]: ...
 
 
 @dataclass(slots=True)
-class _Later:
-    """A step whose tokens are drawn once its masks are computed. draw: returns them, [R]; at most ``most`` rows are
-    drawn together, else its masks are not begun beside.
+class _DeferredStep:
+    """A step whose tokens are sampled when its masks are known.
+
+    draw: samples the tokens [R]. max_rows: with more rows, masks are not computed in the background.
     """
 
     rows: SampledRows
     draw: Callable[[], Tensor]
-    most: int
+    max_rows: int
     ticket: Launched | None = None
 
 
 class ConstrainedRows:
-    """The open constraints.
+    """The constraints of open requests.
 
     Attributes:
-        grammars: where constraints come from; None: this runner has none.
-        min_jump: forced tokens that are worth a jump in a step of few rows.
-        max_tokens: of a step with jumps. On a GPU those of the largest decode step that has a graph: any other step
-            takes the host several times as long.
+        grammars: opens constraints; None: grammars are not available.
+        min_forced: minimum number of forced tokens that are appended, in a step of few rows.
+        max_tokens: maximum tokens of a step with forced tokens. On a GPU: the largest decode step with a graph, because
+            other steps take the host several times as long.
     """
 
-    def __init__(self, masks: GrammarMask, device: torch.device, *, may_jump: bool = True) -> None:
-        """``masks``: where the sampler gets its masks from. ``may_jump``: whether requests may."""
-        masks.follow = self.follow
-        self.grammars: Grammars | None = None
-        self.min_jump = MIN_JUMP if device.type == "cpu" else MIN_JUMP_ON_GPU
+    def __init__(self, masks: GrammarMask, device: torch.device, *, may_force: bool = True) -> None:
+        """masks: the logits processor of grammars. may_force: forced tokens may be appended."""
+        self.grammars: GrammarSource | None = None
+        self.min_forced = MIN_FORCED if device.type == "cpu" else MIN_FORCED_ON_GPU
         self.max_tokens = sys.maxsize
-        self._later: _Later | None = None  # the newest step, while its tokens are not drawn
+        self._deferred: _DeferredStep | None = None  # the newest step, until its tokens are sampled
         self._masks = masks
-        self._may_jump = may_jump
+        self._may_force = may_force
         self._is_on_gpu = device.type != "cpu"
         self._unfollowed: deque[Launched] = deque()
 
-    def draw(self, rows: SampledRows, draw: Callable[[], Tensor], *, most: int) -> Tensor | None:
-        """The tokens [R] of a step, or None where they are drawn later: masks depend on tokens that are not known yet.
+    def draw(
+        self, rows: SampledRows, draw: Callable[[], Tensor], *, max_rows: int, is_urgent: bool = False
+    ) -> Tensor | None:
+        """Return the sampled tokens [R]; None: they are sampled later, because masks depend on unknown tokens.
 
-        ``most``: rows that ``draw`` draws together.
+        max_rows: rows that ``draw`` samples together. is_urgent: wait for the unknown tokens instead.
         """
-        if self._unfollowed and any(each.constraint is not None for each in rows.requests):
-            self._later = _Later(rows, draw, most)
-            return None
+        if self._unfollowed and any(request.constraint is not None for request in rows.requests):
+            if not is_urgent:
+                self._deferred = _DeferredStep(rows, draw, max_rows)
+                return None
+            self.follow()
         return draw()
 
     def draw_masked(self, graphs: DecodeGraphs, step: DecodeStep, rows: SampledRows) -> Tensor | None:
-        """As ``draw``, [R], of a replayed step that needs masks. They are set in the logits of the graph: with a copy
-        of these, and a sampler for all parameters, the device would wait longer for its next step.
+        """Do the same as ``draw``, [R], for a replayed step that only needs masks.
+
+        The masks are applied in the logits of the graph. With a copy of the logits and the full sampler, the device
+        would wait longer for its next step.
         """
 
         def draw() -> Tensor:
-            """Token ids [R]."""
+            """Return token ids [R]."""
             logits = graphs.logits(step)
             with part("sample"):
-                self._masks.mask(logits, step.lasts or range(len(rows.requests)), rows.constraints())
+                self._masks.mask(logits, step.last_indices or range(len(rows.requests)), rows.constraints())
                 return graphs.draw(step, logits)
 
-        return self.draw(rows, draw, most=graphs.max_rows)
+        return self.draw(rows, draw, max_rows=graphs.max_rows)
 
     def begin_masks(self) -> None:
-        """Compute the masks of the step that was put off, beside the caller, once it follows all tokens before."""
-        later = self._later
-        if later is not None and not self._unfollowed and len(later.rows.requests) <= later.most:
-            self._masks.begin(later.rows.constraints(), is_on_gpu=self._is_on_gpu)
+        """Start to compute the masks of the deferred step in the background, if all earlier tokens are known."""
+        step = self._deferred
+        if step is not None and not self._unfollowed and len(step.rows.requests) <= step.max_rows:
+            self._masks.begin(step.rows.constraints(), is_on_gpu=self._is_on_gpu)
 
     def finish(self) -> None:
-        """Draw the tokens of the step that was put off."""
-        later, self._later = self._later, None
-        if later is not None and later.ticket is not None:
+        """Sample the tokens of the deferred step."""
+        step, self._deferred = self._deferred, None
+        if step is not None and step.ticket is not None:
+            self.follow()
             with torch.inference_mode():
-                later.ticket.values.start(later.draw())
-            self.note(later.ticket, later.rows.requests, later.rows.positions)
+                step.ticket.values.start(step.draw())
+            self.note(step.ticket, step.rows.requests, step.rows.positions)
 
     def open(self, opened: NewRow, request: RequestRow) -> None:
-        """Give an open request the constraint of its grammar, behind its output so far.
+        """Set the constraint of an open request, after its output so far.
 
         Raises:
-            ValueError: there are no grammars, or this one cannot be followed.
+            ValueError: grammars are not available, or this grammar cannot be followed.
         """
         grammar = opened.sampling.grammar
         if self.grammars is None or grammar is None:
-            message = "this runner has no grammars"
-            raise ValueError(message)
+            raise ValueError("this runner has no grammars")
         request.constraint = self.grammars.open(grammar, opened.token_ids, opened.num_prompt)
-        request.may_jump = self._may_jump and _may_jump(opened)
+        request.may_force = self._may_force and _may_force(opened)
 
     def note(self, ticket: Launched, sampled: list[RequestRow], positions: npt.NDArray[np.int64]) -> None:
-        """A step was launched that gives tokens to ``sampled``, at these positions [S]. Those whose masks failed fail
-        in it.
+        """Record a launched step that samples tokens of ``sampled`` at positions [S]. Rows whose grammar has an error
+        fail.
         """
-        if self._later is not None:
-            self._later.ticket = ticket
+        if self._deferred is not None:
+            self._deferred.ticket = ticket
             return
-        for place, (request, position) in enumerate(zip(sampled, positions.tolist(), strict=True)):
-            if (constraint := request.constraint_at(position)) is not None:
-                ticket.constrained.append((place, position, request, constraint))
+        for index, (request, position) in enumerate(zip(sampled, positions.tolist(), strict=True)):
+            constraint = request.constraint
+            if position < request.forced_end:
+                ticket.repeated.add(request.uid)
+            elif constraint is not None:
+                ticket.constrained.append((index, position, request, constraint))
                 if constraint.error:
                     ticket.failed[request.uid] = constraint.error
         if ticket.constrained:
             self._unfollowed.append(ticket)
 
     def follow(self, last: Launched | None = None) -> None:
-        """Follow the tokens of the launched steps, up to ``last``, and wait for them."""
+        """Wait for the tokens of launched steps up to ``last``, or of all, and follow them."""
         if last is not None and last not in self._unfollowed:
             return
         ticket = None
@@ -179,25 +191,26 @@ class ConstrainedRows:
             ticket = self._unfollowed.popleft()
             values = ticket.values.wait()
             left = self.max_tokens - len(ticket.sampled)
-            least = self.min_jump + len(ticket.sampled) // ROWS_PER_TOKEN
-            for place, position, request, constraint in ticket.constrained:
-                if values[place] == FAILED or constraint.is_over:
+            least = self.min_forced + len(ticket.sampled) // ROWS_PER_TOKEN
+            for index, position, request, constraint in ticket.constrained:
+                if values[index] == FAILED or constraint.is_over:
                     continue
-                constraint.advance(values[place])
-                may_jump = constraint.next_token >= 0 and request.may_jump  # few do: the call is spared for the others
-                if may_jump and (forced := constraint.take_forced(least, left)):
+                constraint.advance(values[index])
+                may_force = constraint.next_token >= 0 and request.may_force  # rarely true: saves a call per token
+                if may_force and (forced := constraint.take_forced(least, left)):
                     left -= len(forced)
-                    ticket.jumps[request.uid] = forced
-                    request.known_end = position + 1 + len(forced)
+                    ticket.forced[request.uid] = forced
+                    request.forced = forced
+                    request.forced_end = position + 1 + len(forced)
                 if constraint.error:
                     ticket.failed[request.uid] = constraint.error
                 elif constraint.is_complete:
                     ticket.complete.append(request.uid)
 
 
-def _may_jump(opened: NewRow) -> bool:
-    """Whether tokens of this request need not be drawn: nothing asks for their logits, counts them, or rules them out
-    as well.
+def _may_force(opened: NewRow) -> bool:
+    """Return whether tokens of this request may be appended without sampling: no parameter needs their logits, counts
+    them or forbids them.
     """
     sampling = opened.sampling
     return opened.logprobs is None and not (

@@ -1,8 +1,8 @@
-"""Logits processors of the user: classes that are named when the engine is made, and chosen by each request.
+"""The user's logits processors: classes named at the construction of the engine, and chosen by each request.
 
-``apply(logits, params)`` of such a class gets the rows of a step that use it, logits [rows, V] fp32 on the device, and
-the ``custom_params`` of each, fresh objects in every step; it returns logits of the same shape. A processor keeps no
-state of a request: steps are computed again after a preemption, or by another process.
+``apply(logits, params)`` of such a class receives logits [rows, V] fp32 on the device for the rows of a step that use
+it, and the ``custom_params`` of each row as new objects in each step. It returns logits of the same shape. A processor
+must not keep per-request state, because steps may be repeated after a preemption or in another process.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ if TYPE_CHECKING:
 
 LIMIT_S: Final = 1.0
 LEAST_LIMIT_S: Final = 0.02
-"""Each row of a step that runs out of time halves the limit of the rows behind it, down to this."""
+"""Each row that exceeds the time limit halves the limit of later rows in the step, down to this."""
 
 _params = msgspec.json.Decoder(dict[str, Any])
 
 
 class CustomLogitsProcessor(Protocol):
     def apply(self, logits: Tensor, params: list[dict[str, Any]]) -> Tensor:
-        """Logits [rows, V] -> logits [rows, V] fp32; these may be changed in place."""
+        """Logits [rows, V] -> logits [rows, V] fp32. May change them in place."""
         ...
 
 
 class CustomProcessors:
-    """All processors of the user, as one processor. The logits of a row that fails become NaN: no token is drawn.
+    """All custom processors, as one logits processor. The logits of a failed row become NaN, so no token is sampled.
 
     Attributes:
-        errors: why rows failed, by uid; the caller removes what it has read.
+        errors: uid -> error of failed rows. The caller removes the entries.
     """
 
     def __init__(self, names: Sequence[str], *, vocab_size: int) -> None:
-        """Raises ValueError: a name cannot be imported, or what it names is no such class."""
+        """Load the classes. Raises ValueError if a class cannot be imported or has no method ``apply``."""
         self.errors: dict[int, str] = {}
         self._processors = {name: load_processor(name) for name in names}
         self._vocab_size = vocab_size
@@ -62,21 +62,21 @@ class CustomProcessors:
         return bool(sampling.custom_processor)
 
     def apply(self, logits: Tensor, rows: list[LogitsRow], upload: Upload) -> None:
-        """Change rows of logits [S, W]; those of the same processor together."""
+        """Change rows of logits [S, W]. The rows of a processor are processed together."""
         for name, group in groupby(sorted(rows, key=_name_of), _name_of):
-            together = list(group)
-            places = upload(np.array([row.index for row in together], dtype=np.int64))
+            group_rows = list(group)
+            indices = upload(np.array([row.index for row in group_rows], dtype=np.int64))
             scores = logits[:, : self._vocab_size]
             try:
-                scores[places] = self._result(name, scores[places], together, LIMIT_S)
+                scores[indices] = self._result(name, scores[indices], group_rows, LIMIT_S)
             except (Exception, OutOfTimeError) as error:
-                if len(together) == 1:
-                    self._fail(logits, together[0], error)
+                if len(group_rows) == 1:
+                    self._fail(logits, group_rows[0], error)
                 else:
-                    self._apply_one_by_one(logits, together)
+                    self._apply_one_by_one(logits, group_rows)
 
     def _apply_one_by_one(self, logits: Tensor, rows: list[LogitsRow]) -> None:
-        """Change rows of logits [S, W], one at a time: together they failed, and only those at fault shall."""
+        """Change rows of logits [S, W] one by one after they failed together, so that only the failing rows fail."""
         limit_s = LIMIT_S
         for row in rows:
             scores = logits[row.index : row.index + 1, : self._vocab_size]
@@ -87,41 +87,39 @@ class CustomProcessors:
                 if isinstance(error, OutOfTimeError):
                     limit_s = max(limit_s / 2, LEAST_LIMIT_S)
 
-    def _result(self, name: str, given: Tensor, rows: list[LogitsRow], limit_s: float) -> Tensor:
-        """The logits [rows, V] that the processor makes of ``given`` [rows, V].
+    def _result(self, name: str, logits: Tensor, rows: list[LogitsRow], limit_s: float) -> Tensor:
+        """Call the processor with logits [rows, V], and return the result [rows, V].
 
-        Raises what the processor raises, OutOfTimeError, and TypeError or ValueError for a result that is not these.
+        Raises the error of the processor, OutOfTimeError, and TypeError or ValueError for an invalid result.
         """
         params = [_params.decode(row.sampling.custom_params or b"{}") for row in rows]
-        shape = given.shape
-        found: object = run_limited(partial(self._processors[name].apply, given, params), limit_s)
-        if not isinstance(found, torch.Tensor):
-            message = f"it returned {type(found).__name__}, not the logits"
-            raise TypeError(message)
-        if found.shape != shape:
-            message = f"it returned logits of the shape {list(found.shape)}, not {list(shape)}"
-            raise ValueError(message)
-        if found.dtype != torch.float32 or found.device != given.device:
-            message = f"it returned {found.dtype} on {found.device}, not torch.float32 on {given.device}"
-            raise TypeError(message)
-        return found
+        shape, device = logits.shape, logits.device
+        result: object = run_limited(partial(self._processors[name].apply, logits, params), limit_s)
+        if not isinstance(result, torch.Tensor):
+            raise TypeError(f"it returned {type(result).__name__}, not the logits")
+        if result.shape != shape:
+            raise ValueError(f"it returned logits of the shape {list(result.shape)}, not {list(shape)}")
+        if result.dtype != torch.float32 or result.device != device:
+            raise TypeError(f"it returned {result.dtype} on {result.device}, not torch.float32 on {device}")
+        return result
 
     def _fail(self, logits: Tensor, row: LogitsRow, error: BaseException) -> None:
-        """Keep the error of a row of logits [S, W], and let no token be drawn of it."""
-        limit = f"it took longer than {LIMIT_S:g} s (less behind other rows that did)"
-        why = limit if isinstance(error, OutOfTimeError) else describe(error)
+        """Record the error of a row of logits [S, W], and set its logits to NaN."""
+        limit = f"it took longer than {LIMIT_S:g} s (or a shorter limit after other slow rows)"
+        reason = limit if isinstance(error, OutOfTimeError) else describe(error)
         name = _name_of(row)
-        self.errors[row.uid] = f"custom_logit_processor {name!r} failed{_place(self._processors[name], error)}: {why}"
+        location = _location(self._processors[name], error)
+        self.errors[row.uid] = f"custom_logit_processor {name!r} failed{location}: {reason}"
         logits[row.index] = torch.nan
 
 
-def _place(processor: CustomLogitsProcessor, error: BaseException) -> str:
-    """Where in the files of its classes a processor failed: the innermost line; empty where that is elsewhere."""
+def _location(processor: CustomLogitsProcessor, error: BaseException) -> str:
+    """Return the innermost line in the files of the processor's classes: " at file.py:12", or "" if there is none."""
     modules = {sys.modules.get(base.__module__) for base in type(processor).__mro__}
     files = {getattr(module, "__file__", None) for module in modules}
     frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
-    places = [f" at {Path(name).name}:{line}" for name, line in frames if name in files]
-    return places[-1] if places else ""
+    lines = [f" at {Path(name).name}:{line}" for name, line in frames if name in files]
+    return lines[-1] if lines else ""
 
 
 def _name_of(row: LogitsRow) -> str:
@@ -129,23 +127,23 @@ def _name_of(row: LogitsRow) -> str:
 
 
 def load_processor(name: str) -> CustomLogitsProcessor:
-    """An object of the class of ``"package.module:Class"``.
+    """Create a processor of the class ``"package.module:Class"``.
 
     Raises:
-        ValueError: it cannot be imported or made, or has no method ``apply``.
+        ValueError: the class cannot be imported or instantiated, or has no method ``apply``.
     """
     module_name, _, class_name = name.partition(":")
     try:
-        known = vars(importlib.import_module(module_name))
-        make = known.get(class_name)
-        processor: CustomLogitsProcessor | None = make() if isinstance(make, type) else None
+        members = vars(importlib.import_module(module_name))
+        member = members.get(class_name)
+        processor: CustomLogitsProcessor | None = member() if isinstance(member, type) else None
     except Exception as error:
-        message = f"logits_processors: {name!r} cannot be made: {type(error).__name__}: {error}"
+        message = f"logits_processors: {name!r} cannot be created: {type(error).__name__}: {error}"
         raise ValueError(message) from error
     if processor is None:
-        found = "does not exist" if make is None else f"is no class, but {shown(make)}"
-        classes = ", ".join(key for key, value in known.items() if callable(getattr(value, "apply", None)))
-        message = f"logits_processors: {name!r} {found}; classes with apply in {module_name}: {classes or 'none'}"
+        problem = "does not exist" if member is None else f"is not a class but {shown(member)}"
+        classes = ", ".join(key for key, value in members.items() if callable(getattr(value, "apply", None)))
+        message = f"logits_processors: {name!r} {problem}; classes with apply in {module_name}: {classes or 'none'}"
         raise ValueError(message)
     if not callable(getattr(processor, "apply", None)):
         message = f"logits_processors: {name!r} has no method apply(logits, params)"

@@ -1,30 +1,31 @@
-"""What the memory of the device is used for, how much the KV pool may take, and the errors where it is too little.
+"""Device memory: usage by purpose, the size of the KV pool, and the errors if memory is short.
 
-What a step needs beside weights and pool is measured, not guessed, so that running never runs out. The free memory of a
-CPU is what the machine has available, and at most what is left of the limits of its control groups (version 1 and 2,
-each ancestor); file pages that the kernel can drop count as free.
+The memory of a step beside weights and pool is measured, so that steps never run out of memory.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from aioengine.api import checks
-from aioengine.attention._base import kv_pool_shape
-from aioengine.families._memory import SNAPSHOTS_PER_ROW
 from aioengine.kernels.triton.launcher import compile_only
 from aioengine.models._base import VisionModel
-from aioengine.runner.images import GPU_FEATURE_BYTES
 from aioengine.runner.inputs import model_inputs
 from aioengine.settings.machine import free_host_memory
+from aioengine.settings.memory_model import (
+    GPU_FEATURE_BYTES,
+    SAMPLED_ROWS,
+    KVCache,
+    format_bytes,
+    reserved_bytes,
+    with_margin,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,24 +35,16 @@ if TYPE_CHECKING:
     from aioengine.attention._base import AttentionShape, WriteKV
     from aioengine.layers.adapters import AdapterRows
     from aioengine.models._base import Model
-    from aioengine.settings.page_groups import PageGroups
-
-_MIB, _GIB = 1 << 20, 1 << 30
-
-GRAPHS_BYTES = 2 << 30
-"""Reserved for kernel workspaces and for the graphs of decode steps, whose shared pool is about one step large."""
-
-SAMPLED_ROWS = 256
-"""Rows that the sampler processes at once, with their logits in fp32: bounds its memory."""
+    from aioengine.settings.memory_model import PoolDemand, PoolFit
 
 MAX_IMAGE_TOKENS = 16_384
-"""Of the largest image for which memory is reserved: the limit in the files of Qwen's models."""
+"""Tokens of the largest image for which memory is reserved: the limit in Qwen's model files."""
 
 _WARMUP_ROWS = 1, 2, 17, 33, 65
-"""Row counts that are run before a measurement: one for each range of row counts with a matmul kernel of its own."""
+"""Row counts run before a measurement: one for each range of row counts with a separate matmul kernel."""
 
 _WARMUP_IMAGES = 1, 4
-"""Tokens of images that are run before a measurement: kernels have forms of their own for multiples of 16 patches."""
+"""Tokens of images run before a measurement: kernels have specializations for multiples of 16 patches."""
 
 _SMI_TIMEOUT_S = 10.0
 
@@ -60,9 +53,9 @@ class LargestStep(NamedTuple):
     """Upper limits of a step.
 
     Attributes:
-        num_tokens: tokens of any step.
-        num_rows: rows that sample in one step.
-        num_captured: tokens of the largest step with prompts that has CUDA graphs; 0: no such step has any.
+        num_tokens: tokens of a step.
+        num_rows: rows of a step that sample.
+        num_captured: tokens of the largest step with prompts that has CUDA graphs; 0: there are no such graphs.
         image_tokens: tokens of the largest image in a prompt.
     """
 
@@ -73,7 +66,7 @@ class LargestStep(NamedTuple):
 
 
 class DeviceMemory:
-    """Records how much memory of one device this process has allocated, by purpose; nothing on a CPU."""
+    """Records the memory of one device that this process has allocated, by purpose. Does nothing on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -81,11 +74,11 @@ class DeviceMemory:
 
     @contextmanager
     def take(self, purpose: str, *, advice: str, need: int | None = None) -> Iterator[None]:
-        """Record what the body allocates under ``purpose``. ``need``: its bytes, if known, for the message.
+        """Record the memory that the body allocates under ``purpose``. need: its bytes, if known, for the message.
 
         Raises:
-            ValueError: not enough memory. The message lists the free memory, what this engine and other processes
-                hold, and ends with ``advice``.
+            ValueError: not enough memory. The message has the free memory, the memory of this engine and of other
+                processes, and ``advice``.
         """
         if self.device.type == "cpu":
             yield
@@ -93,67 +86,70 @@ class DeviceMemory:
         before = torch.cuda.memory_reserved(self.device)
         try:
             yield
-        except RuntimeError as error:  # no OutOfMemoryError where nothing is left for CUDA itself
+        except RuntimeError as error:  # not an OutOfMemoryError if CUDA itself is out of memory
             if "out of memory" not in str(error):
                 raise
             needed = "" if need is None else f" ({format_bytes(need)})"
             cause = str(error).split(". ")[0]
-            message = f"the GPU has not enough memory for {purpose}{needed}: {cause}. {self.describe()}. {advice}"
+            message = f"not enough GPU memory for {purpose}{needed}: {cause}. {self.describe()}. {advice}"
             raise ValueError(message) from None
         torch.cuda.synchronize(self.device)
         self.taken[purpose] = torch.cuda.memory_reserved(self.device) - before
 
     def pool_budget(
-        self, model: Model, largest: LargestStep, *, fraction: float, adapters: AdapterRows | None = None
+        self, model: Model, largest: LargestStep, *, fraction: float | None, adapters: AdapterRows | None = None
     ) -> PoolBudget:
-        """Memory for the KV pool once the weights are loaded. ``fraction``: the engine's share of all memory.
+        """Return the memory for the KV pool after the weights are loaded.
 
-        ``adapters``: of a step of ``largest.num_tokens`` tokens that use one; None: there are no adapters.
+        Args:
+            fraction: the engine's share of all memory; None: all free memory, for a pool of a requested size.
+            adapters: the rows of a step of ``largest.num_tokens`` tokens with an adapter; None: there are no adapters.
         """
+        limit = "" if fraction is None else f"mem_fraction_static={fraction:g}"
         if self.device.type == "cpu":
-            free = free_memory(self.device)
-            explanation = f"{format_bytes(free)} are free, of which mem_fraction_static={fraction:g} may be used"
-            return PoolBudget(free, int(free * fraction), explanation)
+            free = free_host_memory()
+            explanation = f"{format_bytes(free)} are free" + (f", and {limit} of it may be used" if limit else "")
+            return PoolBudget(int(free * (1.0 if fraction is None else fraction)), explanation)
         advice = "Lower chunked_prefill_size or max_running_requests"
         with self.take("a step of the largest size", advice=advice):
             peak = peak_memory(model, self.device, largest, adapters)
-        steps = peak + peak // 4  # a margin: steps of mixed sizes fragment the allocator's memory
-        images = self._images_budget(model, largest, steps) if isinstance(model, VisionModel) else 0
-        counts = 4 * largest.num_rows * model.vocab_size  # the token counts of penalties
-        # 2 * counts: while the table of counts grows, the old and the new one exist
-        reserved = steps + images + 2 * counts + GRAPHS_BYTES + captured_bytes(model, largest, steps)
-        free, total = torch.cuda.mem_get_info(self.device)
-        left = int(free - (1.0 - fraction) * total)
-        explanation = (
-            f"{self.describe()}. mem_fraction_static={fraction:g} leaves {format_bytes(max(left, 0))}, of which the "
-            f"largest step and the CUDA graphs need {format_bytes(reserved)}"
-        )
-        return PoolBudget(max(free - reserved, 0), max(left - reserved, 0), explanation)
+        steps = with_margin(peak)
+        reserved = reserved_bytes(peak, max_running=largest.num_rows, vocab_size=model.vocab_size)
+        reserved += captured_bytes(model, largest, steps)
+        if isinstance(model, VisionModel):
+            reserved += self._images_budget(model, largest, steps)
+        left, total = torch.cuda.mem_get_info(self.device)
+        explanation = self.describe()
+        if fraction is not None:
+            left = int(left - (1.0 - fraction) * total)
+            explanation += f". {limit} leaves {format_bytes(max(left, 0))}"
+        explanation += f"; the largest step and the CUDA graphs need {format_bytes(reserved)} of it"
+        return PoolBudget(max(left - reserved, 0), explanation)
 
     def _images_budget(self, model: VisionModel, largest: LargestStep, steps: int) -> int:
-        """Memory for images beside that of ``steps``, which the vision tower uses before the step itself."""
-        with self.take("the largest image", advice="Lower context_length, which bounds the images of a prompt"):
+        """Return the memory for images beyond ``steps``. The vision tower runs before the step, in the same memory."""
+        with self.take("the largest image", advice="Lower context_length, which limits the images of a prompt"):
             peak, feature_bytes = image_memory(model, self.device, largest.image_tokens)
-        return max(peak + peak // 4 - steps, 0) + feature_bytes + GPU_FEATURE_BYTES
+        return max(with_margin(peak) - steps, 0) + feature_bytes + GPU_FEATURE_BYTES
 
     def describe(self) -> str:
-        """How much there is, how much is free, and who has the rest, as far as it is known."""
+        """Describe total and free memory, and the memory of this engine and of other processes."""
         try:
             free, total = torch.cuda.mem_get_info(self.device)
             name = torch.cuda.get_device_name(self.device)
-            text = f"{name} has {format_bytes(total)}, of which {format_bytes(free)} are free"
+            text = f"{name} has {format_bytes(total)}, {format_bytes(free)} free"
         except RuntimeError:
-            text = "There is not even enough for CUDA itself"
-        held = [f"{purpose} {format_bytes(size)}" for purpose, size in self.taken.items() if size]
-        if held:
-            text += f"; this engine has taken: {', '.join(held)}"
-        others = other_processes(self.device)
-        return f"{text}; others that hold some: {', '.join(others)}" if others else text
+            text = "CUDA itself is out of memory"
+        own = [f"{purpose} {format_bytes(size)}" for purpose, size in self.taken.items() if size]
+        if own:
+            text += f"; used by this engine: {', '.join(own)}"
+        processes = other_processes(self.device)
+        return f"{text}; used by other processes: {', '.join(processes)}" if processes else text
 
     def facts(self) -> dict[str, str | int | float | bool]:
-        """The device and its memory once the runner is built."""
+        """Return the device and its memory after the runner is built."""
         if self.device.type == "cpu":
-            return {"device_name": "cpu", "free_bytes": free_memory(self.device)}
+            return {"device_name": "cpu", "free_bytes": free_host_memory()}
         free, total = torch.cuda.mem_get_info(self.device)
         return {
             "device_name": torch.cuda.get_device_name(self.device),
@@ -164,7 +160,7 @@ class DeviceMemory:
 
 
 class NoAttention:
-    """Stands in for attention while memory is measured: returns a copy of the queries, as large as its output."""
+    """Replaces attention while memory is measured: returns a copy of the queries in the size of the output."""
 
     def __init__(self, shape: AttentionShape) -> None:
         self._output_size = shape.output_size
@@ -181,27 +177,28 @@ class NoAttention:
 
 
 def captured_bytes(model: Model, largest: LargestStep, step_bytes: int) -> int:
-    """Memory that the graphs of steps with prompts keep: the intermediate tensors of the largest of these steps, which
-    all share, and the buffers of q, k, v, the attention output and input embeddings. ``step_bytes``: peak memory of a
-    step of ``largest.num_tokens`` without graphs.
+    """Return the memory of the graphs of steps with prompts: the intermediate tensors of the largest step, which all
+    graphs share, and the buffers of q, k, v, attention output and input embeddings.
+
+    step_bytes: peak memory of a step of ``largest.num_tokens`` tokens without graphs.
     """
     shape = model.attention_shape
     token_size = shape.num_input_heads * shape.query_size
     token_size += shape.num_heads * shape.output_size + (model.hidden_size if model.input_spec.embeddings else 0)
-    kept = largest.num_captured * token_size * model.dtype.itemsize
-    return kept + step_bytes * largest.num_captured // largest.num_tokens
+    buffers = largest.num_captured * token_size * model.dtype.itemsize
+    return buffers + step_bytes * largest.num_captured // largest.num_tokens
 
 
 @torch.inference_mode()
 def peak_memory(model: Model, device: torch.device, largest: LargestStep, adapters: AdapterRows | None = None) -> int:
-    """Bytes that the largest step takes beside weights and pool, with the fp32 logits of ``SAMPLED_ROWS`` rows. The
-    token counts of penalties are not included.
+    """Measure the bytes of the largest step beside weights and pool, with the fp32 logits of ``SAMPLED_ROWS`` rows,
+    without the token counts of penalties.
 
     Raises:
-        torch.OutOfMemoryError: not even that step fits.
+        torch.OutOfMemoryError: the step does not fit.
     """
     attention = NoAttention(model.attention_shape)
-    with compile_only():  # warm-up: what kernels and libraries allocate once is no part of a step
+    with compile_only():  # warm up: one-time allocations of kernels and libraries are not part of a step
         for num_rows in _WARMUP_ROWS:
             ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
             model.compute_logits(model.forward(model_inputs(model, ids, ids), attention))
@@ -220,8 +217,8 @@ def peak_memory(model: Model, device: torch.device, largest: LargestStep, adapte
 
 
 def image_memory(model: VisionModel, device: torch.device, num_tokens: int) -> tuple[int, int]:
-    """Bytes that the largest image of up to ``num_tokens`` tokens takes while its features are computed, and those of
-    the features, which are among them.
+    """Measure the bytes that the largest image of up to ``num_tokens`` tokens needs while its features are computed.
+    Return them and the bytes of the features, which are included.
 
     Raises:
         torch.OutOfMemoryError: it does not fit.
@@ -232,7 +229,7 @@ def image_memory(model: VisionModel, device: torch.device, num_tokens: int) -> t
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    # copied here, for memory through which the model would copy them would stay pinned
+    # copied here, because the model would copy through pinned memory that is never freed
     feature_bytes = model.encode_image({name: array.to(device) for name, array in arrays.items()}).nbytes
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
@@ -241,7 +238,7 @@ def image_memory(model: VisionModel, device: torch.device, num_tokens: int) -> t
 
 
 def other_processes(device: torch.device) -> list[str]:
-    """Other processes with memory of this GPU, as "process 12 (python) 3.1 GiB"; empty where they cannot be listed."""
+    """List other processes with memory of this GPU as "process 12 (python) 3.1 GiB"; empty if they are unknown."""
     command = ["nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader,nounits"]
     try:
         command.append(f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}")
@@ -252,152 +249,60 @@ def other_processes(device: torch.device) -> list[str]:
 
 
 def listed_processes(output: str, own_pid: int) -> list[str]:
-    """From lines "pid, path, MiB"."""
-    found: list[str] = []
+    """Parse lines "pid, path, MiB" of nvidia-smi."""
+    processes: list[str] = []
     for line in output.splitlines():
         fields = [field.strip() for field in line.split(",")]
         if len(fields) == 3 and fields[0].isdigit() and int(fields[0]) != own_pid:
             size = f" {format_bytes(int(fields[2]) << 20)}" if fields[2].isdigit() else ""
-            found.append(f"process {fields[0]} ({Path(fields[1]).name}){size}")
-    return found
+            processes.append(f"process {fields[0]} ({Path(fields[1]).name}){size}")
+    return processes
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """The requested size of the pool.
+class PoolBudget(NamedTuple):
+    """Memory for the pool. ``explanation``: how it was computed, for error messages."""
 
-    Attributes:
-        num_tokens: the requested number of tokens; None: as many as fit, at most ``max_tokens``.
-        groups: the groups of layers that have pages.
-        page_bytes: of a page of one group.
-        max_tokens: a pool of more tokens would never be full.
-    """
-
-    num_tokens: int | None
-    groups: PageGroups
-    page_bytes: int
-    context_length: int
-    max_tokens: int
-
-    def pages_in(self, num_tokens: int) -> int:
-        """The pages for this many tokens of requests of the context length."""
-        return self.groups.pages_in(num_tokens, self.context_length)
-
-
-@dataclass(frozen=True, slots=True)
-class PoolBudget:
-    """Memory for the pool.
-
-    Attributes:
-        free_bytes: limit of a pool whose size the user gave: all memory that is left.
-        usable_bytes: limit of a pool of the default size, which keeps to ``mem_fraction_static``.
-        explanation: how the limits came about, for error messages.
-    """
-
-    free_bytes: int
-    usable_bytes: int
+    num_bytes: int
     explanation: str
 
 
-def format_bytes(num_bytes: int) -> str:
-    """ "1.5 GiB" or "300 MiB" """
-    return f"{num_bytes / _GIB:.1f} GiB" if num_bytes >= _GIB else f"{num_bytes / _MIB:.0f} MiB"
+def kv_cache_of(shape: AttentionShape) -> KVCache:
+    """Return the sizes of the KV cache of a model."""
+    return KVCache(
+        num_layers=shape.num_kv_layers,
+        numbers=shape.num_sides * shape.num_kv_heads * shape.head_size,
+        windows=shape.windows if shape.is_causal else (),
+    )
 
 
-def kv_bytes_per_token(shape: AttentionShape, dtype: torch.dtype) -> int:
-    """Keys and values of one token in all layers."""
-    return math.prod(kv_pool_shape(shape, num_pages=1, page_size=1)) * dtype.itemsize
+def fit_pool(demand: PoolDemand, budget: PoolBudget) -> PoolFit:
+    """Divide the memory of the pool.
 
-
-def page_bytes(shape: AttentionShape, dtype: torch.dtype, page_size: int) -> int:
-    """Of a page: for all layers, or for those of the largest group, where groups have pages of their own."""
-    part = shape.part(shape.groups[0]) if shape.page_windows else shape
-    return kv_bytes_per_token(part, dtype) * page_size
-
-
-def fit_pages(demand: Demand, budget: PoolBudget) -> int:
-    """The number of pages of the pool.
-
-    Raises:
-        ValueError: the requested pages do not fit, or not even one context fits.
+    Raises ValueError if the states of one request, the requested pages, or one request of the context length do not
+    fit.
     """
-    if demand.num_tokens is not None:
-        return _check_given(demand, demand.num_tokens, budget)
-    most = demand.pages_in(demand.max_tokens)
-    num_pages = min(budget.usable_bytes // demand.page_bytes, most) if demand.page_bytes else most
-    if num_pages < demand.groups.pages_for(demand.context_length):
-        need = demand.pages_in(demand.context_length) * demand.page_bytes
-        num_tokens = demand.groups.tokens_in(max(num_pages, 0), demand.context_length)
-        message = (
-            f"the KV pool has room for {num_tokens} tokens, but one context has "
-            f"{demand.context_length} and needs {format_bytes(need)}; {budget.explanation}. Lower context_length, "
-            "raise mem_fraction_static, or free some memory"
+    pool, state_bytes, explanation = demand.fit(budget.num_bytes), demand.state_bytes, budget.explanation
+    if not pool.num_rows:
+        raise ValueError(
+            f"the states of one request of this model need {format_bytes(state_bytes)}, and the CUDA graphs as much "
+            f"again, but only {format_bytes(max(demand.state_limit(budget.num_bytes), 0))} are available; "
+            f"{explanation}. Lower max_total_tokens, raise mem_fraction_static, or free memory"
         )
-        raise ValueError(message)
-    return num_pages
-
-
-def fit_states(num_wanted: int, slot_bytes: int, demand: Demand, budget: PoolBudget) -> tuple[int, PoolBudget]:
-    """The number of requests whose states fit, up to ``num_wanted``, and what is left for the KV pool.
-
-    The states take at most half of the memory, or what a pool of a requested size leaves. One more slot is for rows
-    that pad a CUDA graph.
-
-    Raises:
-        ValueError: not even those of one request fit.
-    """
-    room = budget.usable_bytes // 2
-    if demand.num_tokens is not None:
-        room = budget.free_bytes - demand.pages_in(demand.num_tokens) * demand.page_bytes
-    num_slots = min(num_wanted, room // slot_bytes - 1)
-    if num_slots < 1:
-        message = (
-            f"the states of a request of this model take {format_bytes(slot_bytes)}, and there is room for "
-            f"{format_bytes(max(room, 0))}, of which graphs take as much as a request; {budget.explanation}. Lower "
-            "max_total_tokens, raise mem_fraction_static, or free some memory"
+    if state_bytes:
+        requests, states = checks.counted(pool.num_rows, "request"), format_bytes((pool.num_rows + 1) * state_bytes)
+        snapshots = format_bytes(pool.num_snapshots * state_bytes)
+        explanation += f"; the states of {requests} need {states}, and their {pool.num_snapshots} snapshots {snapshots}"
+    if demand.num_tokens is not None and not pool.num_pages:
+        raise ValueError(
+            f"a KV pool of {demand.num_tokens} tokens needs "
+            f"{format_bytes(demand.pages_in(demand.num_tokens) * demand.page_bytes)}, but only "
+            f"{format_bytes(max(pool.left, 0))} are available; {explanation}. Lower max_total_tokens"
         )
-        raise ValueError(message)
-    taken = (num_slots + 1) * slot_bytes
-    requests = checks.counted(num_slots, "request")
-    explanation = f"{budget.explanation}; the states of {requests} take {format_bytes(taken)}"
-    return num_slots, PoolBudget(max(budget.free_bytes - taken, 0), max(budget.usable_bytes - taken, 0), explanation)
-
-
-def fit_snapshots(slot_bytes: int, num_rows: int, demand: Demand, budget: PoolBudget) -> tuple[int, PoolBudget]:
-    """The number of snapshots of states that fit, and what is left for the KV pool.
-
-    They take a quarter of the memory at most, or what a pool of a requested size leaves of it; never that of one
-    context. More than a few for each of the ``num_rows`` requests that run at once would hardly be used again.
-    """
-    num_tokens, limit = demand.num_tokens, budget.free_bytes
-    if num_tokens is None:
-        num_tokens, limit = demand.context_length, budget.usable_bytes
-    room = min(limit // 4, limit - demand.pages_in(num_tokens) * demand.page_bytes)
-    num_snapshots = max(min(SNAPSHOTS_PER_ROW * num_rows, room // slot_bytes), 0)
-    taken = num_snapshots * slot_bytes
-    explanation = f"{budget.explanation}; {num_snapshots} snapshots of states take {format_bytes(taken)}"
-    return num_snapshots, PoolBudget(budget.free_bytes - taken, budget.usable_bytes - taken, explanation)
-
-
-def _check_given(demand: Demand, num_tokens: int, budget: PoolBudget) -> int:
-    num_pages = demand.pages_in(num_tokens)
-    if num_pages < 1:
-        message = (
-            f"the KV pool must have at least one page of {demand.groups.page_size} tokens, not {num_tokens} tokens"
+    context_pages = demand.pages_in(demand.context_length)
+    if demand.num_tokens is None and pool.num_pages < context_pages:
+        raise ValueError(
+            f"the KV pool has a capacity of {demand.tokens_in(pool.num_pages)} tokens, but one request may have "
+            f"{demand.context_length} (context_length), which need {format_bytes(context_pages * demand.page_bytes)}; "
+            f"{explanation}. Lower context_length, raise mem_fraction_static, or free memory"
         )
-        raise ValueError(message)
-    need = num_pages * demand.page_bytes
-    if need > budget.free_bytes:
-        message = (
-            f"a KV pool of {num_tokens} tokens needs {format_bytes(need)}, but there is room for "
-            f"{format_bytes(budget.free_bytes)}; {budget.explanation}. Lower max_total_tokens"
-        )
-        raise ValueError(message)
-    return num_pages
-
-
-def free_memory(device: torch.device, *, root: Path = Path("/")) -> int:
-    """Bytes that can still be taken on the device; ``root`` is where proc and sys are mounted."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return free_host_memory(root)
+    return pool

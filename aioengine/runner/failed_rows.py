@@ -1,4 +1,4 @@
-"""Requests that cannot be computed any more: why, and the cleaning of their pages. S rows of a step."""
+"""Failed requests: their errors, and the cleaning of their pages. S rows of a step."""
 
 from __future__ import annotations
 
@@ -14,47 +14,49 @@ if TYPE_CHECKING:
 
 
 class FailedRows:
-    """The open requests whose rows fail in each step until they are closed; closes requests of the table.
+    """The open requests that have failed. They fail in each step until they are closed.
 
-    A row with non-finite numbers fails by its last token, which attention brings them to. Without prompt logprobs those
-    in the middle of a prompt are not noticed if all layers have windows too short for that, or if they arise behind the
-    attention of the last layer, where the answer does not depend on them: reading all tokens takes each prompt time.
-    Their pages are not cleaned then, so on a CPU, whose attention multiplies unwritten slots by zero, the next owner of
-    such a page may fail, too.
+    NaNs are detected in the hidden state of the last token, to which attention propagates them. A NaN earlier in the
+    prompt is missed if it cannot reach the last token: because of short windows in all layers, or because it arises
+    after the attention of the last layer (then it does not affect the answer). Checking all tokens would slow down each
+    prompt; with prompt logprobs they are checked. If a NaN is missed, its pages are not cleaned. On a CPU, where
+    attention multiplies unwritten slots by zero, the next owner of such a page may fail too.
 
     Attributes:
-        reasons: by uid, why.
+        reasons: uid -> error.
     """
 
     def __init__(self, table: RowTable, kv_pool: KVPool) -> None:
         self.reasons: dict[int, str] = {}
         self._table = table
         self._kv_pool = kv_pool
-        self._poisoned: set[int] = set()  # uids whose pages may hold non-finite numbers
+        self._poisoned: set[int] = set()  # uids whose pages may contain non-finite numbers
 
     def add(self, uid: int, reason: str, *, is_poisoned: bool = False) -> None:
-        """``is_poisoned``: its pages may hold non-finite numbers."""
+        """Add a failed request. is_poisoned: its pages may contain non-finite numbers."""
         self.reasons.setdefault(uid, reason)
         if is_poisoned:
             self._poisoned.add(uid)
 
     def close(self, uid: int) -> None:
-        """Close a request, in the table too, and clean its pages where that is needed; an unknown one is ignored."""
+        """Close a request here and in the table, and clean its pages if needed. An unknown uid is ignored."""
         self.reasons.pop(uid, None)
         if uid in self._poisoned:
             self._poisoned.discard(uid)
             self._kv_pool.clean(self._table.pages(uid))
         self._table.close(uid)
 
-    def clean_behind(self, uids: Iterable[int], marks: Tensor, closed: list[int]) -> None:
-        """Queue the cleaning of pages of closed requests, if the step in flight marks them as failed.
+    def clean_after_step(self, uids: Iterable[int], token_ids: Tensor, closed: list[int]) -> None:
+        """Queue the cleaning of pages of closed requests that fail in the step in flight.
 
-        The host learns of the failure after the step. The pages may belong to another request by then.
+        The host learns of the failure after the step, when the pages may already belong to another request.
 
         Args:
-            uids: of the rows of that step. marks: [S] on the device, negative for a failed row.
+            uids: the rows of the step.
+            token_ids: [S] its result on the device, negative for a failed row.
+            closed: uids of the closed requests.
         """
-        places = {uid: place for place, uid in enumerate(uids)}
-        pages = {places[uid]: self._table.pages(uid) for uid in closed if uid in places}
+        indices = {uid: index for index, uid in enumerate(uids)}
+        pages = {indices[uid]: self._table.pages(uid) for uid in closed if uid in indices}
         if pages:
-            self._kv_pool.clean_marked(pages, marks, self._table.upload)
+            self._kv_pool.clean_failed(pages, token_ids, self._table.upload)

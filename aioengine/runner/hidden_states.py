@@ -1,9 +1,9 @@
-"""Hidden states for the requests that asked for them, copied to the host behind the step.
+"""Hidden states for requests that ask for them, copied to the host after the step.
 
-The hidden state of an output token is that of the position before it, from whose logits it was drawn. With the first
-output token come those of the prompt, where the request wants all, in blocks.
+The hidden state of an output token is the one of the position before it, from whose logits it was sampled. If a request
+asks for all hidden states, the states of the prompt are returned with the first output token, in blocks.
 
-Shape letters: N positions, T tokens of the step, S rows that sample, D model size.
+N positions, T tokens of the step, S rows that sample, D model size.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     Ints = npt.NDArray[np.int64]
 
 
-class _Run(NamedTuple):
+class _StateRun(NamedTuple):
     """``count`` consecutive positions of a request, up to ``end`` (exclusive)."""
 
     request: RequestRow
@@ -37,84 +37,84 @@ class _Run(NamedTuple):
 
 
 class PromptStates(NamedTuple):
-    """The prompt positions whose hidden states a step gives. ``places``: [N] int64, their indices among its tokens."""
+    """The prompt positions whose hidden states a step returns. token_indices: [N] int64, indices among its tokens."""
 
-    runs: list[_Run]
-    places: Ints
+    runs: list[_StateRun]
+    token_indices: Ints
 
 
 class StepHiddenStates:
-    """The hidden states of a step, on their way to the host."""
+    """The hidden states of a step, while they are copied to the host."""
 
     def __init__(self) -> None:
-        self._prompts: tuple[list[_Run], Tensor] | None = None
-        self._sampled: tuple[list[_Run], Tensor] | None = None
+        self._prompts: tuple[list[_StateRun], Tensor] | None = None
+        self._sampled: tuple[list[_StateRun], Tensor] | None = None
 
-    def add_prompts(self, runs: list[_Run], hidden: Tensor) -> None:
-        """hidden: [N, D] on the device, the positions of these runs in order; the next step may overwrite it."""
+    def add_prompts(self, runs: list[_StateRun], hidden: Tensor) -> None:
+        """Copy hidden [N, D], the positions of these runs in order, before the next step overwrites it."""
         self._prompts = runs, host_copy(hidden)
 
-    def add_sampled(self, runs: list[_Run], hidden: Tensor) -> None:
-        """As ``add_prompts``, of the positions before sampled tokens; hidden [N, D]."""
+    def add_sampled(self, runs: list[_StateRun], hidden: Tensor) -> None:
+        """Copy hidden [N, D] of the positions before sampled tokens."""
         self._sampled = runs, host_copy(hidden)
 
     def extras(self) -> list[Extra]:
-        """The states of output tokens, once the step is done. Those of a prompt wait in its row for its first token."""
+        """Return the states of output tokens once the step is done. Prompt states are kept until the first token."""
         for request, _, data in _data_of(self._prompts):
             if request.prompt_states is not None:
                 request.prompt_states.append(data)
-        found: list[Extra] = []
+        extras: list[Extra] = []
         for request, end, data in _data_of(self._sampled):
-            if request.prompt_states is not None:  # the first token: its own state is the last of the prompt's
+            if request.prompt_states is not None:  # the first token: its state is the last of the prompt
                 states = b"".join(request.prompt_states)
-                found += state_extras(request.uid, states[: -len(data)], len(data))
+                extras += state_extras(request.uid, states[: -len(data)], len(data))
                 request.prompt_states = None
-            found.append(Extra(request.uid, end - request.num_prompt, HIDDEN_STATES, data))
-        return found
+            extras.append(Extra(request.uid, end - request.num_prompt, HIDDEN_STATES, data))
+        return extras
 
 
-def _data_of(part: tuple[list[_Run], Tensor] | None) -> Iterator[tuple[RequestRow, int, bytes]]:
-    """The request, the end and the packed numbers of each run in hidden states [N, D]."""
+def _data_of(part: tuple[list[_StateRun], Tensor] | None) -> Iterator[tuple[RequestRow, int, bytes]]:
+    """Yield request, end and packed states of each run in hidden states [N, D]."""
     if part is not None:
         runs, hidden = part
-        numbers, start = hidden.float().numpy(), 0
+        states, start = hidden.float().numpy(), 0
         for request, end, count in runs:
-            yield request, end, numbers[start : start + count].tobytes()
+            yield request, end, states[start : start + count].tobytes()
             start += count
 
 
 class HiddenStates:
-    """Collects the hidden states of a step; ``take`` returns them and begins the next step."""
+    """Collects the hidden states of a step. ``take`` returns them and starts the next step."""
 
     def __init__(self, upload: Upload) -> None:
         self._upload = upload
         self._step = StepHiddenStates()
 
     def take(self) -> StepHiddenStates:
-        """The hidden states of the step."""
+        """Return the hidden states of the step."""
         step, self._step = self._step, StepHiddenStates()
         return step
 
     def find_prompts(self, rows: StepRows) -> PromptStates | None:
-        """The positions of prompts among these rows; None: there are none."""
-        runs: list[_Run] = []
-        places: list[Ints] = []
+        """Return the prompt positions of these rows whose hidden states are needed; None: there are none."""
+        runs: list[_StateRun] = []
+        token_indices: list[Ints] = []
         for i, request in enumerate(rows.requests):
             start, count = int(rows.starts[i]), int(rows.counts[i])
             if request.prompt_states is not None and start < request.num_prompt:
                 first = rows.token_ends[i] - count
                 count = min(count, request.num_prompt - start)
-                runs.append(_Run(request, start + count, count))
-                places.append(np.arange(first, first + count))
-        return PromptStates(runs, np.concatenate(places)) if runs else None
+                runs.append(_StateRun(request, start + count, count))
+                token_indices.append(np.arange(first, first + count))
+        return PromptStates(runs, np.concatenate(token_indices)) if runs else None
 
-    def add_prompts(self, hidden: Tensor, found: PromptStates) -> None:
-        """hidden: [N, D] of ``found.places``."""
-        self._step.add_prompts(found.runs, hidden)
+    def add_prompts(self, hidden: Tensor, prompts: PromptStates) -> None:
+        """Add hidden [N, D] of ``prompts.token_indices``."""
+        self._step.add_prompts(prompts.runs, hidden)
 
     def add_sampled(self, hidden: Tensor, rows: SampledRows) -> None:
-        """hidden: [S, D] of the positions from whose logits the tokens of these rows were drawn."""
+        """Add hidden [S, D] of the positions from whose logits the tokens of these rows are sampled."""
         chosen = [i for i, request in enumerate(rows.requests) if request.sampling.hidden_states]
-        runs = [_Run(rows.requests[i], int(rows.positions[i]), 1) for i in chosen]
+        runs = [_StateRun(rows.requests[i], int(rows.positions[i]), 1) for i in chosen]
         if runs:
             self._step.add_sampled(runs, hidden[self._upload(np.array(chosen, dtype=np.int64))])

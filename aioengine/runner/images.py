@@ -1,11 +1,11 @@
-"""Images in prompts: their features, which take the place of embeddings, and their positions.
+"""Images in prompts: their features, which replace token embeddings, and their positions.
 
-The vision tower runs in the step whose rows first need features of an image. They are kept on the device by the
-content of the image, the least recently used dropped first, so that an image in several prompts, in several chunks of
-one, or in a request that was preempted is computed once.
+The vision tower runs in the step whose rows first need features of an image. Features are cached on the device by the
+content of the image (least recently used are evicted first). So an image is computed once, even if it is in several
+prompts, in several chunks, or in a preempted request.
 
-Shape letters: T packed tokens of the step, X of a prompt, N tokens of an image that get features, D model size,
-K layers behind which further features are added, A axes of a position.
+T packed tokens of the step, X tokens of a prompt, N tokens of an image with features, D model size, K deepstack layers,
+A axes of a position.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ import torch
 from aioengine.attention._base import BidirectionalImage
 from aioengine.models._base import VisionModel
 from aioengine.runner.tensor_files import read_arrays
+from aioengine.settings.memory_model import CPU_FEATURE_BYTES, GPU_FEATURE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,15 +36,9 @@ if TYPE_CHECKING:
 
     Ints = npt.NDArray[np.int64]
 
-GPU_FEATURE_BYTES: Final = 1 << 30
-CPU_FEATURE_BYTES: Final = 256 << 20
-"""Of the features that are kept for later steps: those of about a hundred images of a megapixel for a model of 7B."""
-
 
 class Span(NamedTuple):
-    """Positions of a request with images, from ``start`` to ``end``: the tokens of a step from ``first`` on, those of
-    its row ``row``.
-    """
+    """Positions ``start`` to ``end`` of a request with images: row ``row`` of the step, from token ``first`` on."""
 
     row: int
     uid: int
@@ -54,18 +49,18 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Placed:
-    """An image of an open request. places: [N] the positions in the prompt that get its features, ascending."""
+class _PromptImage:
+    """An image of an open request. indices: [N] the prompt tokens that get its features, ascending."""
 
     media: Media
-    places: Ints
+    indices: Ints
 
 
 @dataclass(frozen=True, slots=True)
-class _Opened:
-    """The images of an open request. end: behind the last place of any. positions: [A, X] of a model with axes."""
+class _ImageRequest:
+    """The images of an open request. end: end of the last image. positions: [A, X] if positions have several axes."""
 
-    images: list[_Placed]
+    images: list[_PromptImage]
     end: int
     num_prompt: int
     positions: Ints | None
@@ -75,56 +70,56 @@ class Images:
     """The images of open requests.
 
     Attributes:
-        num_open: requests with images.
-        deltas: [max_rows] by row index, what is added to the place of a token behind the prompt for its position.
+        num_open: number of requests with images.
+        deltas: [max_rows] by row index: position of an output token minus its index in the request.
     """
 
     def __init__(self, model: VisionModel, *, axes: int, hidden_size: int, max_rows: int, is_on_gpu: bool) -> None:
-        """axes: of a position."""
+        """axes: number of axes of a position."""
         self._model = model
         self._axes = axes
         self._hidden_size = hidden_size
         self._is_on_gpu = is_on_gpu
         self._max_bytes = GPU_FEATURE_BYTES if is_on_gpu else CPU_FEATURE_BYTES
         self.deltas = np.zeros(max_rows, dtype=np.int64)
-        self._opened: dict[int, _Opened] = {}
-        self._kept: OrderedDict[bytes, Tensor] = OrderedDict()  # by content: [N, (1 + K) * D]
+        self._requests: dict[int, _ImageRequest] = {}
+        self._cache: OrderedDict[bytes, Tensor] = OrderedDict()  # content -> [N, (1 + K) * D]
         self._num_bytes = 0
-        self._step: dict[bytes, Tensor] = {}  # those that the rows of this step need
+        self._step: dict[bytes, Tensor] = {}  # the features that this step needs
 
     @property
     def num_open(self) -> int:
-        return len(self._opened)
+        return len(self._requests)
 
     def open(self, opened: NewRow, row_index: int) -> None:
-        """Take in the images of a request.
+        """Add the images of a request.
 
         Raises:
-            ValueError: an image has another number of placeholders in the prompt than it should.
+            ValueError: the prompt has a wrong number of placeholders for an image.
         """
         prompt = np.array(opened.token_ids[: opened.num_prompt], dtype=np.int64)
-        images = [_Placed(each, self._places(each, prompt)) for each in opened.media]
+        images = [_PromptImage(media, self._placeholders(media, prompt)) for media in opened.media]
         positions: Ints | None = None
         if self._axes > 1:
             positions = grid_positions(opened.num_prompt, opened.media)
             self.deltas[row_index] = positions.max() + 1 - opened.num_prompt
         end = max(image.media.start + image.media.num_tokens for image in images)
-        self._opened[opened.uid] = _Opened(images, end, opened.num_prompt, positions)
+        self._requests[opened.uid] = _ImageRequest(images, end, opened.num_prompt, positions)
 
     def close(self, uid: int, row_index: int) -> None:
-        """Forget the images of a request; its features stay while there is room."""
-        if self._opened.pop(uid, None) is not None:
+        """Remove the images of a request. Its features stay in the cache."""
+        if self._requests.pop(uid, None) is not None:
             self.deltas[row_index] = 0
 
     def encode(self, rows: Sequence[Row]) -> dict[int, str]:
-        """Have the features of all images that these rows need; returns by uid why those of a request cannot be had."""
+        """Compute the features of all images that these rows need. Return uid -> error of requests that fail."""
         self._step = {}
         errors: dict[int, str] = {}
-        for row in rows if self._opened else ():
-            opened = self._opened.get(row.uid)
-            if opened is None or row.start >= opened.end:
+        for row in rows if self._requests else ():
+            request = self._requests.get(row.uid)
+            if request is None or row.start >= request.end:
                 continue
-            for image in opened.images:
+            for image in request.images:
                 first, last = _part(image, row.start, row.start + row.count)
                 if first == last or image.media.content in self._step:
                     continue
@@ -136,89 +131,85 @@ class Images:
         return errors
 
     def __contains__(self, uid: object) -> bool:
-        """Whether this open request has images."""
-        return uid in self._opened
+        """Return whether this open request has images."""
+        return uid in self._requests
 
-    def positions(self, spans: Sequence[Span], places: Ints) -> Ints:
-        """The positions [A, T] (or [T] for one axis) of tokens at ``places`` [T] of their requests."""
+    def positions(self, spans: Sequence[Span], indices: Ints) -> Ints:
+        """Return the positions [A, T], or [T] for one axis, of the tokens at ``indices`` [T] of their requests."""
         if self._axes == 1:
-            return places
-        found = np.tile(places, (self._axes, 1))
+            return indices
+        positions = np.tile(indices, (self._axes, 1))
         for _, uid, row_index, start, end, first in spans:
-            opened = self._opened[uid]
-            assert opened.positions is not None
-            num_prompt = max(min(end, opened.num_prompt) - start, 0)
-            found[:, first : first + num_prompt] = opened.positions[:, start : start + num_prompt]
-            found[:, first + num_prompt : first + end - start] += self.deltas[row_index]
-        return found
+            request = self._requests[uid]
+            assert request.positions is not None
+            num_prompt = max(min(end, request.num_prompt) - start, 0)
+            positions[:, first : first + num_prompt] = request.positions[:, start : start + num_prompt]
+            positions[:, first + num_prompt : first + end - start] += self.deltas[row_index]
+        return positions
 
-    def fill_in(self, spans: Sequence[Span], inputs: ModelInputs, upload: Upload) -> ModelInputs:
-        """The inputs with the features of images in place, where they belong to tokens of the step."""
-        places: list[Ints] = []
+    def add_features(self, spans: Sequence[Span], inputs: ModelInputs, upload: Upload) -> ModelInputs:
+        """Return the inputs with image features in place of the embeddings of image tokens."""
+        indices: list[Ints] = []
         parts: list[Tensor] = []
         for _, uid, _, start, end, first in spans:
-            for image in self._opened[uid].images:
+            for image in self._requests[uid].images:
                 low, high = _part(image, start, end)
                 if low < high:
-                    places.append(image.places[low:high] + (first - start))
+                    indices.append(image.indices[low:high] + (first - start))
                     parts.append(self._step[image.media.content][low:high])
-        if not places:
+        if not indices:
             return inputs
         assert inputs.embeddings is not None, "a model that reads images reads embeddings"
-        where, features = upload(np.concatenate(places)), torch.cat(parts)
+        tokens, features = upload(np.concatenate(indices)), torch.cat(parts)
         size = self._hidden_size
-        embeddings = inputs.embeddings.index_copy(0, where, features[:, :size])
-        deepstack = (where, features[:, size:].unflatten(1, (-1, size))) if self._model.num_deepstack else None
+        embeddings = inputs.embeddings.index_copy(0, tokens, features[:, :size])
+        deepstack = (tokens, features[:, size:].unflatten(1, (-1, size))) if self._model.num_deepstack else None
         return replace(inputs, embeddings=embeddings, deepstack=deepstack)
 
-    def whole(self, spans: Sequence[Span]) -> list[BidirectionalImage]:
-        """The images in the step, of a model whose tokens of an image attend to all of it."""
-        found: list[BidirectionalImage] = []
+    def bidirectional(self, spans: Sequence[Span]) -> list[BidirectionalImage]:
+        """Return the images in the step, for a model with bidirectional attention within images."""
+        images: list[BidirectionalImage] = []
         for row, uid, _, start, end, first in spans:
-            for image in self._opened[uid].images:
-                begin, stop = int(image.places[0]), int(image.places[-1]) + 1
+            for image in self._requests[uid].images:
+                begin, stop = int(image.indices[0]), int(image.indices[-1]) + 1
                 if begin < end and start < stop:
-                    assert stop <= end, "the scheduler does not divide images of this model"
-                    found.append(BidirectionalImage(row, first + max(begin - start, 0), max(begin, start), stop))
-        return found
+                    assert stop <= end, "the scheduler must not split images of this model"
+                    images.append(BidirectionalImage(row, first + max(begin - start, 0), max(begin, start), stop))
+        return images
 
-    def _places(self, media: Media, prompt: Ints) -> Ints:
-        """The positions [N] of an image's features in the ``prompt`` [X]."""
+    def _placeholders(self, media: Media, prompt: Ints) -> Ints:
+        """Return the indices [N] of an image's placeholders in the prompt [X]."""
         own = prompt[media.start : media.start + media.num_tokens]
-        places = np.flatnonzero(own == self._model.image_token_id) + media.start
-        if len(places) != media.num_features:
-            message = f"an image of {media.num_features} features has {len(places)} placeholders in the prompt"
+        indices = np.flatnonzero(own == self._model.image_token_id) + media.start
+        if len(indices) != media.num_features:
+            message = f"an image of {media.num_features} features has {len(indices)} placeholders in the prompt"
             raise ValueError(message)
-        return places
+        return indices
 
     def _features(self, media: Media) -> Tensor:
-        """The features [N, (1 + K) * D] of an image, kept or computed.
+        """Return the features [N, (1 + K) * D] of an image, from the cache or computed.
 
         Raises:
-            ValueError: its file cannot be read, or it has another number of features than placeholders.
+            ValueError: the file cannot be read, or the number of features differs from the number of placeholders.
         """
-        features = self._kept.get(media.content)
+        features = self._cache.get(media.content)
         if features is not None:
-            self._kept.move_to_end(media.content)
+            self._cache.move_to_end(media.content)
             return features
         features = self._model.encode_image(read_arrays(media.path, is_pinned=self._is_on_gpu))
         if len(features) != media.num_features:
-            message = f"the vision tower gives {len(features)} features for {media.num_features} placeholders"
+            message = f"the vision tower returned {len(features)} features for {media.num_features} placeholders"
             raise ValueError(message)
-        self._keep(media.content, features)
-        return features
-
-    def _keep(self, content: bytes, features: Tensor) -> None:
-        """Keep [N, (1 + K) * D] for later steps, as far as there is room."""
-        self._kept[content] = features
+        self._cache[media.content] = features
         self._num_bytes += features.nbytes
         while self._num_bytes > self._max_bytes:
-            _, dropped = self._kept.popitem(last=False)
-            self._num_bytes -= dropped.nbytes
+            _, evicted = self._cache.popitem(last=False)
+            self._num_bytes -= evicted.nbytes
+        return features
 
 
 def images_of(model: Model, *, max_rows: int, device: torch.device) -> Images | None:
-    """The images of requests to this model; None: it reads none."""
+    """Return the images of requests to this model; None: the model reads no images."""
     if not isinstance(model, VisionModel):
         return None
     axes, hidden_size = model.input_spec.position_axes, model.hidden_size
@@ -227,27 +218,27 @@ def images_of(model: Model, *, max_rows: int, device: torch.device) -> Images | 
 
 
 def grid_positions(num_prompt: int, media: Sequence[Media]) -> Ints:
-    """The positions [3, X] (time, height, width) of the tokens of a prompt.
+    """Return the positions [3, X] (time, height, width) of the tokens of a prompt.
 
-    Text counts on all three axes. An image begins where the text before it ends; its tokens have the same time, and
-    their row and column; the text behind it goes on above the largest of these.
+    A text token advances all three axes. The tokens of an image have the same time, and their row and column, starting
+    at the position after the preceding text. The following text continues after the maximum of these.
     """
     positions = np.empty((3, num_prompt), dtype=np.int64)
-    place = position = 0
-    for image in sorted(media, key=lambda each: each.start):
-        num_text = image.start - place
-        positions[:, place : image.start] = np.arange(position, position + num_text)
-        place, position = image.start + image.num_tokens, position + num_text
+    index = position = 0
+    for image in sorted(media, key=lambda image: image.start):
+        num_text = image.start - index
+        positions[:, index : image.start] = np.arange(position, position + num_text)
+        index, position = image.start + image.num_tokens, position + num_text
         frames, height, width = image.grid
         merged = max(math.isqrt(frames * height * width // max(image.num_tokens, 1)), 1)
         size = frames, height // merged, width // merged
-        positions[:, image.start : place] = np.indices(size).reshape(3, -1) + position
+        positions[:, image.start : index] = np.indices(size).reshape(3, -1) + position
         position += max(size)
-    positions[:, place:] = np.arange(position, position + num_prompt - place)
+    positions[:, index:] = np.arange(position, position + num_prompt - index)
     return positions
 
 
-def _part(image: _Placed, start: int, end: int) -> tuple[int, int]:
-    """Which of its N features stand at positions from ``start`` to ``end`` of the prompt: from one index to another."""
-    first, last = np.searchsorted(image.places, (start, end)).tolist()
+def _part(image: _PromptImage, start: int, end: int) -> tuple[int, int]:
+    """Return the range of the image's features for prompt tokens ``start`` to ``end``."""
+    first, last = np.searchsorted(image.indices, (start, end)).tolist()
     return first, last

@@ -1,6 +1,7 @@
-"""From the rows of a plan to the tensors of a step, in whole columns.
+"""Build the tensors of a step from the rows of a plan, by operations on whole columns.
 
-Shape letters: T packed tokens of the step, R rows, P pages of the longest row, S rows that sample.
+T packed tokens of the step, R rows, P pages of the longest row, S rows that sample, G layer groups, D model size,
+N extra output tokens.
 """
 
 from __future__ import annotations
@@ -33,10 +34,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """The rows of a step as columns of length R, and the tokens that the plan names, one after the other.
+    """The rows of a step as columns of length R.
 
-    token_ends: where the tokens of a row end among those of the step. num_known: tokens that the plan names of a row:
-    ``counts``, or one less where only the device knows the last. samples: whether a row gives TOKENS.
+    Attributes:
+        token_ends: end of each row among the packed tokens.
+        samples: whether a row has TOKENS.
+        num_known: number of token ids in the plan: ``counts``, or one less if only the device knows the last token.
+        known_ids: the concatenated token ids of the plan.
     """
 
     requests: list[RequestRow]
@@ -48,12 +52,12 @@ class StepRows:
     num_known: Ints
     known_ids: Ints
 
-    def shifted(self, places: Ints, short_length: int, row_of_token: Ints | slice) -> Ints:
-        """The positions [T] of tokens at ``places`` [T] of their requests; see ``InputSpec.short_length``."""
+    def shifted(self, positions: Ints, short_length: int, row_of_token: Ints | slice) -> Ints:
+        """Shift positions [T] of long requests; see ``InputSpec.short_length``."""
         if not short_length:
-            return places
+            return positions
         shifts = np.array([request.is_long * short_length for request in self.requests], dtype=np.int64)
-        return places + shifts[row_of_token]
+        return positions + shifts[row_of_token]
 
 
 def model_inputs(
@@ -66,14 +70,14 @@ def model_inputs(
     outputs: Tensor | None = None,
     adapters: AdapterRows | None = None,
 ) -> ModelInputs:
-    """What this model reads of [T] token ids and positions, which may also be [3, T] for a model with three axes. The
-    other arguments are as in ``ModelInputs``.
+    """Return the inputs of this model for token ids [T] and positions [T], or [3, T] for a model with three axes. Other
+    arguments are as in ``ModelInputs``.
     """
     spec = model.input_spec
+    if positions.dim() < min(spec.position_axes, 2):
+        positions = positions.expand(spec.position_axes, -1)
     return ModelInputs(
-        positions=positions.expand(spec.position_axes, -1)
-        if positions.dim() < min(spec.position_axes, 2)
-        else positions,
+        positions=positions,
         token_ids=None if spec.embeddings else token_ids,
         embeddings=model.embed(token_ids) if spec.embeddings else None,
         rows=rows,
@@ -83,23 +87,23 @@ def model_inputs(
     )
 
 
-def is_usual(model: Model, inputs: ModelInputs) -> bool:
-    """Whether there may be graphs for a step with prompts: it has outputs, and tokens that all are what the model reads
-    of any text.
+def allows_graphs(model: Model, inputs: ModelInputs) -> bool:
+    """Return whether graphs support a step with prompts: it has output indices, and neither embeddings of the user nor
+    deepstack features.
     """
-    has_given_embeds = inputs.token_ids is None and not model.input_spec.embeddings
-    return inputs.outputs is not None and not has_given_embeds and inputs.deepstack is None
+    has_user_embeds = inputs.token_ids is None and not model.input_spec.embeddings
+    return inputs.outputs is not None and not has_user_embeds and inputs.deepstack is None
 
 
 def _with_parts(batch: ForwardBatch, slots_GT: Ints, tables_GRP: npt.NDArray[np.int32], upload: Upload) -> ForwardBatch:
-    """With the batch of each of G groups of layers: slots_GT [G, T] and their page tables, tables_GRP [G, R, P]."""
-    each = zip(upload(slots_GT), upload(tables_GRP), tables_GRP, strict=True)
-    parts = [replace(batch, slot_mapping=slots, page_table=table, host_pages=host) for slots, table, host in each]
+    """Add the batch of each layer group, with slots_GT [G, T] and page tables tables_GRP [G, R, P]."""
+    groups = zip(upload(slots_GT), upload(tables_GRP), tables_GRP, strict=True)
+    parts = [replace(batch, slot_mapping=slots, page_table=table, host_pages=host) for slots, table, host in groups]
     return replace(batch, parts=parts)
 
 
 def _packed(rows: StepRows, kv_lengths: Ints) -> tuple[Ints, Ints]:
-    """The row [T] and the position [T] in its request of each token of the step; kv_lengths [R]."""
+    """Return the row [T] and the position [T] of each token of the step; kv_lengths [R]."""
     num_rows, num_tokens = len(rows.requests), int(rows.token_ends[-1])
     if num_tokens == num_rows:
         return np.arange(num_tokens), rows.starts
@@ -107,19 +111,17 @@ def _packed(rows: StepRows, kv_lengths: Ints) -> tuple[Ints, Ints]:
     return row_of_token, np.arange(num_tokens) + np.repeat(kv_lengths - rows.token_ends, rows.counts)
 
 
-def _outputs(rows: StepRows, wanted: Ints | None, others: Ints | None, num_outputs: int) -> Ints | None:
-    """``ModelInputs.outputs`` [num_outputs + N], from the arguments of ``InputBuilder.build``; None: the model returns
-    every token.
-    """
-    if wanted is None or (others is None and int(rows.token_ends[-1]) == len(rows.requests)):
+def _outputs(rows: StepRows, row_outputs: Ints | None, extra_outputs: Ints | None, num_outputs: int) -> Ints | None:
+    """Return ``ModelInputs.outputs`` [num_outputs + N], see ``InputBuilder.build``; None: all tokens."""
+    if row_outputs is None or (extra_outputs is None and int(rows.token_ends[-1]) == len(rows.requests)):
         return None
     outputs = np.zeros(num_outputs, dtype=np.int64)
-    outputs[: len(rows.requests)] = wanted
-    return outputs if others is None else np.concatenate([outputs, others])
+    outputs[: len(rows.requests)] = row_outputs
+    return outputs if extra_outputs is None else np.concatenate([outputs, extra_outputs])
 
 
 def _token_types(rows: StepRows, row_of_token: Ints, positions: Ints, upload: Upload) -> Tensor | None:
-    """[T] int64 from the row and the position of each token; None where no row is a pair."""
+    """Return the token types [T] int64 from the row and position of each token; None: no row is a text pair."""
     starts = np.array([request.second_text for request in rows.requests])
     if not starts.any():
         return None
@@ -128,11 +130,11 @@ def _token_types(rows: StepRows, row_of_token: Ints, positions: Ints, upload: Up
 
 
 class InputBuilder:
-    """Makes the tensors of a step. Token ids must be below ``num_embeddings``.
+    """Builds the tensors of a step. Token ids must be below ``num_embeddings``.
 
     Attributes:
-        table: the open requests. page_size: of their pages.
-        states: those of the open requests; None for a model that keeps none.
+        table: the open requests.
+        states: the states of open requests; None for a model without states.
     """
 
     def __init__(
@@ -149,17 +151,17 @@ class InputBuilder:
             self.states.release()
 
     def open(self, opened: NewRow) -> None:
-        """Open a request in the table, with its states as they are behind what it does not compute.
+        """Open a request in the table, and load its state from its snapshot.
 
         Raises:
-            ValueError: as in ``RowTable.open``.
+            ValueError: see ``RowTable.open``.
         """
         self.table.open(opened)
         if opened.snapshot >= 0 and self.states is not None:
             self.states.restore(opened.snapshot, self.table.requests[opened.uid].row_index)
 
     def take_snapshots(self, snapshots: list[tuple[int, int]], rows: StepRows) -> None:
-        """Behind a step, copy the states of its rows as ``Plan.snapshots`` says. A row that is not there has failed."""
+        """Copy states of rows after a step, as in ``Plan.snapshots``. Failed rows are not in ``rows``: skip them."""
         if not snapshots or self.states is None:
             return
         row_indices = {request.uid: request.row_index for request in rows.requests}
@@ -168,7 +170,7 @@ class InputBuilder:
                 self.states.take_snapshot(row_indices[uid], snapshot_id)
 
     def read(self, rows: list[Row]) -> StepRows:
-        """The columns of these rows, whose requests must be open."""
+        """Return the columns of these rows, whose requests must be open."""
         requests = [self.table.requests[row.uid] for row in rows]
         counts = np.array([row.count for row in rows], dtype=np.int64)
         num_known = [len(row.token_ids) for row in rows]
@@ -184,18 +186,18 @@ class InputBuilder:
         )
 
     def is_valid(self, rows: StepRows) -> bool:
-        """Whether all rows can be computed; ``find_errors`` says which cannot."""
+        """Return whether all rows can be computed. ``find_errors`` returns the errors."""
         missing = rows.counts - rows.num_known
-        room = self.table.page_tables.counts[rows.row_indices] * self.page_size - rows.starts - rows.counts
-        # none of these may be negative: their signs are looked at together
-        signs = (rows.counts - 1) | rows.starts | missing | (1 - missing) | room
+        free = self.table.page_tables.counts[rows.row_indices] * self.page_size - rows.starts - rows.counts
+        # none of these may be negative: OR combines their sign bits
+        signs = (rows.counts - 1) | rows.starts | missing | (1 - missing) | free
         ids = rows.known_ids
-        # as unsigned numbers, negative ones are larger than all others
+        # viewed as unsigned, negative ids are larger than all others
         are_ids_valid = not ids.size or ids.view(np.uint64).max() < self._num_embeddings
         return bool(are_ids_valid and (not signs.size or signs.min() >= 0))
 
     def find_errors(self, rows: list[Row]) -> dict[int, str]:
-        """What is wrong with each row that cannot be computed, by uid."""
+        """Return uid -> error of the rows that cannot be computed."""
         errors = {row.uid: self._find_error(row) for row in rows}
         return {uid: error for uid, error in errors.items() if error}
 
@@ -205,9 +207,9 @@ class InputBuilder:
             return "the runner does not know this request"
         if row.start < 0 or row.count < 1 or not 0 <= row.count - len(row.token_ids) <= 1:
             return f"{len(row.token_ids)} token ids for {row.count} positions from {row.start} on"
-        room = int(self.table.page_tables.counts[request.row_index]) * self.page_size
-        if row.start + row.count > room:
-            return f"positions up to {row.start + row.count}, but its pages hold {room}"
+        capacity = int(self.table.page_tables.counts[request.row_index]) * self.page_size
+        if row.start + row.count > capacity:
+            return f"positions up to {row.start + row.count}, but its pages hold {capacity}"
         wrong = [i for i in row.token_ids if not 0 <= i < self._num_embeddings]
         return f"token id {wrong[0]} is outside the vocabulary of {self._num_embeddings}" if wrong else ""
 
@@ -215,23 +217,25 @@ class InputBuilder:
         self,
         model: Model,
         rows: StepRows,
-        wanted: Ints | None,
+        row_outputs: Ints | None,
         *,
         num_outputs: int,
-        others: Ints | None = None,
+        extra_outputs: Ints | None = None,
         on_host: bool = False,
     ) -> tuple[ModelInputs, ForwardBatch]:
-        """What the model and attention read of valid rows, at least one. ``on_host``: its tensors stay there; for rows
-        whose tokens are all known.
+        """Build the inputs of the model and of attention for at least one valid row.
 
-        The model returns the hidden states of the tokens ``wanted`` [R], one of each row; None: of all. Where they are
-        those of one token and rows have several, ``num_outputs`` is how many there are, at least one for each row;
-        those beyond are of the first token of the step. Behind these come those of the tokens ``others`` [N].
+        Args:
+            row_outputs: [R] one token per row whose hidden states the model returns; None: all tokens.
+            num_outputs: number of these outputs, at least R; padded with the first token of the step. Not used if each
+                row has one token.
+            extra_outputs: [N] further tokens, returned after ``row_outputs``.
+            on_host: the tensors stay on the host; all tokens of the rows must be known.
         """
         upload = cast("Upload", torch.from_numpy) if on_host else self.table.upload
         kv_lengths = rows.starts + rows.counts
         row_of_token, positions = _packed(rows, kv_lengths)
-        outputs = _outputs(rows, wanted, others, num_outputs)
+        outputs = _outputs(rows, row_outputs, extra_outputs, num_outputs)
         images, spans = self.table.images, self._image_spans(rows)
         inputs = model_inputs(
             model,
@@ -247,21 +251,21 @@ class InputBuilder:
         if self.table.num_with_embeds:
             inputs = self._with_embeds(model, rows, inputs)
         if images and spans:
-            inputs = images.fill_in(spans, inputs, upload)
+            inputs = images.add_features(spans, inputs, upload)
         batch = self._batch(rows, kv_lengths, row_of_token, positions, upload=upload)
         if images and spans and model.attention_shape.has_bidirectional_images:
-            batch = replace(batch, bidirectional_images=images.whole(spans))
+            batch = replace(batch, bidirectional_images=images.bidirectional(spans))
         return inputs, batch
 
     def _batch(
         self, rows: StepRows, kv_lengths: Ints, row_of_token: Ints, positions: Ints, *, upload: Upload
     ) -> ForwardBatch:
-        """Where attention finds the keys and values of the step: kv_lengths [R], row_of_token and positions [T]."""
+        """Build the batch of attention from kv_lengths [R], row_of_token [T] and positions [T]."""
         page_size = self.page_size
         num_pages = -(-int(kv_lengths.max()) // page_size)
         tables_GRP = self.table.page_tables.of_step(rows.row_indices, rows.starts, num_pages)
-        page_places = positions // page_size
-        slots = [positions + (table[row_of_token, page_places] - page_places) * page_size for table in tables_GRP]
+        pages = positions // page_size
+        slots = [positions + (table[row_of_token, pages] - pages) * page_size for table in tables_GRP]
         batch = ForwardBatch(
             slot_mapping=upload(slots[0]),
             page_table=upload(tables_GRP[0]),
@@ -271,14 +275,14 @@ class InputBuilder:
         )
         return batch if len(slots) == 1 else _with_parts(batch, np.stack(slots), tables_GRP, upload)
 
-    def _positions(self, model: Model, rows: StepRows, places: Ints, row_of_token: Ints, *, spans: list[Span]) -> Ints:
-        """The positions [T], or [3, T], of tokens at ``places`` [T] of their requests."""
+    def _positions(self, model: Model, rows: StepRows, indices: Ints, row_of_token: Ints, *, spans: list[Span]) -> Ints:
+        """Return the model's positions [T], or [3, T], of tokens at ``indices`` [T] of their requests."""
         if spans and self.table.images is not None:
-            return self.table.images.positions(spans, places)
-        return rows.shifted(places, model.input_spec.short_length, row_of_token)
+            return self.table.images.positions(spans, indices)
+        return rows.shifted(indices, model.input_spec.short_length, row_of_token)
 
     def _image_spans(self, rows: StepRows) -> list[Span]:
-        """The rows of requests with images."""
+        """Return the rows of requests with images."""
         images = self.table.images
         if images is None or not images.num_open:
             return []
@@ -291,8 +295,8 @@ class InputBuilder:
         ]
 
     def _with_embeds(self, model: Model, rows: StepRows, inputs: ModelInputs) -> ModelInputs:
-        """With the embeddings [T, D] of all tokens, where some of these rows are of prompts that are embeddings."""
-        places: list[Ints] = []
+        """Return inputs with the embeddings [T, D] of all tokens, if some rows have prompts given as embeddings."""
+        indices: list[Ints] = []
         parts: list[npt.NDArray[np.float32]] = []
         for i, request in enumerate(rows.requests):
             if request.embeds is None:
@@ -300,36 +304,36 @@ class InputBuilder:
             start, end, first = int(rows.starts[i]), int(rows.starts[i] + rows.counts[i]), rows.token_ends[i]
             part = request.embeds[start:end]
             first -= end - start
-            places.append(np.arange(first, first + len(part)))
+            indices.append(np.arange(first, first + len(part)))
             parts.append(part)
             if end >= request.num_prompt:
                 self.table.drop_embeds(request)
-        if not places:
+        if not indices:
             return inputs
         upload = self.table.upload
         embeddings = inputs.embeddings
         if embeddings is None:
             assert inputs.token_ids is not None, "neither token ids nor embeddings"
             embeddings = model.embed(inputs.token_ids)
-        given = upload(np.concatenate(parts)).to(model.dtype)
-        embeddings = embeddings.index_copy(0, upload(np.concatenate(places)), given)
+        user_embeds = upload(np.concatenate(parts)).to(model.dtype)
+        embeddings = embeddings.index_copy(0, upload(np.concatenate(indices)), user_embeds)
         return replace(inputs, token_ids=None, embeddings=embeddings)
 
     def _token_ids(self, rows: StepRows, num_tokens: int) -> Tensor:
-        """[T] int64 on the device: the ids that the plan names, and last tokens where only the device knows them."""
+        """Return the token ids [T] int64 on the device: known ids of the plan, and last tokens from the device."""
         upload = self.table.upload
         if len(rows.known_ids) == num_tokens:
             return upload(rows.known_ids)
         last_tokens = self.table.last_tokens
-        if not rows.known_ids.size:  # decode rows alone: the device holds the token of each
+        if not rows.known_ids.size:  # only decode rows: the device has their tokens
             return last_tokens.index_select(0, upload(rows.row_indices))
         held = np.flatnonzero(rows.num_known < rows.counts)
         held_ids = last_tokens.index_select(0, upload(rows.row_indices[held]))
-        places = rows.token_ends[held] - 1
+        held_indices = rows.token_ends[held] - 1
         is_known = np.ones(num_tokens, dtype=np.bool_)
-        is_known[places] = False
+        is_known[held_indices] = False
         ids = np.zeros(num_tokens, dtype=np.int64)
         ids[is_known] = rows.known_ids
         token_ids = upload(ids)
-        token_ids[upload(places)] = held_ids
+        token_ids[upload(held_indices)] = held_ids
         return token_ids

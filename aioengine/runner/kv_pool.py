@@ -1,4 +1,4 @@
-"""The KV pool: the tensor that holds keys and values of all pages."""
+"""The KV pool: the tensors with the keys and values of all pages."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ if TYPE_CHECKING:
 
 
 PADDING_PAGE = 0
-"""A page that no request owns: it fills the unused entries of page tables, and takes the keys and values of the rows
-and tokens that pad a CUDA graph; without graphs it stays zero. Plans number the pages without it.
+"""A page that no request owns. It fills unused entries of page tables, and receives the keys and values of padding rows
+and tokens of CUDA graphs. Plans number the pages without it.
 """
 
 FIRST_PAGE = 1
-"""Index in the pool of the page that plans call page 0."""
+"""Index in the pool of page 0 of plans."""
 
 
 class KVPool:
     """Keys and values of all layers, by page.
 
-    It starts as zeros. On a CPU these come from the operating system, page by page as they are written: a pool costs
-    time and memory only as far as it is used.
+    The pool is initialized with zeros. On a CPU the memory is mapped lazily, so unused pages cost neither time nor
+    memory.
 
-    A model that attends in both directions keeps no keys and values: its pages are numbers without memory.
+    A bidirectional model has no KV cache: its pages have no memory.
 
-    Where groups of layers have pages of their own, all have the same memory: a page is what a group has of some
-    positions, and of the largest group.
+    If layer groups have separate page tables, they share the memory: a page contains some positions of one group, and
+    has the size for the largest group.
 
     Attributes:
-        num_pages: pages that requests can have; the tensors have the padding page before them.
-        groups: of layers with pages of their own; None: all layers have the same page table.
+        num_pages: pages for requests; the tensors have the padding page before them.
+        groups: layer groups with separate page tables; None: all layers share one page table.
         tensors: one for each of ``AttentionShape.groups``, in the layout of ``attention._base.kv_pool_shape``.
     """
 
@@ -75,28 +75,28 @@ class KVPool:
 
     @property
     def facts(self) -> dict[str, str | int | float | bool]:
-        """Its size, and the windows of groups with pages of their own, as ``page_windows`` reads them."""
-        found: dict[str, str | int | float | bool] = {
+        """The size of the pool, and the windows of groups with separate page tables, as in ``page_windows``."""
+        facts: dict[str, str | int | float | bool] = {
             "num_pages": self.num_pages,
             "page_size": self.page_size,
             "kv_pool_bytes": self.num_bytes,
         }
         if self.groups is not None:
-            found["page_windows"] = " ".join(str(window or 0) for window in self.groups.windows)
-        return found
+            facts["page_windows"] = " ".join(str(window or 0) for window in self.groups.windows)
+        return facts
 
     @property
     def layers(self) -> list[Tensor]:
         """Keys and values [1 or 2, N, K, S, E] of each layer of the model."""
-        found = {
-            layer: each
+        by_layer = {
+            layer: kv_layer
             for layers, tensor in zip(self._groups, self.tensors, strict=True)
-            for layer, each in zip(layers, tensor, strict=False)  # a model that keeps no K and V has none
+            for layer, kv_layer in zip(layers, tensor, strict=False)  # empty for a model without KV cache
         }
-        return [found[layer] for layer in sorted(found)]
+        return [by_layer[layer] for layer in sorted(by_layer)]
 
     def release(self) -> None:
-        """Free the memory; nothing may be computed after this."""
+        """Free the memory. No step may run after this."""
         for memory in self._memory:
             memory.madvise(mmap.MADV_DONTNEED)
         if not self._memory:
@@ -104,25 +104,25 @@ class KVPool:
                 tensor.untyped_storage().resize_(0)
 
     def clean(self, pages: list[int]) -> None:
-        """Set the non-finite numbers in these pages to zero.
+        """Set non-finite numbers in these pages to zero.
 
-        Attention multiplies the unwritten slots of a page by zero, so a NaN that a failed request left there would
-        reach the next one. Finite numbers stay: pages of a shared prefix lose nothing.
+        Attention multiplies unwritten slots of a page by zero, so a NaN of a failed request would reach the next owner.
+        Finite numbers are unchanged, so pages of a shared prefix remain valid.
         """
         indices = torch.tensor(pages, dtype=torch.int64, device=self.tensors[0].device)
-        for layer in chain.from_iterable(self._owned):  # one layer at a time bounds the copy
+        for layer in chain.from_iterable(self._owned):  # layer by layer, to limit the size of the copy
             layer[:, indices] = layer[:, indices].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
-    def clean_marked(self, pages: dict[int, list[int]], marks: Tensor, upload: Upload) -> None:
-        """Queue this cleaning on the device, behind a step in flight, for the rows that the step marks as failed.
+    def clean_failed(self, pages: dict[int, list[int]], token_ids: Tensor, upload: Upload) -> None:
+        """Queue the cleaning on the device after a step in flight, for the rows that fail in this step.
 
         Args:
-            pages: index into ``marks`` -> pages of that row.
-            marks: [S] int64 on the device, negative for a failed row.
+            pages: index into ``token_ids`` -> pages of this row.
+            token_ids: [S] int64 on the device, the result of the step, negative for a failed row.
         """
         counts = np.fromiter(map(len, pages.values()), np.int32, len(pages))
         rows = np.stack((np.fromiter(pages, np.int32, len(pages)), counts.cumsum(dtype=np.int32) - counts, counts), 1)
         page_ids = np.fromiter(chain.from_iterable(pages.values()), np.int32, int(counts.sum()))
         spans, pages_on_device = upload(rows), upload(page_ids)
         for tensor in self._owned:
-            clean_pages(tensor, marks, spans, pages_on_device)
+            clean_pages(tensor, token_ids, spans, pages_on_device)

@@ -1,10 +1,9 @@
-"""Logprobs of the tokens of a step, for the rows that asked for them: computed on the device, copied behind the step.
+"""Logprobs for the rows that ask for them: computed on the device, copied to the host after the step.
 
-What a position gives is a function of its logits and of its own request: ties among the likeliest tokens go to the
-lower id, whatever stands beside it. The logits of prompts are computed for some positions at a time, so the memory does
-not grow with the prompt.
+The logprobs of a position depend only on its logits and its request. Ties among the most likely tokens go to the lower
+id. The logits of prompts are computed in pieces, so the memory does not grow with the prompt.
 
-Shape letters: N positions, V vocabulary, K likeliest tokens, M tokens asked for, W = 2 + 2 K + M numbers of a position
+N positions, V vocabulary, K most likely tokens, M requested tokens, W = 2 + 2 K + M numbers per position
 (``protocol.packed_logprobs``), T tokens of the step, S rows that sample, D model size, X rows of a group.
 """
 
@@ -19,8 +18,8 @@ import numpy as np
 from aioengine.kernels.token_logprobs import measure
 from aioengine.protocol.columns import NO_TOKEN, Extra
 from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS, OUTPUT_LOGPROBS, prompt_extras
-from aioengine.runner.device_memory import SAMPLED_ROWS
 from aioengine.runner.transfer import host_copy
+from aioengine.settings.memory_model import SAMPLED_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -35,21 +34,19 @@ if TYPE_CHECKING:
     Ints = npt.NDArray[np.int64]
 
 CPU_ROWS = 32
-"""Positions computed at a time on a CPU."""
+"""Positions computed at once on a CPU."""
 
 PROMPT_ROWS = 2 * SAMPLED_ROWS
-"""Prompt positions computed at a time on a GPU. Their 16-bit logits take as much memory as the fp32 logits of
+"""Prompt positions computed at once on a GPU. Their 16-bit logits need as much memory as the fp32 logits of
 ``SAMPLED_ROWS`` sampled rows.
 """
 
 MAX_NUMBERS, MANY_VALUES_ROWS = 1 << 22, 16
-"""For requests with many logprobs a position (size class above 0): bounds on the numbers, and on the positions, that
-are computed at a time.
-"""
+"""Maximum numbers and positions computed at once for requests with many logprobs per position (size class above 0)."""
 
 
 class Run(NamedTuple):
-    """Consecutive positions of a request, from ``first`` on. Their logits are those of the positions before them."""
+    """``count`` consecutive positions of a request. Their logits are computed at the previous positions."""
 
     request: RequestRow
     first: int
@@ -57,124 +54,126 @@ class Run(NamedTuple):
 
 
 class PromptRuns(NamedTuple):
-    """The positions of prompts that get logprobs in a step.
+    """The prompt positions that get logprobs in a step.
 
-    places: [N] int64, the tokens of the step whose logits give them. ended: requests whose prompts end in this step.
+    token_indices: [N] int64, the tokens of the step whose logits are used. ended: requests whose prompts end in this
+    step.
     """
 
     runs: list[Run]
-    places: Ints
+    token_indices: Ints
     ended: list[RequestRow]
 
 
-class _Wanted(NamedTuple):
-    """What is computed for N positions, all alike: for each the maximum that any of them wants.
+class _Columns(NamedTuple):
+    """The logprobs computed for N positions: for all of them the maximum that any of them needs.
 
     Attributes:
-        num_top: likeliest tokens. num_asked: tokens whose ids were given (``token_ids_logprob``).
-        asked: [N, num_asked] int64 on the device, their ids; None: no position has any.
+        num_top: number of most likely tokens. num_requested: number of requested tokens (``token_ids_logprob``).
+        requested: [N, num_requested] int64 on the device; None: there are none.
     """
 
     num_top: int
-    num_asked: int
-    asked: Tensor | None
+    num_requested: int
+    requested: Tensor | None
 
 
-class _Group(NamedTuple):
+class _RowGroup(NamedTuple):
     """Sampled rows whose logprobs are computed together.
 
     Attributes:
-        chosen: [X] their indices among the sampled rows of a step. places: the same for tensors on the device.
+        chosen: [X] their indices among the sampled rows of a step. indices: the same for tensors on the device.
     """
 
     requests: list[RequestRow]
     chosen: Ints
-    places: Tensor | slice
-    wanted: _Wanted
+    indices: Tensor | slice
+    columns: _Columns
 
 
-class _Part(NamedTuple):
-    """A block of results on its way to the host. ``numbers``: [N, W], the positions of ``runs`` one after the other."""
+class _Results(NamedTuple):
+    """Results while they are copied to the host. numbers: [N, W], the concatenated positions of ``runs``."""
 
     runs: Iterable[tuple[RequestRow, int, int]]
     numbers: Tensor
-    wanted: _Wanted
+    columns: _Columns
 
 
 class StepLogprobs:
-    """The logprobs of one step, on their way to the host."""
+    """The logprobs of one step, while they are copied to the host."""
 
     def __init__(self) -> None:
-        self._parts: list[_Part] = []
+        self._results: list[_Results] = []
         self._ended: list[RequestRow] = []
 
-    def add(self, part: _Part) -> None:
-        self._parts.append(part)
+    def add(self, results: _Results) -> None:
+        self._results.append(results)
 
     def end(self, requests: list[RequestRow]) -> None:
-        """The prompts of these requests end with this step."""
+        """Note that the prompts of these requests end with this step."""
         self._ended += requests
 
     def extras(self) -> tuple[list[Extra], set[int]]:
-        """The logprobs as messages, once the device is done, and the uids of requests that have a logprob of NaN, as a
-        NaN among the logits makes it. Those of a prompt wait in its row for its last step.
+        """Return the logprobs as messages once the device is done, and the uids of requests with a NaN logprob (because
+        of NaN logits). Prompt logprobs are kept until the last step of the prompt.
         """
-        found: list[Extra] = []
+        extras: list[Extra] = []
         invalid: set[int] = set()
-        for part in self._parts:
-            invalid |= _read(part, found)
+        for results in self._results:
+            invalid |= _read(results, extras)
         for request in self._ended:
             if request.logprobs is not None and request.logprobs.parts:
-                found += prompt_extras(request.uid, b"".join(request.logprobs.parts), request.logprobs.rules)
+                extras += prompt_extras(request.uid, b"".join(request.logprobs.parts), request.logprobs.rules)
                 request.logprobs.parts.clear()
-        return found, invalid
+        return extras, invalid
 
 
-def _read(part: _Part, found: list[Extra]) -> set[int]:
-    """Append the extras of output tokens to ``found``, and the numbers of prompts to their rows.
+def _read(results: _Results, extras: list[Extra]) -> set[int]:
+    """Append the logprobs of output tokens to ``extras``, and prompt logprobs to their rows.
 
-    Returns the uids of requests that have a position whose logprob is NaN.
+    Returns the uids of requests with a NaN logprob.
     """
-    numbers = part.numbers.numpy()
+    numbers = results.numbers.numpy()
     is_invalid = np.isnan(numbers[:, 0].view(np.float32))
     has_invalid, invalid = bool(is_invalid.any()), set[int]()
-    whole, row_bytes = numbers.tobytes(), numbers.strides[0]
-    most = part.wanted.num_top, part.wanted.num_asked
+    data_of_all, row_bytes = numbers.tobytes(), numbers.strides[0]
+    computed = results.columns.num_top, results.columns.num_requested
     start = 0
-    for request, first, count in part.runs:
+    for request, first, count in results.runs:
         own = request.logprobs
         if own is None:
-            raise ValueError(f"request {request.uid} asked for no logprobs")
+            raise ValueError(f"request {request.uid} has no logprobs")
         end = start + count
         if has_invalid and is_invalid[start:end].any():
             invalid.add(request.uid)
-        shape = own.rules.num_top, len(own.rules.token_ids)
-        if shape == most:
-            data = whole[start * row_bytes : end * row_bytes]
+        needed = own.rules.num_top, len(own.rules.token_ids)
+        if needed == computed:
+            data = data_of_all[start * row_bytes : end * row_bytes]
         else:
-            data = numbers[start:end, _columns(*shape, most)].tobytes()
+            data = numbers[start:end, _column_indices(needed, computed)].tobytes()
         start = end
         index = first - request.num_prompt
         if index < 0:
-            in_prompt = -index * own.rules.position_bytes
-            own.parts.append(data[:in_prompt])
-            data = data[in_prompt:]
-        if own.gives_next and data:
-            found.append(Extra(request.uid, NO_TOKEN, NEXT_LOGPROBS, data))
+            prompt_bytes = -index * own.rules.position_bytes
+            own.parts.append(data[:prompt_bytes])
+            data = data[prompt_bytes:]
+        if own.returns_next and data:
+            extras.append(Extra(request.uid, NO_TOKEN, NEXT_LOGPROBS, data))
         elif data:
-            found.append(Extra(request.uid, index, OUTPUT_LOGPROBS, data))
+            extras.append(Extra(request.uid, index, OUTPUT_LOGPROBS, data))
     return invalid
 
 
-def _columns(num_top: int, num_asked: int, most: tuple[int, int]) -> Ints:
-    """[W] the columns that a request with these counts takes from rows computed for ``most`` (num_top, num_asked)."""
-    most_top, most_asked = most
-    first_asked = 1 + most_top
-    first_id = first_asked + most_asked
-    return np.r_[0 : 1 + num_top, first_asked : first_asked + num_asked, first_id : first_id + 1 + num_top]
+def _column_indices(needed: tuple[int, int], computed: tuple[int, int]) -> Ints:
+    """Return the columns [W] of a request with counts ``needed`` (num_top, num_requested) in ``computed`` columns."""
+    num_top, num_requested = needed
+    first_requested = 1 + computed[0]
+    first_id = first_requested + computed[1]
+    requested = slice(first_requested, first_requested + num_requested)
+    return np.r_[0 : 1 + num_top, requested, first_id : first_id + 1 + num_top]
 
 
-class Processes(Protocol):
+class ProcessorChain(Protocol):
     """The logits processors of a sampler."""
 
     def process(self, logits: Tensor, rows: SampledRows) -> Tensor:
@@ -183,148 +182,150 @@ class Processes(Protocol):
 
 
 class Logprobs:
-    """Computes the logprobs of one step after the other; ``take`` gives those of the present one."""
+    """Computes the logprobs of steps. ``take`` returns those of the current step."""
 
-    def __init__(self, compute_logits: Callable[[Tensor], Tensor], upload: Upload, processes: Processes | None) -> None:
-        """compute_logits: [N, D] -> [N, V]. processes: None for logprobs of the model's own distribution."""
+    def __init__(
+        self, compute_logits: Callable[[Tensor], Tensor], upload: Upload, processors: ProcessorChain | None
+    ) -> None:
+        """compute_logits: [N, D] -> [N, V]. processors: None for logprobs of the model's own distribution."""
         self._compute_logits = compute_logits
         self._upload = upload
-        self._processes = processes
+        self._processors = processors
         self._step: StepLogprobs | None = None
         self._requests: list[RequestRow] = []
-        self._groups: list[_Group] = []  # of these requests
+        self._groups: list[_RowGroup] = []  # of these requests
 
     def take(self) -> StepLogprobs | None:
-        """What the step gives; None: nothing."""
+        """Return the logprobs of the step; None: there are none."""
         step, self._step = self._step, None
         return step
 
     def find_prompts(self, rows: StepRows) -> PromptRuns | None:
-        """The positions of the prompts of these rows that get logprobs; None: there are none."""
+        """Return the prompt positions of these rows that get logprobs; None: there are none."""
         runs: list[Run] = []
         ended: list[RequestRow] = []
-        places = [np.zeros(0, dtype=np.int64)]
-        for i in _asking(rows.requests):
+        token_indices = [np.zeros(0, dtype=np.int64)]
+        for i in _with_logprobs(rows.requests):
             request = rows.requests[i]
             own, start, count = request.logprobs, int(rows.starts[i]), int(rows.counts[i])
-            if own is None or start >= request.num_prompt or (own.rules.start < 0 and not own.gives_next):
+            if own is None or start >= request.num_prompt or (own.rules.start < 0 and not own.returns_next):
                 continue
             first = request.num_prompt if own.rules.start < 0 else max(start, own.rules.start - 1, 0) + 1
-            last = min(start + count, request.num_prompt - (not own.gives_next))
+            last = min(start + count, request.num_prompt - (not own.returns_next))
             if last >= first:
                 runs.append(Run(request, first, last + 1 - first))
-                places.append(rows.token_ends[i] - count - start + np.arange(first - 1, last))
+                token_indices.append(rows.token_ends[i] - count - start + np.arange(first - 1, last))
             if start + count >= request.num_prompt:
                 ended.append(request)
-        return PromptRuns(runs, np.concatenate(places), ended) if runs or ended else None
+        return PromptRuns(runs, np.concatenate(token_indices), ended) if runs or ended else None
 
-    def add_prompts(self, hidden: Tensor, found: PromptRuns) -> None:
-        """hidden: [N, D] of ``found.places``."""
+    def add_prompts(self, hidden: Tensor, prompts: PromptRuns) -> None:
+        """Compute logprobs from hidden [N, D] of ``prompts.token_indices``."""
         done = 0
-        for runs in _pieces(found.runs, CPU_ROWS if hidden.device.type == "cpu" else PROMPT_ROWS):
+        for runs in _pieces(prompts.runs, CPU_ROWS if hidden.device.type == "cpu" else PROMPT_ROWS):
             token_ids = np.concatenate([_targets(run) for run in runs])
             logits = self._compute_logits(hidden[done : done + len(token_ids)])
             done += len(token_ids)
-            self._measure(logits, self._upload(token_ids), self._wanted(runs), runs)
-        self._present.end(found.ended)
+            self._measure(logits, self._upload(token_ids), self._columns(runs), runs)
+        self._current.end(prompts.ended)
 
     def add_sampled(self, logits: Tensor, rows: SampledRows, token_ids: Tensor, order: Tensor | None = None) -> None:
-        """The logprobs of sampled tokens.
+        """Compute the logprobs of sampled tokens.
 
         Args:
-            logits: [S, V] of the rows, as the model made them.
+            logits: [S, V] of the rows, as returned by the model.
             rows: their requests.
             token_ids: [S] int64, negative for a bad row.
-            order: [S] int64, the place of each row in ``logits``; None: its own.
+            order: [S] int64, the index of each row in ``logits``; None: they are in order.
         """
         if len(rows.requests) != len(self._requests) or not all(map(is_, rows.requests, self._requests)):
             self._requests = rows.requests
             max_rows = CPU_ROWS if logits.device.type == "cpu" else SAMPLED_ROWS
             self._groups = list(self._grouped(rows.requests, max_rows))
         for group in self._groups:
-            scores = logits[group.places if order is None else order[group.places]]
-            if self._processes is not None:
+            scores = logits[group.indices if order is None else order[group.indices]]
+            if self._processors is not None:
                 scores = self._processed(scores, rows.part(group.chosen))
             runs = zip(group.requests, rows.positions[group.chosen].tolist(), repeat(1), strict=False)
-            self._measure(scores, token_ids[group.places].clamp(min=0), group.wanted, runs)
+            self._measure(scores, token_ids[group.indices].clamp(min=0), group.columns, runs)
 
     @property
-    def _present(self) -> StepLogprobs:
+    def _current(self) -> StepLogprobs:
         if self._step is None:
             self._step = StepLogprobs()
         return self._step
 
     def _processed(self, logits: Tensor, rows: SampledRows) -> Tensor:
         """Logits [N, V] -> [N, V] fp32 after processors and temperature (greedy rows: 1), before truncation."""
-        assert self._processes is not None
+        assert self._processors is not None
         records = rows.records
         temperatures = np.where(records["is_greedy"], np.float32(1.0), records["temperature"]).astype(np.float32)
-        return self._processes.process(logits, rows) / self._upload(temperatures)[:, None]
+        return self._processors.process(logits, rows) / self._upload(temperatures)[:, None]
 
-    def _grouped(self, requests: list[RequestRow], max_rows: int) -> Iterator[_Group]:
-        """The requests [S] that want logprobs, in groups to compute together, where each of them samples one token."""
-        asking = _asking(requests)
+    def _grouped(self, requests: list[RequestRow], max_rows: int) -> Iterator[_RowGroup]:
+        """Group the requests [S] with logprobs for computation. Each of them samples one token."""
+        with_logprobs = _with_logprobs(requests)
         done = 0
-        for runs in _pieces([Run(requests[i], 0, 1) for i in asking], max_rows):
-            chosen = np.array(asking[done : done + len(runs)], dtype=np.int64)
+        for runs in _pieces([Run(requests[i], 0, 1) for i in with_logprobs], max_rows):
+            chosen = np.array(with_logprobs[done : done + len(runs)], dtype=np.int64)
             done += len(runs)
             start, end = int(chosen[0]), int(chosen[-1]) + 1
             is_range = np.array_equal(chosen, np.arange(start, end))
-            places = slice(start, end) if is_range else self._upload(chosen)
-            yield _Group([run.request for run in runs], chosen, places, self._wanted(runs))
+            indices = slice(start, end) if is_range else self._upload(chosen)
+            yield _RowGroup([run.request for run in runs], chosen, indices, self._columns(runs))
 
-    def _wanted(self, runs: list[Run]) -> _Wanted:
-        """What the positions of these runs get."""
-        rules = [run.request.logprobs.rules for run in runs if run.request.logprobs is not None]
-        num_top = max(each.num_top for each in rules)
-        num_asked = max(len(each.token_ids) for each in rules)
-        if not num_asked:
-            return _Wanted(num_top, 0, None)
-        table = np.zeros((len(runs), num_asked), dtype=np.int64)
-        for row, each in zip(table, rules, strict=True):
-            row[: len(each.token_ids)] = each.token_ids
-        return _Wanted(num_top, num_asked, self._upload(np.repeat(table, [run.count for run in runs], axis=0)))
+    def _columns(self, runs: list[Run]) -> _Columns:
+        """Return the logprobs to compute for the positions of these runs."""
+        all_rules = [run.request.logprobs.rules for run in runs if run.request.logprobs is not None]
+        num_top = max(rules.num_top for rules in all_rules)
+        num_requested = max(len(rules.token_ids) for rules in all_rules)
+        if not num_requested:
+            return _Columns(num_top, 0, None)
+        table = np.zeros((len(runs), num_requested), dtype=np.int64)
+        for row, rules in zip(table, all_rules, strict=True):
+            row[: len(rules.token_ids)] = rules.token_ids
+        requested = self._upload(np.repeat(table, [run.count for run in runs], axis=0))
+        return _Columns(num_top, num_requested, requested)
 
     def _measure(
-        self, logits: Tensor, token_ids: Tensor, wanted: _Wanted, runs: Iterable[tuple[RequestRow, int, int]]
+        self, logits: Tensor, token_ids: Tensor, columns: _Columns, runs: Iterable[tuple[RequestRow, int, int]]
     ) -> None:
-        """logits [N, V] and tokens [N] of the positions of these runs, one after the other."""
-        numbers = host_copy(measure(logits, token_ids, wanted.num_top, wanted.asked))
-        self._present.add(_Part(runs, numbers, wanted))
+        """Compute logprobs from logits [N, V] and token_ids [N] of the concatenated positions of these runs."""
+        numbers = host_copy(measure(logits, token_ids, columns.num_top, columns.requested))
+        self._current.add(_Results(runs, numbers, columns))
 
 
-def _asking(requests: list[RequestRow]) -> list[int]:
-    """The indices of the requests that want logprobs, sorted by size class: one class is computed together."""
-    asking = [i for i, request in enumerate(requests) if request.logprobs is not None]
-    return sorted(asking, key=lambda i: _class_of(requests[i]))
+def _with_logprobs(requests: list[RequestRow]) -> list[int]:
+    """Return the indices of requests with logprobs, sorted by size class."""
+    indices = [i for i, request in enumerate(requests) if request.logprobs is not None]
+    return sorted(indices, key=lambda i: _class_of(requests[i]))
 
 
 def _targets(run: Run) -> Ints:
-    """[count] the tokens at the positions of a run of a prompt; 0 behind its end."""
+    """Return the tokens [count] at the positions of a run of a prompt; 0 after its end."""
     own = run.request.logprobs
     assert own is not None
-    known = own.prompt[run.first : run.first + run.count]
-    return np.pad(known, (0, run.count - len(known)))
+    token_ids = own.prompt[run.first : run.first + run.count]
+    return np.pad(token_ids, (0, run.count - len(token_ids)))
 
 
 def _class_of(request: RequestRow) -> int:
-    """Requests of one class are computed together."""
     return 0 if request.logprobs is None else request.logprobs.size_class
 
 
 def _pieces(runs: list[Run], max_rows: int) -> Iterator[list[Run]]:
-    """The runs in order, split into pieces of up to ``max_rows`` positions that are computed together."""
-    for kind, group in groupby(runs, key=lambda run: _class_of(run.request)):
-        room = most = min(max_rows, max(1, MAX_NUMBERS >> kind), MANY_VALUES_ROWS) if kind else max_rows
-        piece: list[Run] = []
-        for whole in group:
-            run = whole
-            while run.count > room:
-                if room:
-                    piece.append(run._replace(count=room))
+    """Split the runs, in order, into pieces of one size class with up to ``max_rows`` positions."""
+    for size_class, group in groupby(runs, key=lambda run: _class_of(run.request)):
+        most = min(max_rows, max(1, MAX_NUMBERS >> size_class), MANY_VALUES_ROWS) if size_class else max_rows
+        piece, left = list[Run](), most
+        for full_run in group:
+            run = full_run
+            while run.count > left:
+                if left:
+                    piece.append(run._replace(count=left))
                 yield piece
-                run = run._replace(first=run.first + room, count=run.count - room)
-                piece, room = [], most
+                run = run._replace(first=run.first + left, count=run.count - left)
+                piece, left = [], most
             piece.append(run)
-            room -= run.count
+            left -= run.count
         yield piece

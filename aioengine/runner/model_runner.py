@@ -1,4 +1,4 @@
-"""The device side of a step: a plan in, token ids out."""
+"""ModelRunner: computes plans with a model, and samples token ids."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from aioengine.protocol.columns import TokenColumns
 from aioengine.runner import logits as logits_processors
 from aioengine.runner.constrained_rows import ConstrainedRows
 from aioengine.runner.custom_processors import CustomProcessors
-from aioengine.runner.device_memory import SAMPLED_ROWS
 from aioengine.runner.failed_rows import FailedRows
 from aioengine.runner.graphs.encoder_graphs import EncoderGraphs
 from aioengine.runner.hidden_states import HiddenStates
 from aioengine.runner.images import images_of
-from aioengine.runner.inputs import InputBuilder, is_usual
+from aioengine.runner.inputs import InputBuilder, allows_graphs
 from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.logprobs import Logprobs
 from aioengine.runner.page_tables import PageTables
@@ -30,27 +29,26 @@ from aioengine.runner.rows import RowTable
 from aioengine.runner.sampling.sampler import FAILED, Sampler
 from aioengine.runner.timing import part
 from aioengine.runner.transfer import Readback
-from aioengine.scheduler.plan import StepResult, UnknownOrderError
+from aioengine.scheduler.plan import StepResult
+from aioengine.settings.memory_model import SAMPLED_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from concurrent.futures import Future
 
     from torch import Tensor
 
     from aioengine.attention._base import AttentionBackend, ForwardBatch
     from aioengine.models._base import Model, ModelInputs
-    from aioengine.protocol.messages import Adapter, Control, Reply
+    from aioengine.protocol.messages import Control, Reply
     from aioengine.runner.constrained_rows import Awaited
     from aioengine.runner.graphs.decode_graphs import DecodeGraphs
     from aioengine.runner.graphs.piece_graphs import PieceGraphs
     from aioengine.runner.hidden_states import StepHiddenStates
     from aioengine.runner.inputs import StepRows
     from aioengine.runner.kv_pool import KVPool
-    from aioengine.runner.logits import Grammars, LogitsProcessor
+    from aioengine.runner.logits import GrammarSource, LogitsProcessor
     from aioengine.runner.logprobs import StepLogprobs
     from aioengine.runner.lora.pool import AdapterPool
-    from aioengine.runner.lora.reading import HostAdapter
     from aioengine.runner.pooler import PooledRows, PooledVectors
     from aioengine.runner.rows import RequestRow, SampledRows
     from aioengine.runner.state_pool import StatePool
@@ -63,8 +61,12 @@ _NOT_FINITE = "the model produced non-finite values (NaN or inf) for this reques
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceParts:
-    """What is on the device once the weights are loaded. ``pooling``: as ``PoolingSettings.kind``. ``adapters``: None:
-    the runner serves the base model alone. ``states``: of the requests; None for a model that keeps none.
+    """The parts of a runner after the weights are loaded.
+
+    Attributes:
+        pooling: see ``PoolingSettings.kind``.
+        adapters: None: LoRA is not enabled.
+        states: None: the model has no states.
     """
 
     model: Model
@@ -81,13 +83,14 @@ class DeviceParts:
     states: StatePool | None = None
 
     def page_tables(self) -> PageTables:
-        """For as many pages as the longest request has: no position past the context is computed, not even by a step in
-        flight. One that gives pages back has more of them in the course of time than there are in the pool.
+        """Return page tables for requests of the context length. Steps in flight never compute later positions. With
+        layer groups, a request frees pages, so over time it may have more pages than the pool.
         """
         pool = self.kv_pool
-        longest = -(-self.context_length // pool.page_size)
-        most = longest if pool.groups is not None else min(longest, pool.num_pages)
-        return PageTables(max_rows=self.max_rows, max_row_pages=most, num_pages=pool.num_pages, groups=pool.groups)
+        num_pages = -(-self.context_length // pool.page_size)
+        if pool.groups is None:
+            num_pages = min(num_pages, pool.num_pages)
+        return PageTables(max_rows=self.max_rows, max_row_pages=num_pages, num_pages=pool.num_pages, groups=pool.groups)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,17 +98,17 @@ class Ticket:
     """A launched step.
 
     Attributes:
-        wanted: uids of the rows with outputs (``Row.outputs``), in the order of the plan.
-        sampled: uids of the computed rows that sample. silent: of the other computed rows.
+        with_outputs: uids of the rows with outputs (``Row.outputs``), in the order of the plan.
+        sampled: uids of the computed rows that sample. silent: uids of the other computed rows.
         values: a token or FAILED for each of ``sampled``, then 0 or FAILED (not finite) for each of ``silent``.
-        failed: by uid, why a row was not computed, or why its grammar cannot be followed.
-        logprobs, states, pooled: logprobs, hidden states and vectors that rows asked for; None: no row did.
-        constrained: as in ``constrained_rows.Launched``.
-        jumps: by uid, the tokens that the grammar forces behind the one that was drawn.
+        failed: uid -> error of rows that were not computed, or whose grammar cannot be followed.
+        logprobs, states, pooled: requested logprobs, hidden states and vectors; None: there are none.
+        constrained, repeated: see ``constrained_rows.Launched``.
+        forced: uid -> tokens that the grammar forces after the sampled token.
         complete: uids of the rows whose grammar is complete.
     """
 
-    wanted: list[int]
+    with_outputs: list[int]
     sampled: list[int]
     silent: list[int]
     values: Readback
@@ -114,19 +117,25 @@ class Ticket:
     states: StepHiddenStates | None = None
     pooled: PooledVectors | None = None
     constrained: list[Awaited] = field(default_factory=list["Awaited"])
-    jumps: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    repeated: set[int] = field(default_factory=set[int])
+    forced: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     complete: list[int] = field(default_factory=list[int])
 
 
 class ModelRunner:
-    """Computes plans, one after the other on the CPU, queued on a GPU.
+    """Computes plans: synchronously on a CPU, queued on a GPU.
 
-    A row that cannot be computed or sampled fails alone: its uid is in ``StepResult.failed`` whenever it is in a plan,
-    until it is closed.
+    A row that cannot be computed or sampled fails alone: its uid is in ``StepResult.failed`` of each plan with this row
+    until the request is closed.
+
+    Attributes:
+        facts, adapters, controls: see ``scheduler.runner.Runner``.
     """
 
     def __init__(self, parts: DeviceParts, facts: Facts) -> None:
         self.facts = facts
+        self.adapters = parts.adapters
+        self.controls: dict[str, Callable[[Control], Reply]] = {}
         self._model = parts.model
         self._attention = parts.attention
         self._kv_pool = parts.kv_pool
@@ -146,23 +155,25 @@ class ModelRunner:
         page_size = parts.kv_pool.page_size
         self._inputs = InputBuilder(self._table, parts.states, page_size=page_size, num_embeddings=num_embeddings)
         self._sampler = _sampler(parts, self._table, processors)
-        processes = self._sampler if parts.logprobs_mode == "processed" else None
-        self._logprobs = Logprobs(parts.model.compute_logits, self._table.upload, processes)
+        chain = self._sampler if parts.logprobs_mode == "processed" else None
+        self._logprobs = Logprobs(parts.model.compute_logits, self._table.upload, chain)
         self._states = HiddenStates(self._table.upload)
         self._pooler = Pooler(parts.model, parts.pooling, self._table.upload)
         self._graphs: DecodeGraphs | None = None
         self.prompt_graphs: PieceGraphs | EncoderGraphs | None = None
         self._failed = FailedRows(self._table, parts.kv_pool)
-        self._newest: Ticket | None = None  # as long as it is not collected
-        masks = next(each for each in processors if isinstance(each, GrammarMask))
-        self._constrained = ConstrainedRows(masks, parts.device, may_jump=parts.states is None)
+        self._newest: Ticket | None = None  # until it is collected
+        masks = next(processor for processor in processors if isinstance(processor, GrammarMask))
+        # a GPU has no graph for rows of several tokens of a model with states
+        may_force = parts.states is None or parts.device.type == "cpu"
+        self._constrained = ConstrainedRows(masks, parts.device, may_force=may_force)
         self._is_closed = False
 
     @torch.inference_mode()
     def capture_graphs(self, max_rows: int, report: Callable[[int, int], None]) -> None:
         """Capture decode steps of up to ``max_rows`` rows as CUDA graphs. Attention must be a ``CapturableAttention``.
 
-        ``report`` receives the numbers of captured and of all graphs.
+        report: called with the numbers of captured and of all graphs.
         """
         module = importlib.import_module("aioengine.runner.graphs.decode_graphs")
         graphs: DecodeGraphs = module.DecodeGraphs(self._model, self._attention, self._inputs, self._vocab_size)
@@ -173,19 +184,19 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Ticket:
-        """Launch the step. On a CPU it is finished when this returns."""
+        """Launch the step. On a CPU it is done when this returns."""
         if self._is_closed:
             raise RuntimeError("the runner is closed")
-        if plan.closed or plan.new_rows:  # constraints open once the masks of others are there
+        if plan.closed or plan.new_rows:  # constraints must not be opened while masks are computed
             self._constrained.finish()
         with part("prepare"):
             self._change_requests(plan)
             rows = self._read(plan.rows)
-        wanted = [row.uid for row in plan.rows if row.outputs]
-        broken = self._failed.reasons
-        failed = {row.uid: broken[row.uid] for row in plan.rows if row.uid in broken} if broken else {}
+        with_outputs = [row.uid for row in plan.rows if row.outputs]
+        reasons = self._failed.reasons
+        failed = {row.uid: reasons[row.uid] for row in plan.rows if row.uid in reasons} if reasons else {}
         if not rows.requests:
-            return Ticket(wanted, [], [], Readback(torch.empty(0, dtype=torch.int64)), failed)
+            return Ticket(with_outputs, [], [], Readback(torch.empty(0, dtype=torch.int64)), failed)
         sampled = rows.requests
         silent: list[RequestRow] = []
         pooled: PooledRows | None = None
@@ -200,18 +211,26 @@ class ModelRunner:
         states = self._states.take() if self._table.num_with_states else None
         vectors = None if pooled is None else pooled.vectors()
         self._inputs.take_snapshots(plan.snapshots, rows)
-        uids = [each.uid for each in sampled], [each.uid for each in silent]
-        ticket = self._newest = Ticket(wanted, *uids, values, failed, logprobs, states, vectors)
+        ticket = self._newest = Ticket(
+            with_outputs,
+            [request.uid for request in sampled],
+            [request.uid for request in silent],
+            values,
+            failed,
+            logprobs,
+            states,
+            vectors,
+        )
         if self._table.num_with_grammar:
             self._constrained.note(ticket, sampled, (rows.starts + rows.counts)[rows.samples])
         return ticket
 
-    def use_grammars(self, grammars: Grammars) -> None:
-        """Set what opens the constraints of requests with a grammar."""
+    def use_grammars(self, grammars: GrammarSource) -> None:
+        """Set the grammars that open the constraints of requests."""
         self._constrained.grammars = grammars
 
     def collect(self, ticket: Ticket) -> StepResult:
-        """Wait for the step and return what it gives."""
+        """Wait for the step and return its result."""
         if ticket is self._newest:
             self._newest = None
             self._constrained.finish()
@@ -224,51 +243,26 @@ class ModelRunner:
         if ticket.constrained:
             self._constrained.follow(ticket)
             self._constrained.begin_masks()
-        is_usual = not (ticket.failed or ticket.jumps or invalid) and len(ticket.wanted) == len(ticket.sampled)
-        if is_usual and FAILED not in values:
-            tokens = TokenColumns(ticket.wanted, values[: len(ticket.sampled)], None, extras)
+        is_simple = not (ticket.failed or ticket.forced or ticket.repeated or invalid)
+        is_simple = is_simple and len(ticket.with_outputs) == len(ticket.sampled)
+        if is_simple and FAILED not in values:
+            tokens = TokenColumns(ticket.with_outputs, values[: len(ticket.sampled)], None, extras)
             return StepResult(tokens, complete=ticket.complete)
         value_of = dict(zip([*ticket.sampled, *ticket.silent], values, strict=True)) | dict.fromkeys(invalid, FAILED)
         bad = [uid for uid, value in value_of.items() if value == FAILED]
         requests = self._table.requests
-        errors = {uid: self._custom.errors.pop(uid, "") or _why_bad(requests.get(uid)) for uid in bad}
-        for uid in requests.keys() & bad:  # others were closed while the step was in flight
+        errors = {uid: self._custom.errors.pop(uid, "") or _failure_reason(requests.get(uid)) for uid in bad}
+        for uid in requests.keys() & bad:  # the other requests were closed while the step was in flight
             self._failed.add(uid, errors[uid], is_poisoned=True)
         failed = {**ticket.failed, **errors}
-        without_token = set(ticket.silent).difference(bad)
+        without_token = ticket.repeated.union(ticket.silent).difference(bad)
         tokens = TokenColumns(extras=extras)
-        for uid in ticket.wanted:
-            tokens.add(uid, () if uid in without_token else (value_of.get(uid, FAILED), *ticket.jumps.get(uid, ())))
+        for uid in ticket.with_outputs:
+            tokens.add(uid, () if uid in without_token else (value_of.get(uid, FAILED), *ticket.forced.get(uid, ())))
         return StepResult(tokens, failed, ticket.complete)
 
-    @property
-    def num_adapter_slots(self) -> int:
-        """Adapters that can be on the device at a time; 0: the runner serves the base model alone."""
-        return self._table.adapters.num_slots
-
-    def read_adapter(self, adapter: Adapter) -> HostAdapter:
-        """See ``AdapterPool.read``."""
-        return self._adapters.read(adapter)
-
-    def place_adapter(self, slot: int, host: HostAdapter) -> Future[None]:
-        """See ``AdapterPool.place``."""
-        return self._adapters.place(slot, host)
-
-    @property
-    def _adapters(self) -> AdapterPool:
-        assert self._table.adapters.pool is not None, "there are no slots for adapters"
-        return self._table.adapters.pool
-
-    def control(self, order: Control) -> Reply:
-        """It implements no order yet.
-
-        Raises:
-            UnknownOrderError: always.
-        """
-        raise UnknownOrderError(order.name)
-
     def close(self) -> None:
-        """Free the memory of the pool. May be called twice; nothing can be launched after it."""
+        """Free the memory of the pool. May be called twice. No step can be launched after it."""
         self._is_closed = True
         self._table.adapters.release()
         self._kv_pool.release()
@@ -277,7 +271,7 @@ class ModelRunner:
     def _change_requests(self, plan: Plan) -> None:
         if plan.closed and self._newest is not None:
             uids = [*self._newest.sampled, *self._newest.silent]
-            self._failed.clean_behind(uids, self._newest.values.source, plan.closed)
+            self._failed.clean_after_step(uids, self._newest.values.source, plan.closed)
         for uid in plan.closed:
             self._failed.close(uid)
         for opened in plan.new_rows:
@@ -287,7 +281,7 @@ class ModelRunner:
                 if opened.sampling.grammar is not None:
                     self._constrained.open(opened, self._table.requests[opened.uid])
             except (ValueError, TypeError, OverflowError) as error:
-                self._failed.add(opened.uid, f"cannot set it up: {error}")
+                self._failed.add(opened.uid, f"cannot open the request: {error}")
         for uid, error in self._table.encode_images(plan.rows).items():
             self._failed.add(uid, error)
         for row in plan.rows:
@@ -299,30 +293,30 @@ class ModelRunner:
                     self._failed.add(row.uid, str(error))
 
     def _read(self, rows: list[Row]) -> StepRows:
-        """The rows that can be computed; the others are failed until they are closed."""
+        """Return the rows that can be computed. The requests of the other rows fail."""
         requests, failed = self._table.requests, self._failed.reasons
         live = [row for row in rows if row.uid in requests and row.uid not in failed]
         try:
             columns = self._inputs.read(live)
             if len(live) == len(rows) and self._inputs.is_valid(columns):
                 return columns
-        except OverflowError:  # a token id of more than 64 bits, which find_errors names
+        except OverflowError:  # a token id of more than 64 bits: find_errors reports it
             pass
         for uid, error in self._inputs.find_errors([row for row in rows if row.uid not in failed]).items():
             self._failed.add(uid, error)
         return self._inputs.read([row for row in live if row.uid not in failed])
 
     def _compute(self, rows: StepRows, sampled: list[RequestRow], pooled: PooledRows | None = None) -> Tensor | None:
-        """Forward and sampling of at least one row: ``Ticket.values`` [R]; None: later. ``pooled`` gets its states."""
+        """Run forward and sampling of at least one row. Return ``Ticket.values`` [R]; None: sampled later."""
         if self._graphs is not None and self._graphs.fits(rows):
             return self._replay(self._graphs, rows)
         self._constrained.finish()
         hidden = self._last_states(rows)
         if pooled is not None:
-            pooled.take(hidden)
+            pooled.pool(hidden)
         if len(sampled) == len(rows.requests):
             return self._draw(hidden, self._table.sampled(sampled, rows.row_indices, rows.starts + rows.counts))
-        # A non-finite number in a row has reached its last token through attention; FailedRows names the exceptions.
+        # Attention propagates non-finite numbers of a row to its last token; for exceptions see FailedRows.
         is_finite = hidden.isfinite().all(-1)
         if not sampled:
             return torch.where(is_finite, 0, FAILED)
@@ -334,39 +328,43 @@ class ModelRunner:
         return torch.cat([token_ids, silent])
 
     def _last_states(self, rows: StepRows) -> Tensor:
-        """Forward without a decode graph: the states [R, D] from which rows are sampled or pooled. Hidden states and
-        logprobs of prompts that requests asked for are taken on the way.
+        """Run forward without a decode graph. Return the states [R, D] from which rows are sampled or pooled. Collects
+        the requested hidden states and logprobs of prompts.
         """
         prompts = self._logprobs.find_prompts(rows) if self._table.num_with_logprobs else None
         states = self._states.find_prompts(rows) if self._table.num_with_states else None
         num_outputs = self._num_padded(len(rows.requests))
         graphs = self.prompt_graphs
-        whole = None
+        encoder_step = None
         if isinstance(graphs, EncoderGraphs) and self._table.adapters.slots(rows.row_indices) is None:
-            whole = graphs.of_size(len(rows.requests), int(rows.token_ends[-1]))
+            encoder_step = graphs.find(len(rows.requests), int(rows.token_ends[-1]))
         with part("prepare"):
-            places = [each.places for each in (states, prompts) if each is not None]
-            others = np.concatenate(places) if places else None
+            extra_outputs = [extra.token_indices for extra in (states, prompts) if extra is not None]
             inputs, batch = self._inputs.build(
-                *(self._model, rows, self._pooler.outputs(rows)),
+                self._model,
+                rows,
+                self._pooler.outputs(rows),
                 num_outputs=num_outputs,
-                others=others,
-                on_host=whole is not None,
+                extra_outputs=np.concatenate(extra_outputs) if extra_outputs else None,
+                on_host=encoder_step is not None,
             )
-        hidden = whole.replay(inputs, batch) if whole else self._forward(inputs, batch, has_more_outputs=bool(places))
-        num_states = 0 if states is None else len(states.places)
+        if encoder_step is not None:
+            hidden = encoder_step.replay(inputs, batch)
+        else:
+            hidden = self._forward(inputs, batch, has_extra_outputs=bool(extra_outputs))
+        num_states = 0 if states is None else len(states.token_indices)
         if states is not None:
             self._states.add_prompts(hidden[num_outputs : num_outputs + num_states], states)
         if prompts is not None:
             self._logprobs.add_prompts(hidden[num_outputs + num_states :], prompts)
         return self._pooler.states(hidden, rows)
 
-    def _forward(self, inputs: ModelInputs, batch: ForwardBatch, *, has_more_outputs: bool) -> Tensor:
-        """Hidden states [T, D] of all tokens, or, where ``inputs.outputs`` names some, of these: one token of each row,
-        and with ``has_more_outputs`` other tokens behind them.
+    def _forward(self, inputs: ModelInputs, batch: ForwardBatch, *, has_extra_outputs: bool) -> Tensor:
+        """Return the hidden states [T, D] of all tokens, or of ``inputs.outputs``: one token per row, then extra tokens
+        with ``has_extra_outputs``.
         """
         graphs = self.prompt_graphs
-        may_fit = not has_more_outputs and is_usual(self._model, inputs)
+        may_fit = not has_extra_outputs and allows_graphs(self._model, inputs)
         if may_fit and not isinstance(graphs, EncoderGraphs | None) and graphs.fits(batch):
             return graphs.replay(inputs, batch)
         with part("prepare"):
@@ -374,13 +372,13 @@ class ModelRunner:
         return self._model.forward(inputs, self._attention)
 
     def _num_padded(self, num_rows: int) -> int:
-        """The row count of the next larger captured decode step: for a matmul of a row count not seen before, CUDA may
-        load a kernel, and waits for all queued work to do so.
+        """Return the row count of the next larger captured decode step. For a matmul with a new row count, CUDA may
+        load a kernel, which waits for all queued work.
         """
         return num_rows if self._graphs is None else self._graphs.padded(num_rows)
 
     def _replay(self, graphs: DecodeGraphs, rows: StepRows) -> Tensor | None:
-        """Token ids [R] of a decode step that has a graph; None where they are drawn later."""
+        """Run a decode step that has a graph. Return token ids [R]; None: they are sampled later."""
         sampled = self._table.sampled(rows.requests, rows.row_indices, rows.starts + rows.counts)
         step = graphs.replay(rows, sampled, when_ready=self._constrained.finish)
         if step.token_ids is None:
@@ -394,16 +392,13 @@ class ModelRunner:
         return step.token_ids
 
     def _draw(self, hidden: Tensor, rows: SampledRows, logits: Tensor | None = None) -> Tensor | None:
-        """As ``_sample``: [S], or None where that is put off: masks depend on tokens that are not known yet."""
+        """Return ``_sample`` [S]; None: it is deferred, because masks depend on tokens that are not known yet."""
         draw = partial(self._sample, hidden, rows, logits)
         has_extras = self._table.num_with_logprobs or self._table.num_with_states
-        return draw() if has_extras else self._constrained.draw(rows, draw, most=SAMPLED_ROWS)
+        return self._constrained.draw(rows, draw, max_rows=SAMPLED_ROWS, is_urgent=bool(has_extras))
 
     def _sample(self, hidden: Tensor, rows: SampledRows, logits: Tensor | None = None) -> Tensor:
-        """Hidden states [S, D] -> token ids [S], which the table stores as last tokens.
-
-        logits: [>= S, V] of them, where they are computed already.
-        """
+        """Sample token ids [S] from hidden states [S, D], and store them. logits: [>= S, V] if already computed."""
         num_rows = len(hidden)
         if self._table.num_with_states:
             self._states.add_sampled(hidden, rows)
@@ -424,11 +419,11 @@ class _AnySampler(Protocol):
     """``sampler.Sampler``, or ``device_sampler.DeviceSampler`` on a GPU."""
 
     def sample(self, logits: Tensor, rows: SampledRows) -> Tensor:
-        """Logits [S, V], which stay as they are -> token ids [S]."""
+        """Logits [S, V], which are not changed -> token ids [S]."""
         ...
 
     def process(self, logits: Tensor, rows: SampledRows) -> Tensor:
-        """See ``logprobs.Processes``: logits [S, V] -> [S, V]."""
+        """See ``logprobs.ProcessorChain``: logits [S, V] -> [S, V]."""
         ...
 
 
@@ -438,8 +433,7 @@ def _sampler(parts: DeviceParts, table: RowTable, processors: tuple[LogitsProces
     if parts.device.type == "cpu":
         return Sampler(vocab_size=vocab_size, num_embeddings=num_embeddings, device=parts.device, processors=processors)
     if find_spec("triton") is None:
-        message = "the package triton is not installed, which device='cuda' needs: torch's own wheels for CUDA bring it"
-        raise ValueError(message)
+        raise ValueError("device='cuda' needs the package triton, which torch's CUDA wheels install")
     module = importlib.import_module("aioengine.runner.sampling.device_sampler")
     sampler: _AnySampler = module.DeviceSampler(
         vocab_size=vocab_size, num_embeddings=num_embeddings, table=table, processors=processors
@@ -447,8 +441,8 @@ def _sampler(parts: DeviceParts, table: RowTable, processors: tuple[LogitsProces
     return sampler
 
 
-def _why_bad(request: RequestRow | None) -> str:
-    """Why no token could be drawn for a request, which may be closed by now."""
+def _failure_reason(request: RequestRow | None) -> str:
+    """Return why no token could be sampled for a request. None: it was closed."""
     if request is not None and request.sampling.custom_processor:
         return _NOT_FINITE + f"; or custom_logit_processor {request.sampling.custom_processor!r} returned them"
     if request is None or not (request.sampling.allowed_token_ids or request.sampling.bad_token_ids):
@@ -459,4 +453,4 @@ def _why_bad(request: RequestRow | None) -> str:
         *(["bad_words"] if sampling.bad_token_ids else []),
         *([sampling.grammar.parameter] if sampling.grammar is not None else []),
     ]
-    return f"no token is left to draw by {' and '.join(names)}{' together' * (len(names) > 1)}; or {_NOT_FINITE}"
+    return f"no token is allowed by {' and '.join(names)}{' together' * (len(names) > 1)}; or {_NOT_FINITE}"

@@ -1,4 +1,4 @@
-"""From the hidden states of a step to one vector for each text. T tokens, R rows, D model size, C size of a vector."""
+"""Pool hidden states to one vector per text. T tokens, R rows, D model size, C vector size."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
 
 MEAN = "mean"
-"""``PoolingSettings.kind`` that needs the hidden states of all tokens."""
+"""The ``PoolingSettings.kind`` that needs the hidden states of all tokens."""
 
 
 class PooledVectors:
-    """The vectors of a step, on their way to the host."""
+    """The vectors of a step, while they are copied to the host."""
 
     def __init__(self, uids: list[int], vectors: Tensor) -> None:
-        """vectors: [R, C] fp32 of these requests."""
+        """vectors: [R, C] fp32 of the requests ``uids``."""
         self._uids = uids
         self._vectors = Readback(vectors)
 
     def extras(self) -> list[Extra]:
-        """Wait for the device; the vectors as they are sent: raw fp32."""
+        """Wait for the device, and return the vectors as raw fp32."""
         vectors = self._vectors.array()
         return [
             Extra(uid, NO_TOKEN, POOLED_VECTOR, vector.tobytes())
@@ -47,17 +47,17 @@ class PooledVectors:
 
 
 class PooledRows:
-    """The rows of a step that give a vector: ``places`` among all of them."""
+    """The rows of a step with a pooled vector. indices: their indices among all rows."""
 
-    def __init__(self, pooler: Pooler, uids: list[int], places: list[int]) -> None:
+    def __init__(self, pooler: Pooler, uids: list[int], indices: list[int]) -> None:
         self._pooler = pooler
         self._uids = uids
-        self._places = places
+        self._indices = indices
         self._vectors: Tensor | None = None
 
-    def take(self, states: Tensor) -> None:
-        """states [R, D] of all rows of the step."""
-        self._vectors = self._pooler.vectors(states, self._places)
+    def pool(self, states: Tensor) -> None:
+        """Compute the vectors from states [R, D] of all rows."""
+        self._vectors = self._pooler.vectors(states, self._indices)
 
     def vectors(self) -> PooledVectors:
         assert self._vectors is not None, "the step was not computed"
@@ -65,7 +65,7 @@ class PooledRows:
 
 
 class Pooler:
-    """Pools as ``PoolingSettings.kind`` says: the last token of a row, its first one ("cls"), or the mean of all."""
+    """Pools by ``PoolingSettings.kind``: the last token of a row, the first token ("cls"), or the mean of all."""
 
     def __init__(self, model: Model, kind: str, upload: Upload) -> None:
         self._model = model
@@ -73,13 +73,13 @@ class Pooler:
         self._upload = upload
 
     def rows(self, plan: Plan, requests: list[RequestRow]) -> PooledRows | None:
-        """The rows of the computed ``requests`` that give a vector; None: no row does."""
-        giving = {row.uid for row in plan.rows if row.outputs & VECTOR}
-        places = [place for place, request in enumerate(requests) if request.uid in giving]
-        return PooledRows(self, [requests[place].uid for place in places], places) if places else None
+        """Return the rows of the computed ``requests`` with a vector; None: there are none."""
+        uids = {row.uid for row in plan.rows if row.outputs & VECTOR}
+        indices = [index for index, request in enumerate(requests) if request.uid in uids]
+        return PooledRows(self, [requests[index].uid for index in indices], indices) if indices else None
 
     def outputs(self, rows: StepRows) -> Ints | None:
-        """[R] indices of the tokens whose hidden states are needed; None: those of all tokens."""
+        """Return indices [R] of the tokens whose hidden states are needed; None: all tokens."""
         if self._kind == MEAN:
             return None
         return rows.token_ends - (rows.counts if self._kind == "cls" else 1)
@@ -91,10 +91,10 @@ class Pooler:
         lengths = self._upload(rows.counts)
         return torch.segment_reduce(hidden.float(), "mean", lengths=lengths, axis=0, unsafe=True)
 
-    def vectors(self, states: Tensor, places: list[int]) -> Tensor:
-        """States [R, D] -> the vectors of the rows ``places``, [rows, C] fp32: states, or scores of a classifier."""
-        if len(places) < len(states):
-            states = states[self._upload(np.array(places))]
+    def vectors(self, states: Tensor, indices: list[int]) -> Tensor:
+        """States [R, D] -> vectors [rows, C] fp32 of the rows ``indices``: hidden states, or scores of a classifier."""
+        if len(indices) < len(states):
+            states = states[self._upload(np.array(indices))]
         if self._model.task is not Task.CLASSIFY:
             return states.float()
         return self._model.compute_logits(states.to(self._model.dtype)).float()

@@ -1,8 +1,8 @@
-"""What the runner holds of each request: its last token, its page table, its sampling parameters.
+"""The runner's state of open requests: last tokens, page tables, sampling parameters.
 
 A request has a row of the tables, at its row index, from the step that opens it to the step that closes it. Sampling
-parameters are one numpy record a row, so that a step gathers their columns at once. The last token stays on the device,
-where the next step reads it without a copy to the host.
+parameters are one numpy record per row, so that a step gathers columns at once. The last token stays on the device; the
+next step reads it there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from aioengine.protocol.columns import NO_TOKEN
 from aioengine.protocol.messages import ALL_STATES, SEED_MASK, RequestKind
-from aioengine.runner.logits import LogitsRow
+from aioengine.runner.logits import Forced, LogitsRow
 from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.lora.row_adapters import RowAdapters
 from aioengine.runner.sampling.truncation import TOP_K_OFF
@@ -24,13 +24,15 @@ from aioengine.runner.token_lists import token_lists
 from aioengine.runner.transfer import upload_to
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy.typing as npt
     from torch import Tensor
 
     from aioengine.protocol.messages import Sampling
     from aioengine.protocol.packed_logprobs import LogprobRules
     from aioengine.runner.images import Images
-    from aioengine.runner.logits import Constraint, LogitsProcessor
+    from aioengine.runner.logits import LogitsProcessor, OpenConstraint, RowConstraint
     from aioengine.runner.lora.pool import AdapterPool
     from aioengine.runner.page_tables import PageTables
     from aioengine.runner.token_lists import TokenLists
@@ -39,11 +41,10 @@ if TYPE_CHECKING:
     Ints = npt.NDArray[np.int64]
 
 RECENT_TOKENS: Final = 512
-"""Of a request with bad words: one more than those that a bad word can have in front of its last token."""
+"""Recent tokens kept for a request with bad words. Also the maximum length of a bad word in tokens."""
 
 FEW_VALUES = 64
-"""Requests for up to this number of logprobs at a position are computed together, all for the largest number among
-them.
+"""Requests with up to this number of logprobs per position are computed together, with the largest number among them.
 """
 
 SAMPLING_RECORD = np.dtype(
@@ -65,15 +66,18 @@ SAMPLING_RECORD = np.dtype(
 class RowLogprobs:
     """The logprobs of an open request.
 
-    rules: those that it wants. size_class: requests of one class are computed together: 0 for up to ``FEW_VALUES`` of a
-    position, else the bits of their number. gives_next: what stands behind the prompt gets them and is no token.
-    prompt: ids [X] of the prompt if its positions get them, else none. parts: of the prompt, packed, as far as it is
-    computed.
+    Attributes:
+        rules: the requested logprobs.
+        size_class: requests of one class are computed together. 0 for up to ``FEW_VALUES`` logprobs per position, else
+            the bit length of their number.
+        returns_next: a SCORE request: it gets logprobs of the next token after the prompt, but no token.
+        prompt: token ids [X] of the prompt if its positions get logprobs, else empty.
+        parts: packed logprobs of the prompt computed so far.
     """
 
     rules: LogprobRules
     size_class: int
-    gives_next: bool
+    returns_next: bool
     prompt: Ints
     parts: list[bytes]
 
@@ -82,15 +86,17 @@ class RowLogprobs:
 class RequestRow:
     """An open request.
 
-    history: its tokens, [more than there are] int64, where penalties read them on a CPU. token_ids: on a GPU,
-    where ``runner.sampling.token_counts`` counts them for penalties, those that it was opened with; else empty.
-    prompt_states: hidden states of its prompt, as far as it is computed; None where they are not wanted (any more).
-    second_text: where the second text of a pair begins; 0: there is none.
-    embeds: [num_prompt, D] of a prompt that is embeddings, until it is computed; ids then begin at ``first_id``.
-    constraint: of a request with a grammar. may_jump: whether tokens that its grammar forces need not be drawn.
-    known_end: how many tokens it had after the last jump. is_pooled: whether it is of the kind POOL.
-    is_long: as in ``NewRow``.
-    lists, recent: see ``logits.LogitsRow``.
+    Attributes:
+        history: [at least its tokens] int64, for penalties on a CPU.
+        token_ids: the tokens with which it was opened, for penalties on a GPU (``sampling.token_counts``); else empty.
+        prompt_states: hidden states of the prompt computed so far; None: not needed (any more).
+        second_text: index of the first token of the second text of a pair; 0: there is none.
+        embeds: [num_prompt, D] of a prompt given as embeddings, until it is computed.
+        first_id: the first token with an id, after a prompt given as embeddings.
+        constraint: the grammar state. may_force: forced tokens may be appended without sampling.
+        forced: the last forced tokens. forced_end: number of tokens after them.
+        is_pooled: the request is of kind POOL. is_long: as in ``NewRow``.
+        lists, recent: see ``logits.LogitsRow``.
     """
 
     uid: int
@@ -104,63 +110,69 @@ class RequestRow:
     second_text: int = 0
     embeds: npt.NDArray[np.float32] | None = None
     first_id: int = 0
-    constraint: Constraint | None = None
-    may_jump: bool = False
-    known_end: int = 0
+    constraint: OpenConstraint | None = None
+    may_force: bool = False
+    forced: Sequence[int] = ()
+    forced_end: int = 0
     is_pooled: bool = False
     is_long: bool = False
     lists: TokenLists | None = None
     recent: Tensor | None = None
 
-    def constraint_at(self, position: int) -> Constraint | None:
-        """What the token at this position keeps to; None where a jump already gave that token."""
-        return self.constraint if position >= self.known_end else None
+    def constraint_at(self, position: int) -> RowConstraint | None:
+        """Return the tokens that the grammar allows at ``position``. After forced tokens, a step in flight samples a
+        token that is already known.
+        """
+        if self.constraint is None or position >= self.forced_end:
+            return self.constraint
+        return Forced(self.forced[position - self.forced_end], self.constraint.source)
 
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """The S rows of a step that give a token. ``positions``: the place of the new token in its request."""
+    """The S rows of a step that sample a token. positions: position of the new token in its request."""
 
     requests: list[RequestRow]
     row_indices: Ints
     positions: Ints
     records: npt.NDArray[np.void]  # of SAMPLING_RECORD
 
-    def constraints(self) -> list[Constraint | None]:
-        """What the token of each row keeps to."""
+    def constraints(self) -> list[RowConstraint | None]:
+        """Return the constraint of the new token of each row."""
         return [
             request.constraint_at(position)
             for request, position in zip(self.requests, self.positions.tolist(), strict=True)
         ]
 
     def part(self, chosen: Ints) -> SampledRows:
-        """The ``chosen`` [X] of them."""
+        """Return the rows ``chosen`` [X]."""
         requests = [self.requests[i] for i in chosen.tolist()]
         return SampledRows(requests, self.row_indices[chosen], self.positions[chosen], self.records[chosen])
 
 
 class RowTable:
-    """The open requests and their tables, whose memory never moves: CUDA graphs read it.
+    """The open requests and their tables, in memory with fixed addresses, because CUDA graphs read it.
 
     Args:
         page_tables: for ``max_rows`` requests.
         num_embeddings: token ids are below this.
-        max_rows: requests that can be open at once.
-        adapters: the slots of adapters; None: all requests use the base model.
+        max_rows: maximum number of open requests.
+        adapters: the adapter slots; None: all requests use the base model.
 
     Attributes:
-        requests: the open requests by uid.
+        requests: uid -> open request.
         page_tables: their pages.
-        last_tokens: [2 * max_rows] int64 on the device, by row index; those from ``max_rows`` on are memory for other
-            tokens of a step.
+        last_tokens: [2 * max_rows] int64 on the device, by row index. The second half is memory for the known tokens of
+            expanded rows.
         sampling: [max_rows] of SAMPLING_RECORD.
-        num_opened: requests opened so far; while it stays the same, a row belongs to the same request.
-        num_pooled: open requests of the kind POOL. num_with_grammar, num_with_logprobs, num_with_states: those that
-            have a grammar, that want logprobs, that want hidden states.
-        num_with_embeds: those whose embeddings were not all computed.
-        adapters: their adapters.
-        images: the images of open requests; None for a model that reads none.
-        mask_bit: the bit of the processor of grammars in ``SAMPLING_RECORD``.
+        num_opened: number of requests opened so far. While it is unchanged, rows belong to the same requests.
+        num_pooled: number of open requests of kind POOL.
+        num_with_grammar, num_with_logprobs, num_with_states: number of open requests with a grammar, with logprobs,
+            with hidden states.
+        num_with_embeds: number of open requests whose prompt embeddings are not all computed.
+        adapters: the adapter slot of each row.
+        images: the images of open requests; None: the model reads no images.
+        mask_bit: the bit of the grammar processor in ``SAMPLING_RECORD``.
     """
 
     def __init__(
@@ -197,32 +209,31 @@ class RowTable:
         """Open a request.
 
         Raises:
-            ValueError: a parameter or a token that would harm the rows beside it, or too many requests are open.
+            ValueError: an invalid parameter or token id, which would affect other rows, or too many open requests.
         """
         self._check(opened)
         if not self._free_indices:
-            message = f"{len(self.requests)} requests are open, and no more can be"
-            raise ValueError(message)
+            raise ValueError(f"{len(self.requests)} requests are open, which is the maximum")
         history, token_ids = None, list[int]()
         is_on_gpu = self.last_tokens.is_cuda
         if is_on_gpu and opened.sampling.has_penalties:
             token_ids = opened.token_ids
         first_id = opened.num_prompt if opened.embeds else 0
-        known = list[int]()
+        all_ids = list[int]()
         if opened.sampling.bad_token_ids or opened.sampling.has_penalties:
-            known = [*[NO_TOKEN] * first_id, *opened.token_ids[first_id:]]
+            all_ids = [*[NO_TOKEN] * first_id, *opened.token_ids[first_id:]]
         if opened.sampling.has_penalties and not is_on_gpu:
-            history = self.upload(np.array([*known, *[0] * 64], dtype=np.int64))
+            history = self.upload(np.array([*all_ids, *[0] * 64], dtype=np.int64))
         row_index = self._free_indices.pop()
         request = RequestRow(opened.uid, row_index, opened.sampling, opened.num_prompt, history, token_ids)
-        self.requests[opened.uid] = request  # from here on ``close`` undoes what a failure leaves
+        self.requests[opened.uid] = request  # from here on, ``close`` cleans up after an error
         self.num_opened += 1
         request.is_pooled = opened.kind is RequestKind.POOL
         request.is_long = opened.is_long
         self.adapters.open(row_index, opened.adapter_slot)
         request.lists = token_lists(opened.sampling, self._num_embeddings, self.upload)
         if opened.sampling.bad_token_ids:
-            request.recent = self._open_recent(row_index, known)
+            request.recent = self._open_recent(row_index, all_ids)
         self.num_pooled += request.is_pooled
         self.num_with_grammar += opened.sampling.grammar is not None
         self.num_with_states += bool(opened.sampling.hidden_states)
@@ -233,8 +244,7 @@ class RowTable:
             self.num_with_embeds += 1
         if opened.media:
             if self.images is None:
-                message = "the prompt has images, and the model reads none"
-                raise ValueError(message)
+                raise ValueError("the prompt has images, but the model reads none")
             self.images.open(opened, row_index)
         if opened.logprobs is not None:
             request.logprobs = _row_logprobs(opened, opened.logprobs)
@@ -247,7 +257,7 @@ class RowTable:
         self.page_tables.add(row_index, opened.pages)
 
     def close(self, uid: int) -> None:
-        """Close a request; an unknown one is ignored."""
+        """Close a request. An unknown uid is ignored."""
         request = self.requests.pop(uid, None)
         if request is not None:
             self._free_indices.append(request.row_index)
@@ -261,72 +271,68 @@ class RowTable:
             self.adapters.close(request.row_index)
 
     def drop_embeds(self, request: RequestRow) -> None:
-        """Its prompt is computed."""
+        """Drop the embeddings of a request whose prompt is computed."""
         if request.embeds is not None:
             request.embeds = None
             self.num_with_embeds -= 1
 
     def encode_images(self, rows: list[Row]) -> dict[int, str]:
-        """Have the features of all images that these rows need; returns by uid why those of a request cannot be had."""
+        """Compute the features of all images that these rows need. Return uid -> error of requests that fail."""
         return {} if self.images is None else self.images.encode(rows)
 
     def pages(self, uid: int) -> list[int]:
-        """Pages of the pool that a request has, in order; empty for one that is not known."""
+        """Return the pages of a request, in order; empty for an unknown uid."""
         request = self.requests.get(uid)
         return [] if request is None else self.page_tables.pages(request.row_index)
 
     @property
     def page_table(self) -> npt.NDArray[np.int32]:
-        """[max_rows, max_row_pages] on the host: the page table of the first group of layers, or of all."""
+        """The page table [max_rows, max_row_pages] of the first layer group, on the host."""
         return self.page_tables.tables[0]
 
     def sampled(self, requests: list[RequestRow], row_indices: Ints, positions: Ints) -> SampledRows:
-        """These requests as S rows that sample: row_indices [S], positions [S]."""
+        """Return these requests as S rows that sample, with row_indices [S] and positions [S]."""
         return SampledRows(requests, row_indices, positions, self.sampling[row_indices])
 
     def write_tokens(self, rows: SampledRows, token_ids: Tensor) -> None:
         """Store the sampled tokens [S] of these rows."""
-        usable = token_ids.clamp(min=0)  # a row that failed has -1, which no embedding has
-        self.last_tokens.index_copy_(0, self.upload(rows.row_indices), usable)
+        valid = token_ids.clamp(min=0)  # a failed row has -1, which has no embedding
+        self.last_tokens.index_copy_(0, self.upload(rows.row_indices), valid)
         if not rows.records["processors"].any():
             return
         for i, request in enumerate(rows.requests):
             if request.history is not None:
                 position = int(rows.positions[i])
-                history = _with_room(request.history, position + 1)
-                history[position] = usable[i]
+                history = _with_capacity(request.history, position + 1)
+                history[position] = valid[i]
                 request.history = history
         if self._recent is not None:
             users = np.array([i for i, request in enumerate(rows.requests) if request.recent is not None], np.int64)
-            places = rows.row_indices[users], rows.positions[users] % RECENT_TOKENS
-            self._recent[self.upload(places[0]), self.upload(places[1])] = usable[self.upload(users)].int()
+            columns = self.upload(rows.positions[users] % RECENT_TOKENS)
+            self._recent[self.upload(rows.row_indices[users]), columns] = valid[self.upload(users)].int()
 
-    def _open_recent(self, row_index: int, known: list[int]) -> Tensor:
-        """``RequestRow.recent`` [R] of a request with the tokens ``known``."""
+    def _open_recent(self, row_index: int, token_ids: list[int]) -> Tensor:
+        """Return ``RequestRow.recent`` [R] of a request with these tokens."""
         if self._recent is None:
             shape = len(self.sampling), RECENT_TOKENS
             self._recent = torch.empty(shape, dtype=torch.int32, device=self.last_tokens.device)
-        start = max(0, len(known) - RECENT_TOKENS)
-        held = np.full(RECENT_TOKENS, NO_TOKEN, dtype=np.int32)
-        held[np.arange(start, len(known)) % RECENT_TOKENS] = known[start:]
-        return self._recent[row_index].copy_(self.upload(held))
+        start = max(0, len(token_ids) - RECENT_TOKENS)
+        recent = np.full(RECENT_TOKENS, NO_TOKEN, dtype=np.int32)
+        recent[np.arange(start, len(token_ids)) % RECENT_TOKENS] = token_ids[start:]
+        return self._recent[row_index].copy_(self.upload(recent))
 
     def _check(self, opened: NewRow) -> None:
         sampling = opened.sampling
         rules = opened.logprobs
         if opened.kind is RequestKind.SCORE and rules is None:
-            message = "a request of kind SCORE has logprobs"
-            raise ValueError(message)
+            raise ValueError("a request of kind SCORE must have logprobs")
         longest = max(map(len, sampling.bad_token_ids), default=0)
         if longest > RECENT_TOKENS:
-            message = f"bad_words: one of them is {longest} tokens long; at most {RECENT_TOKENS}"
-            raise ValueError(message)
+            raise ValueError(f"bad_words: a word has at most {RECENT_TOKENS} tokens, got one of {longest}")
         if rules is not None and rules.num_top > self._num_embeddings:
-            message = f"the likeliest {rules.num_top} tokens of a vocabulary of {self._num_embeddings}"
-            raise ValueError(message)
+            raise ValueError(f"logprobs of {rules.num_top} tokens in a vocabulary of {self._num_embeddings}")
         if len(sampling.bias_token_ids) != len(sampling.logit_bias):
-            message = f"{len(sampling.bias_token_ids)} bias_token_ids, but {len(sampling.logit_bias)} values"
-            raise ValueError(message)
+            raise ValueError(f"{len(sampling.bias_token_ids)} bias_token_ids, but {len(sampling.logit_bias)} values")
         ids = (*sampling.bias_token_ids, *sampling.suppressed_token_ids, *sampling.allowed_token_ids)
         ids = (*ids, *chain.from_iterable(sampling.bad_token_ids))
         if rules is not None:
@@ -335,8 +341,7 @@ class RowTable:
             ids = (*ids, *opened.token_ids)
         if ids and not (min(ids) >= 0 and max(ids) < self._num_embeddings):
             wrong = next(i for i in ids if not 0 <= i < self._num_embeddings)
-            message = f"token id {wrong} is outside the vocabulary of {self._num_embeddings}"
-            raise ValueError(message)
+            raise ValueError(f"token id {wrong} is outside the vocabulary of {self._num_embeddings}")
 
     def _record(self, sampling: Sampling) -> tuple[bool, bool, bool, int, float, int, float, float, int]:
         has_top_k = 0 < sampling.top_k < self._num_embeddings
@@ -358,7 +363,7 @@ class RowTable:
 def _row_logprobs(opened: NewRow, rules: LogprobRules) -> RowLogprobs:
     prompt = np.array(opened.token_ids[: opened.num_prompt] if rules.start >= 0 else (), dtype=np.int64)
     parts: list[bytes] = []
-    if rules.start == 0:  # position 0 has an id alone
+    if rules.start == 0:  # position 0 has a token id but no logprobs
         first = np.zeros(rules.position_bytes // 4, dtype=np.int32)
         first[rules.num_values] = prompt[0]
         parts.append(first.tobytes())
@@ -367,7 +372,7 @@ def _row_logprobs(opened: NewRow, rules: LogprobRules) -> RowLogprobs:
 
 
 def logits_row(index: int, request: RequestRow, position: int) -> LogitsRow:
-    """The ``index``-th row of the logits, which give the token at ``position`` of the request."""
+    """Return row ``index`` of the logits, from which the token at ``position`` of the request is sampled."""
     return LogitsRow(
         index,
         request.sampling,
@@ -382,8 +387,8 @@ def logits_row(index: int, request: RequestRow, position: int) -> LogitsRow:
     )
 
 
-def _with_room(history: Tensor, size: int) -> Tensor:
-    """history [X] in a tensor of at least ``size`` entries."""
+def _with_capacity(history: Tensor, size: int) -> Tensor:
+    """Return history [X] in a tensor of at least ``size`` entries."""
     if size <= len(history):
         return history
     return torch.cat([history, history.new_zeros(max(len(history), size - len(history)))])

@@ -1,4 +1,4 @@
-"""The pool of states: memory for the states of each running request. N slots, R rows, L layers."""
+"""The state pool: memory for the states of running requests. N slots, R rows, L layers."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     Ints = npt.NDArray[np.int64]
 
 
-_BEHIND_ALL: Final = 1 << 30
-"""The first token of a block that has none."""
+_NO_TOKENS: Final = 1 << 30
+"""The first token of an empty block: after the end of every row."""
 
 
 def _num_blocks(num_tokens: int, num_rows: int) -> int:
-    """The most blocks of ``num_rows`` rows with ``num_tokens`` tokens."""
+    """Return the maximum number of blocks of ``num_rows`` rows with ``num_tokens`` tokens."""
     return num_tokens // BLOCK_TOKENS + num_rows
 
 
 def first_rows(states: StepStates, num_tokens: int, num_rows: int) -> StepStates:
-    """The part of ``StatePool.padded`` for fewer rows and tokens: views."""
+    """Return views of ``StatePool.padded`` for fewer rows and tokens."""
     slots, starts, ends, blocks = states.rows
     assert blocks is not None
     most = _num_blocks(num_tokens, num_rows)
@@ -38,18 +38,17 @@ def first_rows(states: StepStates, num_tokens: int, num_rows: int) -> StepStates
 
 
 class StatePool:
-    """The states of open requests: that of a request is at its row index, from its first step to its last.
+    """The states of open requests. The slot of a request is its row index.
 
-    Nothing is cleared: a row that begins at position 0 takes its state for zero. Steps read and write in the order of
-    their launches, so a slot can have a new request while the last step of the one before still runs.
+    States are never cleared: a row that starts at position 0 treats its state as zero. Steps read and write in launch
+    order, so a slot can be reused while the last step of the previous request still runs.
 
-    Snapshots are copies, in slots behind those of requests. They too are read and written between two steps, in the
-    order of the launches.
+    Snapshots are copies of states in further slots. They are read and written between steps, in launch order.
 
     Attributes:
-        tensors: [L, N, ...] for each tensor of a layer; the slot behind those of ``max_rows`` requests is for rows that
-            pad a CUDA graph, and those behind it are of snapshots.
-        facts: how many requests and snapshots have room, and the memory of all.
+        tensors: [L, N, ...] for each tensor of a layer. Slots: ``max_rows`` requests, 1 for padding rows of CUDA
+            graphs, then snapshots.
+        facts: capacity and memory.
     """
 
     def __init__(self, shape: StateShape, *, max_rows: int, device: torch.device, num_snapshots: int = 0) -> None:
@@ -61,14 +60,14 @@ class StatePool:
         num_bytes = sum(tensor.nbytes for tensor in self.tensors)
         self.facts = {"max_running_requests": max_rows, "num_snapshots": num_snapshots, "states_bytes": num_bytes}
         self._max_rows = max_rows
-        self._copy(max_rows, max_rows)  # loads the kernel of a GPU
+        self._copy(max_rows, max_rows)  # loads the GPU kernel
 
     def take_snapshot(self, row_index: int, snapshot_id: int) -> None:
-        """Copy the states of a row to a snapshot, behind all that was launched."""
+        """Queue a copy of the state of a row to a snapshot, after all launched steps."""
         self._copy(row_index, self._max_rows + 1 + snapshot_id)
 
     def restore(self, snapshot_id: int, row_index: int) -> None:
-        """Copy a snapshot to the states of a row, whose first token is not at position 0."""
+        """Queue a copy of a snapshot to the state of a row."""
         self._copy(self._max_rows + 1 + snapshot_id, row_index)
 
     def _copy(self, source: int, target: int) -> None:
@@ -76,7 +75,7 @@ class StatePool:
             tensor[:, target].copy_(tensor[:, source])
 
     def of_step(self, row_indices: Ints, starts: Ints, counts: Ints, upload: Upload) -> StepStates:
-        """The states of the rows at these indices, of which ``counts`` tokens are computed from ``starts`` on; [R]."""
+        """Return the states of the rows [R], which compute ``counts`` tokens from positions ``starts`` on."""
         blocks = None
         if self.tensors[0].is_cuda and counts.max() > 1:
             blocks = upload(token_blocks(counts))
@@ -84,14 +83,15 @@ class StatePool:
         return StepStates(self.tensors, rows)
 
     def of_graph(self, row_indices: Tensor, positions: Tensor, is_padding: Tensor) -> StepStates:
-        """The states of the rows of a CUDA graph, one token each: row_indices, positions, is_padding [R]."""
+        """Return the states of rows of one token in a CUDA graph: row_indices, positions, is_padding [R]."""
         slots = torch.where(is_padding, self._max_rows, row_indices)
         ends = torch.arange(1, len(slots) + 1, device=slots.device)
         return StepStates(self.tensors, StateRows(slots, positions, ends))
 
     def padded(self, num_tokens: int, num_rows: int) -> StepStates:
-        """The states of up to ``num_rows`` rows with up to ``num_tokens`` tokens, in memory that never moves; ``fill``
-        writes them.
+        """Return the states of up to ``num_rows`` rows with up to ``num_tokens`` tokens, in memory with fixed
+        addresses.
+        ``fill`` writes them.
         """
         device = self.tensors[0].device
         slots, starts, ends = torch.zeros(3, num_rows, dtype=torch.int64, device=device)
@@ -99,7 +99,7 @@ class StatePool:
         return StepStates(self.tensors, StateRows(slots, starts, ends, blocks))
 
     def fill(self, into: StateRows, rows: StateRows) -> None:
-        """Write the rows of a step to those of ``padded``, or to the first of them."""
+        """Write the rows of a step to the memory of ``padded``, or to a part of it."""
         num_rows, blocks = len(rows.slots), rows.blocks
         if blocks is None:
             firsts = torch.arange(num_rows, dtype=torch.int32, device=rows.slots.device)
@@ -111,9 +111,9 @@ class StatePool:
         into.starts[num_rows:] = 0
         into.ends[num_rows:] = rows.ends[-1]
         into.blocks[: len(blocks)].copy_(blocks)
-        into.blocks[len(blocks) :, 1] = _BEHIND_ALL
+        into.blocks[len(blocks) :, 1] = _NO_TOKENS
 
     def release(self) -> None:
-        """Free the memory; nothing may be computed after this."""
+        """Free the memory. No step may run after this."""
         for tensor in self.tensors:
             tensor.untyped_storage().resize_(0)

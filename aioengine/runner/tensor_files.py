@@ -1,7 +1,7 @@
-"""Reads tensors of safetensors files into memory of their own, which may be pinned: a GPU copies from there at once.
+"""Read tensors of safetensors files into memory, which may be pinned: pinned memory allows direct DMA to a GPU.
 
-For small files that are read beside the steps. To map such a file, and to copy it from there into pinned memory, takes
-several times as long: each page is a fault.
+For small files that are read while steps run. Mapping a file and copying it to pinned memory takes several times as
+long, because of page faults.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ DTYPES: Final = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-"""Types of tensors by their names in safetensors files."""
+"""dtype name in safetensors files -> torch dtype."""
 
 
 def read_tensor(file: BinaryIO, entry: Entry, *, is_pinned: bool = False) -> Tensor:
-    """The tensor [*entry.shape] of an open file. ``is_pinned``: in pinned memory. Python's lock is free meanwhile.
+    """Read a tensor [*entry.shape] of an open file. is_pinned: into pinned memory. Releases the GIL.
 
     Raises:
-        ValueError: it is of another type than those that are read here, or the file was changed meanwhile.
+        ValueError: the dtype is not supported, or the file was changed.
     """
     if entry.dtype not in DTYPES:
         raise ValueError(f"{entry.path}: {entry.name} is of type {entry.dtype}; what works: {', '.join(DTYPES)}")
@@ -53,10 +53,10 @@ def read_tensor(file: BinaryIO, entry: Entry, *, is_pinned: bool = False) -> Ten
 
 
 def read_arrays(path: str, *, is_pinned: bool) -> dict[str, Tensor]:
-    """All tensors [...] of a file, by name.
+    """Read all tensors [...] of a file. Return name -> tensor.
 
     Raises:
-        ValueError: the file cannot be read, or is no such file.
+        ValueError: the file cannot be read, or is not a safetensors file.
     """
     entries = checkpoint.entries_of_file(Path(path))
     file = folder_files.open_file(Path(path))

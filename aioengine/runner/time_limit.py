@@ -1,7 +1,7 @@
-"""A limit of time for a call of foreign code, by a timer signal, in processes that are the engine's own.
+"""A time limit for calls of user code, by a timer signal, in the engine's own processes.
 
-A process that has installed a ``TimerSignal`` uses signal and timer for nothing else. In others, such as a program that
-runs the engine in its own process, calls have no limit: its signals belong to the program.
+A process with a ``TimerSignal`` uses this signal and timer for nothing else. If a program runs the engine in its own
+process, calls have no limit, because the signals belong to the program.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ T = TypeVar("T")
 
 
 class OutOfTimeError(BaseException):
-    """The call took too long. No ``Exception``: the called code may catch these."""
+    """The call took too long. Not an ``Exception``, because the called code may catch these."""
 
 
 class TimerSignal:
-    """The handler of SIGALRM. Belongs to the main thread."""
+    """The handler of SIGALRM. Used in the main thread only."""
 
     def __init__(self) -> None:
         self._is_armed = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Raise in the call that is out of time, once, and never after it has returned."""
+        """Raise OutOfTimeError in the running call, once, and never after it has returned."""
         if self._is_armed:
             self._is_armed = False
             raise OutOfTimeError
 
     def run(self, call: Callable[[], T], limit_s: float) -> T:
-        """What ``call`` returns. Raises OutOfTimeError after ``limit_s`` seconds; what is stuck in C ends later."""
-        wakeup_fd = signal.set_wakeup_fd(-1)  # else the signal's byte would stay in it, and it readable, for ever
+        """Return the result of ``call``. Raises OutOfTimeError after ``limit_s`` seconds, or after a running C call."""
+        wakeup_fd = signal.set_wakeup_fd(-1)  # else the signal's byte would stay in it unread
         try:
             try:
                 self._is_armed = True
@@ -48,11 +48,11 @@ class TimerSignal:
 
 
 def install_timer_signal() -> None:
-    """Have this process, which is the engine's own, limit the time of calls. In its main thread."""
+    """Enable time limits in this process, which must be the engine's own. Called in the main thread."""
     signal.signal(signal.SIGALRM, TimerSignal())
 
 
 def run_limited(call: Callable[[], T], limit_s: float) -> T:
-    """What ``call`` returns. Raises OutOfTimeError after ``limit_s`` seconds, in a process of the engine's own."""
+    """Return the result of ``call``. In the engine's own processes, raises OutOfTimeError after ``limit_s`` seconds."""
     handler = signal.getsignal(signal.SIGALRM)
     return handler.run(call, limit_s) if isinstance(handler, TimerSignal) else call()

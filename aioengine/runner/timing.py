@@ -1,4 +1,4 @@
-"""Named ranges inside a step for torch's profiler, and the durations of the parts of a start."""
+"""Named ranges of a step for torch's profiler, and the durations of the phases of a start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NOTHING = nullcontext()
 
 
 def part(name: str) -> AbstractContextManager[object]:
-    """A range named ``name`` in a torch profile; costs next to nothing while the profiler does not run.
+    """Return a range named ``name`` for a torch profile. It does nothing without a profiler.
 
     The runner names two parts of a step: "prepare" (host work before the launch) and "sample".
     """
@@ -20,10 +20,7 @@ def part(name: str) -> AbstractContextManager[object]:
 
 
 class StartTimes:
-    """The durations of the phases of a start, which follow one another from the moment this is made.
-
-    The last phase ends with the last call of ``end``.
-    """
+    """The durations of consecutive phases of a start, from the construction to the last call of ``end``."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -36,6 +33,6 @@ class StartTimes:
         self._since = now
 
     def facts(self) -> dict[str, str | int | float | bool]:
-        """The seconds of the whole start as ``load_s``, and of each phase as ``start_<phase>_s``."""
+        """Return the seconds of the start as ``load_s``, and of each phase as ``start_<phase>_s``."""
         phases = {f"start_{phase}_s": round(seconds, 3) for phase, seconds in self._seconds.items()}
         return {"load_s": self._since - self._started_at, **phases}

@@ -1,4 +1,4 @@
-"""The lists of tokens among the sampling parameters, as arrays that are made once for a request, not in every step."""
+"""The token lists of sampling parameters, converted to arrays once per request."""
 
 from __future__ import annotations
 
@@ -21,24 +21,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BadSequences:
-    """B sequences of tokens whose last one cannot be drawn behind the others, E in all.
+    """B forbidden sequences of tokens, with E tokens before their last ones.
 
-    last: [B] the last token of each. others: [E] the tokens before it, of one sequence after the other. back: [E] how
-    far each of these stands before the last one, from 1 on. owner: [E] its sequence.
+    Attributes:
+        last: [B] the last token of each sequence.
+        prefixes: [E] the concatenated tokens before the last ones.
+        distances: [E] distance of each of these to the last token of its sequence, at least 1.
+        owner: [E] index of its sequence.
     """
 
     last: Ints
-    others: Ints
-    back: Ints
+    prefixes: Ints
+    distances: Ints
     owner: Ints
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLists:
-    """Those of one request.
+    """The token lists of one request.
 
-    bias_ids, bias: [X] tokens and what is added to their logits. suppressed: [X] tokens, before ``min_new_tokens``.
-    allowed: [ceil(W / 32)] int32 on the device, a bit for each token that can be drawn; None: all. bad: None: none.
+    Attributes:
+        bias_ids, bias: [X] tokens and the numbers added to their logits.
+        suppressed: [X] tokens forbidden before ``min_new_tokens``.
+        allowed: [ceil(W / 32)] int32 on the device, one bit per allowed token; None: all tokens.
+        bad: forbidden sequences; None: there are none.
     """
 
     bias_ids: Ints
@@ -49,7 +55,7 @@ class TokenLists:
 
 
 def token_lists(sampling: Sampling, width: int, upload: Upload) -> TokenLists | None:
-    """The lists of these parameters, whose ids are below ``width`` (W); None where they have none."""
+    """Return the lists of these parameters; None: they have none. width: W, token ids are below it."""
     allowed_ids, bad_ids = sampling.allowed_token_ids, sampling.bad_token_ids
     if not (sampling.bias_token_ids or sampling.suppressed_token_ids or allowed_ids or bad_ids):
         return None
@@ -57,30 +63,29 @@ def token_lists(sampling: Sampling, width: int, upload: Upload) -> TokenLists | 
         np.array(sampling.bias_token_ids, dtype=np.int32),
         np.array(sampling.logit_bias, dtype=np.float32),
         np.array(sampling.suppressed_token_ids, dtype=np.int32),
-        upload(_words(allowed_ids, width)) if allowed_ids else None,
+        upload(_bitmask(allowed_ids, width)) if allowed_ids else None,
         _bad_sequences(bad_ids) if bad_ids else None,
     )
 
 
-def _words(token_ids: tuple[int, ...], width: int) -> Ints:
-    """Bits [ceil(width / 32)] int32, the lowest one of the first word for token 0."""
+def _bitmask(token_ids: tuple[int, ...], width: int) -> Ints:
+    """Return a bitmask [ceil(width / 32)] int32. The lowest bit of the first number is token 0."""
     bits = np.zeros(-(-width // 32) * 32, dtype=np.uint8)
     bits[list(token_ids)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def _bad_sequences(sequences: tuple[tuple[int, ...], ...]) -> BadSequences:
-    others = [ids[:-1] for ids in sequences]
-    lengths = [len(ids) for ids in others]
+    lengths = [len(ids) - 1 for ids in sequences]
     return BadSequences(
         np.array([ids[-1] for ids in sequences], dtype=np.int32),
-        np.array([token_id for ids in others for token_id in ids], dtype=np.int32),
-        np.array([back for length in lengths for back in range(length, 0, -1)], dtype=np.int32),
+        np.array([token_id for ids in sequences for token_id in ids[:-1]], dtype=np.int32),
+        np.array([distance for length in lengths for distance in range(length, 0, -1)], dtype=np.int32),
         np.repeat(np.arange(len(sequences), dtype=np.int32), lengths),
     )
 
 
-def token_places(rows: Sequence[int], ids: Sequence[Ints], upload: Upload) -> tuple[Tensor, Tensor]:
-    """Where the tokens ``ids`` of each of ``rows`` of the logits stand in them: rows [X] and tokens [X]."""
-    indices = np.repeat(np.array(rows, dtype=np.int64), [len(each) for each in ids])
-    return upload(indices), upload(np.concatenate(ids).astype(np.int64))
+def token_indices(rows: Sequence[int], ids: Sequence[Ints], upload: Upload) -> tuple[Tensor, Tensor]:
+    """Return the indices of tokens in the logits as rows [X] and token ids [X]. ids: the tokens of each row."""
+    row_indices = np.repeat(np.array(rows, dtype=np.int64), [len(row_ids) for row_ids in ids])
+    return upload(row_indices), upload(np.concatenate(ids).astype(np.int64))

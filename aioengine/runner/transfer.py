@@ -1,4 +1,4 @@
-"""Copies between the host and the device that the host does not wait for."""
+"""Asynchronous copies between the host and the device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Upload(Protocol):
 class PinnedUpload:
     """Copies through pinned memory, so that the host does not wait for earlier steps of the device.
 
-    The memory is a ring of segments; a segment is reused once all copies from it are done, which its event records.
+    The memory is a ring of segments. A segment is reused once its event shows that all copies from it are done.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -59,21 +59,21 @@ class PinnedUpload:
 
 
 def upload_to(device: torch.device) -> Upload:
-    """The upload to this device; on a CPU ``from_numpy`` alone: ``to`` would copy nothing, in microseconds."""
+    """Return the upload to this device. On a CPU it is ``from_numpy``: calling ``to`` would cost microseconds."""
     return cast("Upload", torch.from_numpy) if device.type == "cpu" else PinnedUpload(device)
 
 
 def host_copy(values: Tensor) -> Tensor:
-    """[...] on the device -> [...] on the host, valid once the work queued so far is done; on a CPU the same tensor."""
+    """Copy [...] to the host. The result is valid once the queued work is done. On a CPU it is the same tensor."""
     if not values.is_cuda:
         return values
     return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
 
 
 class Readback:
-    """Numbers on their way to the host: the copy is queued behind a step, and waited for when the step is collected.
+    """A copy of numbers to the host, queued after a step and waited for when the step is collected.
 
-    On the CPU they are there already. Those of a step whose tokens are drawn later have no ``source`` until ``start``.
+    If tokens are sampled later, there is no ``source`` until ``start`` is called.
 
     Attributes:
         source: [S, ...] on the device; the next step may overwrite it.
@@ -105,11 +105,10 @@ class Readback:
         """Wait for the device and return the numbers [S, ...] as an array.
 
         Raises:
-            RuntimeError: they were never drawn.
+            RuntimeError: ``start`` was never called.
         """
         if self._values is None:
-            message = "the tokens of this step were not drawn: the step after it failed"
-            raise RuntimeError(message)
+            raise RuntimeError("the tokens of this step were not sampled, because the next step failed")
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._values.numpy()

@@ -1,11 +1,11 @@
-"""What a runner on a GPU does before its first request: it captures CUDA graphs and runs warm-up steps, so that no
-request waits for a compiler.
+"""Prepares a runner on a GPU before its first request: captures CUDA graphs and runs warm-up steps, so that no request
+waits for a compiler.
 
 Triton compiles a specialization of a kernel for each class of its arguments: a number that is 1 or a multiple of 16,
-the next power of two of a small number of rows. The warm-up sizes cover all classes. Each size is run as prompts, as a
-decode step and as both at once, with plain sampling, greedy sampling and every logits processor. The last warm-up step
-is the largest that can run: matmuls of many rows have specializations of their own, and the memory allocator keeps the
-memory of that step for all smaller ones.
+the next power of two of a small number of rows. The warm-up sizes cover all classes. Each size runs as prompts, as a
+decode step and as both together, with plain sampling, greedy sampling and every logits processor. The last warm-up step
+is the largest possible step: matmuls of many rows have separate kernels, and the memory allocator keeps its memory for
+all smaller steps.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ on the number of tiles and may depend on the powers of two that divide the numbe
 
 SIZES = (1, 2, 16, 17, 32, 33, 64, 65, 80)
 ADAPTER_SIZES = (2, 80, 300)
-"""Prompts with an adapter, whose kernels have a specialization for few tokens, for some and for many."""
+"""Lengths of prompts with an adapter: its kernels have specializations for few, more and many tokens."""
 NUM_TOKENS = 5
-"""Tokens of a row in a warm-up step of many rows, with those that it generates."""
+"""Prompt and output tokens of a row in warm-up steps of many rows."""
 
 _TOKEN = 0
 _PLAIN = (Sampling(1),)
@@ -64,21 +64,21 @@ _MIXED = (
 
 
 def longest_graph(settings: Settings, num_active: int) -> int:
-    """Tokens of the largest step with prompts that gets CUDA graphs; 0: none does. ``num_active``: as in ``Model``."""
+    """Return the tokens of the largest step with prompts that has CUDA graphs; 0: none. num_active: as in ``Model``."""
     if not settings.runner.cuda_graph_max_rows:
         return 0
-    is_whole = settings.runner.attention_backend == PACKED
-    return longest_piece(num_active, settings.scheduler.max_step_tokens, is_whole=is_whole)
+    is_encoder = settings.runner.attention_backend == PACKED
+    return longest_piece(num_active, settings.scheduler.max_step_tokens, is_encoder=is_encoder)
 
 
 def token_counts(largest: int, longest_graph: int) -> range:
-    """Token counts from ``largest`` down to those that have CUDA graphs, ``TOKENS_APART`` apart."""
+    """Return token counts without CUDA graphs, from ``largest`` down in steps of ``TOKENS_APART``."""
     return range(min(largest, MAX_SEEN_TOKENS), longest_graph, -TOKENS_APART)
 
 
 @torch.inference_mode()
 def load_kernels(model: Model, counts: Iterable[int]) -> None:
-    """Run one block with each number of tokens, so that the kernels for it are loaded: to load one during a step, CUDA
+    """Run one block of layers with each token count, to load its kernels. When CUDA loads a kernel during a step, it
     waits for all queued work. All blocks have the same matmuls, so one block is enough.
     """
     for num_tokens in counts:
@@ -112,7 +112,7 @@ def warm_up_device(
 
 
 def _can_capture(parts: DeviceParts, settings: Settings) -> bool:
-    """Whether steps can be CUDA graphs: code of transformers may wait for the device, which a log line then says."""
+    """Return whether steps can be CUDA graphs. A model of transformers may wait for the device; if so, log it."""
     if settings.model.implementation != TRANSFORMERS or not (reason := why_it_waits(parts.model, parts.device)):
         return True
     logger.info("steps run without CUDA graphs: transformers' code for this model waits for the device (%s)", reason)
@@ -121,12 +121,12 @@ def _can_capture(parts: DeviceParts, settings: Settings) -> bool:
 
 @torch.inference_mode()
 def why_it_waits(model: Model, device: torch.device) -> str:
-    """Of a model that waits for the device in a step, CUDA's words for it; empty: it does not.
+    """Return CUDA's error message if a step of the model waits for the device; empty if it does not wait.
 
-    It is found out before a capture, since one that fails leaves the memory allocator in disorder.
+    This is checked before a capture, because a failed capture leaves the memory allocator in a broken state.
     """
     ids = torch.zeros(2, dtype=torch.int64, device=device)
-    for mode in ("default", "error"):  # libraries may wait when they are first used
+    for mode in ("default", "error"):  # libraries may wait on first use
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
             torch.cuda.set_sync_debug_mode(mode)
@@ -143,8 +143,8 @@ def why_it_waits(model: Model, device: torch.device) -> str:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Keep garbage collection out of a capture: it may free graphs and events of a runner that was dropped in the same
-    process, and those CUDA calls make every capture under way invalid.
+    """Disable garbage collection during a capture. It may free graphs and events of a discarded runner in the same
+    process, and these CUDA calls make a running capture invalid.
     """
     was_enabled = gc.isenabled()
     gc.collect()
@@ -172,30 +172,23 @@ def _capture(runner: ModelRunner, parts: DeviceParts, settings: Settings, report
 
 
 def _prompt_graphs(parts: DeviceParts) -> PieceGraphs | EncoderGraphs | None:
-    """Graphs of steps with prompts, without any captured; None: attention supports none."""
+    """Return graphs for steps with prompts, not captured yet; None: the attention backend does not support them."""
     attention, max_rows = parts.attention, parts.max_rows
     if isinstance(attention, CapturableAttention):
         tiles = None if parts.adapters is None else parts.adapters.tiles
-        return PieceGraphs(
-            *(parts.model, attention, parts.kv_pool.layers),
-            max_rows=max_rows,
-            adapters=tiles,
-            states=parts.states,
-        )
+        layers = parts.kv_pool.layers
+        return PieceGraphs(parts.model, attention, layers, max_rows=max_rows, adapters=tiles, states=parts.states)
     if isinstance(attention, FullGraphAttention) and attention.has_kernel:
-        return EncoderGraphs(
-            *(parts.model, attention),
-            max_rows=max_rows,
-            max_length=parts.context_length,
-            gives_all=parts.pooling == MEAN,
-        )
+        is_mean, max_length = parts.pooling == MEAN, parts.context_length
+        return EncoderGraphs(parts.model, attention, max_rows=max_rows, max_length=max_length, returns_all=is_mean)
     return None
 
 
 class WarmupLimits(NamedTuple):
-    """Bounds of warm-up steps: rows and tokens of a step, positions of a request, pages of the pool for each of
-    ``num_groups`` groups of layers with page tables of their own. ``samples``: False for a model that gives vectors
-    alone.
+    """Limits of warm-up steps.
+
+    max_rows, max_tokens: of a step. context_length: tokens of a request. num_pages: pages of the pool for each of
+    ``num_groups`` layer groups with separate page tables. samples: False for a model that only computes vectors.
     """
 
     max_rows: int
@@ -207,12 +200,12 @@ class WarmupLimits(NamedTuple):
 
 
 def run_warmup_steps(runner: ModelRunner, limits: WarmupLimits, report: Callable[[Progress], None]) -> None:
-    """Run steps of all kinds within the limits and close their requests; no request has pages yet."""
+    """Run steps of all kinds within the limits, and close their requests. No other request may have pages."""
     page_size = int(runner.facts["page_size"])
     if limits.context_length < NUM_TOKENS:
         return
-    most = min(limits.max_rows, limits.max_tokens, limits.num_pages // -(-NUM_TOKENS // page_size))
-    sizes = [size for size in SIZES if size <= most]
+    max_rows = min(limits.max_rows, limits.max_tokens, limits.num_pages // -(-NUM_TOKENS // page_size))
+    sizes = [size for size in SIZES if size <= max_rows]
     total = len(sizes) + 1
     report(Progress("warming up", 0, total))
     outputs = TOKENS if limits.samples else VECTOR
@@ -224,9 +217,9 @@ def run_warmup_steps(runner: ModelRunner, limits: WarmupLimits, report: Callable
             if plan.num_tokens <= limits.max_tokens:
                 runner.collect(runner.launch(plan))
         report(Progress("warming up", num_done, total))
-    for size in ADAPTER_SIZES if runner.num_adapter_slots else ():
+    for size in ADAPTER_SIZES if runner.adapters is not None else ():
         if size <= min(limits.max_tokens, limits.context_length - 1, limits.num_pages * page_size - 1):
-            # an empty slot changes nothing
+            # an empty slot has no effect
             for plan in _one_prompt(size, page_size, outputs, adapter_slot=1, num_groups=limits.num_groups):
                 runner.collect(runner.launch(plan))
     for plan in _full_step(limits, page_size, outputs):
@@ -235,17 +228,17 @@ def run_warmup_steps(runner: ModelRunner, limits: WarmupLimits, report: Callable
 
 
 def _many_rows(size: int, page_size: int, num_groups: int) -> Iterator[Plan]:
-    """Prompts of one token, a decode step, decode rows beside longer prompts and beside chunks that give no token."""
+    """Yield prompts of one token, a decode step, decode rows with longer prompts, and with chunks without output."""
     uids = list(range(size))
     num_pages = -(-NUM_TOKENS // page_size) * num_groups
     pages = [list(range(uid * num_pages, (uid + 1) * num_pages)) for uid in uids]
     for samplings in (_PLAIN, _MIXED):
-        picked = list(islice(cycle(samplings), size))
-        opened = [NewRow(uid, picked[uid], 1, [_TOKEN], pages[uid]) for uid in uids]
+        sampling = list(islice(cycle(samplings), size))
+        opened = [NewRow(uid, sampling[uid], 1, [_TOKEN], pages[uid]) for uid in uids]
         yield Plan([Row(uid, 0, 1, TOKENS, [_TOKEN]) for uid in uids], opened)
         yield Plan([Row(uid, 1, 1, TOKENS) for uid in uids])
-        late = uids[size // 2 :]  # these start again, with three tokens
-        opened = [NewRow(uid, picked[uid], 3, [_TOKEN] * 3, pages[uid]) for uid in late]
+        late = uids[size // 2 :]  # these are opened again with three tokens
+        opened = [NewRow(uid, sampling[uid], 3, [_TOKEN] * 3, pages[uid]) for uid in late]
         decoding = uids[: size // 2]
         prompts = [Row(uid, 0, 3, TOKENS, [_TOKEN] * 3) for uid in late]
         yield Plan([*(Row(uid, 2, 1, TOKENS) for uid in decoding), *prompts], opened, closed=late)
@@ -263,7 +256,7 @@ def _one_prompt(
 
 
 def _full_step(limits: WarmupLimits, page_size: int, outputs: int) -> Iterator[Plan]:
-    """The most rows that a step can have, with about as many tokens as fit in a step."""
+    """Yield a step with the maximum number of rows, and about the maximum number of tokens."""
     num_rows = min(limits.max_rows, limits.max_tokens // 2, limits.num_pages)
     if not num_rows:
         return

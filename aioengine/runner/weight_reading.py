@@ -1,9 +1,9 @@
-"""Reads the tensors of checkpoint files into the model's parameters, with several threads.
+"""Read the tensors of checkpoint files into the model's parameters, with several threads.
 
-A tensor is read in pieces of some rows. For a GPU each goes through pinned memory and is copied from there while the
-next one is read; for a CPU it is read straight into the parameter where the types are the same. So at most
-``NUM_READERS * NUM_BUFFERS`` pieces are in memory beside the parameters, however large a tensor or a file is.
-X bytes or numbers, R rows, C numbers of a row.
+A tensor is read in pieces of some rows. For a GPU, pieces are read into pinned memory and copied to the device while
+the next piece is read. For a CPU, a piece is read directly into the parameter if the dtypes are equal. So at most
+``NUM_READERS * NUM_BUFFERS`` pieces are in memory beside the parameters, for any size of tensors and files. X bytes or
+elements, R rows, C elements of a row.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ if TYPE_CHECKING:
     Report = Callable[[int, int], None]
 
 PIECE_BYTES: Final = 8 << 20
-PIECE_NUMBERS: Final = 2 << 20
-"""Of a piece of blocks, which become several tensors in fp32 on their way."""
+PIECE_ELEMENTS: Final = 2 << 20
+"""Maximum elements of a piece of quantized blocks, because dequantization needs several fp32 tensors."""
 NUM_READERS: Final = 8
 NUM_CPU_READERS: Final = 4
 NUM_BUFFERS: Final = 2
-"""Pieces of a reader: one is read while the other is copied."""
-ALONE_BYTES: Final = 32 << 20
-"""Less than this is read on the thread that asks for it."""
+"""Buffers per reader: one is filled while the other is copied."""
+SMALL_BYTES: Final = 32 << 20
+"""Less than this is read in the calling thread."""
 _MAX_REPORTS: Final = 200
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Piece:
-    """Part of a tensor of a file.
+    """A part of a tensor in a file.
 
     Attributes:
-        begin: the place of its first byte in the file.
-        shape: of the numbers that are read.
-        index: of those that are wanted among them.
-        target: where they go.
-        head_size: rows of each head whose halves take turns; 0: they do not.
-        same_bytes: the bytes [X] of ``target``, where they are those in the file; None: they are not.
+        begin: offset of its first byte in the file.
+        shape: shape of the elements that are read.
+        index: the part of these elements that is used.
+        target: the destination, in a parameter.
+        head_size: rows per head if the two halves of heads are interleaved; 0: they are not.
+        same_bytes: the bytes [X] of ``target`` if the file has the same bytes; None: it has not.
     """
 
     entry: Entry
@@ -69,24 +69,24 @@ class _Piece:
     head_size: int = 0
     same_bytes: Tensor | None = None
 
-    def numbers(self, content: Tensor) -> Tensor:
-        """content [X] of bytes -> the wanted numbers, in the shape of the target [...]."""
+    def values(self, content: Tensor) -> Tensor:
+        """Convert content [X] (bytes) to the elements of the target [...]."""
         entry = self.entry
         dtype = DTYPES.get(entry.dtype)
-        found = (dequantized(content, entry.dtype) if dtype is None else content.view(dtype)).view(self.shape)
+        values = (dequantized(content, entry.dtype) if dtype is None else content.view(dtype)).view(self.shape)
         if self.head_size:
-            found = _halves_apart(found, self.head_size)
-        return found[self.index]
+            values = _deinterleave(values, self.head_size)
+        return values[self.index]
 
 
 def read_all(entries: list[Entry], targets: dict[str, Target], report: Report) -> None:
-    """Fill ``targets`` with the tensors of ``entries``, which fit them.
+    """Fill ``targets`` with the tensors of ``entries``, whose names and shapes are already checked.
 
-    ``report`` is called, on this thread, with the bytes read so far and in all.
+    report: called in this thread with the bytes read so far and the total.
 
     Raises:
-        ValueError: a file cannot be read or is truncated, or a tensor has numbers that are not finite in the type of
-            the model; the message names them.
+        ValueError: a file cannot be read or is truncated, or a tensor has numbers that are not finite in the dtype of
+            the model. The message names the file and the tensor.
     """
     pieces = [piece for entry in entries for piece in _pieces(entry, targets[entry.name])]
     total = sum(piece.num_bytes for piece in pieces)
@@ -95,7 +95,7 @@ def read_all(entries: list[Entry], targets: dict[str, Target], report: Report) -
         return
     work = _Work(pieces)
     done = reported = 0
-    for size in work.read_alone() if total < ALONE_BYTES else work.read_in_threads():
+    for size in work.read_here() if total < SMALL_BYTES else work.read_in_threads():
         done += size
         if done == total or done - reported >= total / _MAX_REPORTS:
             reported = done
@@ -104,25 +104,25 @@ def read_all(entries: list[Entry], targets: dict[str, Target], report: Report) -
 
 
 def _pieces(entry: Entry, target: Target) -> Iterator[_Piece]:
-    """Pieces of whole rows and heads; the tensor itself where it cannot be divided. None where it has no numbers."""
+    """Yield pieces of full rows and heads, or the whole tensor if it cannot be divided. Nothing for an empty tensor."""
     if not entry.num_bytes:
         return
     head_size = entry.shape[0] // entry.num_heads if entry.num_heads and entry.shape else 0
-    is_vector = len(entry.shape) < 2  # its rows have one number, and a block has many
+    is_vector = len(entry.shape) < 2  # its rows have one element, but a quantized block has many
     rows, source = None, target.source
     is_in_rows = source is None or (source.dim == 0 and not head_size)
     if is_in_rows and not (is_vector and entry.dtype not in DTYPES):
         rows = _as_rows(target.tensor, 1 if is_vector else entry.shape[-1])
     if rows is None:
-        whole = target.tensor.detach()
-        yield _Piece(entry, entry.begin, entry.num_bytes, entry.shape, whole, target.index, head_size)
+        tensor = target.tensor.detach()
+        yield _Piece(entry, entry.begin, entry.num_bytes, entry.shape, tensor, target.index, head_size)
         return
     unit_rows = math.prod(entry.shape[1:-1])  # of each index of the first dimension
     ranges = ((0, len(rows)),) if source is None else [(a * unit_rows, b * unit_rows) for a, b in source.ranges]
     row_bytes = entry.num_bytes // (len(rows) if source is None else source.total * unit_rows)
     step = PIECE_BYTES // row_bytes
     if entry.dtype not in DTYPES:
-        step = min(step, PIECE_NUMBERS // rows.shape[1])
+        step = min(step, PIECE_ELEMENTS // rows.shape[1])
     unit = head_size or 1
     step = max(step // unit, 1) * unit
     for first, stop in [(first, min(first + step, end)) for start, end in ranges for first in range(start, end, step)]:
@@ -134,23 +134,23 @@ def _pieces(entry: Entry, target: Target) -> Iterator[_Piece]:
 
 
 def _as_rows(tensor: Tensor, row_size: int) -> Tensor | None:
-    """tensor [...] seen as [R, C]; None: its rows are not at equal distances in memory."""
+    """Return a view [R, C] of tensor [...]; None: its rows are not at equal distances in memory."""
     try:
         return tensor.detach().view(-1, row_size)
     except RuntimeError:
         return None
 
 
-def _halves_apart(rows: Tensor, head_size: int) -> Tensor:
-    """rows [R] or [R, C], in which the two halves of each head take turns -> in the order of the halves."""
+def _deinterleave(rows: Tensor, head_size: int) -> Tensor:
+    """Reorder rows [R] or [R, C] with interleaved halves of heads: first half, then second half of each head."""
     return rows.view(-1, head_size // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 class _Work:
-    """The pieces that are still to be read, for any number of threads.
+    """The queue of pieces, for any number of threads.
 
     Attributes:
-        sums: of the numbers of each tensor that was read to a CPU, by name: finite only if all of them are.
+        sums: tensor name -> sum of its elements, for tensors on a CPU. A sum is finite only if all elements are.
     """
 
     def __init__(self, pieces: list[_Piece]) -> None:
@@ -161,20 +161,20 @@ class _Work:
         device = pieces[0].target.device
         self._before = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
-    def read_alone(self) -> list[int]:
-        """Read all pieces on this thread; returns the bytes of each."""
+    def read_here(self) -> list[int]:
+        """Read all pieces in this thread. Return the bytes of each piece."""
         sizes: list[int] = []
         self._read(sizes.append)
         return sizes
 
     def read_in_threads(self) -> Iterator[int]:
-        """Let several threads read; yields the bytes of each piece that was read, and raises what the first raised."""
+        """Read in several threads. Yields the bytes of each piece. Raises the first error of a thread."""
         results: SimpleQueue[int | BaseException | None] = SimpleQueue()
 
         def read() -> None:
             try:
                 self._read(results.put)
-            except BaseException as error:  # raised by the thread that waits
+            except BaseException as error:  # the waiting thread raises it
                 results.put(error)
             else:
                 results.put(None)
@@ -201,12 +201,11 @@ class _Work:
 
     @torch.inference_mode()
     def _read(self, report: Callable[[int], None]) -> None:
-        """Read pieces until none is left; ``report`` gets the bytes of each."""
+        """Read pieces until none is left. report: called with the bytes of each piece."""
         with ExitStack() as stack, ExitStack() as opened:
-            bring = self._bring_to_cpu
+            load = self._load_to_cpu
             if self._before is not None:
-                staged = stack.enter_context(_Staged(self._buffer_bytes, self._before))
-                bring = staged.bring
+                load = stack.enter_context(_PinnedCopier(self._buffer_bytes, self._before)).load
             file: BinaryIO | None = None
             path: Path | None = None
             while (piece := self._next()) is not None:
@@ -214,16 +213,16 @@ class _Work:
                     opened.close()
                     path = piece.entry.path
                     file = opened.enter_context(_opened(path))
-                bring(piece, file)
+                load(piece, file)
                 report(piece.num_bytes)
 
-    def _bring_to_cpu(self, piece: _Piece, file: BinaryIO) -> None:
-        """Read a piece to its place, and add up its numbers while they are in the cache."""
+    def _load_to_cpu(self, piece: _Piece, file: BinaryIO) -> None:
+        """Read a piece into its target, and sum its elements while they are in the cache."""
         if piece.same_bytes is not None:
             _fill(file, piece, piece.same_bytes)
         else:
             content = torch.empty(piece.num_bytes, dtype=torch.uint8)
-            piece.target.copy_(piece.numbers(_fill(file, piece, content)))
+            piece.target.copy_(piece.values(_fill(file, piece, content)))
         if _may_be_infinite(piece.target):
             total = float(piece.target.sum())
             with self._lock:
@@ -234,11 +233,11 @@ class _Work:
             return next(self._waiting, None)
 
 
-class _Staged:
-    """Pinned memory of a thread, from which a stream of its own copies to the GPU. At the end all has arrived."""
+class _PinnedCopier:
+    """Copies pieces to the GPU through pinned memory, on a separate stream per thread. Waits for all copies on exit."""
 
     def __init__(self, buffer_bytes: int, before: torch.cuda.Stream) -> None:
-        """``before``: what runs there comes first."""
+        """before: the copies wait for the work queued on this stream."""
         self._stream = torch.cuda.Stream(before.device)
         self._stream.wait_stream(before)
         self._context = torch.cuda.stream(self._stream)
@@ -246,7 +245,7 @@ class _Staged:
         self._copied = [torch.cuda.Event() for _ in self._buffers]
         self._turn = 0
 
-    def __enter__(self) -> _Staged:
+    def __enter__(self) -> _PinnedCopier:
         self._context.__enter__()
         return self
 
@@ -254,8 +253,8 @@ class _Staged:
         self._stream.synchronize()
         self._context.__exit__(*error)
 
-    def bring(self, piece: _Piece, file: BinaryIO) -> None:
-        """Read a piece, and queue its way to its place."""
+    def load(self, piece: _Piece, file: BinaryIO) -> None:
+        """Read a piece, and queue its copy to the target."""
         self._turn = (self._turn + 1) % NUM_BUFFERS
         buffer, copied, size = self._buffers[self._turn], self._copied[self._turn], piece.num_bytes
         copied.synchronize()
@@ -264,33 +263,34 @@ class _Staged:
         if piece.same_bytes is not None:
             piece.same_bytes.copy_(content, non_blocking=True)
         else:
-            piece.target.copy_(piece.numbers(content.to(piece.target.device, non_blocking=True)))
+            piece.target.copy_(piece.values(content.to(piece.target.device, non_blocking=True)))
         copied.record(self._stream)
 
 
 def _may_be_infinite(tensor: Tensor) -> bool:
-    """Of numbers [...] of 16 bits or more."""
+    """Return whether a tensor [...] has a dtype with 16 or more bits that can be infinite."""
     return tensor.is_floating_point() and tensor.itemsize > 1
 
 
 @torch.inference_mode()
 def _check_finite(entries: list[Entry], targets: dict[str, Target], sums: dict[str, float]) -> None:
-    """Raise ValueError for numbers that are not finite. A sum of large numbers may overflow alone.
+    """Raise ValueError for elements that are not finite. If a sum is not finite, the elements are checked, because a
+    sum of large numbers may overflow.
 
-    ``sums``: as in ``_Work``; those of a GPU are made here, as fast as its memory is read.
+    sums: as in ``_Work``. Tensors on a GPU are summed here, at memory bandwidth.
     """
     tensors = {entry.name: targets[entry.name].tensor for entry in entries}
     names = [name for name, tensor in tensors.items() if tensor.is_cuda and _may_be_infinite(tensor)]
     if names:
-        found = torch.stack([tensors[name].sum().float() for name in names])
-        sums = dict(zip(names, found.tolist(), strict=True))
+        device_sums = torch.stack([tensors[name].sum().float() for name in names])
+        sums = dict(zip(names, device_sums.tolist(), strict=True))
     for entry in entries:
         tensor = tensors[entry.name]
         if not math.isfinite(sums.get(entry.name, 0.0)) and not tensor.isfinite().all():
             kind = str(tensor.dtype).removeprefix("torch.")
             message = (
                 f"{entry.path}: tensor {entry.stored_name} has numbers that are not finite in {kind} (NaN, infinite, "
-                "or too large); the file is damaged, or the model needs a larger dtype"
+                "or too large): the file is damaged, or the model needs a larger dtype"
             )
             raise ValueError(message)
 
@@ -304,7 +304,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _fill(file: BinaryIO, piece: _Piece, content: Tensor) -> Tensor:
-    """content [X], of as many bytes as the piece, filled from the file. Python's lock is free meanwhile."""
+    """Fill content [X], which has the bytes of the piece, from the file, and return it. Releases the GIL."""
     rest, position = memoryview(content.numpy()), piece.begin  # pyright: ignore[reportArgumentType]
     while rest:
         try:

@@ -1,7 +1,7 @@
-"""Checkpoint tensors into the model's parameters.
+"""Load checkpoint tensors into the model's parameters.
 
-All names, shapes and types are checked before the first byte is read; ``weight_reading`` brings each tensor to its
-place, which may be a part of a fused parameter of another dtype.
+All names, shapes and dtypes are checked before the first byte is read. Then ``weight_reading`` copies each tensor to
+its target, which may be a part of a fused parameter with another dtype.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from aioengine.families._block_config import TensorSpec
 from aioengine.model_files.checkpoint import FLOAT_BYTES, check_entries, check_unchanged, file_states, read_headers
 from aioengine.runner.tensor_files import DTYPES
 from aioengine.runner.weight_reading import read_all
@@ -30,24 +31,23 @@ if TYPE_CHECKING:
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 _EXACT_TYPES = {dtype: name for name, dtype in DTYPES.items() if name not in FLOAT_BYTES}
-"""Types that no other type is converted to -> their names in files."""
-_DUMMY_BLOCK = 1_048_573  # a prime: rows of a matrix never repeat one another
+"""dtypes that require the same dtype in the file -> their names in files."""
+_DUMMY_BLOCK = 1_048_573  # a prime, so that rows of a matrix differ
 
 
 def load(model: Model, folder: Path, *, load_format: str, seed: int, report: Report) -> int:
-    """Fill ``model.weights()`` and finish the model; gives the bytes of the parameters. ``folder`` may be a GGUF file.
+    """Fill ``model.weights()`` and finish the model. Return the bytes of the parameters.
 
-    ``report`` is called with the bytes read so far and in all.
+    folder: may be a GGUF file. report: called with the bytes read so far and the total.
 
     Raises:
-        ValueError: no usable files, files that change while they are read, or tensors that are missing, unexpected, of
-            another shape or of a quantized type, or not finite; the message names them.
+        ValueError: no usable files, files that change while they are read, or tensors that are missing, unexpected, not
+            finite, or have a wrong shape or a quantized dtype. The message names them.
     """
     if load_format not in LOAD_FORMATS:
-        message = f"load_format {load_format!r} is not known; what works: {', '.join(LOAD_FORMATS)}"
-        raise ValueError(message)
+        raise ValueError(f"load_format {load_format!r} is not known; what works: {', '.join(LOAD_FORMATS)}")
     num_bytes = _fill(model, folder, load_format=load_format, seed=seed, report=report)
-    model.finish_loading()  # nothing refers to the parameters by now: it can let go of what it brings into another form
+    model.finish_loading()  # no references to parameters remain here, so it can free those that it converts
     return num_bytes
 
 
@@ -61,30 +61,26 @@ def _fill(model: Model, folder: Path, *, load_format: str, seed: int, report: Re
             for entry in read_headers(folder, model.prefix, model.renamed)
             if entry.name in targets or not model.is_ignored(entry.name)
         ]
-        shapes = {name: target.shape for name, target in targets.items()}
-        check_entries(entries, shapes, folder, types=_exact_types(targets))
+        specs = {
+            name: TensorSpec(target.shape, _EXACT_TYPES.get(target.tensor.dtype, ""))
+            for name, target in targets.items()
+        }
+        check_entries(entries, specs, folder)
         before = file_states(entry.path for entry in entries)
         read_all(entries, targets, report)
         check_unchanged(before, "while it was read")
     return sum(target.tensor.nbytes for target in targets.values())
 
 
-def _exact_types(targets: dict[str, Target]) -> dict[str, str]:
-    """The type, as safetensors names it, of the tensors that no other type can be converted to."""
-    return {
-        name: _EXACT_TYPES[kind] for name, target in targets.items() if (kind := target.tensor.dtype) in _EXACT_TYPES
-    }
-
-
 def fill_dummy(targets: dict[str, Target], *, seed: int) -> None:
-    """Random weights that depend on the seed, the name and the shape alone, sized so that activations stay tame."""
+    """Fill with random weights that depend only on seed, name and shape, scaled to keep activations small."""
     generator = torch.Generator().manual_seed(seed)
     device = next(iter(targets.values())).tensor.device
     block = torch.randn(_DUMMY_BLOCK, generator=generator).to(device)
     for name, target in targets.items():
         shape = target.shape
         if len(shape) == 1 and not name.endswith("bias"):
-            target.tensor.fill_(1.0)  # a norm
+            target.tensor.fill_(1.0)  # weight of a norm
             continue
         scale = 0.02 if len(shape) == 1 else shape[-1] ** -0.5
         values = block.roll(zlib.crc32(name.encode()) % _DUMMY_BLOCK) * scale
@@ -92,5 +88,5 @@ def fill_dummy(targets: dict[str, Target], *, seed: int) -> None:
 
 
 def _repeated(values: Tensor, size: int) -> Tensor:
-    """values [X], repeated to [size]."""
+    """Repeat values [X] to [size]."""
     return values.repeat(-(-size // len(values)))[:size]

@@ -14,12 +14,13 @@ from collections import OrderedDict
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from aioengine.errors import describe
 from aioengine.model_files import adapter_folder
 from aioengine.protocol.messages import UNLOAD_ADAPTER, Adapter, FinishCode, Reply
 from aioengine.scheduler.requests import key_of
+from aioengine.scheduler.runner import AdapterCopy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from aioengine.memory.adapter_slots import Assignment, Key
     from aioengine.protocol.messages import Control
     from aioengine.scheduler.requests import Requests
+    from aioengine.scheduler.runner import DeviceAdapters
 
 logger = logging.getLogger(__name__)
 
@@ -44,38 +46,6 @@ STAGE: Final = "adapter"
 """The stage in the errors of requests whose adapter failed."""
 
 
-class HostAdapter(Protocol):
-    """An adapter in memory."""
-
-    @property
-    def num_bytes(self) -> int: ...
-
-
-@runtime_checkable
-class AdapterRunner(Protocol):
-    """A runner that can apply LoRA adapters."""
-
-    @property
-    def num_adapter_slots(self) -> int:
-        """How many can be on the device at a time; 0: none."""
-        ...
-
-    def read_adapter(self, adapter: Adapter) -> HostAdapter:
-        """Read and check the files of an adapter. Called in a thread beside the steps.
-
-        Raises:
-            ValueError: it cannot be used; the message names the file and the tensor.
-        """
-        ...
-
-    def place_adapter(self, slot: int, host: Any, /) -> Future[None]:
-        """Copy an adapter into a slot (from 1), beside the steps. Called between two steps; done when rows may use it.
-
-        Rows that were launched before still use what was in the slot.
-        """
-        ...
-
-
 class Copies:
     """The adapters in memory, least recently used first.
 
@@ -85,7 +55,7 @@ class Copies:
     def __init__(self, max_number: int | None, max_bytes: int) -> None:
         self._max_number = max_number
         self._max_bytes = max_bytes
-        self._copies: OrderedDict[Key, HostAdapter] = OrderedDict()
+        self._copies: OrderedDict[Key, AdapterCopy] = OrderedDict()
         self._num_bytes = 0
 
     @property
@@ -98,12 +68,12 @@ class Copies:
     def __len__(self) -> int:
         return len(self._copies)
 
-    def get(self, key: Key) -> HostAdapter:
+    def get(self, key: Key) -> AdapterCopy:
         """One that is there, which counts as used just now."""
         self._copies.move_to_end(key)
         return self._copies[key]
 
-    def add(self, key: Key, host: HostAdapter) -> None:
+    def add(self, key: Key, host: AdapterCopy) -> None:
         self.remove(key)
         self._copies[key] = host
         self._num_bytes += host.num_bytes
@@ -132,7 +102,7 @@ class Copies:
 class _Read(NamedTuple):
     """An adapter that is read in a thread of its own."""
 
-    host: Future[HostAdapter]
+    host: Future[AdapterCopy]
     path: str
     started_at: float
 
@@ -140,13 +110,13 @@ class _Read(NamedTuple):
 class Adapters:
     """The adapters of an engine, on the scheduler's thread."""
 
-    def __init__(self, runner: AdapterRunner, requests: Requests, copies: Copies) -> None:
-        self._runner = runner
+    def __init__(self, device: DeviceAdapters, requests: Requests, copies: Copies) -> None:
+        self._device = device
         self._requests = requests
         self._slots = requests.adapters
         self._copies = copies
         self._reads: dict[Key, _Read] = {}
-        self._given_up: list[Future[HostAdapter]] = []
+        self._given_up: list[Future[AdapterCopy]] = []
         self._placing: dict[Key, Future[None]] = {}
         self._pinned: dict[int, Adapter] = {}
         self._loads: dict[int, tuple[Adapter, Callable[[Reply], None]]] = {}  # by the id of the call
@@ -275,10 +245,10 @@ class Adapters:
                 self._reads[key] = _Read(_in_thread(partial(self._read, adapter)), adapter.path, now)
         self._copies.make_room(0, needed)
 
-    def _read(self, adapter: Adapter) -> HostAdapter:
+    def _read(self, adapter: Adapter) -> AdapterCopy:
         """In a thread: an adapter whose files are those that were loaded."""
         _check_unchanged(adapter)
-        host = self._runner.read_adapter(adapter)
+        host = self._device.read(adapter)
         _check_unchanged(adapter)
         return host
 
@@ -299,7 +269,7 @@ class Adapters:
     def _place(self, assignment: Assignment) -> None:
         host = self._copies.get(assignment.key)
         try:
-            future = self._runner.place_adapter(assignment.slot, host)
+            future = self._device.place(assignment.slot, host)
         except Exception as error:  # its requests fail, the others go on
             future = Future[None]()
             future.set_exception(error)
@@ -333,9 +303,9 @@ class Adapters:
                 answer(Reply(call_id, True))
 
 
-def _in_thread(read: Callable[[], HostAdapter]) -> Future[HostAdapter]:
+def _in_thread(read: Callable[[], AdapterCopy]) -> Future[AdapterCopy]:
     """A thread that hangs with its file system ends with the process."""
-    future = Future[HostAdapter]()
+    future = Future[AdapterCopy]()
 
     def run() -> None:
         try:

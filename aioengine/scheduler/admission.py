@@ -103,7 +103,7 @@ class TokenBudget:
 
     def take_share(self, wanted: int) -> int:
         """Take ``wanted`` tokens if enough are left, else half of the budget. Return the number taken."""
-        return self._take(wanted if wanted <= self.left else max(self.left // 2, LEAST_SHARE))
+        return self.take_rest(wanted if wanted <= self.left else max(self.left // 2, LEAST_SHARE))
 
     def take_whole(self, wanted: int) -> int:
         """Take ``wanted`` tokens even if fewer are left. Return the number taken."""
@@ -112,9 +112,6 @@ class TokenBudget:
 
     def take_rest(self, wanted: int) -> int:
         """Take up to ``wanted`` tokens. Return the number taken."""
-        return self._take(wanted)
-
-    def _take(self, wanted: int) -> int:
         taken = min(wanted, self.left)
         self.left -= taken
         return taken

@@ -4,59 +4,22 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol
 
 from aioengine.errors import describe
+from aioengine.scheduler.runner import Ticket
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from aioengine.protocol.messages import Control, Progress, Reply, StepOutput
-    from aioengine.scheduler.plan import Plan, StepResult
+    from aioengine.protocol.board import CrashBoard
+    from aioengine.protocol.messages import StepOutput
+    from aioengine.scheduler.plan import Plan
+    from aioengine.scheduler.runner import Runner
     from aioengine.scheduler.scheduler import Scheduler
-    from aioengine.settings.config import Settings
-
-Ticket = TypeVar("Ticket")
 
 MAX_FAILURES = 3  # after this many failed steps in a row, the runner is considered broken
-
-
-class Runner(Protocol[Ticket]):
-    """The device side of a step.
-
-    Plans are launched in order and collected in the same order. A plan may be launched before an earlier plan is
-    collected. Its decode rows then use tokens that only the device knows. Pages are written in launch order, so pages
-    freed after a launch may be used by a later plan. A plan may close a uid that the runner does not know (because its
-    launch failed), or a uid whose row is still in flight.
-    """
-
-    @property
-    def facts(self) -> Mapping[str, str | int | float | bool]:
-        """Facts about the device, for ``Ready``. ``num_pages`` (int) is the size of the KV pool."""
-        ...
-
-    def launch(self, plan: Plan) -> Ticket:
-        """Start the step and return without waiting for the device."""
-        ...
-
-    def collect(self, ticket: Ticket) -> StepResult:
-        """Wait for the step and return its result."""
-        ...
-
-    def control(self, order: Control) -> Reply:
-        """Run a control message, for example to load weights or an adapter, or to free memory.
-
-        Called between steps, when every launched plan has been collected. The reply has the ``call_id`` of the order.
-        The same order can arrive twice if the detokenizer process was replaced before the reply arrived.
-
-        Raises:
-            UnknownOrderError: the runner does not implement this order.
-            Exception: the order failed. The exception is the reply. Requests continue, so the runner must be unchanged.
-        """
-        ...
-
-    def close(self) -> None: ...
 
 
 class Trace(Protocol):
@@ -83,12 +46,6 @@ class NoTrace:
         return self._nothing
 
 
-class RunnerFactory(Protocol):
-    """The function named by ``settings.runner.factory``: builds the runner, and reports slow work to ``report``."""
-
-    def __call__(self, settings: Settings, report: Callable[[Progress], None], /) -> Runner[Any]: ...
-
-
 class SchedulerCore(Generic[Ticket]):
     """Scheduler and runner together. Each ``step`` plans and launches a step, and collects the step that is due.
 
@@ -105,20 +62,20 @@ class SchedulerCore(Generic[Ticket]):
         *,
         clock: Callable[[], float] | None = None,
         trace: Trace | None = None,
+        board: CrashBoard | None = None,
     ) -> None:
         """depth: number of steps that may be in flight in addition to the newest one. With 0, each step is collected
         before the next is planned. With 1, the next step is planned and launched while the device computes.
         clock: time of collection; default: the ``now`` of the step, which does not include the wait.
-        trace: records the parts of each step.
+        trace: records the parts of each step. board: each step is recorded on it from launch to collection.
         """
-        if depth < 0:
-            raise ValueError(f"depth must be 0 or more, not {depth}")
         self.scheduler = scheduler
         self.requests = scheduler.requests
         self._runner = runner
         self._depth = depth
         self._clock = clock
         self._trace: Trace = NoTrace() if trace is None else trace
+        self._board = board
         self._in_flight: deque[tuple[Plan, Ticket]] = deque()
         self._calls_between_steps: list[Callable[[], None]] = []
         self._num_launched = 0
@@ -131,20 +88,27 @@ class SchedulerCore(Generic[Ticket]):
         Raises the runner's exception after ``MAX_FAILURES`` failed steps in a row.
         """
         if self._calls_between_steps and not self._in_flight:
-            self._run_calls_between_steps()
-        plan = self._plan(now)
+            calls, self._calls_between_steps = self._calls_between_steps, []
+            for call in calls:
+                call()
+        plan: Plan | None = None
+        if self.is_paused or self._calls_between_steps:
+            self.requests.expire(now)
+        else:
+            with self._trace.part("schedule"):
+                plan = self.scheduler.schedule(now)
         if plan is not None:
             self._launch(plan)
         is_due = len(self._in_flight) > self._depth or plan is None
         output = self._collect(now) if is_due and self._in_flight else None
-        if output is None and self.requests.outbox.has_events:
-            output = self.requests.outbox.take()
+        if output is None and self.requests.events.has_events:
+            output = self.requests.events.take()
         return output
 
     @property
     def has_work(self) -> bool:
         """Whether ``step`` has something to do before the next message or deadline."""
-        if self._in_flight or self.requests.outbox.has_events or self._calls_between_steps:
+        if self._in_flight or self.requests.events.has_events or self._calls_between_steps:
             return True
         return not (self.requests.is_idle or self.is_paused)
 
@@ -164,24 +128,17 @@ class SchedulerCore(Generic[Ticket]):
         """
         self._calls_between_steps.append(call)
 
-    def _run_calls_between_steps(self) -> None:
-        calls, self._calls_between_steps = self._calls_between_steps, []
-        for call in calls:
-            call()
-
-    def _plan(self, now: float) -> Plan | None:
-        if self.is_paused or self._calls_between_steps:
-            self.requests.expire(now)
-            return None
-        with self._trace.part("schedule"):
-            return self.scheduler.schedule(now)
-
     def _launch(self, plan: Plan) -> None:
         self._num_launched += 1
+        board, rows = self._board, plan.rows
+        if board is not None:
+            board.begin([row.uid for row in rows], lambda: [row.start + row.count for row in rows])
         try:
             with self._trace.launch(self._num_launched, plan):
                 self._in_flight.append((plan, self._runner.launch(plan)))
         except Exception as error:
+            if board is not None:
+                board.forget()
             self._fail(plan, error)
 
     def _collect(self, now: float) -> StepOutput | None:
@@ -193,6 +150,9 @@ class SchedulerCore(Generic[Ticket]):
         except Exception as error:
             self._fail(plan, error)
             return None
+        finally:
+            if self._board is not None:
+                self._board.end()
         self._num_failures = 0
         collected_at = now if self._clock is None else self._clock()
         with self._trace.part("apply"):

@@ -39,4 +39,3 @@ class Gate(Enum):
 
 
 ALL_OPEN: frozenset[Gate] = frozenset()
-OF_ADMISSION = frozenset((Gate.PREFIX, Gate.ADAPTER))

@@ -8,17 +8,11 @@ one shorter, and the runner uses the token that it holds for this request.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from msgspec import Struct
 
 from aioengine.protocol.columns import BadColumnsError, TokenColumns
 from aioengine.protocol.messages import Media, RequestKind, Sampling
 from aioengine.protocol.packed_logprobs import LogprobRules
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
 
 NOTHING = 0
 TOKENS = 1
@@ -35,9 +29,8 @@ class Row(Struct, array_like=True, gc=False):
     token_ids: ids at positions ``start`` ... ``start + count - 1``. Empty for a decode row: the runner holds the last
         sampled token.
     count: number of positions to compute, at least 1.
-    outputs: bits. TOKENS: sample a token for position ``start + count``; the runner may return none, or several from
-        this position on. VECTOR: return the pooled vector. DISTRIBUTION: return logprobs of the next token, but no
-        token. NOTHING: only write KV, for a chunk of a prompt.
+    outputs: bits. TOKENS: sample a token for position ``start + count``. VECTOR: return the pooled vector.
+        DISTRIBUTION: return logprobs of the next token, but no token. NOTHING: only write KV, for a chunk of a prompt.
     new_pages: pages appended to the page table of the request since its last row.
     """
 
@@ -100,10 +93,10 @@ class Plan(Struct, array_like=True, gc=False):
 class StepResult(Struct, array_like=True, gc=False):
     """The result of a step.
 
-    tokens: one entry for each row of the plan with outputs, in the same order. A row with VECTOR has no tokens but an
-        extra of kind ``POOLED_VECTOR``; a row with DISTRIBUTION has an extra of kind ``NEXT_LOGPROBS``. After a row
-        with none or several tokens, rows of the request that are already in flight are dropped; the next planned row
-        carries all its token ids.
+    tokens: one entry for each row of the plan with outputs, in the same order. A row with TOKENS has the sampled token,
+        then its forced tokens, if any. Rows in flight sample the first forced tokens again, so they have no token. A
+        row with VECTOR has no tokens but an extra of kind ``POOLED_VECTOR``, a row with DISTRIBUTION an extra of kind
+        ``NEXT_LOGPROBS``.
     failed: uid -> error, for rows that could not be computed or sampled. Their tokens are dropped, only these requests
         end, and their pages are not shared.
     complete: uids of rows whose grammar allows no further token: the request ends with the tokens of this step.
@@ -118,15 +111,3 @@ class StepResult(Struct, array_like=True, gc=False):
         expected = [row.uid for row in plan.rows if row.outputs]
         if self.tokens.uids != expected:
             raise BadColumnsError(f"the runner returned rows of the requests {self.tokens.uids}, not {expected}")
-
-
-class UnknownOrderError(ValueError):
-    """``Runner.control`` does not implement this order.
-
-    Attributes:
-        known: names of the implemented orders.
-    """
-
-    def __init__(self, name: str, known: Collection[str] = ()) -> None:
-        super().__init__(f"the runner does not implement the order {name!r}")
-        self.known = known

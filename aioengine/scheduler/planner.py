@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from aioengine.memory.prefix_cache import Allocation
-    from aioengine.memory.snapshots import Snapshots
     from aioengine.scheduler.request import Request
     from aioengine.scheduler.requests import Requests
     from aioengine.settings.config import SchedulerSettings
@@ -72,10 +71,6 @@ class Planner:
     )
 
     def __init__(self, settings: SchedulerSettings, requests: Requests) -> None:
-        if settings.max_running < 1 or settings.chunk_tokens < 1:
-            raise ValueError(
-                f"max_running ({settings.max_running}) and chunk_tokens ({settings.chunk_tokens}) must be at least 1"
-            )
         self._max_running = settings.max_running
         self._chunk_tokens = settings.chunk_tokens
         self._decode_cost = settings.decode_cost
@@ -90,9 +85,17 @@ class Planner:
     def fill(self, flight: Flight, now: float, *, is_overlapped: bool = False) -> None:
         """Fill ``flight`` with the rows of the next step. is_overlapped: other steps are in flight."""
         self._is_overlapped = is_overlapped
-        self._place_prompts(flight, self._place_decodes(flight), now)
-        if self._snapshots is not None:
-            self._take_snapshots(self._snapshots, flight)
+        prompts = self._place_decodes(flight)
+        if prompts or self._requests.waiting:
+            self._place_prompts(flight, prompts, now)
+        if (snapshots := self._snapshots) is None:
+            return
+        for row, allocation in zip(flight.plan.rows, flight.allocations, strict=True):
+            end = row.start + row.count
+            if end % snapshots.span == 0 and allocation.snapshots is not None:
+                snapshot_id = snapshots.take(allocation.snapshots, end)
+                if snapshot_id != NO_SNAPSHOT:
+                    flight.plan.snapshots.append((row.uid, snapshot_id))
 
     def _place_decodes(self, flight: Flight) -> list[Request]:
         """Add one row for each decoding request. Return the running requests that still compute their prompts.
@@ -106,10 +109,10 @@ class Planner:
             if not request.decodes:
                 if not request.num_missing or request.gates:
                     continue  # gated, or its last row is in flight
-                if not request.is_rewound:
+                if not request.is_behind:
                     if request.allocation.capacity >= request.num_tokens or self._has_room(request):
                         prompts.append(request)
-                elif (row := self._recompute(request, flight)) is not None:
+                elif (row := self._row_of_forced(request, flight)) is not None:
                     flight.add(row, request)
                 continue
             start = request.num_computed
@@ -130,8 +133,8 @@ class Planner:
             request.num_tokens += 1
         return prompts
 
-    def _recompute(self, request: Request, flight: Flight) -> Row | None:
-        """Return a row for the missing positions of a rewound request; None: it was preempted, or waits for pages.
+    def _row_of_forced(self, request: Request, flight: Flight) -> Row | None:
+        """Return a row for the forced tokens of a request; None: it was preempted, or waits for pages.
 
         The row has at least one token. It leaves an eighth of the token budget to prompts.
         """
@@ -147,8 +150,8 @@ class Planner:
                 end = request.allocation.capacity
                 break
             pages += more
-        request.is_rewound = end < request.num_tokens
-        outputs = NOTHING if request.is_rewound else TOKENS
+        request.is_behind = end < request.num_tokens
+        outputs = NOTHING if request.is_behind else TOKENS
         return Row(request.uid, start, end - start, outputs, request.ids_to_compute(start, end), pages)
 
     def _grow(self, request: Request) -> list[int] | None:
@@ -217,29 +220,13 @@ class Planner:
                 count = images.limited(request.submit.media, start, count, is_first=is_first)
                 if self._extend(request, count) < count:  # an image must not be split, so it waits for its pages
                     count = 0
-            if count and self._snapshots is not None:
-                cut = self._up_to_snapshot(self._snapshots, request, count)
-                budget.left += count - cut
-                count = cut
+            if count and self._snapshots is not None and request.allocation.snapshots is not None:
+                start = request.num_computed  # the row may have to end at a snapshot
+                end = self._snapshots.end_of_row(request.allocation.snapshots, start, start + count, request.num_tokens)
+                budget.left += start + count - end
+                count = end - start
             if count:
                 flight.add(_prompt_row(request, count), request)
-
-    @staticmethod
-    def _up_to_snapshot(snapshots: Snapshots, request: Request, count: int) -> int:
-        """Return how many of the next ``count`` tokens the row computes: it may have to end at a snapshot."""
-        assert request.allocation.snapshots is not None
-        start = request.num_computed
-        return snapshots.end_of_row(request.allocation.snapshots, start, start + count, request.num_tokens) - start
-
-    @staticmethod
-    def _take_snapshots(snapshots: Snapshots, flight: Flight) -> None:
-        """Add a snapshot for each row that ends at a multiple of ``span``."""
-        for row, allocation in zip(flight.plan.rows, flight.allocations, strict=True):
-            end = row.start + row.count
-            if end % snapshots.span == 0 and allocation.snapshots is not None:
-                snapshot_id = snapshots.take(allocation.snapshots, end)
-                if snapshot_id != NO_SNAPSHOT:
-                    flight.plan.snapshots.append((row.uid, snapshot_id))
 
     def _admit(self, budget: TokenBudget, num_partial: int, now: float) -> Iterator[Request]:
         """Admit waiting requests one by one. The caller takes the share of each from ``budget`` before the next."""

@@ -7,7 +7,6 @@ a prompt, the rest after a prefix hit, and a decode are the same case.
 
 from __future__ import annotations
 
-from copy import copy
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -65,9 +64,9 @@ class Request:
     kind: POOL ends with its vector, SCORE with its logprobs; both have no output tokens.
     gates: the closed gates.
     decodes: whether its next row is a decode: the runner holds the newest token, and all gates are open.
-    allocation: its pages, ``NO_PAGES`` while it is not running; a new one after each preemption and each ``rewind``,
-        so a row of a plan is late when its request has another hold than at the launch.
-    is_rewound: the runner returned none or several tokens, and the next rows compute the missing positions.
+    allocation: its pages, ``NO_PAGES`` while it is not running; a new one after each preemption. A row in flight is
+        late if its request has another allocation than at the launch.
+    is_behind: it has forced tokens that no row has computed. The runner does not hold them, so a row must carry them.
     short_length: longer requests use long RoPE factors for all positions. A request that reaches this length is
         recomputed, so until then ``max_tokens`` is ``short_length + 1``. 0: RoPE does not depend on the length.
     waits_for: the last node of its prefix that another request is computing or taking a snapshot of.
@@ -79,7 +78,7 @@ class Request:
         "gates",
         "history",
         "holds_last",
-        "is_rewound",
+        "is_behind",
         "kind",
         "max_tokens",
         "num_computed",
@@ -116,7 +115,7 @@ class Request:
         self.allocation = NO_PAGES
         self.holds_last = False
         self.decodes = False
-        self.is_rewound = False
+        self.is_behind = False
         self.gates = ALL_OPEN
         self.waits_for: Node | None = None
         self.history = History(max_tokens)
@@ -179,23 +178,19 @@ class Request:
         self.allocation = NO_PAGES
         self.holds_last = False
         self.decodes = False
-        self.is_rewound = False
+        self.is_behind = False
         self.num_computed = 0
         self.num_tokens = len(self.token_ids)
         self.wait_for(None)
         self.state = state
 
-    def rewind(self, num_computed: int) -> None:
-        """Handle a row that returned none or several tokens instead of one. Rows in flight become late.
-
-        num_computed: end of the row. If it returned no token, its last position is computed again for its logits.
-        """
-        self.allocation = copy(self.allocation)
-        self.num_tokens = len(self.token_ids)
-        self.num_computed = min(num_computed, self.num_tokens - 1)
-        self.holds_last = False
-        self.decodes = False
-        self.is_rewound = True
+    def count_forced(self) -> None:
+        """Count new forced tokens. Rows in flight sample the first of them again and compute them."""
+        if len(self.token_ids) > self.num_tokens:
+            self.num_tokens = len(self.token_ids)
+            self.holds_last = False
+            self.decodes = False
+            self.is_behind = True
 
     def wait_for(self, node: Node | None) -> None:
         """Wait until another request has computed the prefix up to ``node``. None: stop waiting."""

@@ -20,7 +20,7 @@ from aioengine.memory.adapter_slots import AdapterSlots, Waiter
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import End, FinishCode, FirstToken, RequestKind, StepOutput, TextOpened, Totals
 from aioengine.scheduler.admission import Pace, refusal_of_late
-from aioengine.scheduler.gates import OF_ADMISSION, Gate
+from aioengine.scheduler.gates import Gate
 from aioengine.scheduler.queue import Deadlines, Tenants
 from aioengine.scheduler.request import Request, State, num_wanted, refusal_of
 
@@ -37,7 +37,7 @@ ANSWERED_CODES = (FinishCode.STOP, FinishCode.LENGTH)
 FINISHED_CODES = (FinishCode.STOP, FinishCode.LENGTH, FinishCode.DEADLINE)
 
 
-class Outbox:
+class StepEvents:
     """Collects events until ``take``."""
 
     __slots__ = ("_ended", "_opened", "_preempted", "totals")
@@ -86,10 +86,6 @@ class Outbox:
         if not is_known:
             self._ended.append(end)
 
-    def clear(self) -> None:
-        """Drop the events; the totals stay."""
-        self.take()
-
     def take(self, tokens: TokenColumns | None = None) -> StepOutput:
         """Return the tokens of a step, if any, with all collected events."""
         output = StepOutput(tokens or TokenColumns(), self._opened, self._preempted, self._ended)
@@ -114,7 +110,7 @@ class Requests:
         is_stalled: nothing can be computed until a gate opens, or a request is added or ends. Set by
             ``Scheduler.schedule``.
         closed: uids for ``Plan.closed``: the runner knows them, and they have ended or lost their pages.
-        outbox: the events. cache: the pages. adapters: the adapter slots. pace: estimates of step and queue time.
+        events: not reported yet. cache: the pages. adapters: the adapter slots. pace: estimates of step and queue time.
     """
 
     def __init__(
@@ -123,7 +119,7 @@ class Requests:
         """pool_tokens: number of tokens of the longest request that fits into the pool."""
         self.cache = cache
         self._pool_tokens = pool_tokens
-        self.outbox = Outbox()
+        self.events = StepEvents()
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.gated: dict[int, Request] = {}
@@ -163,14 +159,14 @@ class Requests:
             raise UidInUseError(f"uid {submit.uid} was submitted twice; a uid is unique for the life of the engine")
         refusal = refusal_of(submit, context_length=self._context_length, pool_tokens=self._pool_tokens)
         if refusal is not None:
-            self.outbox.end(refusal)
+            self.events.end(refusal)
             return
         self._num_submitted += 1
         max_tokens, number = min(num_wanted(submit), self._context_length, self._pool_tokens), self._num_submitted
         request = Request(submit, number=number, max_tokens=max_tokens, short_length=self._short_length)
         request.order = (*self._policy.key(request), self._num_submitted)
         if submit.limits.refuses_late and (late := self._refusal_of_late(request, max(now, submit.arrived_at))):
-            self.outbox.end(late)
+            self.events.end(late)
             return
         if submit.session:
             self._sessions.add(submit.session)
@@ -181,7 +177,7 @@ class Requests:
         self.is_stalled = False
         self._deadlines.add(request.uid, submit.limits)
         if submit.continuation is not None:
-            self.outbox.reopen_text(request, submit.continuation)
+            self.events.reopen_text(request, submit.continuation)
 
     def abort(
         self,
@@ -204,12 +200,9 @@ class Requests:
         """Give these requests no row in any later plan until ``open_gate``. Unknown uids are ignored.
 
         A running request keeps its pages unless ``gate.keeps_pages`` is False. While it keeps them, tokens of its rows
-        in flight are accepted. To gate a new request, call this right after ``submit``.
-
-        Raises:
-            ValueError: the gate belongs to admission.
+        in flight are accepted. To gate a new request, call this right after ``submit``. The gates of admission are not
+        allowed.
         """
-        _check_gate(gate)
         for request in self._living(uids):
             if Gate.ADAPTER in request.gates:  # it does not need a slot now
                 self.adapters.leave(request.uid)
@@ -219,12 +212,7 @@ class Requests:
                 self._let_wait(request)
 
     def open_gate(self, uids: Iterable[int], gate: Gate) -> None:
-        """Continue these requests, unless another gate is closed. Ignores unknown uids and open gates.
-
-        Raises:
-            ValueError: the gate belongs to admission.
-        """
-        _check_gate(gate)
+        """Continue these requests, unless another gate is closed. Ignores unknown uids and open gates."""
         for request in self._living(uids):
             request.open_gate(gate)
             self.is_stalled = False
@@ -257,7 +245,7 @@ class Requests:
         for request in list(self._requests.values()):
             self.end(request, None)
         self._deadlines = Deadlines()
-        self.outbox.clear()
+        self.events.take()
 
     # ------------------------------------------------------------ from the steps
 
@@ -297,7 +285,7 @@ class Requests:
         """Release the pages of the last running request, return it to the queue or its gate, and return it."""
         request = self.running[-1]
         self._let_wait(request)
-        self.outbox.preempt(request)
+        self.events.preempt(request)
         return request
 
     def end(self, request: Request, end: End | None, *, is_known: bool = False, is_invalid: bool = False) -> None:
@@ -315,7 +303,7 @@ class Requests:
         self._tenants.leave(request.submit.tenant)
         self._take_out(request, State.ENDED, is_invalid=is_invalid)
         if end is not None:
-            self.outbox.end(end, is_known=is_known)
+            self.events.end(end, is_known=is_known)
 
     def _living(self, uids: Iterable[int]) -> list[Request]:
         """Return the requests of these uids that have not ended, each once."""
@@ -360,8 +348,3 @@ class Requests:
 def key_of(adapter: Adapter) -> tuple[str, str]:
     """Return the key of an adapter slot. Names of the same files share a slot."""
     return adapter.path, adapter.fingerprint
-
-
-def _check_gate(gate: Gate) -> None:
-    if gate in OF_ADMISSION:
-        raise ValueError(f"{gate} belongs to admission; only other gates can be opened and closed by a call")

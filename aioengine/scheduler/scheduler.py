@@ -64,7 +64,7 @@ class Scheduler:
             self.cache = PrefixCache(num_pages=num_pages, page_size=page_size, enabled=enabled, snapshots=snapshots)
         pool_tokens = groups.tokens_in(num_pages, settings.context_length)
         self.requests = Requests(settings, self.cache, pool_tokens=pool_tokens, num_adapter_slots=num_adapter_slots)
-        self._outbox = self.requests.outbox
+        self._events = self.requests.events
         self._planner = Planner(settings, self.requests)
         self._flights: deque[Flight] = deque()  # launched, not yet applied
         self._applied_at = 0.0
@@ -116,7 +116,7 @@ class Scheduler:
             known = request.token_ids
             known.append(token_id)
             if not request.history.is_text_open:
-                self._outbox.open_text(request, now)
+                self._events.open_text(request, now)
             if token_id in request.stop_ids or len(known) >= request.max_tokens:
                 ended = end_of(request)
                 if row.uid in result.complete and (ended is None or ended.code is FinishCode.LENGTH):
@@ -128,9 +128,9 @@ class Scheduler:
         if result.complete:
             self._end_complete(flight, result)
         tokens = result.tokens.limited(limits)
-        self._outbox.totals.num_steps += 1
-        self._outbox.totals.output_tokens += len(tokens.token_ids)
-        return self._outbox.take(tokens)
+        self._events.totals.num_steps += 1
+        self._events.totals.output_tokens += len(tokens.token_ids)
+        return self._events.take(tokens)
 
     def _take_other(
         self, row: Row, request: Request, result: StepResult, new: list[int] | None, *, now: float
@@ -139,21 +139,22 @@ class Scheduler:
 
         new: its tokens. None: the row has no output.
         """
+        end = row.start + row.count
         error = result.failed.get(row.uid)
-        if error is None and new is None and row.outputs:
+        is_missing = new is None or (row.outputs == TOKENS and not new and end == len(request.token_ids))
+        if error is None and row.outputs and is_missing:
             error = f"the runner gave no {_OUTPUT_NAMES[row.outputs]}"
         if error is not None:
             failed = End(row.uid, FinishCode.FAILED, stage="sample", message=error)
             self.requests.end(request, failed, is_invalid=True)
             return 0
-        end = row.start + row.count
         if end >= request.allocation.next_insert_at:
             self.cache.insert(request.allocation, request.token_ids, end)
         if new is None:  # a part of a prompt
             return None
         is_last = bool(row.outputs & (VECTOR | DISTRIBUTION))
         if (new or is_last) and not request.history.is_text_open:
-            self._outbox.open_text(request, now)
+            self._events.open_text(request, now)
         if is_last:
             self.requests.end(request, End(row.uid, FinishCode.STOP if row.outputs & VECTOR else FinishCode.LENGTH))
             return None
@@ -169,7 +170,7 @@ class Scheduler:
         if len(request.token_ids) >= request.max_tokens:
             self._restart_long(request)
         else:
-            request.rewind(end)
+            request.count_forced()
         return None
 
     def _restart_long(self, request: Request) -> None:
@@ -189,25 +190,21 @@ class Scheduler:
         If a launch failed, it is unknown which parts of the plan the runner has processed. So uids closed by the plan
         are closed again, and new requests without a row in it are admitted again.
         """
-        num_later = len(self._flights) - 1 - self._index_of(plan)
+        is_newest = bool(self._flights) and self._flights[-1].plan is plan
         flight = self._take_flight(plan)
         for request, allocation in zip(flight.requests, flight.allocations, strict=True):
             if request.allocation is allocation:
                 self.requests.end(request, End(request.uid, FinishCode.FAILED, stage="forward", message=message))
-        if num_later == 0:
+        if is_newest:
             self.requests.closed = plan.closed + self.requests.closed
             running = {request.uid for request in self.requests.running}
             self.requests.release(new.uid for new in plan.new_rows if new.uid in running)
 
     def _take_flight(self, plan: Plan) -> Flight:
-        flight = self._flights[self._index_of(plan)]
-        self._flights.remove(flight)
-        return flight
-
-    def _index_of(self, plan: Plan) -> int:
-        for index, flight in enumerate(self._flights):
+        for flight in self._flights:
             if flight.plan is plan:
-                return index
+                self._flights.remove(flight)
+                return flight
         raise ValueError("this plan is not in flight; each plan is applied or failed exactly once")
 
     # ------------------------------------------------------------ figures
@@ -216,7 +213,7 @@ class Scheduler:
         """Return the current counters, with ``now`` as their time."""
         requests, cache = self.requests, self.cache
         return Stats(
-            **asdict(self._outbox.totals),
+            **asdict(self._events.totals),
             sent_at=now,
             num_running=len(requests.running),
             num_waiting=len(requests.waiting) + len(requests.gated),
@@ -236,7 +233,7 @@ class Scheduler:
 def _by_row(plan: Plan, result: StepResult) -> tuple[list[int], dict[int, list[int]]]:
     """Return the token of each row (-1 if it does not have exactly one), and the tokens of these other rows by uid.
 
-    A row has an entry by uid if it has its planned output: none or several tokens, a vector, or a distribution.
+    A row has an entry by uid if it has its planned output: no or several tokens, a vector, or a distribution.
     """
     tokens = result.tokens
     others: dict[int, list[int]] = {}

@@ -1,7 +1,7 @@
-"""The user's configuration (``EngineConfig``) and the resolved one (``Settings``), as small frozen sections.
+"""The values of the user (``EngineConfig``) and the resolved values (``Settings``), in frozen sections.
 
-``EngineConfig`` may hold None and "auto"; ``resolve.resolve`` replaces them, from facts about the model and the device.
-``Settings`` has neither, and child processes receive it unchanged. A component receives its own section only.
+``resolve.resolve`` replaces None and "auto" in ``EngineConfig`` with the help of facts about model and machine.
+``Settings`` contains neither. Child processes receive it unchanged, and components only receive their own section.
 """
 
 from __future__ import annotations
@@ -12,18 +12,22 @@ from msgspec import Struct
 
 OWN: Final = "aioengine"
 TRANSFORMERS: Final = "transformers"
-"""Whose code computes a model."""
+"""Names of the code that computes a model."""
 
-# ---------------------------------------------------------------- the user's configuration
+# ---------------------------------------------------------------- values of the user
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True):
-    """Which model, and how to read it. ``path``: a folder or a hub id; None is the demo model of the package.
+    """The model and how to read it.
 
-    ``chat_template``: text or a path; None: the model's own. ``allow_request_templates``: whether a request may bring
-    the text or the file of a template. ``is_embedding``: whether a generative model only returns vectors; None: if its
-    folder is one of sentence-transformers. ``implementation``: "auto", "aioengine" or "transformers".
-    ``sampling_defaults``: "model" (from generation_config.json) or "engine".
+    Attributes:
+        path: a folder, a GGUF file or a hub id; None: the demo model.
+        tokenizer: False: requests contain token ids only.
+        chat_template: text or path; None: the template of the model.
+        allow_request_templates: a request may contain the text or the path of a template.
+        is_embedding: a generative model only returns vectors; None: if its folder belongs to sentence-transformers.
+        implementation: "auto", "aioengine" or "transformers".
+        sampling_defaults: "model" (from generation_config.json) or "engine".
     """
 
     path: str | None = None
@@ -43,7 +47,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
 
 
 class DeviceConfig(Struct, frozen=True, kw_only=True):
-    """The device and the implementations that compute. ``logits_processors``: "module:Class" of those of the user."""
+    """The device and the kernels. ``logits_processors``: "module:Class" of the user's processors."""
 
     name: str = "auto"
     attention_backend: str = "auto"
@@ -54,7 +58,7 @@ class DeviceConfig(Struct, frozen=True, kw_only=True):
 
 
 class MemoryConfig(Struct, frozen=True, kw_only=True):
-    """The KV pool. ``max_total_tokens`` None: what fits into ``mem_fraction_static`` of the memory."""
+    """The KV pool. ``max_total_tokens`` None: as many as fit into ``mem_fraction_static`` of the memory."""
 
     page_size: int = 16
     max_total_tokens: int | None = None
@@ -63,7 +67,7 @@ class MemoryConfig(Struct, frozen=True, kw_only=True):
 
 
 class SchedulerConfig(Struct, frozen=True, kw_only=True):
-    """``chunk_tokens`` -1: a prompt is never split."""
+    """The scheduler. ``chunk_tokens`` -1: prompts are never split."""
 
     max_running: int | None = None
     chunk_tokens: int | None = None
@@ -73,7 +77,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
 
 
 class GivenAdapter(Struct, frozen=True):
-    """A LoRA adapter of the start. ``alias``: another name of it; empty: none."""
+    """A LoRA adapter that is loaded at the start. ``alias``: a second name; "" for none."""
 
     name: str
     path: str
@@ -82,8 +86,12 @@ class GivenAdapter(Struct, frozen=True):
 
 
 class LoraConfig(Struct, frozen=True, kw_only=True):
-    """LoRA adapters. ``enabled`` None: where there are ``adapters``. ``modules`` (): all of the model; None: those of
-    ``adapters``. ``max_rank`` None: that of ``adapters``.
+    """LoRA adapters.
+
+    Attributes:
+        enabled: None: if ``adapters`` is not empty.
+        max_rank: None: the highest rank of ``adapters``.
+        modules: the modules that adapters may change; (): all modules of the model; None: the modules of ``adapters``.
     """
 
     enabled: bool | None = None
@@ -97,7 +105,7 @@ class LoraConfig(Struct, frozen=True, kw_only=True):
 class QueueConfig(Struct, frozen=True, kw_only=True):
     """Limits of the queue and of unread logprobs. Requests above a limit are refused.
 
-    ``max_logprob_bytes``: packed logprobs of all requests. Memory is reserved when a row starts, until it is read.
+    ``max_logprob_bytes``: packed logprobs of all requests, from the start of a row until its result is read.
     """
 
     max_requests: int = 4096
@@ -107,10 +115,12 @@ class QueueConfig(Struct, frozen=True, kw_only=True):
 
 
 class DeliveryConfig(Struct, frozen=True, kw_only=True):
-    """How a stream is handled whose reader does not read for ``slow_reader_timeout_s`` seconds.
+    """The delivery of results.
 
-    ``slow_reader``: "coalesce" (unread chunks are merged), "pause" (its request is suspended until it reads) or
-    "abort". ``max_hidden_state_bytes``: the most hidden states that one request may be given.
+    Attributes:
+        slow_reader: if a stream is not read for ``slow_reader_timeout_s`` seconds, "coalesce" merges unread chunks,
+            "pause" suspends the request until it is read, and "abort" ends it.
+        max_hidden_state_bytes: maximum hidden states of one request.
     """
 
     slow_reader: str = "coalesce"
@@ -119,10 +129,12 @@ class DeliveryConfig(Struct, frozen=True, kw_only=True):
 
 
 class SupervisionConfig(Struct, frozen=True, kw_only=True):
-    """Starting, watching and replacing the processes; times in seconds.
+    """Starting, watching and replacing the processes.
 
-    ``max_restarts`` 0: the end of a process is the end of the engine. ``stall_timeout_s``: a process that makes no
-    progress for longer is replaced, so every step must be shorter, even a prefill chunk of a large model on two cores.
+    Attributes:
+        max_restarts: 0: the engine ends when a process ends.
+        stall_timeout_s: a process without progress for this time is replaced. Every step must be shorter, even a
+            prefill chunk of a large model on two cores.
     """
 
     max_restarts: int = 3
@@ -132,12 +144,12 @@ class SupervisionConfig(Struct, frozen=True, kw_only=True):
 
 
 class MediaConfig(Struct, frozen=True, kw_only=True):
-    """Limits of the images of prompts.
+    """Limits of images in prompts.
 
     Attributes:
-        allowed_local_media_path: the folder in which paths and ``file://`` URLs must be; None: anywhere.
-        allow_private_urls: URLs may lead to addresses that are not public.
-        timeout_s: for the download of an image, and for its preparation.
+        allowed_local_media_path: the folder that must contain paths and ``file://`` URLs; None: any folder.
+        allow_private_urls: URLs may resolve to addresses that are not public.
+        timeout_s: of downloading an image, and of preparing it.
     """
 
     allowed_local_media_path: str | None = None
@@ -149,9 +161,9 @@ class MediaConfig(Struct, frozen=True, kw_only=True):
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True):
-    """All arguments of an engine, in sections, as ``args.engine_config`` builds it.
+    """All arguments of an engine, in sections. Created by ``args.engine_config``.
 
-    ``random_seed`` None: a random one. ``progress`` None: bars only where stderr is a terminal or a notebook.
+    ``random_seed`` None: a random seed. ``progress`` None: progress bars if stderr is a terminal or a notebook.
     """
 
     model: ModelConfig = ModelConfig()
@@ -170,19 +182,21 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     progress: bool | None = None
 
 
-# ---------------------------------------------------------------- the resolved settings
+# ---------------------------------------------------------------- resolved values
 
 
 class PoolingSettings(Struct, frozen=True, kw_only=True):
-    """How the hidden states of a text become one vector, and what is done with it.
+    """How the hidden states of a text become one vector or score.
 
     Attributes:
-        kind: "last" or "cls" (the first token), or "mean" of all.
-        is_normalized: vectors have the length 1 unless a call says otherwise.
-        max_tokens: of a text; None: the context.
-        lowers_text: texts are made lower case.
-        prompts: texts that can stand before a text, by name. default_prompt: the name of the usual one; "": none.
-        num_labels: scores of a classifier. has_sigmoid: whether ``rerank`` gives sigmoid(score).
+        kind: "last" token, "cls" (first) token, or "mean" of all tokens.
+        is_normalized: by default, vectors have length 1.
+        max_tokens: maximum tokens of a text; None: the context length.
+        lowers_text: texts are converted to lower case.
+        prompts: name -> text that is put before the text of a request.
+        default_prompt: name of the prompt for requests that do not choose one; "" for none.
+        num_labels: number of scores of a classifier.
+        has_sigmoid: ``rerank`` returns sigmoid(score).
     """
 
     kind: str = "last"
@@ -199,12 +213,13 @@ class ModelSettings(Struct, frozen=True, kw_only=True):
     """The model folder and how to read it.
 
     Attributes:
-        dtype: of the computation: "bfloat16", "float16" or "float32". checkpoint_dtype: of the stored weights.
+        dtype: of the computation: "bfloat16", "float16" or "float32".
+        checkpoint_dtype: of the stored weights.
         task: "generate", "embed" or "classify".
-        hidden_size: of the hidden states; 0: the model has none.
-        files: path -> state of config.json and of the weights; the runner loads no other files.
-        sampling_defaults: the model's values of sampling parameters, for requests that leave them out.
-        implementation: whose code computes the model, "aioengine" or "transformers". Only the latter may run code of
+        hidden_size: 0 if the model returns no hidden states.
+        files: digests of config.json and the weight files (``checkpoint.file_states``). The runner loads no others.
+        sampling_defaults: values of sampling parameters for requests that leave them out.
+        implementation: whose code computes the model, "aioengine" or "transformers". Only the latter may run code in
             the folder, with ``trust_remote_code``.
     """
 
@@ -224,10 +239,12 @@ class ModelSettings(Struct, frozen=True, kw_only=True):
 
 
 class MemorySettings(Struct, frozen=True, kw_only=True):
-    """The KV pool. ``num_pages``: its tokens in pages, of which groups of layers
-    take a multiple (``PageGroups.pages_in``); None: as many as fit into ``mem_fraction_static`` of the memory, found by
-    the runner.
-    ``kv_dtype``: of keys and values; None: that of the model.
+    """The KV pool.
+
+    Attributes:
+        num_pages: its size in tokens divided by ``page_size``; page groups need a multiple (``PageGroups.pages_in``).
+            None: the runner takes as many as fit into ``mem_fraction_static`` of the memory.
+        kv_dtype: of keys and values; None: the dtype of the model.
     """
 
     page_size: int
@@ -241,17 +258,16 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
 
     Attributes:
         chunk_tokens: the token budget of a step.
-        depth: steps that may be in flight beside the one just launched; 0: no overlap.
-        stats_interval_s: the time between two snapshots of the statistics.
-        tenant_weights: the share of each tenant; a tenant that is not named has 1.
-        splits_prompts: False: a prompt is computed in one step, and nothing of it is cached, since its tokens attend in
-            both directions, or all of them are pooled. A longer one than ``chunk_tokens`` is alone in its step.
-        decode_cost: tokens that a decoding row takes from the token budget, as many prompt tokens as take its time.
-        whole_image_tokens: tokens of an image that are computed in one step; 0: images are divided as texts are.
-        short_length: requests with more tokens are computed with the rotations of long texts (longrope); 0: all have
-            the same ones.
-        snapshot_tokens: states of layers are kept at multiples of this, a multiple of the page size, where prefixes can
-            be reused; 0: layers have no states.
+        depth: steps that may be in flight while the next one is launched; 0: no overlap.
+        stats_interval_s: time between two snapshots of the statistics.
+        tenant_weights: the weight of each tenant. The default is 1.
+        splits_prompts: False: tokens attend in both directions, or all tokens are pooled. Then a prompt is computed in
+            one step, and is not cached. A prompt longer than ``chunk_tokens`` is alone in its step.
+        decode_cost: tokens of the token budget that a decoding row uses: the prompt tokens that take the same time.
+        whole_image_tokens: tokens of an image that must be computed in one step; 0: images are split like text.
+        short_length: with LongRoPE, requests with more tokens use the long factors; 0 without LongRoPE.
+        snapshot_tokens: snapshots of recurrent states are taken at multiples of this number, which is a multiple of the
+            page size; 0: the model has no states.
     """
 
     max_running: int
@@ -270,27 +286,38 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
 
     @property
     def min_tokens(self) -> int:
-        """Tokens of a request that are computed in one step at the least: not more are needed for it to advance."""
+        """The tokens of a request that one step must be able to compute, so that the request advances."""
         return max(1, self.whole_image_tokens) if self.splits_prompts else self.context_length
 
     @property
     def max_step_tokens(self) -> int:
-        """Tokens of the largest step. Prompts get an eighth of ``chunk_tokens`` even where all rows decode; one image
-        that is not divided may be beyond the budget.
+        """Tokens of the largest step.
+
+        Prompts get an eighth of ``chunk_tokens`` even if all rows decode. One whole image may exceed the budget.
         """
         longest = 0 if self.splits_prompts else self.context_length
         most = max(self.chunk_tokens, self.max_running + self.chunk_tokens // 8, longest)
         return most + self.whole_image_tokens
 
 
+ADAPTER_RANKS: Final = 16
+"""The kernels pad the ranks of LoRA adapters to a multiple of this number."""
+
+
+def padded_rank(rank: int) -> int:
+    """Return the rank of an adapter as the kernels store it."""
+    return -(-rank // ADAPTER_RANKS) * ADAPTER_RANKS
+
+
 class LoraSettings(Struct, frozen=True, kw_only=True):
     """LoRA adapters beside the base model.
 
     Attributes:
-        num_slots: adapters on the device at a time, those of one batch; their slots are 1 to ``num_slots``.
-        max_rank: the highest rank of an adapter.
-        modules: the modules of a layer that adapters may change ("q_proj"); empty: all that the model has.
-        max_loaded: adapters in the memory of the scheduler process; None: any number. max_bytes: of all of them.
+        num_slots: adapters on the device at a time. Their slots are 1 to ``num_slots``.
+        max_rank: maximum rank of an adapter.
+        modules: the modules of a layer that adapters may change, such as "q_proj"; empty: all modules of the model.
+        max_loaded: maximum number of adapters in the memory of the scheduler process; None: no limit.
+        max_bytes: maximum memory of these adapters.
     """
 
     num_slots: int
@@ -304,17 +331,17 @@ class RunnerSettings(Struct, frozen=True, kw_only=True):
     """The runner and its device.
 
     Attributes:
-        factory: "module:function", which builds the runner from ``Settings``. It is imported by name, so that tests
-            and benchmarks can start real processes with a fake runner.
-        batch_invariant: a GPU computes the same bits for a request in any batch, as a CPU always does.
-        fallback_backend: used, with a warning, if ``attention_backend`` does not work on this machine; "": that is an
-            error.
-        compile_timeout_s: how long kernels may compile at the start.
-        logprobs_mode: "raw" (the model's own distribution) or "processed" (the one that tokens are drawn from, but for
-            top-k, top-p and min-p).
+        factory: "module:function" that builds the runner from ``Settings``. Tests and benchmarks start real processes
+            with a fake runner.
+        batch_invariant: a GPU computes the same bits for a request in any batch. A CPU always does.
+        fallback_backend: used, with a warning, if ``attention_backend`` does not work on this machine; "": none, then
+            the engine does not start.
+        compile_timeout_s: limit of the compilation of kernels at the start.
+        logprobs_mode: "raw" (the distribution of the model) or "processed" (after logits processors and temperature,
+            before top-k, top-p and min-p).
         logits_processors: "module:Class" of the user's logits processors, which requests may name.
-        lora: the adapters that it has room for; None: it serves the base model alone.
-        options: passed on to the factory, which alone reads them.
+        lora: None: only the base model is served.
+        options: only read by the factory.
     """
 
     factory: str
@@ -332,9 +359,13 @@ class RunnerSettings(Struct, frozen=True, kw_only=True):
 
 
 class TextSettings(Struct, frozen=True, kw_only=True):
-    """The detokenizer. ``tokenizer_path`` None: no tokenizer, ids pass through without text. ``files``: path -> state
-    of the tokenizer's files, as ``checkpoint.file_states`` has it. ``allow_request_templates``: as in ``ModelConfig``;
-    read by the frontend. ``eos_token_ids``: of the model's configuration.
+    """The tokenizer and the detokenizer.
+
+    Attributes:
+        tokenizer_path: None: no tokenizer; requests and results contain token ids only.
+        allow_request_templates: see ``ModelConfig``.
+        files: digests of the tokenizer's files (``checkpoint.file_states``).
+        eos_token_ids: from the configuration of the model.
     """
 
     tokenizer_path: str | None
@@ -344,7 +375,7 @@ class TextSettings(Struct, frozen=True, kw_only=True):
 
 
 class Settings(Struct, frozen=True, kw_only=True):
-    """The settings of all child processes, sent to each of them as JSON when it starts."""
+    """The settings of all child processes. Each process receives them as JSON when it starts."""
 
     model: ModelSettings
     memory: MemorySettings

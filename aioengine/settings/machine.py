@@ -1,4 +1,4 @@
-"""Facts about this machine that need neither torch nor a driver: cores, instructions, devices, free memory."""
+"""Reads facts about this machine without torch or a driver: cores, instructions, devices, free memory."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ _CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
 class DeviceFacts(Struct, frozen=True, kw_only=True):
-    """The facts about the machine that ``resolve`` needs.
+    """The facts about the machine that ``resolve`` needs. The runner measures free memory after loading the weights.
 
-    num_threads: cores that this process may use. cpu_bfloat16: whether the CPU has bf16 dot products. num_gpus: NVIDIA
-    devices. has_triton: whether it is installed; it comes with torch's wheels for CUDA and not with those for the CPU.
-    drawn_seed: a random number, for engines without ``random_seed``. (Memory is measured by the runner, when the
-    weights are loaded.)
+    Attributes:
+        num_threads: cores that this process may use.
+        cpu_bfloat16: the CPU has bf16 dot products.
+        num_gpus: number of NVIDIA devices.
+        drawn_seed: a random number for engines without ``random_seed``.
+        has_triton: Triton is installed. It comes with torch's CUDA wheels, not with the CPU wheels.
     """
 
     num_threads: int
@@ -32,7 +34,7 @@ class DeviceFacts(Struct, frozen=True, kw_only=True):
 
 
 def device_facts() -> DeviceFacts:
-    """The facts about this machine."""
+    """Return the facts about this machine."""
     return DeviceFacts(
         num_threads=num_threads(),
         cpu_bfloat16=has_bfloat16(_text(Path("/proc/cpuinfo"))),
@@ -43,25 +45,23 @@ def device_facts() -> DeviceFacts:
 
 
 def num_threads() -> int:
-    """Cores of the affinity, or fewer where a cgroup's quota allows fewer (a part of a core counts as one)."""
+    """Return the cores of the affinity mask, limited by the CPU quota of cgroups (rounded up)."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     quota = cpu_quota(_CGROUPS, _text(Path("/proc/self/cgroup")))
     return max(1, math.ceil(min(cores, quota)))
 
 
 def has_bfloat16(cpuinfo: str) -> bool:
-    """Whether /proc/cpuinfo names bf16 dot products: AVX512-BF16 or AMX on x86-64, BF16 on arm64."""
-    flags: set[str] = set()
+    """Return whether /proc/cpuinfo lists bf16 dot products: AVX512-BF16 or AMX on x86-64, BF16 on arm64."""
     for line in cpuinfo.splitlines():
-        name, _, words = line.partition(":")
+        name, _, flags = line.partition(":")
         if name.strip() in {"flags", "Features"}:
-            flags.update(words.split())
-            break
-    return not flags.isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
+            return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags.split())
+    return False
 
 
 def cpu_quota(root: Path, membership: str) -> float:
-    """The smallest quota of cores among the cgroups of this process, infinite without one."""
+    """Return the smallest quota of cores among the cgroups of this process; infinity without a quota."""
     quotas = [math.inf]
     for folder in cgroup_folders(root, membership, ""):
         quota, _, period = _text(folder / "cpu.max").partition(" ")
@@ -75,10 +75,14 @@ def cpu_quota(root: Path, membership: str) -> float:
 
 
 def cgroup_folders(root: Path, membership: str, controller: str) -> list[Path]:
-    """The folders of the cgroups that hold this process, and the root, which is its own cgroup in a container.
+    """Return the folders of the cgroups of this process and their ancestors, and the root.
 
-    ``root``: where the hierarchy of ``controller`` is mounted; "": that of version 2, which has all controllers.
-    ``membership``: the text of /proc/self/cgroup, with a line "number:controllers:path" for each hierarchy.
+    In a container, the root is the process's own cgroup.
+
+    Args:
+        root: mount point of the hierarchy of ``controller``.
+        membership: the text of /proc/self/cgroup, with one line "number:controllers:path" per hierarchy.
+        controller: "" for version 2, which has one hierarchy for all controllers.
     """
     folders: list[Path] = []
     for line in membership.splitlines():
@@ -90,10 +94,14 @@ def cgroup_folders(root: Path, membership: str, controller: str) -> list[Path]:
 
 
 def free_host_memory(root: Path = Path("/")) -> int:
-    """Bytes of memory that can still be taken; ``root`` is where proc and sys are mounted."""
+    """Return the bytes of memory that are available.
+
+    The limits of control groups (version 1 and 2, with all ancestors) apply. File pages that the kernel can drop count
+    as free. ``root``: the folder with proc and sys.
+    """
     available = _available(root / "proc/meminfo")
     if available is None:
-        # macOS has no such file: assume half of the installed memory, which leaves room for other programs
+        # macOS has no such file: assume half of the installed memory, and leave the rest to other programs
         available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     return max(min([available, *_left_in_groups(root)]), 0)
 
@@ -106,7 +114,7 @@ def _available(meminfo: Path) -> int | None:
 
 
 def _left_in_groups(root: Path) -> list[int]:
-    """What is left of the limit of each control group that this process is in, with its ancestors."""
+    """Return the unused bytes of each memory limit of the control groups of this process."""
     membership = _text(root / "proc/self/cgroup")
     version_2 = "memory.max", "memory.current", "inactive_file"
     version_1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
@@ -130,13 +138,13 @@ def _left(group: Path, limit_name: str, usage_name: str, droppable_name: str) ->
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file; None where there is no file, or no limit ("max")."""
+    """Return the number in a file; None if the file does not exist or says "max"."""
     lines = _text(path).splitlines()
     return int(lines[0]) if lines and lines[0].strip().isdigit() else None
 
 
 def _text(file: Path) -> str:
-    """The file's text, or nothing where it may not be read: these files differ between systems."""
+    """Return the text of a file; "" if it cannot be read. These files differ between systems."""
     try:
         return file.read_text()
     except OSError:

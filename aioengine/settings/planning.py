@@ -1,7 +1,6 @@
-"""What an engine would take and serve, before anything is loaded: ``aioengine.plan``.
+"""``aioengine.plan``: estimates memory and capacity of an engine without starting it or importing torch.
 
-Nothing is started, and torch is not imported; of a model on the hub the config files alone are fetched, and of one that
-transformers' code would compute the headers of its weights.
+Of a model on the hub, only the config files are downloaded, and for transformers' code the headers of the weight files.
 """
 
 from __future__ import annotations
@@ -11,22 +10,30 @@ import os
 import re
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from aioengine.api import checks
 from aioengine.api.args import engine_config
-from aioengine.families._config import DecoderConfig
-from aioengine.families._memory import SNAPSHOTS_PER_ROW, num_parameters, page_numbers, state_bytes, step_numbers
-from aioengine.families._towers import num_tower_parameters
 from aioengine.families._vision import VisionConfig
 from aioengine.frontend.startup import read_adapters
 from aioengine.model_files import checkpoint, folder_files, model_folder
 from aioengine.settings import machine
-from aioengine.settings.config import OWN
-from aioengine.settings.page_groups import PageGroups
+from aioengine.settings.config import OWN, padded_rank
+from aioengine.settings.memory_model import (
+    DTYPE_BYTES,
+    GPU_FEATURE_BYTES,
+    SAMPLED_ROWS,
+    PoolDemand,
+    format_bytes,
+    kv_cache,
+    num_parameters,
+    reserved_bytes,
+    state_bytes,
+    step_numbers,
+)
 from aioengine.settings.resolve import resolve
 
 if TYPE_CHECKING:
@@ -37,21 +44,11 @@ if TYPE_CHECKING:
     from aioengine.api.signatures import EngineArguments
     from aioengine.families._config import TransformerConfig
     from aioengine.model_files.model_folder import ModelFacts
-    from aioengine.settings.config import EngineConfig, ModelConfig, RunnerSettings, Settings
+    from aioengine.settings.config import EngineConfig, ModelConfig, Settings
     from aioengine.settings.machine import DeviceFacts
 
-_DTYPE_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
-_GIB: Final = 1 << 30
-_CUDA_BYTES: Final = _GIB
-"""What CUDA, its libraries and the kernels take."""
-_GRAPH_BYTES: Final = 2 * _GIB
-"""What the runner keeps free for workspaces and graphs."""
-_FEATURE_BYTES: Final = _GIB
-"""Of images, which the runner keeps on a GPU."""
-_RANKS: Final = 16
-"""The ranks for which slots of adapters have room are a multiple of this."""
-_SAMPLED_ROWS: Final = 256
-"""Rows whose logits are there in fp32 at a time."""
+_CUDA_BYTES: Final = 1 << 30
+"""Memory of CUDA, its libraries and the kernels."""
 _SIZE: Final = re.compile(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*(|[KMGT]i?B?)\s*", re.IGNORECASE)
 _UNITS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _MAX_MEMORY: Final = 1 << 50
@@ -60,27 +57,24 @@ _SMI_TIMEOUT_S: Final = 10.0
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """What an engine would take of a device, and serve. ``print(plan)`` shows it as a table. Sizes are bytes.
+    """Memory and capacity of an engine. ``print(plan)`` shows a table. Sizes are in bytes.
 
     Attributes:
-        implementation: "aioengine": there is a file for the model's type; or "transformers": its own code would compute
-            the model, or refuse it when it starts. reason: why it is this one; and, of a folder on this machine, why an
-            engine would refuse its weights, if it would.
-        attention_backend: the engine's, unless its kernels do not work on the machine.
-        weights_bytes: of the weights in ``dtype``, with those of a vision tower; exactly, but that a few small tensors,
-            as routers and some norms, are kept in fp32. With transformers' code, of the tensors in the files.
-        kv_bytes_per_token: of keys and values, or of what a model has in their place; exactly, but with transformers'
-            code as the names of sizes in config.json tell, as without windows. Where layers have windows, a token's
-            part of a request of the context length: these layers keep what the next token sees.
-        state_bytes_per_request: of layers that keep a state of each request instead; snapshots of these lessen the
-            pool.
-        activations_bytes: what the largest step takes beside weights and pool, with CUDA graphs, the slots of adapters
-            and the features of images that are kept; estimated.
-        device_memory: of the GPU in all, or what is free of the memory of a CPU's machine.
-        kv_pool_bytes: of the KV pool. max_total_tokens: its size in tokens of requests of the context length; 0: the
-            model does not fit.
-        longest_context: the most tokens of one request that have room; 0: the weights alone do not fit.
-        max_requests: the most requests of ``context_length`` tokens that run at a time.
+        implementation: "aioengine" or "transformers": whose code computes the model. transformers may still refuse it
+            at the start.
+        reason: why this implementation is chosen; and why an engine would refuse the weights of a local folder, if so.
+        attention_backend: an engine uses another one if the kernels of this one do not work on the machine.
+        weights_bytes: weights in ``dtype``, including a vision tower. Exact, except that a few small tensors (routers,
+            some norms) stay in fp32. With transformers' code: of the tensors in the files.
+        kv_bytes_per_token: KV cache per token. Exact, except with transformers' code, which is read by the usual names
+            of sizes and as if no layer had a window. With sliding windows: the average of a request of the context
+            length, because old pages are freed.
+        state_bytes_per_request: recurrent states of a request. Their snapshots make the pool smaller.
+        activations_bytes: estimate for the largest step, with CUDA graphs, adapter slots and cached image features.
+        device_memory: all memory of the GPU, or the free memory of the machine for a CPU.
+        max_total_tokens: size of the KV pool in tokens of requests of the context length; 0: the model does not fit.
+        longest_context: tokens of the longest request that fits; 0: the weights alone do not fit.
+        max_requests: requests of ``context_length`` tokens that run at a time.
     """
 
     model_path: str
@@ -106,28 +100,27 @@ class Plan(Struct, frozen=True, kw_only=True):
 
     @property
     def cuda_bytes(self) -> int:
-        """What CUDA itself takes of a GPU, with its libraries and kernels; estimated."""
+        """Estimated memory of CUDA, its libraries and the kernels."""
         return _CUDA_BYTES if self.device == "cuda" else 0
 
     @property
     def rest_bytes(self) -> int:
-        """The rest of ``device_memory``: what stays free, by ``mem_fraction_static`` or because the pool has no use for
-        it, and the states of requests with their snapshots.
-        """
+        """The rest of ``device_memory``: recurrent states with their snapshots, and memory that stays free."""
         taken = self.weights_bytes + self.activations_bytes + self.cuda_bytes + self.kv_pool_bytes
         return max(self.device_memory - taken, 0)
 
     @property
     def fits(self) -> bool:
-        """Whether there is room for at least one request of the context length."""
+        """Whether at least one request of the context length fits."""
         return self.max_requests > 0
 
     def __str__(self) -> str:
-        """A table with a line for each fact."""
+        """Return a table with one fact per line."""
         kind = f"{self.architecture}, model_type {self.model_type}, task {self.task}"
         whose = "free" if self.device == "cpu" else "in all"
         state = self.state_bytes_per_request
-        pool = f"{_shown(self.kv_pool_bytes)}: max_total_tokens {self.max_total_tokens:,}"
+        rest = f"{format_bytes(self.rest_bytes)} {'for states and snapshots of them, and ' if state else ''}left free"
+        pool = f"{format_bytes(self.kv_pool_bytes)}: max_total_tokens {self.max_total_tokens:,}"
         served = f"{self.max_requests:,} of this length at a time"
         if not self.fits:
             pool = "no room for one request of the context length"
@@ -139,14 +132,14 @@ class Plan(Struct, frozen=True, kw_only=True):
             "": f"{kind}, {_counted(self.num_parameters)} parameters",
             "implementation": f"{self.implementation}: {self.reason}",
             "device": f"{self.device}, dtype {self.dtype}, attention_backend {self.attention_backend}",
-            "device_memory": f"{_shown(self.device_memory)} {whose}",
-            "weights": _shown(self.weights_bytes),
-            "activations": f"about {_shown(self.activations_bytes)}"
-            + (f", and {_shown(self.cuda_bytes)} of CUDA itself" if self.cuda_bytes else ""),
-            "KV cache": f"{_shown(self.kv_bytes_per_token)} a token"
-            + (f", {_shown(state)} a request" if state else ""),
+            "device_memory": f"{format_bytes(self.device_memory)} {whose}",
+            "weights": format_bytes(self.weights_bytes),
+            "activations": f"about {format_bytes(self.activations_bytes)}"
+            + (f", and {format_bytes(self.cuda_bytes)} of CUDA itself" if self.cuda_bytes else ""),
+            "KV cache": f"{format_bytes(self.kv_bytes_per_token)} a token"
+            + (f", {format_bytes(state)} a request" if state else ""),
             "KV pool": pool,
-            "rest": f"{_shown(self.rest_bytes)}{' for states and snapshots of them, and' if state else ''} left free",
+            "rest": rest,
             "context_length": f"{self.context_length:,} tokens",
             "requests": served,
         }
@@ -159,25 +152,25 @@ def plan(
     device_memory: int | str | None = None,
     **arguments: Unpack[EngineArguments],
 ) -> Plan:
-    """What an engine of these arguments would take and serve, from the model's config alone.
+    """Estimate memory and capacity of an engine from the config of the model.
 
-    What a vision tower takes while it computes an image is not counted.
+    The memory that a vision tower uses while it computes an image is not included.
 
     Args:
-        model_path: a folder, a GGUF file, or a hub id, whose config files alone are fetched; None: the demo model.
-        device_memory: of another machine, in bytes or as "80GiB": a GPU of this size, or with ``device="cpu"`` as much
-            free memory. None: this machine's.
-        arguments: those of the constructors.
+        model_path: a folder, a GGUF file, or a hub id (only config files are downloaded); None: the demo model.
+        device_memory: to plan for another machine: the size of its GPU, or with ``device="cpu"`` its free memory, in
+            bytes or as "80GiB". None: this machine.
+        arguments: see the constructors.
 
     Raises:
-        TypeError, ValueError: as the constructors; or the memory of this machine's GPU cannot be found out.
+        TypeError, ValueError: as the constructors, or if the size of this machine's GPU cannot be read.
     """
     memory = None if device_memory is None else read_size(device_memory)
     return plan_of(engine_config(model_path, arguments), memory)
 
 
 def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
-    """As ``plan``. May block for as long as fetching the config files takes."""
+    """See ``plan``. May block until the config files are downloaded."""
     facts = model_folder.find_facts(replace(config.model, tokenizer_path=None), configs_only=True)
     device = machine.device_facts()
     if device_memory is not None and config.device.name != "cpu":
@@ -190,20 +183,30 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
     reason = _reason(facts, config.model)
     config = replace(config, model=replace(config.model, path=facts.path, tokenizer=False, chat_template=None))
     settings = resolve(config, facts, device, read_adapters(config))
+    is_on_cpu = settings.runner.device == "cpu"
     if device_memory is None:
-        device_memory = machine.free_host_memory() if settings.runner.device == "cpu" else _gpu_memory(device)
+        device_memory = machine.free_host_memory() if is_on_cpu else _gpu_memory(device)
     family = model_folder.family_config(config.model)
-    count = _num_parameters(family, facts)
-    itemsize = _DTYPE_BYTES[settings.model.dtype]
+    count, itemsize = _num_parameters(family, facts), DTYPE_BYTES[settings.model.dtype]
     weights_bytes, activations = count * itemsize, _activations(family, settings, itemsize)
     activations += _adapter_numbers(settings, facts.linear_layers) * itemsize
-    page_size, length = settings.memory.page_size, settings.model.context_length
-    pages = _Pages.of(family, settings, itemsize)
-    room = _room(settings, device_memory, weights_bytes=weights_bytes, activations=activations)
+    share = settings.memory.mem_fraction_static if settings.memory.num_pages is None else 1.0
+    if is_on_cpu:
+        num_bytes = int((device_memory - weights_bytes) * share)
+    else:
+        num_bytes = int(device_memory * share) - _CUDA_BYTES - weights_bytes - activations
+    length = settings.model.context_length
     states = state_bytes(family, itemsize)
-    max_running, room = _with_states(settings, states, pages, room)
-    num_pages = pages.num_fitting(room, settings.memory.num_pages, max_running=max_running)
-    tokens, whole = pages.groups.tokens_in(num_pages, length), -(-length // page_size)
+    demand = PoolDemand.of(settings, kv_cache(family, length), itemsize=itemsize, state_bytes=states)
+    pool = demand.fit(num_bytes)
+    num_pages = pool.num_pages if pool.left > 0 else 0
+    if demand.num_tokens is None and num_pages < demand.pages_in(length):
+        num_pages = 0
+    tokens, page_size = demand.tokens_in(num_pages), demand.groups.page_size
+    whole = -(-length // page_size) * page_size
+    longest = length
+    if demand.page_bytes:
+        longest = min(demand.tokens_in(pool.left // demand.page_bytes), length)
     return Plan(
         model_path=facts.path,
         model_type=facts.model_type,
@@ -214,22 +217,22 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
         num_parameters=count,
         device=settings.runner.device,
         dtype=settings.model.dtype,
-        attention_backend=_attention_backend(family, settings.runner),
+        attention_backend=settings.runner.attention_backend,
         weights_bytes=weights_bytes,
-        kv_bytes_per_token=pages.bytes_in(whole) // (whole * page_size),
+        kv_bytes_per_token=demand.pages_in(whole) * demand.page_bytes // whole,
         state_bytes_per_request=states,
         activations_bytes=activations,
         device_memory=device_memory,
-        kv_pool_bytes=(num_pages + 1) * pages.page_bytes if num_pages else 0,  # and the page for padding
+        kv_pool_bytes=(num_pages + 1) * demand.page_bytes if num_pages else 0,  # one more page is for padding
         max_total_tokens=tokens,
         context_length=length,
-        longest_context=pages.longest(room),
-        max_requests=min(tokens // (whole * page_size), max_running),
+        longest_context=longest,
+        max_requests=min(tokens // whole, pool.num_rows),
     )
 
 
 def _reason(facts: ModelFacts, wanted: ModelConfig) -> str:
-    """Why this implementation computes the model, and why the weights of a local folder would be refused."""
+    """Return why this implementation is chosen, and why an engine would refuse the weights of a local folder."""
     is_known = facts.model_type in model_folder.supported_model_types()
     reason = f"there is {'a' if is_known else 'no'} file for model_type {checks.shown(facts.model_type)}"
     if facts.implementation != OWN:
@@ -242,126 +245,47 @@ def _reason(facts: ModelFacts, wanted: ModelConfig) -> str:
 
 
 def _num_parameters(family: TransformerConfig, facts: ModelFacts) -> int:
-    """Of the model; where transformers' code computes it, those in its files. Raises ValueError: there are none."""
+    """Return the number of parameters; for transformers' code, the number of elements in the files of the weights.
+
+    Raises ValueError if there are no such files.
+    """
     if facts.implementation == OWN:
-        return num_parameters(family) + _tower_parameters(family, Path(facts.path))
-    if not facts.weights.num_numbers:
+        return num_parameters(family, folder_files.read_object(Path(facts.path) / "config.json"))
+    if not facts.weights.num_parameters:
         raise ValueError(
             f"transformers' own code would compute this model, if it knows the type {checks.shown(facts.model_type)}, "
             f"and the size of its weights is found in their files: {checkpoint.missing_weights(Path(facts.path))}"
         )
-    return facts.weights.num_numbers
-
-
-def _attention_backend(family: TransformerConfig, settings: RunnerSettings) -> str:
-    """The one that the runner takes, as far as the config tells: two have no latent attention, or no soft cap."""
-    wanted = settings.attention_backend
-    attention = family.attention if isinstance(family, DecoderConfig) else None
-    is_latent = attention is not None and attention.latent is not None
-    if wanted == "flashinfer" and is_latent:
-        return settings.fallback_backend or wanted
-    if wanted == "fused" and (is_latent or (attention is not None and attention.soft_cap is not None)):
-        return "torch"
-    return wanted
+    return facts.weights.num_parameters
 
 
 def _activations(family: TransformerConfig, settings: Settings, itemsize: int) -> int:
-    """What a step of the largest size takes, with a margin as the runner's, its logits and its graphs; estimated."""
-    limits = settings.scheduler
-    rows = max(limits.max_running, _SAMPLED_ROWS)
-    step = limits.max_step_tokens * step_numbers(family) * itemsize
-    logits = family.vocab_size * (rows * itemsize + _SAMPLED_ROWS * 4) if family.task == "generate" else 0
+    """Estimate the memory of the largest step, with its logits, CUDA graphs and cached image features."""
+    max_running, vocab_size = settings.scheduler.max_running, family.vocab_size
+    step = settings.scheduler.max_step_tokens * step_numbers(family) * itemsize
     if settings.runner.device == "cpu":
-        return step + family.vocab_size * 4
-    counts = 2 * 4 * limits.max_running * family.vocab_size  # of the tokens of each request, for penalties
-    features = _FEATURE_BYTES if isinstance(family, VisionConfig) else 0
-    return (step + logits) * 5 // 4 + counts + features + _GRAPH_BYTES
-
-
-def _room(settings: Settings, device_memory: int, *, weights_bytes: int, activations: int) -> int:
-    """Bytes that the KV pool may take, of a size given by the user or of its own."""
-    share = settings.memory.mem_fraction_static if settings.memory.num_pages is None else 1.0
-    if settings.runner.device == "cpu":
-        return int((device_memory - weights_bytes) * share)
-    return int(device_memory * share) - _CUDA_BYTES - weights_bytes - activations
-
-
-class _Pages(NamedTuple):
-    """The pages of a model: their groups, the bytes of one, and the longest request."""
-
-    groups: PageGroups
-    page_bytes: int
-    context_length: int
-
-    @classmethod
-    def of(cls, family: TransformerConfig, settings: Settings, itemsize: int) -> _Pages:
-        page_size, length = settings.memory.page_size, settings.model.context_length
-        numbers, windows = page_numbers(family, length)
-        groups = PageGroups(windows=windows, page_size=page_size, min_tokens=settings.scheduler.min_tokens)
-        return cls(groups, numbers * itemsize * page_size, length)
-
-    def of_tokens(self, num_pages: int) -> int:
-        """The pages for ``num_pages`` pages of tokens."""
-        return self.groups.pages_in(num_pages * self.groups.page_size, self.context_length)
-
-    def bytes_in(self, num_pages: int) -> int:
-        """Bytes of a pool for ``num_pages`` pages of tokens."""
-        return self.of_tokens(num_pages) * self.page_bytes
-
-    def num_fitting(self, room: int, wanted: int | None, *, max_running: int) -> int:
-        """Pages of the pool; 0: there is no room for one request, or for as many as are ``wanted``, pages of tokens."""
-        if wanted is not None:
-            return self.of_tokens(wanted) if self.bytes_in(wanted) <= room else 0
-        most = self.groups.pages_in(self.context_length * max_running, self.context_length)
-        num_pages = min(room // self.page_bytes, most) if self.page_bytes else most if room > 0 else 0
-        return num_pages if num_pages >= self.groups.pages_for(self.context_length) else 0
-
-    def longest(self, room: int) -> int:
-        """The most tokens of a request that have room."""
-        if not self.page_bytes:
-            return self.context_length
-        return min(self.groups.tokens_in(max(room, 0) // self.page_bytes, self.context_length), self.context_length)
-
-
-def _tower_parameters(family: TransformerConfig, folder: Path) -> int:
-    if not isinstance(family, VisionConfig):
-        return 0
-    return num_tower_parameters(folder_files.read_object(folder / "config.json"), family.hidden_size)
-
-
-def _with_states(settings: Settings, state_bytes: int, pages: _Pages, room: int) -> tuple[int, int]:
-    """How many requests run at once, and what is left of ``room``, if the states of each take ``state_bytes``: as the
-    runner fits them and their snapshots (``runner.device_memory``).
-    """
-    max_running, num_pages = settings.scheduler.max_running, settings.memory.num_pages
-    if not state_bytes:
-        return max_running, room
-    most = room // 2 if num_pages is None else room - pages.bytes_in(num_pages)
-    max_running = max(min(max_running, most // state_bytes - 1), 0)
-    room -= (max_running + 1) * state_bytes
-    if settings.scheduler.prefix_cache:
-        least = num_pages or -(-settings.model.context_length // settings.memory.page_size)
-        num_snapshots = min(room // 4, room - pages.bytes_in(least)) // state_bytes
-        room -= max(min(SNAPSHOTS_PER_ROW * max_running, num_snapshots), 0) * state_bytes
-    return max_running, room
+        return step + vocab_size * 4
+    if family.task == "generate":
+        step += vocab_size * (max(max_running, SAMPLED_ROWS) * itemsize + SAMPLED_ROWS * 4)
+    reserved = reserved_bytes(step, max_running=max_running, vocab_size=vocab_size)
+    return reserved + (GPU_FEATURE_BYTES if isinstance(family, VisionConfig) else 0)
 
 
 def _adapter_numbers(settings: Settings, layers: Mapping[str, tuple[int, int]]) -> int:
-    """Numbers of all slots for adapters; ``layers``: (outputs, inputs) of the linear layers that these may change."""
+    """Return the elements of all adapter slots. ``layers``: (outputs, inputs) of the layers that may change."""
     lora = settings.runner.lora
     if lora is None:
         return 0
     sizes = [
         sum(shape) for name, shape in layers.items() if not lora.modules or name.rpartition(".")[2] in lora.modules
     ]
-    return lora.num_slots * -(-lora.max_rank // _RANKS) * _RANKS * sum(sizes)
+    return lora.num_slots * padded_rank(lora.max_rank) * sum(sizes)
 
 
 def _gpu_memory(device: DeviceFacts) -> int:
-    """Bytes of the first GPU that this process may use.
+    """Return the memory of the first GPU that is visible to this process.
 
-    Raises:
-        ValueError: nvidia-smi does not tell.
+    Raises ValueError if nvidia-smi does not report it.
     """
     try:
         done = subprocess.run(_SMI, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=True)
@@ -370,25 +294,25 @@ def _gpu_memory(device: DeviceFacts) -> int:
     except (OSError, ValueError, IndexError, subprocess.SubprocessError) as error:
         gpus = checks.counted(device.num_gpus, "GPU")
         raise ValueError(
-            f"the memory of this machine's {gpus} cannot be found out with nvidia-smi: {error}; give device_memory, "
-            "such as '80GiB'"
+            f"nvidia-smi does not report the memory of this machine's {gpus}: {error}; give device_memory, such as "
+            "'80GiB'"
         ) from error
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
-    found = sizes.get(visible) or next(iter(sizes.values()), None)
-    if found is None:
+    memory = sizes.get(visible) or next(iter(sizes.values()), None)
+    if memory is None:
         raise ValueError("nvidia-smi lists no GPU; give device_memory, such as '80GiB'")
-    return found
+    return memory
 
 
 def read_size(value: object) -> int:
-    """Bytes, from a number or a text such as "80GiB" or "24 GB". Raises TypeError or ValueError for anything else."""
+    """Convert a number of bytes, or a text such as "80GiB" or "24 GB". Raises TypeError or ValueError otherwise."""
     allowed = f"bytes from 1 to {_MAX_MEMORY}, or a text such as '80GiB' or '24GB'"
     if isinstance(value, str):
-        found = _SIZE.fullmatch(value)
-        if found is None:
+        match = _SIZE.fullmatch(value)
+        if match is None:
             raise checks.wrong_value("device_memory", allowed, value)
-        unit = found[2].lower()
-        value = int(float(found[1]) * (1024 if "i" in unit else 1000) ** _UNITS[unit[:1]])
+        unit = match[2].lower()
+        value = int(float(match[1]) * (1024 if "i" in unit else 1000) ** _UNITS[unit[:1]])
     if isinstance(value, bool) or not isinstance(value, int):
         raise checks.wrong_type("device_memory", allowed, value)
     if not 1 <= value <= _MAX_MEMORY:
@@ -397,13 +321,5 @@ def read_size(value: object) -> int:
 
 
 def _counted(number: int) -> str:
-    """ "8.03 billion" or "4.3 million" """
+    """Return "8.03 billion" or "4.3 million"."""
     return f"{number / 1e9:.3g} billion" if number >= 1e9 else f"{number / 1e6:.3g} million"
-
-
-def _shown(num_bytes: int) -> str:
-    """ "1.5 GiB", "300 MiB" or "12 KiB" """
-    for unit, size in (("GiB", _GIB), ("MiB", 1 << 20)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:,.1f} {unit}"
-    return f"{num_bytes / 1024:,.1f} KiB"

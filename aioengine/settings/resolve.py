@@ -1,6 +1,6 @@
-"""From the user's configuration and facts about model and machine to ``Settings``, without None and "auto".
+"""Resolves the values of the user to ``Settings``, without None and "auto".
 
-Pure: facts are arguments (``model_folder.find_facts``, ``machine.device_facts``).
+The facts about model and machine are arguments (``model_folder.find_facts``, ``machine.device_facts``).
 """
 
 from __future__ import annotations
@@ -31,37 +31,37 @@ if TYPE_CHECKING:
 
 RUNNER_FACTORY: Final = "aioengine.runner.build:build"
 PACKED: Final = "packed"
-"""The one attention backend for models that attend in both directions."""
+"""The attention backend of models that attend in both directions."""
 
 CPU_LIMITS: Final = 512, 64
-"""Tokens of a step, running requests."""
+"""Default tokens of a step and running requests."""
+GPU_LIMITS: Final = 8192, 1024
 
 COMPILE_SHARE: Final = 0.9
-"""The part of ``startup_timeout`` that kernels may take to compile: their error is clearer than that of the start."""
+"""The part of ``startup_timeout`` in which kernels must compile. Their error is clearer than the start's timeout."""
 
-GPU_LIMITS: Final = 8192, 1024
 EMBEDDER_WORK: Final = 3.5e12
+"""Parameters times tokens of a step of an embedder that takes an H200 about 15 ms. Shorter steps wait for the host."""
 MOST_EMBEDDER_TOKENS: Final = 32_768
-"""Parameters times tokens of a step of a model that gives vectors, for which an H200 takes about 15 ms, and its most
-tokens: more tokens than ``GPU_LIMITS`` where the host would take longer for a step than the device.
-"""
 GPU_DECODE_COST: Final = 4
-"""On an H200 a row that decodes after 128 to 1000 positions takes as long as 2 (8 billion weights) to 6 (0.6 billion)
+"""On an H200, a decoding row with 128 to 1000 positions takes as long as 2 (8 billion parameters) to 6 (0.6 billion)
 tokens of a prompt.
 """
 SNAPSHOT_TOKENS: Final = 64, 256
-"""States are kept at multiples of these numbers of tokens, on a CPU and on a GPU. What is computed again before a hit
-is less than this, which takes a GPU hardly longer than one token; and a step that ends there has to be worth it.
+"""Snapshots of states are taken at multiples of these numbers of tokens, on a CPU and on a GPU.
+
+After a prefix hit, fewer tokens than this are computed again, which takes a GPU hardly longer than one token. Smaller
+numbers would split prompts into too many steps.
 """
 GPU_GRAPH_ROWS: Final = 1024
 FUSED_CHUNK: Final = 512
-"""Positions that attention_backend='fused' works on at a time, which must be whole pages."""
+"""attention_backend='fused' processes this many positions at a time, which must be whole pages."""
 
 CPU_MEMORY_FRACTION: Final = 0.4
-"""Modest: a laptop's other programs stay in memory."""
+"""Leaves memory to the other programs of a laptop."""
 THREADED_PARAMETERS: Final = 16_000_000
-"""Weights, about. The operations of a smaller model take a few microseconds: waking a second thread for each costs more
-than it saves.
+"""Approximate size of the smallest model for which several threads are faster. Operations of smaller models take a few
+microseconds, less than waking a thread.
 """
 
 GPU_MEMORY_FRACTION: Final = 0.88
@@ -70,20 +70,19 @@ GPU_MEMORY_FRACTION: Final = 0.88
 def resolve(
     config: EngineConfig, model: ModelFacts, device: DeviceFacts, adapters: Sequence[AdapterFolder] = ()
 ) -> Settings:
-    """Replace every None and "auto". ``adapters``: the folders of those of the configuration.
+    """Replace every None and "auto". ``adapters``: the folders of the adapters in ``config``.
 
-    Raises:
-        ValueError: a value does not fit this model or this machine.
+    Raises ValueError if a value does not fit the model or the machine.
     """
-    place = _device(config, device)
-    is_on_gpu = place == "cuda"
+    device_name = _device(config, device)
+    is_on_gpu = device_name == "cuda"
     if model.implementation == TRANSFORMERS and config.device.batch_invariant and is_on_gpu:
         raise ValueError(
-            "enable_deterministic_inference is for models of our own code; with transformers' code the bits on a GPU "
-            "depend on the batch"
+            "enable_deterministic_inference works on a GPU only for models in our own code; with transformers' code, "
+            "bits depend on the batch"
         )
     dtype = _dtype(config, model, device, is_on_gpu=is_on_gpu)
-    backend = _attention_backend(config, dtype, is_on_gpu=is_on_gpu) if model.is_causal else PACKED
+    backend = _attention_backend(config, model, dtype, is_on_gpu=is_on_gpu)
     scheduler = _scheduler_settings(config, model, is_on_gpu=is_on_gpu)
     return Settings(
         model=_model_settings(config, model, dtype),
@@ -91,7 +90,7 @@ def resolve(
         scheduler=scheduler,
         runner=RunnerSettings(
             factory=RUNNER_FACTORY,
-            device=place,
+            device=device_name,
             attention_backend=backend,
             fallback_backend="triton" if config.device.attention_backend == "auto" else "",
             num_threads=_num_threads(model, device),
@@ -114,23 +113,22 @@ def resolve(
 
 
 def context_length(config: EngineConfig, model: ModelFacts) -> int:
-    """Tokens of the context: the model's, or a smaller number from the configuration.
+    """Return the context length: the model's, or a smaller one in ``config``.
 
-    Raises:
-        ValueError: the configuration has a larger one.
+    Raises ValueError if ``config`` has a larger one.
     """
     wanted = config.model.context_length
     if wanted is None:
         return min(model.context_length, model.pooling.max_tokens or model.context_length)
     if wanted > model.context_length:
         raise ValueError(
-            f"context_length must be at most {model.context_length}, which this model was made for, got {wanted}"
+            f"context_length must be at most {model.context_length}, the length of this model, got {wanted}"
         )
     return wanted
 
 
 def _num_parameters(model: ModelFacts) -> int:
-    """About."""
+    """Estimate the number of parameters."""
     return 12 * model.num_layers * model.hidden_size**2 + model.vocab_size * model.hidden_size
 
 
@@ -140,14 +138,19 @@ def _num_threads(model: ModelFacts, device: DeviceFacts) -> int:
 
 def _device(config: EngineConfig, device: DeviceFacts) -> str:
     if config.device.name == "cuda" and not device.num_gpus:
-        raise ValueError("device='cuda' is not available: this machine shows no NVIDIA GPU; device='cpu' works")
+        raise ValueError("device='cuda' is not available: this machine has no NVIDIA GPU; device='cpu' works")
     if config.device.name != "auto":
         return config.device.name
     return "cuda" if device.num_gpus and device.has_triton else "cpu"
 
 
-def _attention_backend(config: EngineConfig, dtype: str, *, is_on_gpu: bool) -> str:
-    """FlashInfer on a GPU, for the dtypes it supports. The runner finds out whether it works on this machine."""
+def _attention_backend(config: EngineConfig, model: ModelFacts, dtype: str, *, is_on_gpu: bool) -> str:
+    """Return the fastest backend that can compute the model. The runner checks that it works on this machine.
+
+    FlashInfer computes neither latent attention nor float32, and ``fused`` neither latent attention nor soft caps.
+    """
+    if not model.is_causal:
+        return PACKED
     wanted = config.device.attention_backend
     is_invariant = config.device.batch_invariant and is_on_gpu
     if wanted in {"flashinfer", "triton"} and not is_on_gpu:
@@ -159,15 +162,20 @@ def _attention_backend(config: EngineConfig, dtype: str, *, is_on_gpu: bool) -> 
             f"attention_backend={wanted!r} gives other bits in other batches on a GPU; enable_deterministic_inference "
             "works with 'auto' or 'triton'"
         )
-    if wanted != "auto":
-        return wanted
-    if not is_on_gpu:
-        return "fused"
-    return "triton" if dtype == "float32" or is_invariant else "flashinfer"
+    if wanted == "flashinfer" and model.is_latent:
+        raise ValueError(
+            "attention_backend='flashinfer' has no latent attention, which this model needs; 'triton', 'torch' and "
+            "'auto' work"
+        )
+    if is_on_gpu and wanted == "auto":
+        return "triton" if dtype == "float32" or is_invariant or model.is_latent else "flashinfer"
+    if wanted in {"auto", "fused"}:
+        return "torch" if model.is_latent or model.has_soft_cap else "fused"
+    return wanted
 
 
 def _graph_rows(config: EngineConfig, max_running: int) -> int:
-    """Rows of the largest CUDA graph; 0: no graphs."""
+    """Return the rows of the largest CUDA graph; 0 without graphs."""
     wanted = config.device.cuda_graph_max_rows
     return min(max_running, GPU_GRAPH_ROWS if wanted is None else wanted) if config.device.cuda_graphs else 0
 
@@ -195,8 +203,8 @@ def _model_settings(config: EngineConfig, model: ModelFacts, dtype: str) -> Mode
     stored = "gguf" if model.path.endswith(".gguf") else "safetensors"
     wanted = stored if config.model.load_format == "auto" else config.model.load_format
     if wanted not in {stored, "dummy"}:
-        kind = "a GGUF file" if stored == "gguf" else "no GGUF file"
-        raise ValueError(f"load_format={wanted!r}, and {model.path!r} is {kind}; load_format='auto' works")
+        kind = "is a GGUF file" if stored == "gguf" else "is no GGUF file"
+        raise ValueError(f"load_format={wanted!r}, but {model.path!r} {kind}; load_format='auto' works")
     return ModelSettings(
         path=model.path,
         dtype=dtype,
@@ -219,7 +227,7 @@ def _memory_settings(config: EngineConfig, backend: str, *, is_on_gpu: bool) -> 
     if backend == "fused" and FUSED_CHUNK % page_size:
         raise ValueError(
             f"page_size must be a power of two from 1 to {FUSED_CHUNK} with attention_backend='fused', got {page_size};"
-            " 'torch', and on a GPU 'flashinfer' and 'triton', take any from 1 to 1024"
+            " 'torch', and on a GPU 'flashinfer' and 'triton', work with 1 to 1024"
         )
     if wanted is not None and wanted < page_size:
         raise ValueError(f"max_total_tokens must be at least one page ({page_size} tokens), got {wanted}")
@@ -233,15 +241,15 @@ def _memory_settings(config: EngineConfig, backend: str, *, is_on_gpu: bool) -> 
 
 
 def _scheduler_settings(config: EngineConfig, model: ModelFacts, *, is_on_gpu: bool) -> SchedulerSettings:
-    """A step must have room for a token of every running request, so the budget is never below ``max_running``.
+    """Return the limits of steps. The token budget is at least ``max_running``, one token per request.
 
-    On a CPU a launch returns when its step is computed; overlap would only delay its tokens: depth 0.
+    On a CPU, ``depth`` is 0: launching a step computes it, so overlap would only delay its tokens.
     """
-    length, wanted = context_length(config, model), config.scheduler
+    length, wanted, page_size = context_length(config, model), config.scheduler, config.memory.page_size
     default_chunk, default_running = GPU_LIMITS if is_on_gpu else CPU_LIMITS
     if is_on_gpu and model.task != "generate":
-        enough = int(EMBEDDER_WORK / _num_parameters(model)) // 1024 * 1024
-        default_chunk = min(max(enough, default_chunk), MOST_EMBEDDER_TOKENS)
+        num_tokens = int(EMBEDDER_WORK / _num_parameters(model)) // 1024 * 1024
+        default_chunk = min(max(num_tokens, default_chunk), MOST_EMBEDDER_TOKENS)
     chunk = default_chunk if wanted.chunk_tokens is None else wanted.chunk_tokens
     if wanted.chunk_tokens == -1:
         chunk = length
@@ -259,24 +267,17 @@ def _scheduler_settings(config: EngineConfig, model: ModelFacts, *, is_on_gpu: b
         depth=1 if is_on_gpu and wanted.overlap else 0,
         tenant_weights=wanted.tenant_weights,
         decode_cost=GPU_DECODE_COST if is_on_gpu else 1,
-        snapshot_tokens=_snapshot_tokens(config.memory.page_size, is_on_gpu=is_on_gpu) if model.keeps_states else 0,
+        snapshot_tokens=-(-SNAPSHOT_TOKENS[is_on_gpu] // page_size) * page_size if model.keeps_states else 0,
     )
-
-
-def _snapshot_tokens(page_size: int, *, is_on_gpu: bool) -> int:
-    """A multiple of the page size."""
-    return -(-SNAPSHOT_TOKENS[is_on_gpu] // page_size) * page_size
 
 
 def _lora_settings(wanted: LoraConfig, model: ModelFacts, adapters: Sequence[AdapterFolder]) -> LoraSettings | None:
     if wanted.enabled is False and wanted.adapters:
-        raise ValueError("lora_paths is given with enable_lora=False; leave out one of them")
+        raise ValueError("lora_paths is set, but enable_lora=False; leave out one of them")
     if not (wanted.enabled or wanted.adapters):
         return None
     if not model.is_causal:
-        raise ValueError(
-            "enable_lora is for models whose tokens attend to earlier ones; those of this one attend to all"
-        )
+        raise ValueError("enable_lora does not work for this model, whose tokens attend in both directions")
     if not adapters and (wanted.max_rank is None or wanted.modules is None):
         raise ValueError(
             "enable_lora=True without lora_paths needs max_lora_rank (such as 16) and lora_target_modules (a list such "
@@ -286,8 +287,8 @@ def _lora_settings(wanted: LoraConfig, model: ModelFacts, adapters: Sequence[Ada
     if num_pinned >= num_slots:
         pinned = checks.counted(num_pinned, "pinned adapter")
         raise ValueError(
-            f"lora_paths has {pinned}, and max_loras_per_batch={num_slots} has to be larger: adapters that are not "
-            "pinned need a place"
+            f"lora_paths has {pinned}; max_loras_per_batch={num_slots} must be larger, because other adapters need at "
+            "least one slot"
         )
     if wanted.max_loaded is not None and wanted.max_loaded < num_slots:
         raise ValueError(f"max_loaded_loras must be at least max_loras_per_batch={num_slots}, got {wanted.max_loaded}")
@@ -301,7 +302,7 @@ def _lora_settings(wanted: LoraConfig, model: ModelFacts, adapters: Sequence[Ada
 
 
 def _lora_modules(wanted: LoraConfig, model: ModelFacts, adapters: Sequence[AdapterFolder]) -> tuple[str, ...]:
-    """The modules that adapters may change; () stands for all of the model."""
+    """Return the modules that adapters may change; () for all modules of the model."""
     if wanted.modules is None:
         parts = [part for folder in adapters for part in folder.parts(model.linear_layers)]
         return tuple(sorted({part.module for part in parts}))
@@ -309,7 +310,7 @@ def _lora_modules(wanted: LoraConfig, model: ModelFacts, adapters: Sequence[Adap
     modules = tuple(own for module in wanted.modules for own in FUSED.get(module, (module,)))
     if unknown := next((module for module in modules if module not in known), None):
         raise ValueError(
-            f"lora_target_modules has {checks.shown(unknown)}, which this model has not; it has "
+            f"lora_target_modules has {checks.shown(unknown)}, which this model does not have; what works: "
             f"{', '.join(sorted(known))}"
         )
     return modules
@@ -321,6 +322,6 @@ def _tokenizer_path(config: EngineConfig, model: ModelFacts) -> str | None:
     if model.tokenizer_path is None:
         raise ValueError(
             f"{(config.model.tokenizer_path or model.path)!r} has no tokenizer.json, and is no GGUF file with a "
-            "tokenizer; name another folder with tokenizer_path, or pass token ids only with skip_tokenizer_init=True"
+            "tokenizer; give another folder in tokenizer_path, or use token ids only with skip_tokenizer_init=True"
         )
     return model.tokenizer_path

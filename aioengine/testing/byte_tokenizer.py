@@ -1,7 +1,7 @@
-"""A tokenizer of bytes, in a model folder that ships with the package: small, exact, and without a download.
+"""A byte tokenizer in a model folder of the package.
 
-Ids 0 to 255 are the bytes of UTF-8, and the special tokens follow. Every text has an encoding, text and ids can be
-checked by eye, and one id can be a part of a character.
+Ids 0 to 255 are the bytes of UTF-8; the special tokens follow. It encodes every text, and an id may be a part of a
+character.
 """
 
 from __future__ import annotations

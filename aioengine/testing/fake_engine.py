@@ -1,7 +1,7 @@
 """An engine without a model, for tests of programs that use aioengine.
 
-It has the whole API of the real one: the same calls, streams, errors, queues and scheduler. Only the model is missing:
-a tokenizer of bytes (one token for each byte of UTF-8) and answers that the test gives.
+It has the complete API of a real engine: the same calls, streams, errors, queues and scheduler. Instead of a model, it
+has a byte tokenizer (one token for each byte of UTF-8) and the answers of the test.
 
     from aioengine.testing.fake_engine import fake_async_engine
 
@@ -52,22 +52,34 @@ PAGE_SIZE = 16
 STARTUP_TIMEOUT_S = 60.0
 MAX_S: Final = 86400.0
 MAX_RANK: Final = 64
+_CHECKS: Final[Mapping[str, checks.Check]] = {
+    **dict.fromkeys(
+        ("context_length", "num_pages", "max_running", "chunk_tokens", "max_loaded_loras"), checks.whole_from(1)
+    ),
+    **dict.fromkeys(("max_queued", "max_restarts", "max_loras_per_batch"), checks.whole_from(0)),
+    "random_seed": checks.whole_from(0, 2**63 - 1),
+    **dict.fromkeys(("allow_request_templates", "processes"), checks.switch),
+    **dict.fromkeys(("step_time_s", "adapter_s"), checks.number_from(0, MAX_S)),
+    **dict.fromkeys(
+        ("stall_timeout_s", "slow_reader_timeout_s", "restart_window_s"), checks.number_from(0, MAX_S, above=True)
+    ),
+}
 LAYERS: Final = {"model.layers.0.self_attn.q_proj": (8, 8), "model.layers.0.self_attn.v_proj": (8, 8)}
 
 
 class FakeSetup(Struct, frozen=True, kw_only=True):
-    """What a fake engine is like.
+    """The settings of a fake engine.
 
-    answers: part of a prompt -> the answer to it (the longest that is found counts, "" is for all others, which else
-        get an empty one). None: every prompt is answered with letters that depend on it, until the length that was
-        asked for.
-    step_time_s: how long each step takes. faults: what goes wrong, and when.
-    processes: real subprocesses, as the real engine has them; else everything runs on the engine's own loop, which
-        starts at once. None: only where a fault kills or stalls a process, or steps take time.
+    answers: part of a prompt -> its answer. The longest part in the prompt counts; "" matches any prompt. Prompts that
+        match nothing have an empty answer. None: the answer is random letters that depend on the prompt, of the
+        requested length.
+    step_time_s: duration of each step. faults: the faults to inject.
+    processes: True: use subprocesses like a real engine. False: run everything on the event loop of the engine, which
+        starts immediately. None: use subprocesses only if a fault kills or stalls a process, or steps take time.
     max_loras_per_batch: 0: no adapters. The linear layers of the model are ``LAYERS``, and adapters are in fp32.
-    adapter_s: how long it takes to read one.
-    context_length, num_pages (of 16 tokens), max_running, max_queued: as small as a test wants them. The other fields
-        are the constructor's arguments of such a name.
+    adapter_s: time to read an adapter.
+    context_length, num_pages (of 16 tokens), max_running, max_queued: limits, which may be very small. The other fields
+        are arguments of the constructor of a real engine.
     """
 
     answers: Mapping[str, str] | None = None
@@ -92,25 +104,11 @@ class FakeSetup(Struct, frozen=True, kw_only=True):
     adapter_s: float = 0.0
 
     def __post_init__(self) -> None:
-        checks.whole("context_length", self.context_length, 1)
-        checks.whole("num_pages", self.num_pages, 1)
-        checks.whole("max_running", self.max_running, 1)
-        checks.whole("max_queued", self.max_queued, 0)
-        checks.whole("chunk_tokens", self.chunk_tokens, 1)
-        checks.whole("random_seed", self.random_seed, 0, 2**63 - 1)
-        checks.whole("max_restarts", self.max_restarts, 0)
-        checks.whole("max_loras_per_batch", self.max_loras_per_batch, 0)
-        checks.switch("allow_request_templates", self.allow_request_templates)
-        if self.max_loaded_loras is not None:
-            checks.whole("max_loaded_loras", self.max_loaded_loras, 1)
-        checks.number("step_time_s", self.step_time_s, 0, MAX_S)
-        checks.number("adapter_s", self.adapter_s, 0, MAX_S)
-        checks.number("stall_timeout_s", self.stall_timeout_s, 0, MAX_S, above=True)
-        checks.number("slow_reader_timeout_s", self.slow_reader_timeout_s, 0, MAX_S, above=True)
-        checks.number("restart_window_s", self.restart_window_s, 0, MAX_S, above=True)
+        for name, check in _CHECKS.items():
+            value: object = getattr(self, name)
+            if value is not None or name not in ("max_loaded_loras", "processes"):
+                check(name, value)
         checks.choice("slow_reader", self.slow_reader, {word: word for word in ("coalesce", "pause", "abort")})
-        if self.processes is not None:
-            checks.switch("processes", self.processes)
         if not isinstance(cast("object", self.faults), Faults | None):
             raise checks.wrong_type("faults", "Faults(...) or None", self.faults)
         for text in _entries("answers", {} if self.answers is None else self.answers, "text"):
@@ -120,7 +118,7 @@ class FakeSetup(Struct, frozen=True, kw_only=True):
 
     @property
     def has_processes(self) -> bool:
-        """Whether real subprocesses are needed, or wanted."""
+        """Whether it uses subprocesses."""
         if self.processes is not None:
             return self.processes
         faults = self.faults or Faults()
@@ -128,7 +126,7 @@ class FakeSetup(Struct, frozen=True, kw_only=True):
         return bool(kills or faults.stall_at or faults.start_s or self.step_time_s)
 
     def settings(self) -> Settings:
-        """The settings of such an engine."""
+        """Return the settings of the processes."""
         options: dict[str, str | int | float | bool] = {
             "step_time_s": self.step_time_s,
             "adapter_s": self.adapter_s,
@@ -173,13 +171,13 @@ class FakeSetup(Struct, frozen=True, kw_only=True):
 
     @property
     def lora(self) -> LoraSettings | None:
-        """The settings of its adapters."""
+        """The settings of adapters."""
         if not self.max_loras_per_batch:
             return None
         return LoraSettings(num_slots=self.max_loras_per_batch, max_rank=MAX_RANK, max_loaded=self.max_loaded_loras)
 
     def blueprint(self) -> Blueprint:
-        """What ``AsyncEngine.from_blueprint`` and ``Engine.from_blueprint`` take, once it is called."""
+        """Return the argument of ``from_blueprint`` of both engines."""
         settings = self.settings()
         limits = SupervisionConfig(
             max_restarts=self.max_restarts,
@@ -204,19 +202,19 @@ class FakeSetup(Struct, frozen=True, kw_only=True):
 
 
 def fake_async_engine(answers: Mapping[str, str] | None = None, **setup: object) -> AsyncEngine:
-    """An ``AsyncEngine`` without a model; ``setup`` are the other fields of ``FakeSetup``.
+    """Return an ``AsyncEngine`` without a model. setup: the other fields of ``FakeSetup``.
 
     Raises:
-        TypeError, ValueError: a field that does not exist, or a value that it cannot have.
+        TypeError, ValueError: a field does not exist, or has a wrong value.
     """
     return AsyncEngine.from_blueprint(_setup(answers, setup).blueprint)
 
 
 def fake_engine(answers: Mapping[str, str] | None = None, **setup: object) -> Engine:
-    """An ``Engine`` without a model, started; ``setup`` are the other fields of ``FakeSetup``.
+    """Return a started ``Engine`` without a model. setup: the other fields of ``FakeSetup``.
 
     Raises:
-        TypeError, ValueError: a field that does not exist, or a value that it cannot have.
+        TypeError, ValueError: a field does not exist, or has a wrong value.
     """
     return Engine.from_blueprint(_setup(answers, setup).blueprint)
 
@@ -230,10 +228,10 @@ def _setup(answers: Mapping[str, str] | None, setup: Mapping[str, object]) -> Fa
 
 
 def _entries(name: str, value: object, kind: str) -> Collection[object]:
-    """The values of a dict with keys of text."""
+    """Check that a value is a dict with strings as keys, and return its values."""
     if not isinstance(value, Mapping):
         raise checks.wrong_type(name, f"a dict of text to {kind}", value)
-    given = cast("Mapping[object, object]", value)
-    for key in given:
+    entries = cast("Mapping[object, object]", value)
+    for key in entries:
         checks.text(f"{name} keys", key)
-    return given.values()
+    return entries.values()

@@ -1,8 +1,8 @@
-"""FakeRunner: a runner without a model. The next token is a hash of all tokens before it, read from simulated pages.
+"""FakeRunner: a runner without a model. The next token is a hash of all previous tokens, read from simulated pages.
 
-Each row writes its token ids into the slots that its pages and positions name, and what is sampled depends on every
-slot of the request. So a mistake in positions, pages, chunks, prefix hits, preemption or overlap changes the output,
-and ``reference_output`` computes the right output without pages and steps.
+Each row writes its token ids to the slots of its positions, and the sampled token depends on all slots of the request.
+So a mistake in positions, pages, chunks, prefix hits, preemption or overlap changes the output. ``reference_output``
+computes the correct output without pages and steps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from aioengine.model_files import adapter_folder
 from aioengine.protocol.columns import HIDDEN_STATES, NO_TOKEN, POOLED_VECTOR, Extra, TokenColumns, state_extras
 from aioengine.protocol.messages import ALL_STATES, Reply, RequestKind
 from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS, OUTPUT_LOGPROBS, prompt_extras
-from aioengine.scheduler.plan import StepResult, UnknownOrderError
+from aioengine.scheduler.plan import StepResult
 from aioengine.scheduler.planner import OUTPUTS
 from aioengine.testing.faults import Faults
 
@@ -39,20 +39,21 @@ MASK = (1 << 64) - 1
 UNWRITTEN = -1
 DEFAULT_NUM_PAGES = 4096
 ECHO = "echo"
-"""The one order that fake runners implement."""
+"""The only control message of fake runners."""
 FAKE_EXTRA = "fake"
 HIDDEN_SIZE = 8
 PRINTABLE = "abcdefghijklmnopqrstuvwxyz etaoin. "  # an alphabet whose texts look a little like text
 
 
 class FakeModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What stands in for the weights.
+    """The parameters of the fake model.
 
-    vocab_size: tokens are 0 ... vocab_size - 1. alphabet: if given, only the code points of these characters are
-    sampled, which are tokens of a byte-level tokenizer. eos_token_id is sampled with ``eos_probability`` at each
-    position, and never else. tokens_per_step: digits; in its n-th step a request gives as many tokens as the n-th digit
-    says, counted round and round. gives_extras: each token has an extra, ``extra_of``. step_time_s, token_time_s: how
-    long the device takes for a step, and for each token of it. adapter_s: how long it takes to read an adapter.
+    vocab_size: tokens are 0 ... vocab_size - 1. alphabet: if not empty, only the code points of these characters are
+    sampled, which are tokens of the byte tokenizer. eos_token_id: sampled with ``eos_probability`` at each position.
+    tokens_per_step: digits from 1; the n-th result of a request has as many tokens as the
+    n-th digit says, again from the first digit after the last. gives_extras: each token has an extra, ``extra_of``.
+    step_time_s, token_time_s: time of the device for a step, and for each token of it. adapter_s: time to read an
+    adapter.
     """
 
     vocab_size: int = 256
@@ -66,18 +67,18 @@ class FakeModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     adapter_s: float = 0.0
 
     def candidates(self) -> list[int]:
-        """The ids that can be sampled, but for ``eos_token_id``."""
-        found = [ord(letter) for letter in self.alphabet] or list(range(self.vocab_size))
-        if min(found) < 0 or max(found) >= self.vocab_size:
+        """Return the ids that can be sampled, except ``eos_token_id``."""
+        ids = [ord(letter) for letter in self.alphabet] or list(range(self.vocab_size))
+        if max(ids) >= self.vocab_size:
             raise ValueError(f"the alphabet {self.alphabet!r} has ids beyond the vocabulary of {self.vocab_size}")
-        others = [token_id for token_id in found if token_id != self.eos_token_id]
+        others = [token_id for token_id in ids if token_id != self.eos_token_id]
         if not others:
             raise ValueError(f"a vocabulary of {self.vocab_size} has no token beside eos_token_id={self.eos_token_id}")
         return others
 
 
 class NextToken:
-    """The model's function: from all tokens (as a checksum of them) to the next one."""
+    """The function of the model: from the checksum of all tokens to the next token."""
 
     def __init__(self, model: FakeModel) -> None:
         self._candidates = model.candidates()
@@ -85,7 +86,7 @@ class NextToken:
         self._eos_below = int(model.eos_probability * (1 << 32))
 
     def __call__(self, checksum: int, num_tokens: int, num_prompt: int, sampling: Sampling) -> int:
-        """The token at position ``num_tokens``. The seed matters unless ``sampling`` is greedy."""
+        """Return the token at position ``num_tokens``. It depends on the seed unless ``sampling`` is greedy."""
         number = _mix(checksum + (num_tokens << 32))
         if not sampling.is_greedy:
             number = _mix(number ^ (sampling.seed * 0x9E3779B97F4A7C15 & MASK))
@@ -102,7 +103,7 @@ class NextToken:
 
 
 def _mix(number: int) -> int:
-    """Spread 64 bits over 64 bits (the finalizer of SplitMix64)."""
+    """Mix 64 bits (the finalizer of SplitMix64)."""
     number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 & MASK
     number = (number ^ (number >> 27)) * 0x94D049BB133111EB & MASK
     return number ^ (number >> 31)
@@ -111,7 +112,7 @@ def _mix(number: int) -> int:
 def reference_output(
     prompt_token_ids: list[int], sampling: Sampling, limits: Limits, model: FakeModel, *, adapter: int = 0
 ) -> list[int]:
-    """The output tokens of a request that runs to its end, from the definition. ``adapter``: its number; 0: none."""
+    """Return the complete output of a request, by definition. adapter: its number; 0: none."""
     next_token = NextToken(model)
     token_ids = list(prompt_token_ids)
     while len(token_ids) < len(prompt_token_ids) + limits.max_new_tokens:
@@ -124,17 +125,17 @@ def reference_output(
 
 
 def fake_vector(number: int) -> bytes:
-    """``HIDDEN_SIZE`` floats from -1 to 1 that depend on the number."""
+    """Return ``HIDDEN_SIZE`` floats from -1 to 1 that depend on the number."""
     return pack(f"<{HIDDEN_SIZE}f", *((_mix(number + (i << 32)) >> 40) / (1 << 23) - 1 for i in range(HIDDEN_SIZE)))
 
 
 def reference_vector(prompt_token_ids: list[int]) -> bytes:
-    """The vector of a pooled request, from the definition: of a checksum of its prompt."""
+    """Return the vector of a pooled request, which depends on the checksum of its prompt."""
     return fake_vector(zlib.crc32(array("q", prompt_token_ids)))
 
 
 def fake_states(uid: int, sampling: Sampling, position: int, num_prompt: int) -> list[Extra]:
-    """The hidden states that come with the token at this position, the first one with those of the prompt."""
+    """Return the hidden states of the token at this position. The first token includes the states of the prompt."""
     own = fake_vector(position - 1)
     states = [Extra(uid, position - num_prompt, HIDDEN_STATES, own)]
     if sampling.hidden_states == ALL_STATES and position == num_prompt:
@@ -143,29 +144,29 @@ def fake_states(uid: int, sampling: Sampling, position: int, num_prompt: int) ->
 
 
 def extra_of(uid: int, index: int, token_id: int) -> Extra:
-    """What ``FakeModel.gives_extras`` gives beside an output token."""
+    """Return the extra of an output token for ``FakeModel.gives_extras``."""
     return Extra(uid, index, FAKE_EXTRA, token_id.to_bytes(4, "little"))
 
 
 def fake_logprobs(rules: LogprobRules, token_id: int, vocab_size: int) -> bytes:
-    """The packed logprobs of a position with this token, which is the likeliest; then come the next ids in turn."""
+    """Return packed logprobs in which this token is the most likely one, followed by the next ids."""
     ids = [(token_id + i) % vocab_size for i in range(rules.num_top)]
     values = [-0.5 * (1 + (each - token_id) % vocab_size) for each in (token_id, *ids, *rules.token_ids)]
     return pack(f"<{rules.num_values}f{1 + rules.num_top}i", *values, token_id, *ids)
 
 
 class FakeAdapter(NamedTuple):
-    """An adapter in memory: a number of its tensors, which changes what the fake model gives."""
+    """An adapter in memory: a number computed from its tensors, which changes the output of the fake model."""
 
     number: int
     num_bytes: int
 
 
 def read_fake_adapter(path: str) -> FakeAdapter:
-    """Of the folder of an adapter, all of whose tensors are fp32.
+    """Read the folder of an adapter with fp32 tensors.
 
     Raises:
-        ValueError: there is no such file, or a number of it is not finite.
+        ValueError: the file cannot be read, or a number in it is not finite.
     """
     try:
         content = (Path(path) / adapter_folder.TENSORS).read_bytes()
@@ -179,12 +180,12 @@ def read_fake_adapter(path: str) -> FakeAdapter:
 
 
 class _FakeRow:
-    """What the runner keeps of a request between steps."""
+    """The state of a request between steps."""
 
     __slots__ = (
         "adapter",
-        "is_rewound",
         "kind",
+        "known_end",
         "last_token",
         "logprobs",
         "num_prompt",
@@ -203,12 +204,12 @@ class _FakeRow:
         self.num_prompt = opened.num_prompt
         self.pages = list(opened.pages)
         self.num_steps = 0
-        self.is_rewound = False
+        self.known_end = 0
         self.last_token: int | None = None
 
 
 class FakeTicket:
-    """A step in flight: its number, its result, and when the simulated device is done with it."""
+    """A step in flight: its number, its result, and the time at which the simulated device finishes it."""
 
     __slots__ = ("done_at", "result", "step")
 
@@ -218,8 +219,27 @@ class FakeTicket:
         self.done_at = done_at
 
 
+class FakeAdapterSlots:
+    """Implements ``DeviceAdapters``. numbers: of the adapters in the slots, from index 1."""
+
+    def __init__(self, num_slots: int, read_s: float) -> None:
+        self.num_slots = num_slots
+        self.numbers = [0] * (1 + num_slots)
+        self._read_s = read_s
+
+    def read(self, adapter: Adapter) -> FakeAdapter:
+        time.sleep(self._read_s)
+        return read_fake_adapter(adapter.path)
+
+    def place(self, slot: int, adapter: FakeAdapter) -> Future[None]:
+        self.numbers[slot] = adapter.number  # open rows keep their adapter
+        placed = Future[None]()
+        placed.set_result(None)
+        return placed
+
+
 class FakeRunner:
-    """Implements ``Runner``. Steps are computed in launch order, and paced as one device that works them off."""
+    """Implements ``Runner``. Steps are computed in launch order, with the timing of one device."""
 
     def __init__(
         self,
@@ -242,12 +262,12 @@ class FakeRunner:
         self._step = 0
         self._num_in_flight = 0
         self._busy_until = 0.0
-        self.num_adapter_slots = num_adapter_slots
-        self._adapters = [0] * (1 + num_adapter_slots)  # by slot
+        self.adapters = FakeAdapterSlots(num_adapter_slots, model.adapter_s) if num_adapter_slots else None
+        self.use_grammars = None
 
     @property
     def facts(self) -> Mapping[str, str | int | float | bool]:
-        """As for a real runner; nothing of it costs memory on a device."""
+        """The facts of a real runner, with values for this one."""
         return {
             "num_pages": self._num_pages,
             "page_size": self._page_size,
@@ -261,7 +281,7 @@ class FakeRunner:
         }
 
     def launch(self, plan: Plan) -> FakeTicket:
-        """Compute the step at once and note when the device would be done. Raises RuntimeError for a wrong plan."""
+        """Compute the step and record when the device would finish it. Raises RuntimeError for a wrong plan."""
         self._step += 1
         if self._faults is not None:
             self._faults.on_launch(self._step)
@@ -269,9 +289,10 @@ class FakeRunner:
             self._rows.pop(uid, None)
         for opened in plan.new_rows:
             row = self._rows[opened.uid] = _FakeRow(opened)
-            row.adapter = self._adapters[opened.adapter_slot]
-            if opened.adapter_slot and not row.adapter:
-                raise RuntimeError(f"request {opened.uid} uses slot {opened.adapter_slot}, which is empty")
+            if opened.adapter_slot:
+                row.adapter = 0 if self.adapters is None else self.adapters.numbers[opened.adapter_slot]
+                if not row.adapter:
+                    raise RuntimeError(f"request {opened.uid} uses slot {opened.adapter_slot}, which is empty")
         result = StepResult(TokenColumns())
         for row in plan.rows:
             self._compute(row, result.tokens)
@@ -281,7 +302,7 @@ class FakeRunner:
         return ticket
 
     def collect(self, ticket: FakeTicket) -> StepResult:
-        """Wait until the simulated device is done."""
+        """Wait for the simulated device."""
         self._num_in_flight -= 1
         if ticket.done_at:
             time.sleep(max(0.0, ticket.done_at - time.monotonic()))
@@ -289,44 +310,26 @@ class FakeRunner:
             self._faults.on_collect(ticket.step)
         return ticket.result
 
-    def control(self, order: Control) -> Reply:
-        """For "echo": its arguments and payload, how many steps were launched and how many of them are in flight.
-
-        Raises:
-            UnknownOrderError: it is another order.
-            InjectedFault: as demanded by the faults.
-        """
-        if self._faults is not None:
-            self._faults.on_order(order.name)
-        if order.name != ECHO:
-            raise UnknownOrderError(order.name, [ECHO])
-        data = {"arguments": order.arguments, "num_steps": self._step, "num_in_flight": self._num_in_flight}
-        return Reply(order.call_id, True, data=msgspec.json.encode(data).decode(), payload=order.payload)
-
-    def read_adapter(self, adapter: Adapter) -> FakeAdapter:
-        """Takes as long as ``adapter_s`` says."""
-        time.sleep(self._model.adapter_s)
-        return read_fake_adapter(adapter.path)
-
-    def place_adapter(self, slot: int, host: FakeAdapter) -> Future[None]:
-        """Rows that were opened before keep their adapter."""
-        self._adapters[slot] = host.number
-        placed = Future[None]()
-        placed.set_result(None)
-        return placed
+    @property
+    def controls(self) -> Mapping[str, Callable[[Control], Reply]]:
+        return {ECHO: self._echo}
 
     def close(self) -> None:
         self._rows.clear()
 
+    def _echo(self, message: Control) -> Reply:
+        """Return the arguments and the payload, the number of launched steps, and how many of them are in flight."""
+        if self._faults is not None:
+            self._faults.on_control(message.name)
+        data = {"arguments": message.arguments, "num_steps": self._step, "num_in_flight": self._num_in_flight}
+        return Reply(message.call_id, True, data=msgspec.json.encode(data).decode(), payload=message.payload)
+
     def _compute(self, row: Row, tokens: TokenColumns) -> None:
-        """Write the row's tokens to its slots, and add to ``tokens`` the tokens or the vector that it gives."""
+        """Write the tokens of a row to its slots, and add its results to ``tokens``."""
         held = self._rows.get(row.uid)
         if held is None:
             raise RuntimeError(f"row of request {row.uid}, which was never opened")
         held.pages += row.new_pages
-        if held.is_rewound and len(row.token_ids) < row.count:
-            tokens.add(row.uid, ())  # launched before it was known how many tokens the step before gives
-            return
         self._write(row, held)
         if not row.outputs:
             return
@@ -339,22 +342,25 @@ class FakeRunner:
             tokens.add(row.uid, ())
             tokens.extras.append(self._last_extra(row, held, checksum))
             return
-        digit = self._tokens_per_step[held.num_steps % len(self._tokens_per_step)]
+        held.last_token = token_id = self._next_token(checksum, end, held.num_prompt, held.sampling)
+        if end < held.known_end:  # an earlier step gave this token
+            tokens.add(row.uid, ())
+            return
+        held.known_end = end + self._tokens_per_step[held.num_steps % len(self._tokens_per_step)]
         held.num_steps += 1
-        held.is_rewound = digit != 1
         new: list[int] = []
-        for position in range(end, end + digit):
+        for position in range(end, held.known_end):
             if new:
-                checksum = zlib.crc32(array("q", [new[-1] + (held.adapter << 32)]), checksum)
-            held.last_token = self._next_token(checksum, position, held.num_prompt, held.sampling)
-            new.append(held.last_token)
+                checksum = zlib.crc32(array("q", [token_id + (held.adapter << 32)]), checksum)
+                token_id = self._next_token(checksum, position, held.num_prompt, held.sampling)
+            new.append(token_id)
             if held.logprobs is not None:
-                numbers = fake_logprobs(held.logprobs, held.last_token, self._model.vocab_size)
+                numbers = fake_logprobs(held.logprobs, token_id, self._model.vocab_size)
                 tokens.extras.append(Extra(row.uid, position - held.num_prompt, OUTPUT_LOGPROBS, numbers))
             if held.sampling.hidden_states:
                 tokens.extras += fake_states(row.uid, held.sampling, position, held.num_prompt)
             if self._model.gives_extras:
-                tokens.extras.append(extra_of(row.uid, position - held.num_prompt, held.last_token))
+                tokens.extras.append(extra_of(row.uid, position - held.num_prompt, token_id))
         tokens.add(row.uid, new)
 
     def _add_prompt_logprobs(self, row: Row, held: _FakeRow, tokens: TokenColumns) -> None:
@@ -365,7 +371,7 @@ class FakeRunner:
             tokens.extras += prompt_extras(row.uid, b"".join(numbers), rules)
 
     def _last_extra(self, row: Row, held: _FakeRow, checksum: int) -> Extra:
-        """What a request without output tokens gives at the end of its prompt."""
+        """Return the result of a request without output tokens."""
         if held.kind is RequestKind.POOL:
             return Extra(row.uid, NO_TOKEN, POOLED_VECTOR, fake_vector(checksum))
         if held.logprobs is None:
@@ -390,7 +396,7 @@ class FakeRunner:
             self._slots[slot] = token_id + (held.adapter << 32)
 
     def _checksum(self, pages: list[int], num_tokens: int) -> int:
-        """CRC-32 over the slots of positions 0 ... num_tokens - 1."""
+        """Return the CRC-32 of the slots of positions 0 ... num_tokens - 1."""
         page_bytes = self._page_size * self._slots.itemsize
         left = num_tokens * self._slots.itemsize
         checksum = 0
@@ -403,7 +409,7 @@ class FakeRunner:
         return checksum
 
     def _fail_row(self, plan: Plan, result: StepResult) -> None:
-        """Fail the first row that gives anything, in the step that the faults name."""
+        """Fail the first row with outputs in the step ``fail_row_at``."""
         if self._faults is None or self._faults.fail_row_at != self._step:
             return
         row = next((row for row in plan.rows if row.outputs), None)
@@ -412,7 +418,7 @@ class FakeRunner:
         result.failed[row.uid] = f"as asked for by fail_row_at={self._step}"
 
     def _done_at(self, plan: Plan) -> float:
-        """Absolute time; 0.0 where the device takes no time."""
+        """Return the time at which the device finishes; 0.0 if it takes no time."""
         cost = self._model.step_time_s
         if self._model.token_time_s:
             cost += self._model.token_time_s * plan.num_tokens
@@ -423,10 +429,7 @@ class FakeRunner:
 
 
 def build(settings: Settings, report: Callable[[Progress], None]) -> FakeRunner:
-    """The factory for ``RunnerSettings.factory``. ``options`` holds fields of ``FakeModel`` and of ``Faults``.
-
-    The vocabulary is the model's of ``settings`` unless ``options`` give another.
-    """
+    """The factory for ``RunnerSettings.factory``. ``options`` has fields of ``FakeModel`` and ``Faults``."""
     options: dict[str, str | int | float | bool] = {"vocab_size": settings.model.vocab_size, **settings.runner.options}
     for_faults = {name: options.pop(name) for name in Faults.__struct_fields__ if name in options}
     faults = msgspec.convert(for_faults, Faults) if for_faults else None

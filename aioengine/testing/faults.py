@@ -1,4 +1,4 @@
-"""Faults to inject, by step. Steps are counted from 1 as they are launched; 0 is never."""
+"""Faults to inject at given steps. Steps are numbered from 1 in launch order; 0 means never."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from msgspec import Struct
 
 
 class InjectedFault(RuntimeError):
-    """A failure that was asked for."""
+    """An injected failure."""
 
 
 class Faults(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Hooks of ``FakeRunner``, by step.
+    """Faults of ``FakeRunner``.
 
-    raise_at, collect_raise_at: ``launch`` or ``collect`` raises, ``raise_times`` steps in a row.
-    fail_row_at: the first sampled row of the step fails alone.
-    stall_at, stall_s: the step takes that much longer. exit_at, exit_code: the process exits silently.
-    kill_at: the process dies by SIGKILL. poison_token_id: so it does when a step computes this token (-1: never).
-    raise_order, kill_order: ``control`` raises, or the process dies by SIGKILL, for an order of this name.
-    once: the path of a file that does not exist. Stalls, exits and deaths make it, and do not happen where it is: so
-    the process that replaces the first one lives.
-    start_error: building the runner fails with this message. start_s: how long building it takes.
+    raise_at, collect_raise_at: ``launch`` or ``collect`` raises, in ``raise_times`` consecutive steps.
+    fail_row_at: only the first sampled row of the step fails.
+    stall_at, stall_s: the step takes ``stall_s`` longer. exit_at, exit_code: the process exits silently.
+    kill_at: the process is killed. poison_token_id: the process is killed when a step computes this token (-1: never).
+    raise_order, kill_order: ``control`` raises, or the process is killed, for an order of this name.
+    once: path of a file that does not exist. The first stall, exit or kill creates it. While it exists, there are no
+        others, so the replacing process survives.
+    start_error: building the runner fails with this message. start_s: time to build it.
     """
 
     raise_at: int = 0
@@ -43,13 +43,13 @@ class Faults(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     start_s: float = 0.0
 
     def on_start(self) -> None:
-        """Called before anything is built."""
+        """Call before the runner is built."""
         time.sleep(self.start_s)
         if self.start_error:
             raise InjectedFault(self.start_error)
 
     def on_launch(self, step: int) -> None:
-        """Called before step number ``step`` does anything."""
+        """Call at the start of the launch of a step."""
         if step == self.exit_at and self._happens():
             os._exit(self.exit_code)
         if step == self.kill_at and self._happens():
@@ -58,19 +58,19 @@ class Faults(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise InjectedFault(f"launch of step {step}, as asked for by raise_at={self.raise_at}")
 
     def on_token(self, token_id: int) -> None:
-        """Called for each token of a prompt that is computed."""
+        """Call for each token that a step computes."""
         if token_id == self.poison_token_id and self._happens():
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_collect(self, step: int) -> None:
-        """Called when step number ``step`` is collected."""
+        """Call when a step is collected."""
         if step == self.stall_at and self._happens():
             time.sleep(self.stall_s)
         if 0 < self.collect_raise_at <= step < self.collect_raise_at + self.raise_times:
             raise InjectedFault(f"collection of step {step}, as asked for by collect_raise_at={self.collect_raise_at}")
 
-    def on_order(self, name: str) -> None:
-        """Called for each order to the runner."""
+    def on_control(self, name: str) -> None:
+        """Call for each control message to the runner."""
         if name == self.kill_order and self._happens():
             os.kill(os.getpid(), signal.SIGKILL)
         if name == self.raise_order:

@@ -1,6 +1,6 @@
-"""A runner with scripted answers: a part of the prompt selects the answer, given byte by byte, then end-of-text.
+"""A runner with scripted answers. A part of the prompt selects the answer, one byte per token, then end-of-text.
 
-It stands on ``FakeRunner`` for pages, pace and faults, and replaces the tokens.
+It uses ``FakeRunner`` for pages, timing and faults, and replaces its tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from aioengine.testing.byte_tokenizer import EOS_TOKEN_ID, NUM_BYTES, VOCAB_SIZE
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from aioengine.protocol.messages import Control, Progress, Reply
+    from aioengine.protocol.messages import Progress
     from aioengine.scheduler.plan import NewRow, Plan, Row, StepResult
     from aioengine.settings.config import Settings
     from aioengine.testing.fake_runner import FakeRunner, FakeTicket
@@ -27,13 +27,16 @@ ANSWERS_OPTION = "answers"
 
 
 class ScriptedRunner:
-    """Implements ``Runner`` for the tokenizer of bytes.
+    """Implements ``Runner`` for the byte tokenizer.
 
-    ``answers``: the longest key that the prompt holds chooses the answer; the key "" is for all other prompts.
+    answers: the longest key in the prompt selects the answer. The key "" matches any prompt.
     """
 
     def __init__(self, inner: FakeRunner, answers: Mapping[str, str]) -> None:
         self._inner = inner
+        self.adapters = None
+        self.use_grammars = None
+        self.controls = inner.controls
         self._answers = sorted(answers.items(), key=lambda entry: -len(entry[0]))
         self._rows: dict[int, tuple[NewRow, bytes]] = {}
 
@@ -42,7 +45,7 @@ class ScriptedRunner:
         return self._inner.facts
 
     def launch(self, plan: Plan) -> FakeTicket:
-        """As of ``FakeRunner``, with the tokens of the answers."""
+        """Launch the step with the tokens of the answers."""
         for uid in plan.closed:
             self._rows.pop(uid, None)
         for opened in plan.new_rows:
@@ -60,12 +63,8 @@ class ScriptedRunner:
         return ticket
 
     def collect(self, ticket: FakeTicket) -> StepResult:
-        """Wait until the simulated device is done."""
+        """Wait for the simulated device."""
         return self._inner.collect(ticket)
-
-    def control(self, order: Control) -> Reply:
-        """As of ``FakeRunner``."""
-        return self._inner.control(order)
 
     def close(self) -> None:
         self._rows.clear()
@@ -77,7 +76,7 @@ class ScriptedRunner:
         return next((answer.encode() for key, answer in self._answers if key in text), b"")
 
     def _add(self, row: Row, tokens: TokenColumns) -> None:
-        """Add the token at the position behind the row's last, with its logprobs."""
+        """Add the token after the positions of a row, with its logprobs."""
         opened, answer = self._rows[row.uid]
         position = row.start + row.count - opened.num_prompt
         token_id = answer[position] if position < len(answer) else EOS_TOKEN_ID
@@ -88,7 +87,7 @@ class ScriptedRunner:
 
 
 def build(settings: Settings, report: Callable[[Progress], None]) -> ScriptedRunner:
-    """The factory for ``RunnerSettings.factory``: ``options`` has JSON under "answers" beside those of the fake."""
+    """The factory for ``RunnerSettings.factory``. ``options`` has the answers as JSON, and the options of the fake."""
     options = dict(settings.runner.options)
     answers = msgspec.json.decode(str(options.pop(ANSWERS_OPTION)), type=dict[str, str])
     runner = msgspec.structs.replace(settings.runner, options=options)

@@ -1,82 +1,22 @@
-"""The text of one request while it is open, and what makes it."""
+"""The text of one request from its first token to its end."""
 
 from __future__ import annotations
 
-import time
-from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from aioengine.constraints.patterns import PatternCache
 from aioengine.protocol.messages import FinishCode
-from aioengine.text.detokenizer import Decode, TextPipeline, make_detokenizer
-from aioengine.text.stop import StopMatcher
-from aioengine.text.token_table import TokenizerFile, TokenTable, read_token_table
-from aioengine.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from aioengine.protocol.messages import End, TextChunks, TextOpened, TextRules
+    from aioengine.text.detokenizer import TextPipeline
     from aioengine.text.stop_regex import RegexSearch
 
 _WHOLE_INTERVAL = 64
 """Ids of a whole answer that leave together: what the frontend has need not be computed again after a crash."""
-
-
-class TextSource:
-    """The stages of a request's text, by its rules; None in place of them where there is no tokenizer."""
-
-    def __init__(self, tokenizer_path: str | None) -> None:
-        """Read the tokenizer in the folder ``tokenizer_path``.
-
-        Raises:
-            ValueError: there is none, or its files cannot be read.
-        """
-        self._tokenizer = None if tokenizer_path is None else Tokenizer(tokenizer_path)
-        self._patterns = PatternCache()
-        self._sources: dict[bool, TokenTable | Decode] = {}
-        if self._tokenizer is not None:
-            self._source(self._tokenizer, skip_special_tokens=True)
-
-    def pipeline(self, rules: TextRules) -> TextPipeline | None:
-        """The stages of a new request.
-
-        Raises:
-            ValueError: a stop of the rules cannot be used.
-        """
-        if self._tokenizer is None:
-            return None
-        source = self._source(self._tokenizer, skip_special_tokens=rules.skip_special_tokens)
-        stops = None
-        if rules.stop or rules.stop_regex:
-            stops = StopMatcher(
-                rules.stop,
-                rules.stop_regex,
-                no_stop_trim=rules.no_stop_trim,
-                cache=self._patterns,
-                clock=time.thread_time,
-            )
-        return TextPipeline(make_detokenizer(source, rules.context_token_ids), stops)
-
-    def token_text(self, token_id: int) -> str:
-        """The text of a token by itself; U+FFFD stands for bytes that are no whole character."""
-        if self._tokenizer is None:
-            return ""
-        source = self._source(self._tokenizer, skip_special_tokens=False)
-        text = source[token_id] if isinstance(source, TokenTable) else source([token_id])
-        return text if isinstance(text, str) else text.decode(errors="replace")
-
-    def _source(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> TokenTable | Decode:
-        """What decodes, with special tokens or without: a table, or the tokenizer where a table is too little."""
-        source = self._sources.get(skip_special_tokens)
-        if source is None:
-            facts = cast("TokenizerFile", tokenizer.decoding_facts())
-            table = read_token_table(facts, skip_special_tokens=skip_special_tokens)
-            source = table if table is not None else partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
-            self._sources[skip_special_tokens] = source
-        return source
 
 
 class OpenText:
@@ -124,14 +64,14 @@ class OpenText:
         self._texts: list[str] = []
         self._num_decoded = 0  # of the ids that wait
 
-    def prepare(self, source: TextSource) -> Sequence[int]:
+    def prepare(self, make_pipeline: Callable[[TextRules], TextPipeline | None]) -> Sequence[int]:
         """Make the stages of its text, and bring them to where they were. Raises what is wrong with its rules.
 
         Returns the ids to ``replay`` one by one: for a request with patterns those that were emitted before.
         """
         known_ids = self._opened.known_ids
         self._opened = replace(self._opened, known_ids=[])  # they are not kept for as long as it is open
-        self._pipeline = source.pipeline(self._opened.text)
+        self._pipeline = make_pipeline(self._opened.text)
         if self._pipeline is None:
             return ()
         self._search = self._pipeline.search

@@ -14,7 +14,7 @@ from aioengine.text.stop_strings import Hit
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from aioengine.constraints.patterns import Match, PatternCache
+    from aioengine.constraints.patterns import PatternCache, PatternMatch
 
 REGEX_WINDOW: Final = 1024
 """The most characters that are held back for a partial match."""
@@ -117,7 +117,7 @@ class RegexSearch:
     def _total_budget_s(self) -> float:
         return REQUEST_BUDGET_S + PIECE_BUDGET_S * self.num_pieces
 
-    def _search_one(self, pattern: str, text: str, start: int, timeout_s: float) -> Match | None:
+    def _search_one(self, pattern: str, text: str, start: int, timeout_s: float) -> PatternMatch | None:
         if timeout_s > 0:
             compiled = self._cache.get(
                 pattern

@@ -44,7 +44,7 @@ from benchmarks.gpu.steps import Steps, finish, run
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from aioengine.runner.lora.reading import HostAdapter
+    from aioengine.runner.lora.reading import PackedAdapter
     from aioengine.runner.model_runner import ModelRunner, Ticket
     from aioengine.scheduler.plan import Plan, StepResult
 
@@ -240,9 +240,9 @@ def place(runner: ModelRunner, folders: list[Path]) -> None:
     """Into the slots from 1 on."""
     for slot, folder in enumerate(folders, 1):
         started = time.perf_counter()
-        host = runner.read_adapter(Adapter(slot, folder.name, str(folder), ""))
+        host = runner.adapters.read(Adapter(slot, folder.name, str(folder), ""))
         read = time.perf_counter()
-        runner.place_adapter(slot, host).result()
+        runner.adapters.place(slot, host).result()
         if slot == len(folders):
             placed = time.perf_counter()
             print(
@@ -259,7 +259,7 @@ class LoadingSteps(Steps):
         super().__init__(AdapterRunner(runner, NUM_ADAPTERS - 1), scheduler)  # type: ignore[arg-type]
         self._of = runner
         self._adapter = Adapter(1, folder.name, str(folder), "")
-        self._read: list[HostAdapter] = []
+        self._read: list[PackedAdapter] = []
         self._placed: Future[None] | None = None
         self.num_placed = 0
         self.is_over = threading.Event()
@@ -268,12 +268,12 @@ class LoadingSteps(Steps):
     def step(self) -> None:
         super().step()
         if self._read and (self._placed is None or self._placed.done()):
-            self._placed = self._of.place_adapter(NUM_ADAPTERS, self._read.pop())
+            self._placed = self._of.adapters.place(NUM_ADAPTERS, self._read.pop())
             self.num_placed += 1
 
     def _work(self) -> None:
         while not self.is_over.is_set():
-            host = self._of.read_adapter(self._adapter)
+            host = self._of.adapters.read(self._adapter)
             while self._read and not self.is_over.is_set():
                 time.sleep(0.001)
             self._read.append(host)

@@ -10,6 +10,7 @@ about an image, beside a prompt of text whose beginning is cached. Times of the 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import io
 import json
 import random
@@ -25,12 +26,13 @@ import torch
 from PIL import Image
 
 from aioengine import Engine, models
-from aioengine.frontend.image_intake import folder_base
-from aioengine.frontend.image_sources import ImageSource, read_source
-from aioengine.media._base import find_image_model
+from aioengine.media.intake.image_intake import folder_base
+from aioengine.media.intake.sources import ImageSource, read_source
+from aioengine.media.service.processors import load_processor
+from aioengine.media.service.resizing import taps
+from aioengine.media.service.worker import MediaWorker
+from aioengine.media.tokens._base import find_image_model
 from aioengine.models._base import ModelOptions, VisionModel
-from aioengine.processes import resampling
-from aioengine.processes.media_process import MediaWorker, load_processor
 from aioengine.protocol.media import MediaOrders, PrepareJob
 from aioengine.runner import weights
 from aioengine.runner.tensor_files import read_arrays
@@ -131,9 +133,9 @@ def tower_ms(folder: Path, repeat: int) -> float:
     model = models.build({**CONFIG, "num_hidden_layers": 1, "vocab_size": 152_064}, options)
     weights.load(model, folder, load_format="dummy", seed=0, report=lambda *_: None)
     assert isinstance(model, VisionModel)
-    starts, products = map(torch.tensor, resampling.taps(SIDE, GRID * 14))
+    starts, products = map(torch.tensor, taps(SIDE, GRID * 14))
     arrays = {
-        "picture": torch.randint(0, 256, (SIDE, SIDE, 4), dtype=torch.uint8),
+        "picture": torch.randint(0, 256, (SIDE, SIDE, 3), dtype=torch.uint8),
         "table": torch.randn(3, 256),
         "image_grid_thw": torch.tensor([[1, GRID, GRID]]),
         "rows_first": torch.tensor([False]),
@@ -180,10 +182,9 @@ def prepare_ms(folder: Path, repeat: int) -> tuple[float, float, float]:
         source, made = Path(files, "source.jpg"), Path(files, "image.safetensors")
         for seed in range(1 + repeat):
             image = ImageSource("bytes", image_of(seed))
-            worker.accept(job := PrepareJob(seed, str(source), str(made)))
+            job = PrepareJob(seed, str(source), str(made))
             taken_in = milliseconds(lambda image=image: source.write_bytes(read_source(image, images.limits).data))
-            prepared = milliseconds(lambda job=job: worker.do(job, print))
-            worker.spares.make()  # while nobody waits
+            prepared = milliseconds(lambda job=job: asyncio.run(worker.do(job, print)))
             times.append((taken_in, prepared, milliseconds(lambda: read_arrays(str(made), is_pinned=True))))
             made.unlink()
     taken_in, prepared, was_read = map(statistics.median, zip(*times[1:], strict=True))

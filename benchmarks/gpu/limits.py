@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from aioengine.families._memory import kv_numbers, state_bytes
-from aioengine.families._tensors import tensor_shapes
+from aioengine.families._tensors import checkpoint_tensors
+from aioengine.settings.memory_model import kv_cache, state_bytes
 
 if TYPE_CHECKING:
     from aioengine.families._config import DecoderConfig
@@ -60,7 +60,7 @@ def limits(config: DecoderConfig, step: Step, peaks: tuple[float, float]) -> Lim
     head, experts, others = _weights(config)
     num_experts, top_k = (config.experts.num_experts, config.experts.top_k) if config.experts else (1, 1)
     read = head + others + experts * min(step.num_hit, num_experts) / num_experts
-    num_bytes = ITEMSIZE * (read + _kv_read(config, step) + num_tokens * kv_numbers(config))
+    num_bytes = ITEMSIZE * (read + _kv_read(config, step) + num_tokens * kv_cache(config, 1).numbers_per_token)
     num_bytes += step.num_rows * state_bytes(config, ITEMSIZE) * (2 if step.num_before else 1)
     products = num_tokens * (others + experts * top_k / num_experts) + step.num_rows * head
     products += step.num_rows * _attention(config, step)
@@ -77,7 +77,7 @@ def expected_hits(config: DecoderConfig, num_tokens: int) -> float:
 
 def _weights(config: DecoderConfig) -> tuple[float, float, float]:
     """Numbers of the head, of all experts, and of the other layers."""
-    shapes = {name: math.prod(shape) for name, shape in tensor_shapes(config).items()}
+    shapes = {name: math.prod(spec.shape) for name, spec in checkpoint_tensors(config).items()}
     embedding = shapes.pop(f"{config.names.embedding}.weight")
     head = embedding if config.tied else shapes.pop(f"{config.names.head}.weight")
     experts = sum(count for name, count in shapes.items() if ".experts." in name)
@@ -88,7 +88,7 @@ def _kv_read(config: DecoderConfig, step: Step) -> float:
     """Numbers of keys and values of earlier positions."""
     kept = [layer for layer in range(config.num_layers) if not config.keeps_state(layer)]
     seen = sum(min(step.num_before, _window(config, layer)) for layer in kept)
-    return step.num_rows * seen * kv_numbers(config) / len(kept)
+    return step.num_rows * seen * kv_cache(config, 1).numbers
 
 
 def _attention(config: DecoderConfig, step: Step) -> float:

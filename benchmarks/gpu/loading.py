@@ -26,7 +26,7 @@ import torch
 from safetensors import safe_open
 
 from aioengine import models
-from aioengine.families._tensors import tensor_shapes
+from aioengine.families._tensors import checkpoint_tensors
 from aioengine.families.llama import LlamaFamily
 from aioengine.model_files.checkpoint import read_headers
 from aioengine.models._base import ModelOptions
@@ -49,7 +49,7 @@ def write_shards(folder: Path, config: dict[str, object]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     block = (torch.randn(BLOCK // 2, device="cuda") * 0.02).to(torch.bfloat16).cpu().view(torch.uint8).numpy()
-    shapes = list(tensor_shapes(LlamaFamily.read(config)).items())
+    shapes = [(name, spec.shape) for name, spec in checkpoint_tensors(LlamaFamily.read(config)).items()]
     share = -(-len(shapes) // NUM_SHARDS)
     parts = [shapes[first : first + share] for first in range(0, len(shapes), share)]
 

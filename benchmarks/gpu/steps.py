@@ -83,7 +83,7 @@ def run(steps: Steps, batch: int, *, num_cached: int, num_steps: int, first_uid:
     steps.step()
     while steps.in_flight[-1][0].num_tokens > batch or len(steps.in_flight[-1][0].rows) < batch:
         steps.step()
-        if steps.scheduler.requests.outbox.totals.num_preemptions:
+        if steps.scheduler.requests.events.totals.num_preemptions:
             raise RuntimeError(f"{batch} rows of {num_cached} positions do not fit into the pages; take fewer rows")
     for _ in range(NUM_WARM):
         steps.step()

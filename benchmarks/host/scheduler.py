@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import Limits, Sampling, Submit, TextRules
 from aioengine.scheduler.core import SchedulerCore
-from aioengine.scheduler.plan import TOKENS, Plan, StepResult, UnknownOrderError
+from aioengine.scheduler.plan import TOKENS, Plan, StepResult
 from aioengine.scheduler.scheduler import Scheduler
 from aioengine.settings.config import SchedulerSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from aioengine.protocol.messages import Control, Reply
 
@@ -33,7 +33,13 @@ PAGE_SIZE = 16
 
 
 class NullRunner:
-    """Answers every sampled row with a token of its own, at no cost but a list."""
+    """Returns a different token for each row that samples, at the cost of a list."""
+
+    adapters = use_grammars = None
+
+    @property
+    def controls(self) -> Mapping[str, Callable[[Control], Reply]]:
+        return {}
 
     @property
     def facts(self) -> Mapping[str, str | int | float | bool]:
@@ -45,9 +51,6 @@ class NullRunner:
 
     def collect(self, ticket: StepResult) -> StepResult:
         return ticket
-
-    def control(self, order: Control) -> Reply:
-        raise UnknownOrderError(order.name)
 
     def close(self) -> None:
         return

@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import aioengine
-from aioengine.processes.detokenizer_process import DetokenizerService
-from aioengine.text.open_text import TextSource
+from aioengine.processes.detokenizer_process import DetokenizerService, TextSource
 from aioengine.protocol.codec import FrameDecoder, FrameEncoder
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import FirstToken, Message, StepOutput, TextChunks, TextOpened, TextRules

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Iterable
 
-    from aioengine.protocol.messages import Control, Reply
     from aioengine.scheduler.plan import Plan, Row, StepResult
     from aioengine.settings.config import SchedulerSettings
     from aioengine.testing.faults import Faults
@@ -63,6 +62,9 @@ class WatchedRunner:
 
     def __init__(self, runner: FakeRunner, *, gives_one: bool) -> None:
         self._runner = runner
+        self.adapters = runner.adapters
+        self.use_grammars = None
+        self.controls = runner.controls
         self.gives_one = gives_one
         self.plans: list[Plan] = []
         self.max_new: dict[int, int] = {}
@@ -85,9 +87,6 @@ class WatchedRunner:
         result = self._runner.collect(ticket)
         self.vectors.update({extra.uid: extra.data for extra in result.tokens.extras if extra.kind == POOLED_VECTOR})
         return result
-
-    def control(self, order: Control) -> Reply:
-        return self._runner.control(order)
 
     def close(self) -> None:
         self._runner.close()
@@ -113,7 +112,7 @@ class WatchedRunner:
 
 @dataclass
 class World:
-    """One core, its requests, and what they gave. ``windows``: as in ``PageGroups``; empty: no groups of pages."""
+    """One core, its requests and their results. windows: as in ``PageGroups``; empty: no page groups."""
 
     settings: SchedulerSettings
     num_pages: int
@@ -169,7 +168,7 @@ class World:
         self.core.requests.open_gate(uids, gate)
 
     def forget_all(self) -> None:
-        """Whoever heard of the requests is gone; those that have not ended may come again."""
+        """Forget all requests, as after a crash. Requests that have not ended may be submitted again."""
         stats = self.core.scheduler.stats(self.now)
         self.num_never_told += stats.num_finished + stats.num_aborted - len(self.ended) - len(self.stopped)
         self.opened = {uid: opened for uid, opened in self.opened.items() if uid in self.ended}

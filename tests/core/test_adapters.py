@@ -1,4 +1,4 @@
-"""Requests with adapters: they wait beside the queue, share no prefixes, and lose their slots with their pages."""
+"""Requests with adapters wait outside the queue, share no prefixes, and lose their slots with their pages."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from msgspec.structs import asdict, replace
 
 from aioengine.model_files import adapter_folder
 from aioengine.processes import adapter_loading
-from aioengine.scheduler.adapter_loading import Adapters, Copies
 from aioengine.protocol.messages import LOAD_ADAPTER, UNLOAD_ADAPTER, Adapter, Control, FinishCode, Limits, Reply
+from aioengine.scheduler.adapter_loading import Adapters, Copies
 from aioengine.scheduler.core import SchedulerCore
 from aioengine.scheduler.gates import Gate
 from aioengine.scheduler.scheduler import Scheduler
@@ -59,7 +59,7 @@ class AdapterWorld(World):
             self.settings, num_pages=self.num_pages, page_size=self.page_size, num_adapter_slots=self.num_slots
         )
         self.core = SchedulerCore(self.scheduler, self.runner, self.settings.depth)
-        self.adapters = Adapters(self.fake, self.core.requests, self.copies)
+        self.adapters = Adapters(self.fake.adapters, self.core.requests, self.copies)
 
     def step(self) -> StepOutput | None:
         self.adapters.wait(1.0)
@@ -244,7 +244,7 @@ def test_copies_are_kept_within_a_number_and_bytes() -> None:
     assert len(few) == 0
 
 
-def test_an_adapter_that_cannot_be_read_fails_its_requests_alone(adapters: dict[str, Adapter], tmp_path: Path) -> None:
+def test_an_unreadable_adapter_fails_only_its_requests(adapters: dict[str, Adapter], tmp_path: Path) -> None:
     world = world_of()
     wrong = loaded(write_adapter(tmp_path / "nan", value=float("nan")), "nan", 50)
     gone = loaded(write_adapter(tmp_path / "gone"), "gone", 51)
@@ -254,7 +254,7 @@ def test_an_adapter_that_cannot_be_read_fails_its_requests_alone(adapters: dict[
     for uid, adapter in enumerate((wrong, gone, changed, adapters["a"], wrong)):
         world.submit(with_adapter(submit_of(uid, [1]), adapter))
     world.run()
-    for uid, words in ((0, "not finite"), (1, "no adapter_config.json any more"), (2, "have changed"), (4, "finite")):
+    for uid, words in ((0, "not finite"), (1, "was removed"), (2, "have changed"), (4, "finite")):
         assert world.ended[uid].code is FinishCode.FAILED
         assert world.ended[uid].stage == "adapter"
         assert words in world.ended[uid].message
@@ -272,7 +272,7 @@ def test_a_copy_that_fails_ends_the_requests_in_line(
         raise RuntimeError("out of memory")
 
     world = world_of()
-    monkeypatch.setattr(world.fake, "place_adapter", place)
+    monkeypatch.setattr(world.fake.adapters, "place", place)
     world.submit(with_adapter(submit_of(0, [1]), adapters["a"]), submit_of(1, [1]))
     world.run()
     assert "out of memory" in world.ended[0].message
@@ -341,14 +341,14 @@ def test_reads_that_hang_hold_up_no_other_and_fail_by_name(
     adapters: dict[str, Adapter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world, ends = world_of(), threading.Event()
-    read = world.fake.read_adapter
+    read = world.fake.adapters.read
 
     def hangs(adapter: Adapter) -> FakeAdapter:
         if adapter.name in "ab":
             ends.wait()
         return read(adapter)
 
-    monkeypatch.setattr(world.fake, "read_adapter", hangs)
+    monkeypatch.setattr(world.fake.adapters, "read", hangs)
     monkeypatch.setattr(adapter_loading, "SLOW_READ_S", 0.01)
     for uid, name in enumerate("abc"):
         world.submit(with_adapter(submit_of(uid, [1]), adapters[name]))

@@ -1,4 +1,4 @@
-"""The scheduler makes no garbage that has to be looked for, and nobody looks for it while steps wait."""
+"""The scheduler creates no reference cycles, and the garbage collector does not run while steps wait."""
 
 from __future__ import annotations
 

@@ -28,10 +28,10 @@ class Echoes:
     def send(self) -> None:
         self.num_sent += 1
         order = Control(self.num_sent, ECHO)
-        self._world.core.call_between_steps(lambda: self.replies.append(self._world.runner.control(order)))
+        self._world.core.call_between_steps(lambda: self.replies.append(self._world.runner.controls[ECHO](order)))
 
     def states(self) -> list[tuple[int, int]]:
-        """For each reply, the number of steps that were launched and of those in flight."""
+        """Return for each reply the number of launched steps, and the number of steps in flight."""
         facts = [json.loads(reply.data) for reply in self.replies]
         return [(fact["num_steps"], fact["num_in_flight"]) for fact in facts]
 

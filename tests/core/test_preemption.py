@@ -37,7 +37,7 @@ def test_the_lowest_priority_is_preempted_first() -> None:
 
 
 def test_a_preempted_request_reuses_its_cached_pages() -> None:
-    """The pages of the preempted one are cached; of them only those are computed again that others needed."""
+    """The pages of the preempted request are cached. Only evicted pages are computed again."""
     world = world_of(60)
     world.submit(*[submit_of(uid, [uid, 1, 2], limits=LONG, arrived_at=uid) for uid in range(2)])
     while not world.preempted:
@@ -71,7 +71,7 @@ def test_requests_run_at_least_16_steps_between_admission_and_preemption(page_si
     assert min(steps_between) >= 16
 
 
-def test_a_request_alone_may_fill_the_whole_pool() -> None:
+def test_a_single_request_may_fill_the_pool() -> None:
     world = world_of(10)
     world.submit(submit_of(1, [1, 2, 3], limits=Limits(max_new_tokens=500)))
     world.run()

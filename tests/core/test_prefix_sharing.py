@@ -1,4 +1,4 @@
-"""A prefix is computed once, also by requests that arrive together; and nobody waits for one that will not come."""
+"""A prefix is computed once, also for requests that arrive together. No request waits for a prefix that never comes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A new core goes on where another one died: same tokens, same ends, whatever had been given out."""
+"""A new core continues after a crash with the same tokens and ends."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_request_continued_after_any_number_of_tokens_gives_the_reference_toke
 
 @given(storms, st.integers(0, 60), st.integers(0, 2))
 def test_requests_can_be_submitted_again_after_forget_all(storm: Storm, num_steps: int, depth: int) -> None:
-    """With steps in flight, whose rows bear the names of those that come again."""
+    """Steps in flight have rows with the uids of requests that are submitted again."""
     rng = random.Random(storm.seed)
     world = storm.world(depth)
     world.submit(*storm.requests(rng))
@@ -100,7 +100,7 @@ def test_a_continued_request_keeps_its_first_token_times_and_is_not_counted_twic
 
 
 def test_a_continued_request_aborted_before_its_first_step_is_opened_and_then_ended() -> None:
-    """Its text may be held back, and only whoever makes the text anew can give that."""
+    """Its text may be held back, and only a new detokenizer can return this text."""
     world = World(settings_of(), 64, 4, NO_EOS)
     world.submit(
         msgspec.structs.replace(submit_of(1, [1, 2, 3]), continuation=Continuation(FirstToken(1, 0, 1.0, 2.0), [5]))

@@ -62,7 +62,7 @@ def test_sessions_block_no_admission() -> None:
     world.check_all_over()
 
 
-def test_what_was_aborted_pins_nothing_and_neither_does_a_closed_session() -> None:
+def test_aborted_requests_and_closed_sessions_pin_no_pages() -> None:
     world = world_of(16)
     world.submit(turn(1, [1] * 40, 1, max_new_tokens=100), turn(2, [2] * 40, 2))
     world.step()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class StateRunner(WatchedRunner):
-    """Has beside its pages the tokens that the state of each request has seen, and those of each snapshot."""
+    """A cache with the tokens of the state of each request and of each snapshot."""
 
     def __init__(self, runner: FakeRunner) -> None:
         super().__init__(runner, gives_one=True)
@@ -86,7 +86,7 @@ PROMPT = list(range(1, 31))
 
 @dataclass(frozen=True)
 class Storm:
-    """The size of a world and of what happens to it."""
+    """The sizes of a random workload and its world."""
 
     seed: int
     page_size: int
@@ -172,7 +172,7 @@ def test_a_short_prompt_takes_no_step_more_until_it_comes_again() -> None:
     assert [[row.count for row in plan.rows] for plan in world.runner.plans] == [[14], [8], [6], [6]]
 
 
-def test_the_next_turn_begins_behind_the_answer() -> None:
+def test_the_next_turn_starts_after_the_answer() -> None:
     world = world_of()
     answer, _ = world.answer(1, PROMPT, 20)
     _, num_cached = world.answer(2, [*PROMPT, *answer, 1, 2, 3])

@@ -17,7 +17,7 @@ from tests.core.core_world import World, random_requests, settings_of
 
 @dataclass(frozen=True)
 class Storm:
-    """The size of a world and of what happens to it."""
+    """The sizes of a random workload and its world."""
 
     seed: int
     page_size: int

@@ -1,4 +1,4 @@
-"""Rows that give none, one or several tokens in a step, and what comes beside tokens."""
+"""Results of rows with no, one or several tokens, and their extras."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def world_of(tokens_per_step: str, *, depth: int = 0, num_pages: int = 64, **set
 
 
 @DEPTHS
-@pytest.mark.parametrize("tokens_per_step", ["2", "0121", "10", "3", "001"])
+@pytest.mark.parametrize("tokens_per_step", ["2", "3121", "13", "3", "112"])
 def test_the_number_of_tokens_per_step_does_not_change_the_output(tokens_per_step: str, depth: int) -> None:
     world = world_of(tokens_per_step, depth=depth)
     for uid in range(4):
@@ -47,26 +47,62 @@ def test_two_tokens_in_each_step_halve_the_number_of_steps() -> None:
 
 
 def test_a_row_computes_all_tokens_of_the_previous_step() -> None:
-    world = world_of("20")
+    world = world_of("21")
     world.submit(submit_of(1, [5] * 6, limits=Limits(5)))
-    for _ in range(4):
-        world.step()
+    world.run()
     rows = [row for plan in world.runner.plans for row in plan.rows]
-    first, second = world.outputs[1][:2]
-    assert [(row.start, row.count) for row in rows] == [(0, 6), (6, 2), (7, 1), (8, 2)]
-    assert rows[1].token_ids == [first, second]
-    assert rows[2].token_ids == [second]  # again, since it gave no token
+    assert [(row.start, row.count) for row in rows] == [(0, 6), (6, 2), (8, 1)]
+    assert rows[1].token_ids == world.outputs[1][:2]
+    assert rows[2].token_ids == []
+
+
+@pytest.mark.parametrize(("depth", "num_steps"), [(0, 4), (1, 8), (2, 12)])
+def test_rows_in_flight_compute_the_first_of_the_forced_tokens(depth: int, num_steps: int) -> None:
+    model = FakeModel(vocab_size=50, tokens_per_step="4")
+    world = World(settings_of(depth=depth), 64, page_size=4, model=model)
+    world.submit(submit_of(1, [5] * 6, limits=Limits(16)), submit_of(2, [6] * 3, limits=Limits(16)))
+    world.run()
+    world.check_all_over()
+    assert len(world.runner.plans) == num_steps
+    for uid, num_prompt in ((1, 6), (2, 3)):
+        rows = [row for plan in world.runner.plans for row in plan.rows if row.uid == uid]
+        assert len(rows) == num_steps, "a step without a row of the request"
+        ends = [row.start + row.count for row in rows]
+        assert [row.start for row in rows] == [0, *ends[:-1]]
+        assert ends[num_steps - depth - 1] == num_prompt + 12
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_forced_token_sampled_by_a_step_in_flight_changes_no_plan(depth: int) -> None:
+    rows: list[list[Row]] = []
+    for tokens_per_step in "12":
+        model = FakeModel(vocab_size=50, tokens_per_step=tokens_per_step)
+        world = World(settings_of(depth=depth), 64, page_size=4, model=model)
+        world.submit(submit_of(1, [5] * 6))
+        world.run()
+        rows.append([row for plan in world.runner.plans for row in plan.rows])
+    assert rows[0] == rows[1]
+
+
+def test_a_row_without_its_token_fails_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = world_of("1")
+    world.submit(submit_of(1, [5] * 6), submit_of(2, [7] * 5))
+    monkeypatch.setattr(world.runner, "collect", lambda _: StepResult(TokenColumns([1, 2], [9], [0, 1])))
+    world.step()
+    assert world.outputs == {1: [], 2: [9]}
+    assert (world.ended[1].code, world.ended[1].message) == (FinishCode.FAILED, "the runner gave no token")
+    assert 2 not in world.ended
 
 
 @DEPTHS
-def test_more_tokens_than_a_step_computes_are_computed_in_chunks_beside_prompts(depth: int) -> None:
+def test_many_forced_tokens_are_computed_in_chunks_together_with_prompts(depth: int) -> None:
     world = world_of("9", depth=depth, chunk_tokens=8, max_running=4)
     world.submit(submit_of(1, [5] * 6, limits=Limits(28)), submit_of(2, [5] * 40))
     world.run()
     world.check_all_over()
     plans = [[(row.uid, row.count, row.outputs) for row in plan.rows] for plan in world.runner.plans]
     assert [(1, 5, 0), (2, 2, 0)] in plans
-    assert [(1, 4, 1), (2, 3, 0)] in plans
+    assert [(1, 4 - depth, 1), (2, 3 + depth, 0)] in plans
     assert max(plan.num_tokens for plan in world.runner.plans) <= 8
 
 
@@ -98,7 +134,7 @@ def test_tokens_after_max_new_tokens_are_dropped() -> None:
 @DEPTHS
 @given(
     seed=st.integers(0, 2**32),
-    tokens_per_step=st.text("01239", min_size=1, max_size=5).filter(lambda digits: digits.strip("0") != ""),
+    tokens_per_step=st.text("1239", min_size=1, max_size=5),
     num_pages=st.sampled_from([16, 24, 256]),
     chunk_tokens=st.sampled_from([1, 7, 32]),
 )
@@ -159,7 +195,7 @@ def test_results_of_an_aborted_request_are_dropped_with_their_extras(depth: int)
         TokenColumns([1, 3], [7], [1, 0]),
     ],
 )
-def test_a_result_whose_rows_are_not_those_of_the_plan_fails_the_step(
+def test_a_result_with_other_rows_than_its_plan_fails_the_step(
     tokens: TokenColumns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = world_of("1")

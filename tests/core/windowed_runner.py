@@ -1,4 +1,4 @@
-"""A FakeRunner for pages in groups: each row reads what its tokens see, in the pages of every group."""
+"""A FakeRunner for page groups: each row reads the pages in the window of its tokens, in every group."""
 
 from __future__ import annotations
 

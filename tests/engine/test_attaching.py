@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from aioengine.api.engine import AsyncEngine
 from aioengine.api.stream import Stream
 from aioengine.errors import EngineClosedError
-from aioengine.frontend.calls.outputs import RowStream
+from aioengine.frontend.calls.call import Call, CallRow
 from aioengine.frontend.calls.reader import Reader
+from aioengine.frontend.calls.row_types import Log
 from aioengine.frontend.sessions import attachments
-from aioengine.frontend.sessions.replay import AttachableOutput, Log
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 from tests.engine.test_interrupts import ENGINE, FRONTEND, RaiseAtCall, frontend_of
 from tests.kit.waiting import until
@@ -137,7 +137,7 @@ async def test_when_nobody_comes_it_is_ended_and_forgotten() -> None:
             engine.attach("y")
         del stream, ended
         gc.collect()
-        assert [thing for thing in gc.get_objects() if type(thing) is AttachableOutput and thing.rid == "x"] == []
+        assert [thing for thing in gc.get_objects() if type(thing) is Call and thing.rid == "x"] == []
 
 
 async def test_a_new_reader_takes_over_from_one_that_is_still_there() -> None:
@@ -225,10 +225,10 @@ async def test_no_prompt_is_kept_that_nobody_gets(monkeypatch: pytest.MonkeyPatc
         found = engine._running().attachments
         [attachment] = found._by_rid.values()
         assert (attachment.num_kept, found._num_kept_tokens) == (num_counted, num_counted)
-        ask, row = attachment.call.request, attachment.output.row
+        ask, row = attachment.call.request, attachment.row
         assert (len(ask.prompts), ask.params) == (0, [])
         assert row is not None
-        assert len(row.facts.prompt_token_ids) == 200 * shows_prompt
+        assert len(row.prompt_token_ids) == 200 * shows_prompt
         [chunk] = [chunk async for chunk in engine.attach("x")]
         assert chunk["meta_info"]["prompt_tokens"] == 200
         assert len(chunk.get("prompt_token_ids", [])) == 200 * shows_prompt
@@ -240,7 +240,7 @@ async def test_what_a_reader_left_unread_is_kept_once() -> None:
         await until(lambda: engine.stats()["num_streams"] == 0)
         await stream.aclose()
         [attachment] = engine._running().attachments._by_rid.values()
-        assert attachment.output.cursor.is_closed
+        assert not attachment.call.has_reader
         assert len("".join([chunk["text"] async for chunk in engine.attach("x")])) == 300
 
 
@@ -292,10 +292,10 @@ def test_any_rest_of_a_log(pieces: list[tuple[str, list[int]]], data: st.DataObj
     starts = [(0, 0)]
     for text, ids in pieces:
         starts.append((starts[-1][0] + len(text), starts[-1][1] + len(ids)))
-    assert any(log.token_place(offset) == num_ids and num_characters <= offset for num_characters, num_ids in starts)
-    assert (log.text_since(0), log.token_place(0)) == (whole, 0)
+    assert any(log.token_index(offset) == num_ids and num_characters <= offset for num_characters, num_ids in starts)
+    assert (log.text_since(0), log.token_index(0)) == (whole, 0)
     with pytest.raises(ValueError, match="from_offset"):
-        log.token_place(len(whole) + 1)
+        log.token_index(len(whole) + 1)
 
 
 async def test_who_attaches_just_when_it_ends_closes_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +304,7 @@ async def test_who_attaches_just_when_it_ends_closes_it(monkeypatch: pytest.Monk
         frontend = engine._running()
         plain, attached = frontend.router._on_ended, list[Stream]()
 
-        def on_ended(row: RowStream) -> None:
+        def on_ended(row: CallRow) -> None:
             attached.append(engine.attach("x"))
             plain(row)
 
@@ -325,11 +325,11 @@ async def test_who_attaches_while_the_engine_looks_whether_it_is_over_does_not_e
         whole = await expected(engine)
         await anext(engine.async_generate("a", LONG, stream=True, rid="x", resume_ttl=TTL_S))
         frontend = engine._running()
-        [call] = frontend.calls.by_output.values()
+        [call] = frontend.calls.opened
         attached: list[Reader] = []
         attaching = threading.Thread(target=lambda: attached.append(frontend.attachments.attach("x", 0, frontend)))
 
-        class Watched(AttachableOutput):
+        class Watched(Call):
             __slots__ = ()
 
             @property
@@ -339,7 +339,7 @@ async def test_who_attaches_while_the_engine_looks_whether_it_is_over_does_not_e
                     attaching.join(0.2)
                 return super().is_over
 
-        call.output.__class__ = Watched
+        call.__class__ = Watched
         frontend._lifecycle.settle(call)
         attaching.join()
         assert engine.stats()["num_streams"] == 1
@@ -351,7 +351,7 @@ async def test_what_another_thread_may_hand_over_is_looked_at_under_the_lock() -
     async with slow_engine() as engine:
         frontend = engine._running()
 
-        class Guarded(dict[int, RowStream]):
+        class Guarded(dict[int, CallRow]):
             """The rows of an output, which ``attach`` takes out of it."""
 
             def __iter__(self) -> Iterator[int]:
@@ -369,13 +369,13 @@ async def test_what_another_thread_may_hand_over_is_looked_at_under_the_lock() -
         for how in ("suspend", "abort", "leave", "fail"):
             stream = engine.async_generate("a", LONG, stream=True)
             await anext(stream)
-            [call] = frontend.calls.by_output.values()
-            call.output.live = Guarded(call.output.live)
+            [call] = frontend.calls.opened
+            call.live = Guarded(call.live)
             if how == "suspend":
-                while (unread := call.output.place) is None:  # noqa: ASYNC110  # what is waited for has no event
+                while (unread := call.read_position) is None:  # noqa: ASYNC110  # what is waited for has no event
                     await asyncio.sleep(0)
                 frontend._lifecycle.suspend(call, unread)
-                frontend._lifecycle.on_read(call.output)
+                frontend._lifecycle.on_read(call)
                 engine.abort_request(stream.rid)
             elif how == "abort":
                 stream.abort()
@@ -383,7 +383,7 @@ async def test_what_another_thread_may_hand_over_is_looked_at_under_the_lock() -
                 await stream.aclose()
             else:
                 frontend._lifecycle.fail(call, EngineClosedError("it was closed"))
-            await until(lambda: not frontend.calls.by_output)
+            await until(lambda: not frontend.calls.opened)
 
 
 async def test_the_time_of_an_ended_request_counts_from_its_reader_s_leaving(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -453,7 +453,7 @@ async def test_an_exception_anywhere_in_attaching_leaves_a_state_to_attach_to(le
                     await asyncio.sleep(0.001)
                     attachment = frontend_of(engine).attachments._by_rid[rid]
                     assert attachment.until is not None
-                    assert attachment.output.cursor.is_closed
+                    assert not attachment.call.has_reader
                 rest = [chunk["text"] async for chunk in engine.attach(rid, len(text))]
                 assert text + "".join(rest) == whole
                 async for _ in first:

@@ -15,8 +15,8 @@ import pytest
 from aioengine.api.answers import Chunk
 from aioengine.api.sync import ChunkIterator, Engine
 from aioengine.errors import EngineClosedError
+from aioengine.frontend.calls.row_types import Log
 from aioengine.frontend.sessions import attachments
-from aioengine.frontend.sessions.replay import Log
 from tests.engine.engine_double import World, expected_text
 from tests.kit.waiting import rapid_switches, wait_until
 
@@ -150,14 +150,14 @@ def test_attaching_while_the_engine_is_shut_down() -> None:
 
 
 def test_a_reader_that_leaves_while_another_attaches_leaves_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = Log.token_place
+    plain = Log.token_index
 
     def slow_place(log: Log, offset: int) -> int:
         time.sleep(0.05)  # in which the engine's loop handles the leaving
         return plain(log, offset)
 
     with engine(0.1) as llm:  # between two steps the loop has nothing else to do
-        monkeypatch.setattr(Log, "token_place", slow_place)
+        monkeypatch.setattr(Log, "token_index", slow_place)
         params = {"max_new_tokens": 4, "temperature": 0}
         first = llm.generate("a", params, stream=True, rid="x", resume_ttl=20.0)
         next(first)

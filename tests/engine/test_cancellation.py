@@ -18,7 +18,7 @@ import pytest
 
 from aioengine.api.engine import AsyncEngine
 from aioengine.errors import EngineClosedError, EngineError
-from aioengine.frontend.calls.outputs import CallOutput, RowStream
+from aioengine.frontend.calls.call import Call, CallRow
 from aioengine.testing.fake_engine import fake_async_engine
 from tests.kit.waiting import until
 
@@ -211,7 +211,7 @@ def test_at_every_step(program: Program, way: Callable[..., Awaitable[None]]) ->
             assert (await engine.async_generate("afterwards", SHORT))["text"] == expected["text"]
         gc.collect()
         gc.collect()  # of garbage with finalizers, also of other tests, some is freed in the second pass only
-        assert [thing for thing in gc.get_objects() if type(thing) in (CallOutput, RowStream)] == []
+        assert [thing for thing in gc.get_objects() if type(thing) in (Call, CallRow)] == []
 
     run(main)
 

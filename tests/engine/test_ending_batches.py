@@ -17,8 +17,8 @@ from aioengine.api.answers import BatchOutput
 from aioengine.api.engine import AsyncEngine
 from aioengine.api.stream import Generation, Stream
 from aioengine.errors import EngineClosedError, EngineDeadError
+from aioengine.frontend.calls.call import CallRow
 from aioengine.frontend.calls.call_lifecycle import MAX_ROWS_FREED_AT_ONCE
-from aioengine.frontend.calls.outputs import RowStream
 from aioengine.frontend.intake.unstarted_rows import MAX_ROWS_ENDED_AT_ONCE
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 from tests.engine.engine_double import World
@@ -87,7 +87,7 @@ def test_no_callback_that_ends_a_large_batch_is_long(
 
 
 def num_rows_in_memory() -> int:
-    return sum(type(each) is RowStream for each in gc.get_objects())
+    return sum(type(each) is CallRow for each in gc.get_objects())
 
 
 async def test_unread_rows_are_freed_over_several_turns_of_the_loop() -> None:
@@ -117,7 +117,7 @@ async def begun(world: World, **options: Any) -> Any:
 
 async def in_the_midst(world: World) -> None:
     """Some of its rows have ended, others not."""
-    [call] = world.engine._running().calls.by_output.values()
+    [call] = world.engine._running().calls.opened
     while call.num_started < MAX_ROWS_ENDED_AT_ONCE:  # noqa: ASYNC110  # it takes some turns
         await asyncio.sleep(0)
     assert call.num_started < MANY
@@ -248,10 +248,10 @@ async def test_no_row_begins_whose_prompt_was_on_the_way_to_its_ids() -> None:
         stream: Stream = engine.async_generate(["a"] * 200, LONG, stream=True)
         await until(lambda: len(world.double.live) == 64 and len(world.tokenizer.batches) == 2)
         abort_all(engine)
-        [call] = engine._running().calls.by_output.values()
+        [call] = engine._running().calls.opened
         await until(lambda: call.num_started == 200 and not call.is_encoding)
         assert len(world.double.submits) == 64
-        assert (call.num_started, call.output.num_open) == (200, 64)
+        assert (call.num_started, call.num_open) == (200, 64)
         await stream.aclose()
 
 
@@ -260,7 +260,7 @@ async def test_many_calls_that_end_at_once_take_turns() -> None:
         world.double.is_held = True
         calls = [engine.async_generate(["a"] * MANY, LONG) for _ in range(4)]
         await until(lambda: len(world.double.live) == 16)
-        open_calls = list(engine._running().calls.by_output.values())
+        open_calls = list(engine._running().calls.opened)
         abort_all(engine)
         nums: list[int] = []
         while engine.stats()["num_streams"]:

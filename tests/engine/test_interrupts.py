@@ -51,7 +51,7 @@ def is_clean(engine: AsyncEngine) -> bool:
     frontend = frontend_of(engine)
     limits = frontend.limits
     counts = (limits.num_calls, limits.num_tokens, limits.num_bytes)
-    return not (frontend.calls.by_output or frontend.calls._names or frontend.router.rows or any(counts))
+    return not (frontend.calls.opened or frontend.calls._names or frontend.router.rows or any(counts))
 
 
 # ---------------------------------------------------------------- handlers and finalizers
@@ -393,7 +393,7 @@ def test_an_exception_anywhere_in_reading_ends_the_stream_or_loses_nothing() -> 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised in a finalizer of ours
 def test_an_exception_anywhere_in_waiting_for_a_place_costs_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overload, "PLACE_S", 0.02)
+    monkeypatch.setattr(overload, "RESERVED_S", 0.02)
     with fake_engine(max_running=1, max_queued=0) as engine:
         limits = engine._running().limits
         num_places, is_raised = 0, True
@@ -468,8 +468,8 @@ async def test_a_reader_that_reads_while_it_is_suspended_is_not_forgotten(monkey
                 slow_readers._look()
 
         monkeypatch.setattr(slow_readers, "_act", act)
-        [call] = frontend.calls.by_output.values()
-        await until(lambda: call.output.place is not None)
+        [call] = frontend.calls.opened
+        await until(lambda: call.read_position is not None)
         frontend.loop.call_soon_threadsafe(look)
         await asyncio.to_thread(is_taken.wait, 5)
         reading = asyncio.create_task(asyncio.to_thread(lambda: chunks.extend(stream)))

@@ -11,7 +11,7 @@ import pytest
 
 from aioengine.api.stream import Stream
 from aioengine.errors import RequestError
-from aioengine.frontend.calls.outputs import CallOutput, RowStream
+from aioengine.frontend.calls.call import Call, CallRow
 from aioengine.protocol.messages import FinishCode
 from tests.engine.engine_double import World, expected_text
 from tests.kit.waiting import until
@@ -251,7 +251,7 @@ class TestSlowReaders:
     async def test_a_stalled_reader_holds_one_piece(self, world: World) -> None:
         stream = await world.engine.async_generate("a", {**LONG, "max_new_tokens": 300}, stream=True)
         await anext(stream)
-        rows = [row for output in gc.get_objects() if type(output).__name__ == "RowStream" for row in [output]]
+        rows = [row for output in gc.get_objects() if type(output).__name__ == "CallRow" for row in [output]]
         [row] = [row for row in rows if row.uid == 0]
         await until(lambda: not world.double.live)
         assert len(row.more_texts) <= 64
@@ -282,7 +282,7 @@ async def test_churn_leaves_no_objects(world: World) -> None:
     del generation
     await until(lambda: not world.double.live)
     gc.collect()
-    kinds = (CallOutput, RowStream, Stream)  # by type: other packages have a Stream too
+    kinds = (Call, CallRow, Stream)  # by type: other packages have a Stream too
     assert [thing for thing in gc.get_objects() if type(thing) in kinds] == []
     assert world.engine.stats()["num_streams"] == 0
 

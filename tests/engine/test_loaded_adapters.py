@@ -168,7 +168,7 @@ async def test_an_adapter_whose_folder_is_gone_or_changed_fails_its_requests_alo
         shutil.rmtree(tmp_path / "a")
         write_adapter(tmp_path / "b", 9)
         results = await asyncio.gather(*(texts_of(engine, name, 1) for name in names), return_exceptions=True)
-        for result, words in ((results[0], "any more"), (results[1], "have changed")):
+        for result, words in ((results[0], "was removed"), (results[1], "have changed")):
             assert isinstance(result, RequestError)
             assert result.stage == "adapter"
             assert words in result.cause

@@ -103,7 +103,7 @@ async def test_no_turn_of_the_loop_handles_many_rows(turns: Turns, kind: str) ->
         counting = asyncio.create_task(turns.run())
         generation = CALLS[kind](world, params, [f"r{place}" for place in range(MANY)])
         waiting = asyncio.ensure_future(generation)
-        [call] = world.engine._running().calls.by_output.values()  # pyright: ignore[reportPrivateUsage]
+        [call] = world.engine._running().calls.opened  # pyright: ignore[reportPrivateUsage]
         await until(lambda: call.request.is_checked)
         assert len(world.double.submits) > 1
         waiting.cancel()
@@ -217,7 +217,7 @@ class TestLaterRows:
         generation = world.engine.async_generate(["a"] * MANY, ONE, rid=[f"r{place}" for place in range(MANY)])
         for _ in range(3):
             world.engine.abort_request("unknown")
-        [call] = world.engine._running().calls.by_output.values()  # pyright: ignore[reportPrivateUsage]
+        [call] = world.engine._running().calls.opened  # pyright: ignore[reportPrivateUsage]
         await until(lambda: call.request.is_checked)
         await asyncio.sleep(0.01)
         assert looks["unknown"] == 2 * 3

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from aioengine import AsyncEngine, Engine
-from aioengine.families._tensors import tensor_shapes
+from aioengine.families._tensors import checkpoint_tensors
 from aioengine.families.mistral import MistralFamily
 from aioengine.model_files.model_folder import DEMO_MODEL
 from tests.kit.source import ROOT
@@ -41,7 +41,8 @@ Break = Callable[[Path], object]
 
 
 def shapes(**changes: object) -> Shapes:
-    return tensor_shapes(MistralFamily.read(CONFIG | changes))
+    specs = checkpoint_tensors(MistralFamily.read(CONFIG | changes))
+    return {name: spec.shape for name, spec in specs.items()}
 
 
 def save_weights(path: Path, tensors: Shapes, *, dtype: str = "F32") -> None:
@@ -189,16 +190,16 @@ BREAKS: dict[str, tuple[Break, str]] = {
     "pointer for tokenizer": (with_pointer("tokenizer.json"), "tokenizer.json' is a Git LFS pointer"),
     "wrong shape": (
         with_tensors(model__norm__weight=(15,)),
-        r"model.norm.weight has shape \[15\], the model wants \[16\]",
+        r"model.norm.weight has shape \[15\], and the model expects \[16\]",
     ),
     "missing tensor": (with_tensors(without="model.norm.weight"), "1 tensor missing: model.norm.weight"),
     "unexpected tensor": (with_tensors(model__extra=(16,)), "not expected by this model: model.extra"),
     "wrong type": (with_tensors(dtype="I32"), "is of type I32; what works: F64"),
     "weights in another form": (
         lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"),
-        "pytorch_model.bin, which is not read: that may run code. Convert .*save_pretrained",
+        "pytorch_model.bin, which is not read because it may run code. Convert .*save_pretrained",
     ),
-    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "holds no weights"),
+    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "has no weights"),
     "index without a map": (with_index("{}"), "index.json' cannot be read: .* missing required field `weight_map`"),
     "map of numbers": (with_index('{"weight_map": {"a": 5}}'), "index.json' cannot be read: Expected `str`, got `int`"),
     "absolute name": (with_index('{"weight_map": {"a": "/x.safetensors"}}'), "names '/x.safetensors', which is not in"),
@@ -207,16 +208,16 @@ BREAKS: dict[str, tuple[Break, str]] = {
     "deep index": (with_index('{"weight_map": ' + "[" * 10**5), "index.json' cannot be read"),
     "overlapping tensors": (
         with_header({"a": tensor(0, 8, 2), "b": tensor(4, 12, 2)}, 12),
-        "its header is damaged: 'b' has the bytes 4 to 12, and the tensor before ends at 8",
+        "its header is damaged: 'b' has the bytes 4 to 12, and the previous tensor ends at 8",
     ),
     "a gap": (with_header({"a": tensor(0, 8, 2), "b": tensor(12, 20, 2)}, 20), "'b' has the bytes 12 to 20, and the"),
     "a gap at the start": (
         with_header({"a": tensor(8, 16, 2)}, 16),
-        "'a' has the bytes 8 to 16, and the tensor before",
+        "'a' has the bytes 8 to 16, and the previous tensor",
     ),
     "a name that occurs twice": (
         with_header(f'{{"a": {json.dumps(tensor(0, 8, 2))}, "a": {json.dumps(tensor(8, 16, 2))}}}', 16),
-        "'a' has the bytes 8 to 16, and the tensor before ends at 0",
+        "'a' has the bytes 8 to 16, and the previous tensor ends at 0",
     ),
     "tensors beyond the file": (with_header({"a": tensor(0, 2**50, 2**48)}, 8), "it is truncated: it has .* bytes of"),
     "bytes that belong to no tensor": (with_header({"a": tensor(0, 8, 2)}, 9), "it is damaged: it has .* bytes of"),
@@ -294,7 +295,7 @@ BREAKS: dict[str, tuple[Break, str]] = {
     ),
     "many layers": (
         with_config(num_hidden_layers=10_000),
-        "they are 21 tensors, for num_hidden_layers=10000",
+        "they have only 21 tensors, for num_hidden_layers=10000",
     ),
     "a million layers": (
         with_config(num_hidden_layers=10**6),

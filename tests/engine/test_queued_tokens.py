@@ -32,9 +32,9 @@ def counted(world: World) -> int:
 def live(world: World) -> int:
     """The prompt tokens of the rows that the engine waits for, samples of one prompt taken together."""
     total = 0
-    for call in world.engine._running().calls.by_output.values():  # pyright: ignore[reportPrivateUsage]
-        rows = [row for row in call.output.live.values() if row.uid >= 0]
-        by_prompt = {row.position // call.request.num_samples: len(row.facts.prompt_token_ids) for row in rows}
+    for call in world.engine._running().calls.opened:  # pyright: ignore[reportPrivateUsage]
+        rows = [row for row in call.live.values() if row.uid >= 0]
+        by_prompt = {row.position // call.request.num_samples: len(row.prompt_token_ids) for row in rows}
         total += sum(by_prompt.values())
     return total
 
@@ -121,7 +121,7 @@ async def test_the_counts_hold_whatever_happens(acts: list[tuple[str, int]], cra
             )  # fmt: skip
 
         def expire(number: int) -> None:
-            for call in list(frontend.calls.by_output.values())[:number]:
+            for call in list(frontend.calls.opened)[:number]:
                 frontend._lifecycle.give_up(call, FinishCode.DEADLINE, "first_token")  # pyright: ignore[reportPrivateUsage]
 
         todo: dict[str, Callable[[int], object]] = {
@@ -147,7 +147,7 @@ async def test_the_counts_hold_whatever_happens(acts: list[tuple[str, int]], cra
         else:
             for call in open_calls:
                 call.abort()
-        await until(lambda: not frontend.calls.by_output)
+        await until(lambda: not frontend.calls.opened)
         limits = frontend.limits
         assert (limits.num_tokens, limits.num_bytes, limits.num_calls) == (0, 0, 0)
         await asyncio.gather(*(call for call in open_calls if not call._reader.is_stream), return_exceptions=True)  # pyright: ignore
@@ -166,7 +166,7 @@ async def test_a_row_that_the_scheduler_never_ends_keeps_what_its_chunks_said(co
         first = (await anext(stream))["meta_info"]
         assert (first["cached_tokens"], first["num_preemptions"]) == (2, 1)
         frontend = engine._running()  # pyright: ignore[reportPrivateUsage]
-        [call] = frontend.calls.by_output.values()
+        [call] = frontend.calls.opened
         frontend._lifecycle.give_up(call, code, "total")  # pyright: ignore[reportPrivateUsage]
         last = (await anext(stream))["meta_info"]
         assert (last["cached_tokens"], last["num_preemptions"]) == (2, 1)

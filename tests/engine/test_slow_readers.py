@@ -6,19 +6,18 @@ import asyncio
 import gc
 import resource
 from collections import deque
-from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
 from aioengine.api.engine import AsyncEngine
 from aioengine.api.stream import Stream
+from aioengine.frontend.calls.call import Call, CallRow
 from aioengine.frontend.calls.call_lifecycle import CallLifecycle
-from aioengine.frontend.calls.calls import Call
 from aioengine.frontend.calls.delivery import SlowReaders
-from aioengine.frontend.calls.outputs import CallOutput, RowStream
 from aioengine.settings.config import DeliveryConfig
 from aioengine.testing.fake_engine import fake_async_engine
+from tests.kit.calls import make_call
 from tests.kit.waiting import until
 
 AWAY_S = 0.08
@@ -126,26 +125,26 @@ async def test_a_thousand_stalled_readers_stay_under_the_ceiling_and_slow_nobody
             out = await engine.async_generate("quick", {**LONG, "max_new_tokens": 64})
             assert out["text"] == expected
         assert memory_bytes() - before < CEILING_BYTES
-        rows = [thing for thing in gc.get_objects() if type(thing) is RowStream]
+        rows = [thing for thing in gc.get_objects() if type(thing) is CallRow]
         assert sum(len(row.unread) for row in rows if isinstance(row.unread, list)) == 200 * NUM_STALLED
         last = [chunk async for chunk in stalled[-1]]
         assert [len(chunk["output_ids"]) for chunk in last] == [200]
 
 
 async def test_a_reader_on_another_thread_that_takes_the_last_row_meanwhile_ends_no_looking() -> None:
-    class JustEmptied(deque[RowStream]):
+    class JustEmptied(deque[CallRow]):
         """Has something for who asks first and takes then."""
 
         def __len__(self) -> int:
             return 1
 
-    output = CallOutput("x", 1, is_stream=True, is_batch=False, returns_exceptions=False)
-    output.cursor.ready = JustEmptied()
+    call = make_call(is_stream=True)
+    call.ready = JustEmptied()
     looks: list[int] = []
 
     def open_calls() -> list[Call]:
         looks.append(1)
-        return [cast("Call", SimpleNamespace(output=output))]
+        return [call]
 
     config = DeliveryConfig(slow_reader="pause", slow_reader_timeout_s=0.01)
     slow_readers = SlowReaders(config, open_calls, cast("CallLifecycle", None))

@@ -129,7 +129,7 @@ def runner_of(
     )  # fmt: skip
     runner = build(msgspec.structs.replace(settings, runner=changed), lambda _: None)
     for slot, path in enumerate(folders[1:], 1):
-        runner.place_adapter(slot, runner.read_adapter(Adapter(slot, path.name, str(path), ""))).result(timeout=20)
+        runner.adapters.place(slot, runner.adapters.read(Adapter(slot, path.name, str(path), ""))).result(timeout=20)
     return runner
 
 

@@ -108,7 +108,7 @@ def test_adapters_in_graphs_give_the_tokens_of_a_cpu(tmp_path: Path) -> None:
         runner_settings = replace(settings.runner, lora=lora, device=device, attention_backend=backend)
         runner = build(replace(settings, runner=runner_settings), lambda _: None)
         for slot, path in enumerate(folders, 1):
-            runner.place_adapter(slot, runner.read_adapter(Adapter(slot, path.name, str(path), ""))).result(timeout=9)
+            runner.adapters.place(slot, runner.adapters.read(Adapter(slot, path.name, str(path), ""))).result(timeout=9)
         rows = [opened(uid, uid % 3, prompt) for uid, prompt in enumerate(PROMPTS)]
         found.append(generate(runner, rows, chunk=14))
         runner.close()

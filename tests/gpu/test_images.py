@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
 from aioengine import Engine, models
 from aioengine.models._base import ModelOptions, VisionModel
-from aioengine.processes.array_files import write_arrays
 from aioengine.runner import weights
 from aioengine.runner.device_memory import image_memory
 from aioengine.runner.tensor_files import read_arrays
@@ -117,11 +117,11 @@ def test_a_large_picture_is_read_into_pinned_memory(tmp_path: Path) -> None:
     """In parts, by several threads."""
     draw = np.random.default_rng(0)
     arrays = {
-        "picture": draw.integers(0, 256, (1200, 1100, 4), dtype=np.uint8),
+        "picture": draw.integers(0, 256, (1200, 1100, 3), dtype=np.uint8),
         "table": draw.random((3, 256), dtype=np.float32),
         "rows_first": np.array([True]),
     }
-    write_arrays(str(tmp_path / "image"), arrays)
+    save_file(arrays, str(tmp_path / "image"))
     for _ in range(3):
         found = read_arrays(str(tmp_path / "image"), is_pinned=True)
         for name, array in arrays.items():

@@ -20,7 +20,7 @@ from tests.kit.gguf_files import stored, write_gguf
 def test_every_piece_reaches_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, alone_bytes: int
 ) -> None:
-    monkeypatch.setattr(weight_reading, "ALONE_BYTES", alone_bytes)
+    monkeypatch.setattr(weight_reading, "SMALL_BYTES", alone_bytes)
     monkeypatch.setattr(weight_reading, "PIECE_BYTES", 1 << 12)
     given = {f"{number}": torch.randn(200 + number, 64).to(stored) for number in range(20)} | {
         "vector": torch.randn(5000).to(stored),
@@ -47,7 +47,7 @@ def test_every_piece_reaches_its_place(
 def test_blocks_of_gguf_files_give_the_numbers_of_a_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(weight_reading, "PIECE_NUMBERS", 5000)
+    monkeypatch.setattr(weight_reading, "PIECE_ELEMENTS", 5000)
     block, values = stored(torch.randn(300, 512), kind)
     metadata = {"general.architecture": "llama", "llama.attention.head_count": 4}
     path = write_gguf(tmp_path / "m.gguf", metadata, {"t.weight": block, "blk.0.attn_q.weight": block})

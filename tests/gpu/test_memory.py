@@ -52,7 +52,7 @@ def test_a_full_gpu_is_told_of(settings: Settings, left_mib: int) -> None:
 def test_a_pool_that_is_too_large(settings: Settings) -> None:
     memory = MemorySettings(page_size=16, num_pages=1 << 30, mem_fraction_static=0.9)
     with pytest.raises(
-        ValueError, match=r"a KV pool of .* tokens needs .* GiB, but there is room for .* Lower max_total"
+        ValueError, match=r"a KV pool of .* tokens needs .* GiB, but only .* are available; .* Lower max_total"
     ):
         build(msgspec.structs.replace(settings, memory=memory), lambda _: None)
 

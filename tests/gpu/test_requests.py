@@ -75,10 +75,10 @@ def test_forced_tokens_take_no_steps_and_change_nothing(saved: Saved, graphs: in
     grammar = grammar_of(regex="[ab]hello, these words are forced[cd]{2,4}!")
     found: list[list[list[int]]] = []
     num_steps: list[int] = []
-    for min_jump, max_tokens in ((1000, 16), (2, 16), (2, 1000)):
+    for min_forced, max_tokens in ((1000, 16), (2, 16), (2, 1000)):
         world = saved.world(graphs=graphs, depth=depth)
         world.runner.use_grammars(Grammars(str(FOLDER), VOCAB_SIZE))
-        world.runner._constrained.min_jump = min_jump
+        world.runner._constrained.min_forced = min_forced
         world.runner._constrained.max_tokens = max_tokens
         uids = [world.submit(PROMPT, Sampling(3, temperature=1.0), max_new_tokens=8)]
         uids += [
@@ -142,12 +142,12 @@ def test_hidden_states_and_embeddings(saved: Saved, graphs: int, depth: int, chu
     plain = world.submit(PROMPT, Sampling(0, temperature=0.0))
     world.run()
     assert world.outputs[by_ids] == world.outputs[by_embeds] == world.outputs[plain]
-    for uid, gives_all in ((by_ids, True), (by_embeds, True), (last, False)):
+    for uid, returns_all in ((by_ids, True), (by_embeds, True), (last, False)):
         output = world.outputs[uid]
         expected = saved.theirs.model(torch.tensor([PROMPT + output], device="cuda")).last_hidden_state[0].cpu()
         extras = world.extras[uid]
         assert [extra.kind for extra in extras if extra.kind != PROMPT_STATES] == [HIDDEN_STATES] * len(output)
-        assert gives_all == any(extra.kind == PROMPT_STATES for extra in extras)
+        assert returns_all == any(extra.kind == PROMPT_STATES for extra in extras)
         for extra in extras:
             found = torch.from_numpy(np.frombuffer(extra.data, np.float32).reshape(-1, expected.shape[1]).copy())
             start = extra.index if extra.kind == PROMPT_STATES else len(PROMPT) - 1 + extra.index

@@ -12,7 +12,7 @@ from PIL import Image
 
 from aioengine import AsyncEngine
 from aioengine.frontend.startup import Blueprint
-from aioengine.media._base import find_image_model
+from aioengine.media.tokens._base import find_image_model
 from aioengine.settings.config import MediaConfig, TextSettings
 from aioengine.testing.fake_engine import FakeSetup
 from aioengine.tokenization.tokenizer import Tokenizer

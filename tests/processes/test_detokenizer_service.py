@@ -8,9 +8,8 @@ from typing import NoReturn
 import pytest
 
 from aioengine.errors import RequestError
-from aioengine.processes import open_text
-from aioengine.processes.detokenizer_process import DetokenizerService, build_service
-from aioengine.text.open_text import OpenText, TextSource
+from aioengine.processes import detokenizer_process
+from aioengine.processes.detokenizer_process import DetokenizerService, TextSource, build_service
 from aioengine.protocol.board import CrashBoard, blank_board, read_board
 from aioengine.protocol.columns import Extra, TokenColumns
 from aioengine.protocol.messages import (
@@ -25,12 +24,13 @@ from aioengine.protocol.messages import (
     TextRules,
 )
 from aioengine.testing.byte_tokenizer import BYTE_MODEL
+from aioengine.text.open_text import OpenText
 from aioengine.text.stop_regex import RegexSearch
 from aioengine.text.token_table import TokenTable
 from aioengine.tokenization.tokenizer import Tokenizer
 from tests.processes.engine_kit import fake_settings
 
-DEMO = Path(open_text.__file__).parents[1] / "demo"
+DEMO = Path(detokenizer_process.__file__).parents[1] / "demo"
 TOKENIZER = Tokenizer(DEMO)
 NOW = 100.0
 

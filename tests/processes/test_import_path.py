@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from aioengine.errors import EngineStartupError
 from aioengine.child_process.bootstrap import merged
+from aioengine.errors import EngineStartupError
 from aioengine.supervision.spawning import import_path
 from tests.kit.source import ROOT
 from tests.processes.engine_kit import Frontend, fake_settings

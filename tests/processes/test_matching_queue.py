@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from aioengine.processes.detokenizer_process import STEP_BUDGET_S, DetokenizerService, MatchingQueue
-from aioengine.text.open_text import OpenText, TextSource
+from aioengine.processes.detokenizer_process import DetokenizerService, TextSource
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import (
     Abort,
@@ -21,6 +20,8 @@ from aioengine.protocol.messages import (
     TextRules,
 )
 from aioengine.text import stop_regex
+from aioengine.text.matching_queue import STEP_BUDGET_S, MatchingQueue
+from aioengine.text.open_text import OpenText
 from aioengine.text.stop_regex import RegexSearch
 from aioengine.text.stop_strings import Hit
 from tests.processes.test_detokenizer_service import DEMO, ids_of

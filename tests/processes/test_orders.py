@@ -70,9 +70,9 @@ async def test_an_order_that_is_lost_with_its_process_fails_alone(tmp_path: Path
 
 @pytest.mark.process
 async def test_an_order_that_raises_fails_alone() -> None:
-    async with fake_async_engine(ANSWERS, processes=True, faults=Faults(raise_order="load")) as engine:
-        with pytest.raises(RequestError, match="load failed: InjectedFault: order 'load', as asked for") as caught:
-            await controls_of(engine).ask("load")
+    async with fake_async_engine(ANSWERS, processes=True, faults=Faults(raise_order=ECHO)) as engine:
+        with pytest.raises(RequestError, match="echo failed: InjectedFault: order 'echo', as asked for") as caught:
+            await controls_of(engine).ask(ECHO)
         assert caught.value.stage == "control"
         assert await ask_all(engine, stream=False) == await undisturbed(has_answers=True)
         assert engine.stats()["num_restarts"] == 0
@@ -94,18 +94,18 @@ def test_an_unknown_order_is_refused_with_the_known_names() -> None:
 
 
 def test_a_failed_order_is_a_reply_with_stage_and_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = Loop(raise_order="load")
-    reply = loop.call("load")
+    loop = Loop(raise_order=ECHO)
+    reply = loop.call(ECHO)
     assert (reply.success, reply.stage) == (False, "control")
-    assert reply.message == "load failed: InjectedFault: order 'load', as asked for by raise_order"
+    assert reply.message == "echo failed: InjectedFault: order 'echo', as asked for by raise_order"
     answers = [
         (lambda: Reply(0, True, payload=bytes(MAX_PAYLOAD_BYTES + 1)), "ValueError: its reply has 33,554,433 bytes"),
         (lambda: None, "AttributeError"),
         (lambda: Reply(0, False, "no file /a\udc80"), "no file /a\\udc80"),
     ]
     for answer, words in answers:
-        monkeypatch.setattr(FakeRunner, "control", lambda _self, _order, answer=answer: answer())
-        assert words in loop.call("load").message
+        monkeypatch.setattr(FakeRunner, "_echo", lambda _self, _order, answer=answer: answer())
+        assert words in loop.call(ECHO).message
     loop.give(1.0, submit(1))
     loop.run(1.0)
     assert loop.ends().keys() == {1}

@@ -10,7 +10,6 @@ import pytest
 from msgspec.structs import replace
 
 from aioengine.constraints.grammars import BYTES_PER_GRAMMAR, Grammars
-from aioengine.runner.profile import Profile
 from aioengine.processes.scheduler_process import SchedulerService, build_service, load_factory
 from aioengine.protocol.messages import (
     Abort,
@@ -29,6 +28,7 @@ from aioengine.protocol.messages import (
     TextChunks,
     TextRules,
 )
+from aioengine.runner.profile import Profile
 from aioengine.scheduler.requests import Requests
 from aioengine.scheduler.scheduler import Scheduler
 from aioengine.tokenization.tokenizer import Tokenizer
@@ -218,6 +218,7 @@ def test_a_wrong_factory_is_told_by_its_name(name: str, error: type[Exception], 
 def build_without_pages(settings: object, report: object) -> Any:
     class Runner:
         facts = {"num_pages": 0}  # noqa: RUF012
+        adapters = use_grammars = None
 
     return Runner()
 

@@ -144,7 +144,7 @@ def build_slow_to_answer(settings: Settings, report: Callable[..., None]) -> Fak
     for owner, name in (
         (SchedulerService, "_server_info"),
         (SchedulerService, "_flush_cache"),
-        (FakeRunner, "control"),
+        (FakeRunner, "_echo"),
     ):
         setattr(owner, name, slowly(getattr(owner, name)))
     return build(settings, report)

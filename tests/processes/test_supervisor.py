@@ -19,7 +19,7 @@ import pytest
 import uvloop
 
 from aioengine.errors import EngineClosedError, EngineDeadError, EngineError, EngineStalledError, EngineStartupError
-from aioengine.processes import open_text
+from aioengine.processes import detokenizer_process
 from aioengine.protocol.messages import (
     SCHEDULER,
     Abort,
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from aioengine.protocol.messages import Message
     from aioengine.settings.config import Settings
 
-DEMO = str(Path(open_text.__file__).parents[1] / "demo")
+DEMO = str(Path(detokenizer_process.__file__).parents[1] / "demo")
 
 process = pytest.mark.process
 launchers = pytest.mark.parametrize("launcher", ["inline", pytest.param("process", marks=process)])

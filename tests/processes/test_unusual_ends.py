@@ -456,13 +456,13 @@ def test_interrupts_of_a_failed_constructor_leave_nothing_that_runs(
     before = set(threading.enumerate())
     injected = RaiseAtCall(place, sync.__file__, portal.__file__, weakref.__file__)
 
-    class Started(sync._Run):
+    class Started(sync._EngineLoop):
         def start(self, *arguments: Any) -> NoReturn:
             super().start(*arguments)
             injected.__enter__()
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(sync, "_Run", Started)
+    monkeypatch.setattr(sync, "_EngineLoop", Started)
     with contextlib.suppress(KeyboardInterrupt):
         try:
             Engine.from_blueprint(FakeSetup().blueprint)

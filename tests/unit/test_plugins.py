@@ -61,8 +61,8 @@ def test_aliases_load_from_other_files(folder_of_plugins: str) -> None:
 
 
 def test_aliases_name_classes_that_exist_and_hide_no_file() -> None:
-    for folder in ("families", "media"):
-        package = importlib.import_module(f"aioengine.{folder}")
+    for folder in ("families", "media/tokens"):
+        package = importlib.import_module(f"aioengine.{folder.replace('/', '.')}")
         files = {file.name for file in pkgutil.iter_modules(package.__path__)}
         assert not files & package.ALIASES.keys()
         assert all(isinstance(plugins.load(folder, name), type) for name in package.ALIASES)

@@ -1,4 +1,4 @@
-"""The lifecycle of a call between its registration and its end: started, aborted, left, expired, failed.
+"""CallLifecycle: starts, aborts, expires, fails and closes registered calls.
 
 Everything here runs on the engine's loop and never waits.
 """
@@ -11,22 +11,21 @@ from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from aioengine.frontend.calls.calls import Ending
-from aioengine.frontend.calls.outputs import Wants
+from aioengine.frontend.calls.call import Ending, Wants
 from aioengine.frontend.intake.submitter import Submitter
 from aioengine.frontend.intake.unstarted_rows import UnstartedRows
 from aioengine.frontend.sessions.attachments import Attachments
-from aioengine.frontend.sessions.replay import AttachableOutput
 from aioengine.protocol.messages import Abort, End, FinishCode, Resume, Suspend
 from aioengine.supervision.tasks import post
 
 if TYPE_CHECKING:
     import threading
+    from collections import deque
     from collections.abc import Callable, Collection, Sequence
 
     from aioengine.errors import EngineError
-    from aioengine.frontend.calls.calls import Call, Calls
-    from aioengine.frontend.calls.outputs import CallOutput, Cursor, Place, RowStream
+    from aioengine.frontend.calls.call import Call, CallRow, ReadPosition
+    from aioengine.frontend.calls.calls import Calls
     from aioengine.frontend.calls.overload import QueueLimits
     from aioengine.frontend.intake.request_checks import RequestChecks
     from aioengine.frontend.sessions.sessions import Sessions
@@ -40,7 +39,7 @@ MAX_ROWS_FREED_AT_ONCE: Final = 4096
 
 
 class CallLifecycle:
-    """Everything that can happen to an open call. On the engine's loop.
+    """Changes the state of open calls. On the engine's loop.
 
     Attributes:
         idle: set when a call ended and none is open.
@@ -57,7 +56,7 @@ class CallLifecycle:
         send: Callable[[list[Submit] | list[Abort] | list[Suspend] | list[Resume]], None],
         computed_since: Callable[[float], Collection[int] | None],
     ) -> None:
-        """``computed_since`` gives the requests in the scheduler's steps, None where it has ended one since then."""
+        """``computed_since`` returns the requests in the scheduler's steps. None: a step has ended since that time."""
         self.idle = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self.submitter = Submitter(
@@ -75,87 +74,88 @@ class CallLifecycle:
 
     def start(self, call: Call) -> None:
         """Check and submit the first rows of a call, on the engine's loop."""
-        if call.output not in self._calls.by_output:
+        if call not in self._calls.opened:
             return  # another thread ended it before it was started
         if call.deadlines:
             self._set_timer(call, min(call.deadlines.values()))
         if not call.request.is_checked:
             self.submitter.check_rest(call)
         self.submitter.submit_next(call)
-        self.settle(call)  # a batch of nothing is over at once
+        if call.is_over:  # a batch of nothing
+            self.settle(call)
 
-    def on_read(self, output: CallOutput) -> None:
-        """A reader has read: more rows of the call may start, and suspended ones continue."""
-        if isinstance(output, AttachableOutput):
-            self.attachments.on_read(output)
-        call = self._calls.by_output.get(output)
-        if call is not None:
-            if output.wants is Wants.READS:
+    def on_read(self, call: Call) -> None:
+        """A reader has read: start more rows of the call, and resume suspended ones."""
+        if call.is_attachable:
+            self.attachments.on_read(call)
+        if call in self._calls.opened:
+            if call.wants is Wants.READS:
                 with self._lock:
-                    output.wants = Wants.NOTHING
-                    uids = [row.uid for row in output.live.values()]
+                    call.wants = Wants.NOTHING
+                    uids = [row.uid for row in call.live.values()]
                 self._send([Resume(uids)])
             self.submitter.submit_next(call)
 
-    def suspend(self, call: Call, place: Place) -> None:
-        """Its reader is away, still at ``place``: compute nothing more of its rows until it reads again.
+    def suspend(self, call: Call, position: ReadPosition) -> None:
+        """Stop computing the rows of a call until its reader, which is at ``position``, reads again.
 
-        Nothing where it has read on another thread meanwhile: only what is unread can wake a suspended request.
+        Does nothing if the reader has read meanwhile: only unread output can resume a suspended request.
         """
         with self._lock:
-            if call.output.place != place:
+            if call.read_position != position:
                 return
-            call.output.wants = Wants.READS
-            uids = [row.uid for row in call.output.live.values()]
+            call.wants = Wants.READS
+            uids = [row.uid for row in call.live.values()]
         self._send([Suspend(uids)])
 
-    def row_ended(self, row: RowStream) -> None:
+    def row_ended(self, row: CallRow) -> None:
         """The processes ended a row: its call is over, or may start more rows."""
-        call = self._calls.by_output.get(row.output)
-        if call is None:
+        call = row.call
+        if call not in self._calls.opened:
             return
-        if row.output.is_over:
+        if call.is_over:
             self.settle(call)
             return
         with self._lock:
-            self._end_row(call, row, time.monotonic())
-        if row.output.wants:
+            self._end_row(row, time.monotonic())
+        if call.wants:
             self.submitter.submit_next(call)
 
-    def _end_row(self, call: Call, row: RowStream, now: float) -> None:
+    def _end_row(self, row: CallRow, now: float) -> None:
+        call, num_prompt = row.call, len(row.prompt_token_ids)
         prompt = row.position // call.request.num_samples
         if (rules := call.request.logprobs_of(prompt)) is not None:
-            num_positions = rules.num_prompt_positions(len(row.facts.prompt_token_ids)) + max(1, row.num_known())
+            num_positions = rules.num_prompt_positions(num_prompt) + max(1, row.num_known())
             row.free_logprobs(0 if row.error else rules.position_bytes * num_positions)
         if self._images is not None:
             self._images.row_ended(call, prompt)
-        self._limits.end_row(call.reservation, prompt, len(row.facts.prompt_token_ids), now)
+        self._limits.end_row(call, prompt, num_prompt, now)
 
     def settle(self, call: Call) -> None:
-        """Close a call that is over, and free the rows that it leaves behind."""
+        """If a call is over, close it and free its remaining rows."""
         with self._lock:
-            output = call.output
-            if not output.is_over:
+            if not call.is_over:
                 return
-            uids = [row.uid for row in output.live.values()]
+            uids = [row.uid for row in call.live.values()]
             for uid in uids:
                 self._calls.rows.pop(uid, None)
-            output.live.clear()
+            call.live.clear()
             if call.request.sessions is not None:
-                self._sessions.end(output)
-            if (adapters := call.request.given.adapters) is not None:
-                adapters.leave()
+                self._sessions.end(call)
+            if call.request.adapters is not None:
+                call.request.adapters.leave()
             if not self._calls.close(call):
                 post(self._loop, self._free_names, call)
-            self._limits.release(call.reservation, time.monotonic())
-            if isinstance(output, AttachableOutput) or not output.has_unread:
-                output.free_logprobs()
-            is_idle = not self._calls.by_output
+            self._limits.release(call, time.monotonic())
+            if call.is_attachable or not call.has_unread:
+                call.free_logprobs()
+            call.request.clear()
+            is_idle = not self._calls.opened
         if self._images is not None:
             self._images.release(call)
         if uids:
             self._send([Abort(uids)])
-        if isinstance(output, AttachableOutput):
+        if call.is_attachable:
             self.attachments.ended(call)
         if is_idle:
             self.idle.set()
@@ -167,96 +167,97 @@ class CallLifecycle:
                 post(self._loop, self._free_names, call)
 
     def discard(self, call: Call) -> None:
-        """Starting it failed half-way, so it will not be read: undo what was done."""
+        """Opening the call failed half-way, so it has no reader: undo its start."""
         with self._lock:
-            call.output.is_left = True
+            call.is_left = True
         self.settle(call)
         self.attachments.discard(call)
 
-    def on_left(self, cursor: Cursor) -> None:
-        """A reader has left."""
-        output = cursor.output
+    def on_left(self, call: Call, ready: deque[CallRow]) -> None:
+        """The reader with this ``Reader.ready`` has left."""
         with self._lock:
-            output.mark_left(cursor)
-            unread = cursor.close()
-            if output.is_left:
-                output.free_logprobs()
+            if call.is_attachable:
+                call.has_reader = call.has_reader and call.ready is not ready
+            else:
+                call.is_left = True
+                call.free_logprobs()
+            unread = list(ready)
+            ready.clear()
+            call.wake()
         self._free(unread)
-        if isinstance(output, AttachableOutput):
-            self.attachments.left(cursor)
-            self.on_read(output)  # it goes on, also where it was suspended
-        elif (call := self._calls.by_output.get(output)) is not None:
+        if call.is_attachable:
+            self.attachments.left(call)
+            self.on_read(call)  # it continues, even if it was suspended
+        elif call in self._calls.opened:
             self.settle(call)
 
-    def _free(self, rows: list[RowStream]) -> None:
+    def _free(self, rows: list[CallRow]) -> None:
         """Free unread rows, a bounded number in each turn of the loop: each takes about a microsecond."""
         del rows[-MAX_ROWS_FREED_AT_ONCE:]
         if rows:
-            asyncio.get_running_loop().call_soon(self._free, rows)
+            self._loop.call_soon(self._free, rows)
 
-    def abort(self, output: CallOutput) -> None:
-        call = self._calls.by_output.get(output)
-        if call is not None:
+    def abort(self, call: Call) -> None:
+        if call in self._calls.opened:
             self._end_call(call, FinishCode.ABORT)
 
     def end_all(self, calls: Sequence[Call], code: FinishCode, message: str = "") -> None:
         for call in calls:
-            if call.output in self._calls.by_output:
+            if call in self._calls.opened:
                 self._end_call(call, code, message=message)
 
     def abort_opened(self, num_opened: int) -> None:
-        """End the open calls among the first ``num_opened`` of the engine: none that the caller made afterwards."""
-        self.end_all([call for call in self._calls.by_output.values() if call.number <= num_opened], FinishCode.ABORT)
+        """End the open calls among the first ``num_opened`` of the engine, but no later calls."""
+        self.end_all([call for call in self._calls.opened if call.number <= num_opened], FinishCode.ABORT)
 
     def abort_named(self, rid: str, num_opened: int) -> None:
-        """End the rows with this id, of one of the first ``num_opened`` calls of the engine."""
+        """End the rows with this id, if they belong to the first ``num_opened`` calls of the engine."""
         with self._lock:
-            name = self._calls.find(rid)
-        if name is None and any(call.number <= num_opened for call in self.submitter.checking):
+            named = self._calls.find(rid)
+        if named is None and any(call.number <= num_opened for call in self.submitter.checking):
             self.submitter.after_checks.append(partial(self.abort_named, rid, num_opened))  # it may still become known
-        if name is None or name.call.number > num_opened or name.call.output not in self._calls.by_output:
+        if named is None or named[0].number > num_opened or named[0] not in self._calls.opened:
             return
-        call, rows, _ = name
+        call, rows = named
         if len(rows) == call.request.num_rows:
             self._end_call(call, FinishCode.ABORT)
             return
         call.aborted.update(position for position in rows if position >= call.num_started)
         with self._lock:
-            live = call.output.live
-            uids = [live[position].uid for position in rows if position in live]
+            uids = [call.live[position].uid for position in rows if position in call.live]
         if uids:
             self._send([Abort(uids)])
 
     def _end_call(self, call: Call, code: FinishCode, *, message: str = "") -> None:
-        """End all its rows with their output so far: through the scheduler those that it has, the others here."""
+        """End all rows with their output so far: submitted rows through the scheduler, the others here."""
         with self._lock:
-            uids = [row.uid for row in call.output.live.values()]
+            uids = [row.uid for row in call.live.values()]
         self.unstarted.end(call, Ending(code))
         if uids:
             self._send([Abort(uids, code, message)])
         self.settle(call)
 
     def fail(self, call: Call, error: EngineError) -> None:
-        """End a call with a copy of ``error``, or each of its rows, where rows give their exceptions."""
-        output, error = call.output, copy(error)
+        """End a call with a copy of ``error``. If exceptions are returned in place, end each of its rows."""
+        error = copy(error)
         with self._lock:
-            if output.returns_exceptions and not output.is_over:
+            if call.returns_exceptions and not call.is_over:
                 now = time.monotonic()
-                for row in list(output.live.values()):
+                for row in list(call.live.values()):
                     finished = End(row.uid, FinishCode.FAILED, stage="engine", message=str(error), ended_at=now)
-                    output.end_row(row, finished, now, error)
+                    call.end_row(row, finished, now, error)
                 self.unstarted.end(call, Ending(FinishCode.FAILED, error=error))
             else:
-                output.fail(error)
+                call.fail(error)
         self.settle(call)
 
     # ------------------------------------------------------------ time
 
     def _set_timer(self, call: Call, when: float) -> None:
-        call.timer = asyncio.get_running_loop().call_later(max(0.0, when - time.monotonic()), self._expire, call)
+        call.timer = self._loop.call_later(max(0.0, when - time.monotonic()), self._expire, call)
 
     def _expire(self, call: Call) -> None:
-        """End the rows that were not started in time. Those that the scheduler has it ends, or they are given up."""
+        """End the rows that were not started in time. The scheduler ends the others, or they are given up."""
         now = time.monotonic()  # one reading: a deadline is either over or waited for again
         which = call.expired_deadline(now)
         if which is not None and call.num_started < call.request.num_rows:
@@ -265,22 +266,22 @@ class CallLifecycle:
             if now >= deadline + BACKSTOP_S:
                 self.give_up(call, FinishCode.DEADLINE, late)
         self.settle(call)
-        if call.output in self._calls.by_output:
+        if call in self._calls.opened:
             times = [when for deadline in call.deadlines.values() for when in (deadline, deadline + BACKSTOP_S)]
             later = [when for when in times if when > now]
             if later:
                 self._set_timer(call, min(later))
 
     def give_up(self, call: Call, code: FinishCode, which: str | None = None) -> None:
-        """The scheduler did not end these rows (``which``: at this deadline): they end here, with what they have."""
+        """End rows here, with their output so far, because the scheduler did not end them (at deadline ``which``)."""
         now = time.monotonic()
         with self._lock:
-            rows = [row for row in call.output.live.values() if which in (None, "total") or not row.has_first_token]
+            rows = [row for row in call.live.values() if which in (None, "total") or row.first_token is None]
             if which == "queue":
                 rows = self._surely_waiting(rows, call.called_at)
             for row in rows:
-                call.output.end_row(row, End(row.uid, code, which, ended_at=now), now)
-                self._end_row(call, row, now)
+                call.end_row(row, End(row.uid, code, which, ended_at=now), now)
+                self._end_row(row, now)
         uids = [row.uid for row in rows]
         for uid in uids:
             self._calls.rows.pop(uid, None)
@@ -288,10 +289,10 @@ class CallLifecycle:
             self._send([Abort(uids, code)])
         self.settle(call)
 
-    def _surely_waiting(self, rows: list[RowStream], since: float) -> list[RowStream]:
-        """The rows that were not admitted: a step that could have done it has not ended, and none is under way.
+    def _surely_waiting(self, rows: list[CallRow], since: float) -> list[CallRow]:
+        """Return the rows that were surely not admitted: no step has ended since then, and they are in none now.
 
-        A scheduler that ends steps is left alone: it looks at the time between them.
+        A scheduler that ends steps checks the deadlines itself between them.
         """
         computed = self._computed_since(since) if rows else None
         return [] if computed is None else [row for row in rows if row.uid not in computed]

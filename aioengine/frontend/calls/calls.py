@@ -1,137 +1,42 @@
-"""The calls that are open, their ids, and the ids of their rows.
-
-Everything here is done under the engine's lock, from any thread, and never waits.
-"""
+"""Calls: the open calls and their ids. Under the engine's lock, from any thread; never waits."""
 
 from __future__ import annotations
 
-import os
-from typing import TYPE_CHECKING, Final, NamedTuple
-
-from aioengine.frontend.calls.outputs import CallOutput
-from aioengine.frontend.intake.pooling import PooledOutput
-from aioengine.frontend.sessions.replay import AttachableOutput, SessionOutput
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    import asyncio
-
-    from aioengine.api.answers import RowError
-    from aioengine.frontend.calls.outputs import RowStream
-    from aioengine.frontend.calls.overload import Reservation
-    from aioengine.frontend.intake.requests import CallRequest
-    from aioengine.protocol.messages import FinishCode
+    from aioengine.frontend.calls.call import Call, CallRow
 
 
 MAX_PARTS: Final = 2
-"""Numbers behind an id: of the prompt, and of its sample."""
+"""Numbers after an id: of the prompt, and of its sample."""
 
 MAX_DIGITS: Final = 10
-"""Digits of such a number; no batch has more rows, and Python converts only some thousand digits."""
+"""Digits of such a number. No batch has more rows, and Python converts only some thousand digits."""
 
 MAX_NAMES_FREED: Final = 1024
 """Ids that are freed in one turn of the loop."""
 
-
-class Ending(NamedTuple):
-    """How the rows of a call end that were not started when it was ended."""
-
-    code: FinishCode
-    matched: str | None = None
-    error: RowError | None = None
-
-
-class Call:
-    """One call of the user while it is open: its request, and how many of its rows were started.
-
-    Attributes:
-        number: counts the calls of the engine, from 1; 0 before it is registered.
-        num_started: rows that were started, in order.
-        reservation: its part of the limits.
-        deadlines: absolute times, by the words that name them in a finish reason.
-        aborted: positions that were aborted before they were started.
-        ending: how all rows end that are not started yet; None while they may start.
-        is_encoding: some of its prompts are on the tokenizer's thread, or their rows start in the next turns.
-    """
-
-    __slots__ = (
-        "aborted", "called_at", "deadlines", "ending", "is_encoding", "names", "num_started", "number",
-        "output", "request", "reservation", "rid", "timer",
-    )  # fmt: skip
-
-    def __init__(self, request: CallRequest, called_at: float, reservation: Reservation) -> None:
-        self.request = request
-        self.rid = request.rid or os.urandom(16).hex()
-        self.number = 0
-        self.called_at = called_at
-        self.deadlines = {which: called_at + seconds for which, seconds in request.timeouts.items()}
-        self.output = _output_of(request, self.rid)
-        self.num_started = 0
-        self.reservation = reservation
-        self.aborted: set[int] = set()
-        self.ending: Ending | None = None
-        self.is_encoding = False
-        self.names: list[str] = []
-        self.timer: asyncio.TimerHandle | None = None
-
-    def expired_deadline(self, now: float) -> str | None:
-        """Which deadline has passed for a row that was not started."""
-        return next((which for which, deadline in self.deadlines.items() if deadline <= now), None)
-
-    def row_rid(self, position: int) -> str:
-        """The id of a row: the call's own, or with the number of its prompt, then of its sample, behind it."""
-        request, rid = self.request, self.rid
-        prompt, sample = divmod(position, request.num_samples)
-        if request.is_batch:
-            own = "" if request.rids is None else request.rids[prompt]
-            rid = str(own) or f"{rid}_{prompt}"
-        return f"{rid}_{sample}" if request.num_samples > 1 else rid
-
-    def own_name(self) -> Name:
-        """The rows that the id of the call means."""
-        request, widths = self.request, self._sample_widths
-        if request.is_batch and request.rids is None:
-            widths = (request.num_samples, *widths)
-        return Name(self, range(request.num_rows), widths)
-
-    def prompt_name(self, prompt: int) -> Name:
-        """The rows that the id of a prompt means, if the caller passed a list of ids."""
-        samples = self.request.num_samples
-        return Name(self, range(prompt * samples, (prompt + 1) * samples), self._sample_widths)
-
-    @property
-    def _sample_widths(self) -> tuple[int, ...]:
-        return (1,) if self.request.num_samples > 1 else ()
-
-
-class Name(NamedTuple):
-    """The rows of a call that an id means. ``widths``: how many rows ``id_0``, and then ``id_0_0``, mean."""
-
-    call: Call
-    rows: range
-    widths: tuple[int, ...]
-
-    def part(self, number: str) -> Name | None:
-        """The rows that the id with ``_number`` behind it means."""
-        if not self.widths or not number.isdecimal() or len(number) > MAX_DIGITS or str(int(number)) != number:
-            return None
-        rows = self.rows[int(number) * self.widths[0] :][: self.widths[0]]
-        return Name(self.call, rows, self.widths[1:]) if rows else None
+WHOLE: Final = -1
+"""In place of a prompt: the id is the id of the whole call."""
 
 
 class Calls:
-    """All open calls, and what ids mean. Under the engine's lock.
+    """All open calls, and the rows that ids mean. Under the engine's lock.
 
     Attributes:
-        rows: rows that the scheduler has, by uid: submitted, and without an end here.
+        opened: the open calls, in order.
+        rows: submitted rows without an end, by uid.
         num_opened: calls that were ever registered.
-        _by_base: of the known ids with numbers behind them, those that an id without these numbers could mean.
+        _names: the call of each id, and the prompt that it means, or ``WHOLE``.
+        _by_base: for a possible id, the known ids that consist of it and appended numbers.
     """
 
     def __init__(self) -> None:
-        self.by_output: dict[CallOutput, Call] = {}
-        self.rows: dict[int, RowStream] = {}
+        self.opened: dict[Call, None] = {}
+        self.rows: dict[int, CallRow] = {}
         self.num_opened = 0
-        self._names: dict[str, Name] = {}
+        self._names: dict[str, tuple[Call, int]] = {}
         self._by_base: dict[str, set[str]] = {}
 
     def open(self, call: Call) -> None:
@@ -140,12 +45,16 @@ class Calls:
         Raises:
             ValueError: an id is in use.
         """
-        names = self._add_names(call, 0)
+        names = {call.rid: (call, WHOLE)}
+        if call.request.rid is not None or call.request.rids:  # otherwise the id is random and has no number
+            names = self._add_names(call, 0)
+        else:
+            call.names += names
         # From here to the end nothing is called: a signal handler that raises comes before all of it, or after.
         self._names |= names
         self.num_opened += 1
         call.number = self.num_opened
-        self.by_output[call.output] = call
+        self.opened[call] = None
 
     def add_names(self, call: Call, first: int) -> None:
         """Register the ids of the prompts from ``first`` on that have been checked meanwhile.
@@ -155,24 +64,24 @@ class Calls:
         """
         self._names |= self._add_names(call, first)
 
-    def _add_names(self, call: Call, first: int) -> dict[str, Name]:
+    def _add_names(self, call: Call, first: int) -> dict[str, tuple[Call, int]]:
         """Register the ids in all indexes except ``_names``, and return their entries for ``_names``.
 
         If rows fail alone, a row whose id is in use gets its error in its place.
         """
         request = call.request
-        names = {call.rid: call.own_name()} if first == 0 else {}
-        if request.rid is not None:  # a drawn id is always free
-            self._check_free(names, call)
+        names = {call.rid: (call, WHOLE)} if first == 0 else {}
+        if request.rid is not None:  # a random id is always free
+            self._check_free(call, names)
         rids = request.rids or []
         for prompt in range(first, min(len(request.prompts), len(rids))):
-            rid, name = rids[prompt], call.prompt_name(prompt)
+            rid = rids[prompt]
             try:
                 if rid in names:
                     raise _given_twice(rid)
                 if rid:
-                    self._check_free({rid: name}, call)
-                    names[rid] = name
+                    self._check_free(call, {rid: (call, prompt)})
+                    names[rid] = call, prompt
             except ValueError as error:
                 rids[prompt] = ""
                 request.fail_row(prompt, error)
@@ -182,96 +91,92 @@ class Calls:
                 self._by_base.setdefault(base, set()).add(rid)
         return names
 
-    def find(self, rid: str) -> Name | None:
-        """The rows that an id means: one that was given or drawn, or one made from it with ``_0``, ``_1`` ..."""
+    def find(self, rid: str) -> tuple[Call, range] | None:
+        """Return the call and the rows of an id, or of an id with ``_0``, ``_1`` ... appended."""
         return _find(self._names, rid)
 
-    def _check_free(self, names: dict[str, Name], asking: Call) -> None:
-        """Neither a new id nor one made from it may mean a live request, and the other way round.
+    def _check_free(self, call: Call, names: dict[str, tuple[Call, int]]) -> None:
+        """Check that neither these ids nor ids made from them mean a live request, and vice versa.
 
-        A request that is over, though the engine's loop has not closed it yet, makes way.
+        A request that is over gives up its id, even if the engine's loop has not closed it yet.
         """
-        taken = [(name, found.call) for name in names if (found := self.find(name)) is not None]
-        if any(name.widths for name in names.values()):
+        taken = [(name, rows[0]) for name in names if (rows := self.find(name)) is not None]
+        if any(_rows(*entry)[1] for entry in names.values()):
             made = {name for base in names for name in self._by_base.get(base, ()) if name in self._names}
-            taken += [(name, self._names[name].call) for name in made if _find(names, name) is not None]
-        for name, call in taken:
-            if call is asking:
+            taken += [(name, self._names[name][0]) for name in made if _find(names, name) is not None]
+        for name, owner in taken:
+            if owner is call:
                 raise _given_twice(name)
-            if not call.output.is_over or call.request.resume_ttl_s is not None:
+            if not owner.is_over or owner.is_attachable:
                 raise ValueError(
                     f"rid {name!r} is in use by a live request, or one that can be attached to; choose another, or "
                     "wait for its end"
                 )
-            self._free(name, call)
+            self._free(name, owner)
 
     def close(self, call: Call) -> bool:
-        """The call is over; its ids are free again, unless it can be attached to. False: ``free_names`` is to go on."""
-        if self.by_output.pop(call.output, None) is not None and call.timer is not None:
-            call.timer.cancel()
-        return call.request.resume_ttl_s is not None or self.free_names(call)
+        """Remove a call that is over and free its ids, unless it is attachable. False: call ``free_names`` again."""
+        if call in self.opened:
+            del self.opened[call]
+            if call.timer is not None:
+                call.timer.cancel()
+        return call.is_attachable or self.free_names(call)
 
     def free_names(self, call: Call) -> bool:
-        """Free at most ``MAX_NAMES_FREED`` of its ids. Whether all are free."""
+        """Free at most ``MAX_NAMES_FREED`` of its ids. Returns whether all are free."""
         for name in call.names[-MAX_NAMES_FREED:]:
             self._free(name, call)
         del call.names[-MAX_NAMES_FREED:]
         return not call.names
 
     def _free(self, name: str, call: Call) -> None:
-        if (found := self._names.get(name)) is not None and found.call is not call:
+        if (entry := self._names.get(name)) is not None and entry[0] is not call:
             return
         self._names.pop(name, None)
         for base in _bases(name):
-            self._forget_base(base, name)
-
-    def _forget_base(self, base: str, name: str) -> None:
-        made = self._by_base.get(base, set())
-        made.discard(name)
-        if not made:
-            self._by_base.pop(base, None)
+            made = self._by_base.get(base, set())
+            made.discard(name)
+            if not made:
+                self._by_base.pop(base, None)
 
 
-def _output_of(request: CallRequest, rid: str) -> CallOutput:
-    if request.resume_ttl_s is not None:
-        return AttachableOutput(rid)
-    if (pooled := request.given.pooled) is not None:
-        alone = request.returns_exceptions and request.gives_batch
-        return PooledOutput(rid, request.num_rows, pooled, is_batch=request.gives_batch, returns_exceptions=alone)
-    output = CallOutput if request.sessions is None else SessionOutput
-    return output(
-        rid,
-        request.num_rows,
-        is_stream=request.is_stream,
-        is_batch=request.gives_batch,
-        returns_exceptions=request.returns_exceptions and request.gives_batch,
-    )
+def _rows(call: Call, prompt: int) -> tuple[range, tuple[int, ...]]:
+    """Return the rows of an id, and the numbers of rows of this id with one and with two numbers appended."""
+    request = call.request
+    samples = request.num_samples
+    widths = (1,) if samples > 1 else ()
+    if prompt != WHOLE:
+        return range(prompt * samples, (prompt + 1) * samples), widths
+    return range(request.num_rows), (samples, *widths) if request.is_batch and request.rids is None else widths
 
 
-def _find(names: dict[str, Name], rid: str) -> Name | None:
-    """The rows of an id that is known, or that has one or two numbers behind a known one; any string is allowed."""
-    found = names.get(rid)
+def _find(names: dict[str, tuple[Call, int]], rid: str) -> tuple[Call, range] | None:
+    """Return the rows of a known id, or of a known id with one or two numbers appended. Any string is allowed."""
     numbers: list[str] = []
-    while found is None and len(numbers) < MAX_PARTS:
+    while (entry := names.get(rid)) is None:
         rid, separator, number = rid.rpartition("_")
-        if not separator:
+        if not separator or len(numbers) == MAX_PARTS:
             return None
         numbers.append(number)
-        found = names.get(rid)
-    while found is not None and numbers:
-        found = found.part(numbers.pop())
-    return found
+    rows, widths = _rows(*entry)
+    for number in reversed(numbers):
+        if not widths or not number.isdecimal() or len(number) > MAX_DIGITS or str(int(number)) != number:
+            return None
+        rows, widths = rows[int(number) * widths[0] :][: widths[0]], widths[1:]
+        if not rows:
+            return None
+    return entry[0], rows
 
 
 def _bases(rid: str) -> list[str]:
-    """The ids that could mean this one, with one or two numbers behind them."""
-    found: list[str] = []
+    """Return the ids that could mean this one, with one or two numbers appended."""
+    bases: list[str] = []
     for _ in range(MAX_PARTS):
         rid, separator, number = rid.rpartition("_")
         if not separator or not number.isdecimal():
             break
-        found.append(rid)
-    return found
+        bases.append(rid)
+    return bases
 
 
 def _given_twice(rid: str) -> ValueError:

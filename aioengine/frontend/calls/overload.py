@@ -1,6 +1,6 @@
-"""Overload: the limits on what waits, and the queue of callers that wait until a call fits.
+"""Overload: the limits on waiting calls, and the queue of callers that wait for capacity.
 
-A call reserves its part of the limits once, before anything looks at its arguments; it keeps it until it is closed.
+A call is counted before its arguments are checked, and until it is closed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from aioengine.errors import EngineOverloadedError, RequestTooLargeError
 from aioengine.frontend.callers import refuse_interrupting, refuse_own_thread, running_loop, this_caller
-from aioengine.frontend.calls.outputs import RowStream, resolve
+from aioengine.frontend.calls.reader import resolve
 from aioengine.supervision.tasks import post
 
 if TYPE_CHECKING:
@@ -23,56 +23,40 @@ if TYPE_CHECKING:
 
     from aioengine.api.answers import Chunk
     from aioengine.errors import EngineError
+    from aioengine.frontend.calls.call import Call, CallRow
     from aioengine.settings.config import QueueConfig
 
 MIN_RETRY_S: Final = 0.1
 MAX_RETRY_S: Final = 60.0
-PLACE_S: Final = 1.0
-"""How long a place is kept for a queued caller; then it goes to the next."""
+RESERVED_S: Final = 1.0
+"""Seconds for which capacity is reserved for a caller from the queue; then the next caller gets it."""
 
 
-class Reservation:
-    """The part of the limits that one call has.
+class QueuedCaller:
+    """A caller in the queue. It waits until it ``has_capacity``, or until ``error`` is set.
 
-    Attributes:
-        is_held: from ``QueueLimits.reserve`` to ``QueueLimits.release``.
-        num_bytes: of its prompt. num_tokens: of its prompts that the scheduler has.
-        num_rows: rows that the scheduler has, by prompt: the tokens of a prompt of several samples count once.
+    ``wake`` returns False if the caller cannot be woken because its loop is closed. It may be called twice.
     """
 
-    __slots__ = ("is_held", "num_bytes", "num_rows", "num_tokens")
-
-    def __init__(self) -> None:
-        self.is_held = False
-        self.num_bytes = 0
-        self.num_tokens = 0
-        self.num_rows: dict[int, int] = {}
-
-
-class Place:
-    """A caller's place in the queue: it waits until ``is_given``, or until ``error`` is set: it never will be.
-
-    ``wake`` returns False where the caller cannot be woken any more, since its loop is closed. It may be called twice.
-    """
-
-    __slots__ = ("caller", "error", "given_at", "is_given", "wake")
+    __slots__ = ("caller", "error", "has_capacity", "reserved_at", "wake")
 
     def __init__(self, caller: Hashable, wake: Callable[[], bool]) -> None:
         self.caller = caller
         self.wake = wake
-        self.is_given = False
-        self.given_at = 0.0
+        self.has_capacity = False
+        self.reserved_at = 0.0
         self.error: EngineError | None = None
 
 
 class QueueLimits:
-    """How much may wait, how much does, and the queue. Pure, and under the engine's lock.
+    """The limits, the counts of open calls, and the queue. Pure; under the engine's lock.
 
-    Requests that run do not wait: the limits on calls and tokens come on top of what can run at once.
+    The limits on calls and tokens apply to waiting requests: the capacity for running requests is added to them.
 
     Attributes:
         num_logprob_bytes: reserved for unread logprobs. Running rows reserve their upper bound.
-        refusal: raised by every new call, once the engine drains, is dead or closed.
+        refusal: every new call raises it when the engine drains, is dead or closed.
+        _reserved: callers from the queue that have not called yet, the oldest first.
     """
 
     def __init__(self, config: QueueConfig, *, max_running: int, max_total_tokens: int) -> None:
@@ -84,8 +68,8 @@ class QueueLimits:
         self._config = config
         self._max_running = max_running
         self._max_total_tokens = max_total_tokens
-        self._queue: deque[Place] = deque()
-        self._given: dict[Hashable, Place] = {}  # by caller, to those that have not called yet, the oldest first
+        self._queue: deque[QueuedCaller] = deque()
+        self._reserved: dict[Hashable, QueuedCaller] = {}
         self._released_at = 0.0
         self._release_interval_s = MIN_RETRY_S
 
@@ -95,13 +79,13 @@ class QueueLimits:
 
     @property
     def due_at(self) -> float | None:
-        """When the oldest place that was not used yet goes to the next caller."""
+        """When the oldest unused reservation goes to the next caller."""
         oldest = self._oldest
-        return None if oldest is None else oldest.given_at + PLACE_S
+        return None if oldest is None else oldest.reserved_at + RESERVED_S
 
     @property
-    def _oldest(self) -> Place | None:
-        return next(iter(self._given.values()), None)
+    def _oldest(self) -> QueuedCaller | None:
+        return next(iter(self._reserved.values()), None)
 
     def refuse(self, error: EngineError) -> None:
         """Refuse all new calls and all queued callers from now on."""
@@ -111,58 +95,61 @@ class QueueLimits:
             self._wake_first()
 
     def check_refusal(self) -> None:
-        """Raise EngineError where new calls are refused, however little waits."""
+        """Raise EngineError if all new calls are refused."""
         if self.refusal is not None:
             raise copy(self.refusal)
 
     # ------------------------------------------------------------ reservations
 
-    def reserve(self, reservation: Reservation, caller: Hashable) -> None:
-        """Reserve a place for a call; the one that was given to its caller, where there is one.
+    def reserve(self, call: Call, caller: Hashable) -> None:
+        """Count a call. A caller from the queue uses its reservation.
 
         Raises:
-            EngineError: the engine takes no calls, or too much waits.
+            EngineError: the engine accepts no calls, or too much waits.
         """
-        self.check_refusal()
-        if self._given.pop(caller, None) is None and (excess := self._excess()) is not None:
+        if self.refusal is not None:
+            raise copy(self.refusal)
+        if self._reserved.pop(caller, None) is None and (excess := self._excess()) is not None:
             raise EngineOverloadedError(
                 f"the engine is overloaded: {excess}; try again later", retry_after=self._retry_after()
             )
-        # Nothing is called between these two: a signal handler that raises comes before both, or after.
+        # Python runs signal handlers between calls. There is no call between these lines, so both run or none.
         self.num_calls += 1
-        reservation.is_held = True
+        call.is_reserved = True
 
-    def add_bytes(self, reservation: Reservation, num_bytes: int) -> None:
-        reservation.num_bytes += num_bytes
+    def add_bytes(self, call: Call, num_bytes: int) -> None:
+        """Count the bytes of a prompt. Raises EngineError if calls are refused meanwhile."""
+        self.check_refusal()
+        call.num_bytes += num_bytes
         self.num_bytes += num_bytes
 
-    def add_row(self, reservation: Reservation, prompt: int, num_tokens: int) -> None:
-        """A row goes to the scheduler: its prompt counts until all rows of it have ended.
+    def add_row(self, call: Call, prompt: int, num_tokens: int) -> None:
+        """Count the prompt of a submitted row, until all rows of the prompt have ended.
 
-        Not where the call was released meanwhile: a signal handler raised on the thread that opened it.
+        Does nothing if the call was released because a signal handler raised on the thread that opened it.
         """
-        if not reservation.is_held:
+        if not call.is_reserved:
             return
-        num_rows = reservation.num_rows.get(prompt, 0)
+        num_rows = call.num_rows_of.get(prompt, 0)
         if not num_rows:
-            reservation.num_tokens += num_tokens
+            call.num_tokens += num_tokens
             self.num_tokens += num_tokens
-        reservation.num_rows[prompt] = num_rows + 1
+        call.num_rows_of[prompt] = num_rows + 1
 
     @property
     def free_logprob_bytes(self) -> int:
         return self._config.max_logprob_bytes - self.num_logprob_bytes
 
-    def reserve_logprobs(self, row: RowStream, num_bytes: int) -> None:
-        """Reserve memory for the logprobs of a row, until ``RowStream.free_logprobs``.
+    def reserve_logprobs(self, row: CallRow, num_bytes: int) -> None:
+        """Reserve memory for the logprobs of a row, until ``CallRow.free_logprobs``.
 
         Raises:
             RequestTooLargeError: it does not fit beside the other rows of its call.
             EngineOverloadedError: it does not fit beside other calls.
         """
-        output, most = row.output, self._config.max_logprob_bytes
-        if output.num_logprob_bytes + num_bytes > most:
-            others = f", beside {output.num_logprob_bytes} of other rows," if output.num_logprob_bytes else ""
+        call, most = row.call, self._config.max_logprob_bytes
+        if call.num_logprob_bytes + num_bytes > most:
+            others = f", beside {call.num_logprob_bytes} of other rows," if call.num_logprob_bytes else ""
             raise RequestTooLargeError(
                 f"its logprobs may take {num_bytes} bytes{others} but max_logprob_bytes={most} are allowed; lower "
                 "top_logprobs_num or max_new_tokens, use a stream or smaller batches, or raise max_logprob_bytes"
@@ -173,30 +160,30 @@ class QueueLimits:
                 f"{self.num_logprob_bytes} of other requests (max_logprob_bytes={most}); try again later",
                 retry_after=self._retry_after(),
             )
-        output.counter = self
+        call.counter = self
         row.num_logprob_bytes = num_bytes
-        output.num_logprob_bytes += num_bytes
+        call.num_logprob_bytes += num_bytes
         self.num_logprob_bytes += num_bytes
 
-    def end_row(self, reservation: Reservation, prompt: int, num_tokens: int, now: float) -> None:
-        """A row has ended, and its call goes on."""
-        num_rows = reservation.num_rows.pop(prompt, 0) - 1
+    def end_row(self, call: Call, prompt: int, num_tokens: int, now: float) -> None:
+        """A row has ended, and its call continues."""
+        num_rows = call.num_rows_of.pop(prompt, 0) - 1
         if num_rows > 0:
-            reservation.num_rows[prompt] = num_rows
+            call.num_rows_of[prompt] = num_rows
         elif num_rows == 0:
-            reservation.num_tokens -= num_tokens
+            call.num_tokens -= num_tokens
             self.num_tokens -= num_tokens
             self.serve(now)
 
-    def release(self, reservation: Reservation, now: float) -> None:
-        """The call is over, or was never opened. Harmless twice."""
-        if not reservation.is_held:
+    def release(self, call: Call, now: float) -> None:
+        """Free the part of a call that is over or was never opened. May be called twice."""
+        if not call.is_reserved:
             return
-        reservation.is_held = False
+        call.is_reserved = False
         self.num_calls -= 1
-        self.num_tokens -= reservation.num_tokens
-        self.num_bytes -= reservation.num_bytes
-        reservation.num_rows = {}  # none of them gives its tokens back again
+        self.num_tokens -= call.num_tokens
+        self.num_bytes -= call.num_bytes
+        call.num_rows_of = {}  # so that no row frees its tokens again
         if self._released_at:
             self._release_interval_s += 0.1 * (now - self._released_at - self._release_interval_s)
         self._released_at = now
@@ -204,54 +191,54 @@ class QueueLimits:
 
     # ------------------------------------------------------------ the queue
 
-    def enter(self, place: Place, now: float) -> None:
-        """Add a caller to the queue; its place may be given at once.
+    def enter(self, queued: QueuedCaller, now: float) -> None:
+        """Add a caller to the queue. If there is capacity, it is woken at once.
 
         Raises:
-            EngineError: the engine takes no calls.
+            EngineError: the engine accepts no calls.
         """
         self.check_refusal()
-        self._queue.append(place)
+        self._queue.append(queued)
         self.serve(now)
 
-    def remove(self, place: Place, now: float) -> None:
-        """The caller has gone, with or without its place."""
-        self._forget(place)
-        if place in self._queue:
-            self._queue.remove(place)
+    def remove(self, queued: QueuedCaller, now: float) -> None:
+        """Remove a caller that stopped waiting, and its reservation."""
+        self._forget(queued)
+        if queued in self._queue:
+            self._queue.remove(queued)
         self.serve(now)
 
     def serve(self, now: float) -> None:
-        """Take back the places that were not used, and give the free ones to the first callers of the queue."""
-        while (oldest := self._oldest) is not None and oldest.given_at + PLACE_S <= now:
+        """Drop reservations that were not used, and reserve free capacity for the first callers of the queue."""
+        while (oldest := self._oldest) is not None and oldest.reserved_at + RESERVED_S <= now:
             self._forget(oldest)
         while self._queue and self._excess() is None:
-            if (place := self._wake_first()) is not None:
-                place.is_given, place.given_at = True, now
-                self._given.pop(place.caller, None)  # it stands behind those that were given before
-                self._given[place.caller] = place
+            if (queued := self._wake_first()) is not None:
+                queued.has_capacity, queued.reserved_at = True, now
+                self._reserved.pop(queued.caller, None)  # it goes to the end of the order
+                self._reserved[queued.caller] = queued
 
-    def _wake_first(self) -> Place | None:
-        """Wake the first caller of the queue, which then leaves it; None where it cannot be woken, or has left.
+    def _wake_first(self) -> QueuedCaller | None:
+        """Wake the first caller and remove it from the queue. None: it cannot be woken, or has left.
 
-        It leaves afterwards: a signal handler may raise in here, and it would wait for ever. And garbage collection may
-        run in here, which makes callers leave whose loops are gone.
+        It is removed after it was woken. Otherwise a signal handler that raises in between would leave it waiting
+        for ever. Garbage collection may run in ``wake`` and remove callers whose loops are gone.
         """
-        place = self._queue[0]
-        is_woken = place.wake()
-        if not self._queue or self._queue[0] is not place:
+        queued = self._queue[0]
+        is_woken = queued.wake()
+        if not self._queue or self._queue[0] is not queued:
             return None
         self._queue.popleft()
-        return place if is_woken else None
+        return queued if is_woken else None
 
-    def _forget(self, place: Place) -> None:
-        if self._given.get(place.caller) is place:
-            del self._given[place.caller]
+    def _forget(self, queued: QueuedCaller) -> None:
+        if self._reserved.get(queued.caller) is queued:
+            del self._reserved[queued.caller]
 
     def _excess(self) -> str | None:
-        """The limit that is reached, in words."""
+        """Return the limit that is reached, in words."""
         config = self._config
-        num_waiting = self.num_calls + len(self._given) - self._max_running
+        num_waiting = self.num_calls + len(self._reserved) - self._max_running
         if num_waiting >= config.max_requests:
             return f"calls that wait: {num_waiting} (max_queued_requests={config.max_requests})"
         tokens_waiting = self.num_tokens - self._max_total_tokens
@@ -267,9 +254,9 @@ class QueueLimits:
 
 
 class Overload:
-    """The limits, and waiting until a call fits. From any thread and loop.
+    """Waits for capacity, from any thread and loop.
 
-    A place that was given belongs to the caller (its task, or its thread) until its next call, for ``PLACE_S``.
+    Capacity is reserved for the next call of the caller (its task, or its thread), for ``RESERVED_S``.
     """
 
     def __init__(self, limits: QueueLimits, lock: threading.RLock, loop: asyncio.AbstractEventLoop) -> None:
@@ -279,22 +266,8 @@ class Overload:
         self._loop = loop
         self._timer: asyncio.TimerHandle | None = None
 
-    def reserve(self, reservation: Reservation) -> None:
-        """Reserve a place for a call of this task or thread.
-
-        Raises:
-            EngineError: the engine takes no calls, or too much waits.
-        """
-        with self._lock:
-            self.limits.reserve(reservation, this_caller())
-
-    def release(self, reservation: Reservation) -> None:
-        """The call was not opened. Harmless where nothing was reserved."""
-        with self._lock:
-            self.limits.release(reservation, time.monotonic())
-
     async def wait(self) -> None:
-        """Queue until a call of this task fits. Cancelling it leaves the queue.
+        """Wait in the queue until a call of this task fits. Cancelling the wait leaves the queue.
 
         Raises:
             EngineError: the engine died, was shut down or is drained.
@@ -302,44 +275,44 @@ class Overload:
         """
         loop = running_loop()
         future: asyncio.Future[Chunk | None] = loop.create_future()
-        place = self._enter(partial(post, loop, resolve, future))
+        queued = self._enter(partial(post, loop, resolve, future))
         try:
             await future
         except BaseException:
-            self._remove(place)
+            self._remove(queued)
             raise
-        _raise_refusal(place)
+        _raise_refusal(queued)
 
     def wait_blocking(self) -> None:
-        """The same for a thread without a loop."""
+        """Do the same in a thread without a loop."""
         refuse_own_thread(self._loop)
         gate = threading.Lock()
         gate.acquire()
-        place = self._enter(partial(_release, gate))
+        queued = self._enter(partial(_release, gate))
         try:
             gate.acquire()
         except BaseException:
-            self._remove(place)
+            self._remove(queued)
             raise
-        _raise_refusal(place)
+        _raise_refusal(queued)
 
-    def _enter(self, wake: Callable[[], bool]) -> Place:
+    def _enter(self, wake: Callable[[], bool]) -> QueuedCaller:
         def give() -> bool:
-            post(self._loop, self._serve)  # which takes the place back where it is not used
+            post(self._loop, self._serve)  # drops the reservation later if it is not used
             return wake()
 
         refuse_interrupting(self._lock)
-        place = Place(this_caller(), give)
+        queued = QueuedCaller(this_caller(), give)
         with self._lock:
-            self.limits.enter(place, time.monotonic())
-        return place
+            self.limits.enter(queued, time.monotonic())
+        return queued
 
-    def _remove(self, place: Place) -> None:
+    def _remove(self, queued: QueuedCaller) -> None:
         with self._lock:
-            self.limits.remove(place, time.monotonic())
+            self.limits.remove(queued, time.monotonic())
 
     def _serve(self) -> None:
-        """Give places that were not used to the next callers; again when the oldest given one is due.
+        """Give unused reservations to the next callers, now and when the oldest reservation expires.
 
         Timers of a loop may be some milliseconds early.
         """
@@ -354,9 +327,9 @@ class Overload:
             self._timer = self._loop.call_later(due_at - now, self._serve)
 
 
-def _raise_refusal(place: Place) -> None:
-    if place.error is not None:
-        raise copy(place.error)
+def _raise_refusal(queued: QueuedCaller) -> None:
+    if queued.error is not None:
+        raise copy(queued.error)
 
 
 def _release(gate: threading.Lock) -> bool:

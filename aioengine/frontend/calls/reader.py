@@ -1,21 +1,60 @@
-"""Reader: the caller's side of a call. ``outputs`` has the engine's side, and the table of its states."""
+"""Reader: the caller's side of a call. ``call`` has the engine's side, and the table of its states."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
-from aioengine.api.answers import Answer, BatchOutput
+from aioengine.api.answers import Answer, BatchOutput, ranked
 from aioengine.errors import RequestError
-from aioengine.frontend.calls.outputs import EndOfOutput, Wants, resolve
+from aioengine.frontend.calls.call import Wants
 
 if TYPE_CHECKING:
     import asyncio
     import threading
+    from collections import deque
     from collections.abc import Callable
 
     from aioengine.api.answers import Chunk
-    from aioengine.frontend.calls.outputs import Cursor, ReaderActions
+    from aioengine.frontend.calls.call import Call, CallRow
+
+
+def resolve(waiter: asyncio.Future[Chunk | None]) -> None:
+    """Wake ``waiter`` from the thread of its loop, unless it was cancelled."""
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+class EndOfOutput(Exception):  # not an error: the reader has everything
+    """Nothing more will come."""
+
+
+class ReaderActions(Protocol):
+    """The requests of a reader to the engine. From any thread; no method waits, and all may be repeated.
+
+    All but ``leave`` may be called from a signal handler or finalizer too: they take no lock, and the engine's loop
+    does the work later. ``ready`` identifies the reader: it is its own ``Reader.ready``.
+    """
+
+    def leave(self, call: Call, ready: deque[CallRow]) -> None:
+        """Stop reading: end the rows without an error, unless another reader may attach to the call."""
+        ...
+
+    def leave_later(self, call: Call, ready: deque[CallRow]) -> None:
+        """Like ``leave``, but always later on the engine's loop."""
+        ...
+
+    def abort(self, call: Call) -> None:
+        """End the rows with reason "abort". Existing output can still be read."""
+        ...
+
+    def check_waiting(self, *, blocks: bool) -> None:
+        """Raise if the engine could never wake this thread. ``blocks``: this thread will block until then."""
+        ...
+
+    def on_read(self, call: Call) -> None:
+        """Start more rows of a batch, or resume suspended ones (``Wants``), because the reader has read."""
+        ...
 
 
 class Reader:
@@ -24,36 +63,41 @@ class Reader:
     When its last reference is dropped, the call is left.
     """
 
-    __slots__ = ("_actions", "_cursor", "_lock", "_output", "_result", "ready")
+    __slots__ = ("_actions", "_has_left", "_lock", "_result", "call", "ready")
 
-    def __init__(self, cursor: Cursor, *, lock: threading.RLock, actions: ReaderActions) -> None:
+    def __init__(self, call: Call, ready: deque[CallRow], *, lock: threading.RLock, actions: ReaderActions) -> None:
         self._actions = actions
-        self._cursor = cursor
-        self._output = cursor.output
         self._lock = lock
-        self.ready = cursor.ready
-        """Rows with unread output. If there are any, ``take`` returns a chunk, unless another thread was faster."""
+        self._has_left = False
         self._result: Answer | BatchOutput | None = None
+        self.call = call
+        self.ready = ready
+        """Rows with unread output. If there are any, ``take`` returns a chunk, unless another thread was faster."""
 
     def __del__(self) -> None:
         try:
-            if self._can_be_left or (self._output.num_logprob_bytes and not self._cursor.is_closed):
-                self._actions.leave_later(self._cursor)
+            if self._can_be_left or (self.call.num_logprob_bytes and not self._is_closed):
+                self._actions.leave_later(self.call, self.ready)
         except AttributeError:  # the constructor was interrupted
             return
 
     @property
     def rid(self) -> str:
-        return self._output.rid
+        return self.call.rid
 
     @property
     def is_stream(self) -> bool:
-        return self._output.is_stream
+        return self.call.is_stream
 
     @property
     def state(self) -> str:
         """One word for people: "running", "finished", "failed" or "left"."""
-        return "left" if self._cursor.is_closed else self._output.state
+        return "left" if self._is_closed else self.call.state
+
+    @property
+    def _is_closed(self) -> bool:
+        """Whether it has left, or another reader has attached."""
+        return self._has_left or self.ready is not self.call.ready
 
     def take(self) -> Chunk | None:
         """Return the next chunk of a stream; None: there is none yet.
@@ -62,36 +106,36 @@ class Reader:
             EndOfOutput: all output was read, or the stream was left.
             TypeError: this is not a stream.
         """
-        output = self._output
+        call, ready = self.call, self.ready
         with self._lock:
-            if self._cursor.is_closed:
+            if self._has_left or ready is not call.ready:
                 raise EndOfOutput
-            if self.ready:
-                chunk = self.ready.popleft().take()
-                if output.wants and (output.wants is Wants.READS or chunk["meta_info"]["finish_reason"] is not None):
-                    self._actions.on_read(output)
+            if ready:
+                chunk = ready.popleft().take()
+                if call.wants and (call.wants is Wants.READS or chunk["meta_info"]["finish_reason"] is not None):
+                    self._actions.on_read(call)
                 return chunk
-            if not output.is_stream:
+            if not call.is_stream:
                 raise TypeError("this generation gives one whole answer: await it, or pass stream=True to iterate it")
-            if output.error is not None:
-                raise output.error.with_traceback(None)
-            if output.num_open == 0:
+            if call.error is not None:
+                raise call.error.with_traceback(None)
+            if call.num_open == 0 or call.is_left:
                 raise EndOfOutput
             return None
 
     def is_accepted(self) -> bool:
         """Whether a stream is accepted. If it failed before that, raise its error."""
-        output = self._output
+        call = self.call
         with self._lock:
-            if output.error is not None and not output.is_accepted:
-                raise output.error.with_traceback(None)
+            if call.error is not None and not call.is_accepted:
+                raise call.error.with_traceback(None)
             return self._is_accepted
 
     @property
     def _is_accepted(self) -> bool:
         """Whether ``await`` of a stream can return. Under the lock."""
-        output = self._output
-        return output.is_accepted or self._cursor.is_over or bool(self.ready and not output.compiling)
+        call = self.call
+        return call.is_accepted or self._is_closed or call.is_over or bool(self.ready and not call.compiling)
 
     def result(self) -> Answer | BatchOutput | None:
         """Return the whole answer, the same object each time; None: it is not complete yet.
@@ -99,34 +143,37 @@ class Reader:
         Raises:
             RequestError: the call was left before its end.
         """
-        output = self._output
+        call = self.call
         with self._lock:
             if self._result is not None:
                 return self._result
-            if output.error is not None:
-                raise output.error.with_traceback(None)
-            if output.is_left:
-                raise RequestError("deliver", f"the generation {output.rid!r} was closed or cancelled before its end")
-            if output.num_open:
+            if call.error is not None:
+                raise call.error.with_traceback(None)
+            if call.is_left:
+                raise RequestError("deliver", f"the generation {call.rid!r} was closed or cancelled before its end")
+            if call.num_open:
                 return None
-            batch = BatchOutput(cast("list[Answer]", output.arranged()))
-            output.results = []  # an output lives until the next garbage collection; it must not keep the answers
-            output.free_logprobs()
-            self._result = batch if output.is_batch else batch[0]
+            results, pooled = call.results, call.request.pooled
+            if pooled is not None and pooled.is_ranked:
+                results = ranked(results, pooled.top_n)
+            batch = BatchOutput(cast("list[Answer]", results))
+            call.results = []
+            call.free_logprobs()
+            self._result = batch if call.request.gives_batch else batch[0]
             return self._result
 
-    def wait(self, wake: Callable[[], None], *, until_accepted: bool = False, blocks: bool = False) -> bool:
+    def wait(self, wake: Callable[[], object], *, until_accepted: bool = False, blocks: bool = False) -> bool:
         """Call ``wake`` once, from the engine's thread, at the next change.
 
         Returns False, without calling ``wake``, if there is something to take already (with ``until_accepted``: if the
         call is accepted).
         """
-        cursor = self._cursor
+        call = self.call
         self._actions.check_waiting(blocks=blocks)
         with self._lock:
-            if self._is_accepted if until_accepted else cursor.ready or cursor.is_over:
+            if self._is_accepted if until_accepted else self.ready or self._is_closed or call.is_over:
                 return False
-            cursor.wakers.append(wake)
+            call.wakers.append(wake)
             return True
 
     def wait_here(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[Chunk | None] | None:
@@ -134,25 +181,27 @@ class Reader:
 
         Returns None if there is something to take already. Takes no lock: the writer runs on the same loop.
         """
-        cursor = self._cursor
-        if cursor.ready or cursor.is_closed or self._output.is_over:
+        call, ready = self.call, self.ready
+        if ready or self._has_left or ready is not call.ready or call.is_over:
             return None
         waiter: asyncio.Future[Chunk | None] = loop.create_future()
-        if cursor.waiter is None:
-            cursor.waiter = waiter
+        if call.waiter is None:
+            call.waiter = waiter
         else:
-            cursor.wakers.append(partial(resolve, waiter))
+            call.wakers.append(partial(resolve, waiter))
         return waiter
 
     def leave(self) -> None:
         """Stop reading: the engine ends the remaining rows. Does nothing after the end or a second time."""
         if self._can_be_left:
-            self._actions.leave(self._cursor)
+            self._actions.leave(self.call, self.ready)
+            self._has_left = True
 
     def leave_later(self) -> None:
         """Like ``leave``, from a signal handler or finalizer."""
         if self._can_be_left:
-            self._actions.leave_later(self._cursor)
+            self._actions.leave_later(self.call, self.ready)
+            self._has_left = True
 
     def leave_for(self, error: BaseException) -> None:
         """Leave because ``error`` was raised where the reader waited.
@@ -169,15 +218,15 @@ class Reader:
 
         The call's own error interrupts nothing.
         """
-        output = self._output
-        if output.is_stream and error is not output.error:
-            self._actions.leave(self._cursor)
+        if self.call.is_stream and error is not self.call.error:
+            self._actions.leave(self.call, self.ready)
+            self._has_left = True
 
     @property
     def _can_be_left(self) -> bool:
-        return not self._cursor.is_closed and (not self._output.is_over or bool(self.ready))
+        return not self._is_closed and (not self.call.is_over or bool(self.ready))
 
     def abort(self) -> None:
         """End the call with finish reason "abort". Existing output can still be read."""
-        if not self._cursor.is_over:
-            self._actions.abort(self._output)
+        if not self._is_closed and not self.call.is_over:
+            self._actions.abort(self.call)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence  # noqa: TC003  # for the annotations of the options
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypedDict, cast
+from typing import Final, TypedDict, cast
 
 from aioengine.api import checks
 from aioengine.frontend.intake import requests
 from aioengine.frontend.intake.pooling import Pooled
 from aioengine.frontend.intake.prompts import PoolRules, ids_prompt, pair_prompt, pooled_prompt
 from aioengine.frontend.intake.request_options import ImageData  # noqa: TC001  # for the annotations of the options
-from aioengine.frontend.intake.requests import IDS_OR_ROWS, GivenRows
-
-if TYPE_CHECKING:
-    from aioengine.frontend.intake.requests import CallRequest
+from aioengine.frontend.intake.requests import IDS_OR_ROWS, CallRequest
 
 Pairs = list[list[str]] | list[tuple[str, str]] | tuple[tuple[str, str], ...]
 
@@ -84,15 +81,15 @@ def encode_request(prompt: object, input_ids: object, options: Mapping[str, obje
     )
     make = partial(pooled_prompt, rules=PoolRules(pooled.truncates, pooled.prompt_name))
     if isinstance(prompt, str):
-        given = GivenRows("prompt", [prompt], make, is_batch=False)
+        request = CallRequest("prompt", [prompt], make, is_batch=False)
     elif prompt is not None:
         texts = checks.items("prompt", prompt, checks.MAX_COUNT, allowed=checks.TEXTS)
-        given = GivenRows("prompt", texts, make, is_batch=True)
+        request = CallRequest("prompt", texts, make, is_batch=True)
     else:
         if pooled.prompt_name is not None:
             raise ValueError("prompt_name is for texts, and input_ids are given; put the prompt's ids before them")
-        given = requests.given_rows("input_ids", input_ids, ids_prompt, options, allowed=IDS_OR_ROWS)
-    return _request(given, pooled, options)
+        request = requests.rows_request("input_ids", input_ids, ids_prompt, options, allowed=IDS_OR_ROWS)
+    return _complete(request, pooled, options)
 
 
 def rerank_request(query: object, documents: object, top_n: object, options: Mapping[str, object]) -> CallRequest:
@@ -113,17 +110,19 @@ def rerank_request(query: object, documents: object, top_n: object, options: Map
     if documents is not None:
         text = checks.text("query", query)
         rows = checks.items("documents", documents, checks.MAX_COUNT, allowed=DOCUMENTS)
-        given = GivenRows("documents", rows, partial(pair_prompt, rules=rules, query=text), is_batch=True)
+        request = CallRequest("documents", rows, partial(pair_prompt, rules=rules, query=text), is_batch=True)
     elif top_n is not None:
         raise ValueError("top_n is for a query with documents; pairs keep their order")
     elif isinstance(query, str):
         raise TypeError(f"rerank takes a query and documents, or {PAIRS}; documents is missing")
     else:
         pairs = checks.items("query", query, checks.MAX_COUNT, allowed=PAIRS)
-        given = GivenRows("query", cast("Sequence[object]", pairs), partial(pair_prompt, rules=rules), is_batch=True)
-    return _request(given, pooled, options)
+        request = CallRequest(
+            "query", cast("Sequence[object]", pairs), partial(pair_prompt, rules=rules), is_batch=True
+        )
+    return _complete(request, pooled, options)
 
 
-def _request(given: GivenRows, pooled: Pooled, options: Mapping[str, object]) -> CallRequest:
-    given.pooled = pooled
-    return requests.call_request(given, None, stream=False, options=options)
+def _complete(request: CallRequest, pooled: Pooled, options: Mapping[str, object]) -> CallRequest:
+    request.pooled = pooled
+    return requests.complete(request, None, stream=False, options=options)

@@ -1,35 +1,21 @@
-"""Calls of ``encode`` and ``rerank``: what they ask for, and their answers, made of the vectors of the model."""
+"""The options of ``encode`` and ``rerank``, checked against the model."""
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from aioengine.api import answers, checks
-from aioengine.errors import RequestError, RequestTooLargeError
-from aioengine.frontend.calls.outputs import CallOutput
+from aioengine.api import checks
+from aioengine.errors import RequestTooLargeError
 from aioengine.frontend.intake.prompts import MediaIds
-from aioengine.protocol.columns import POOLED_VECTOR
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import numpy as np
-    import numpy.typing as npt
-
-    from aioengine.api.answers import Answer, Embedding, Ranking, RowError
-    from aioengine.frontend.calls.outputs import RowStream
     from aioengine.frontend.intake.encoder import Encoded
-    from aioengine.protocol.messages import End
     from aioengine.settings.config import PoolingSettings
-
-    Vector = npt.NDArray[np.float32]
-
-SHORTEST = 1e-12
-"""Normalising divides by the length of a vector, but at least by this."""
 
 
 class Pooled(Struct, frozen=True, kw_only=True):
@@ -108,55 +94,3 @@ def fitting(encoded: Encoded, pooled: Pooled, max_tokens: int, check_ids: Callab
     return RequestTooLargeError(
         f"input_ids has {len(encoded)} tokens, and {max_tokens} fit; with truncate=True the end is cut"
     )
-
-
-class PooledOutput(CallOutput):
-    """The output of a call that wants vectors or scores. ``pooled``: what it asks for, completed from the model."""
-
-    __slots__ = ("pooled",)
-
-    def __init__(self, rid: str, num_rows: int, pooled: Pooled, *, is_batch: bool, returns_exceptions: bool) -> None:
-        super().__init__(rid, num_rows, is_stream=False, is_batch=is_batch, returns_exceptions=returns_exceptions)
-        self.pooled = pooled
-
-    def end_row(self, row: RowStream, finished: End, delivered_at: float, error: RowError | None = None) -> None:
-        """As ``CallOutput.end_row``; a row without a vector has failed."""
-        if error is None and answers.error(finished) is None and _data_of(row) is None:
-            reason = answers.finish_reason(finished, 0)
-            error = RequestError("schedule", f"it ended before its vector was there: {dict(reason)}")
-        super().end_row(row, finished, delivered_at, error)
-
-    def answer_of(self, row: RowStream) -> Answer:
-        row.join()
-        info = answers.answer(row.facts, row)["meta_info"]
-        vector = self._vector(_data_of(row) or b"")
-        made: Embedding | Ranking = {"embedding": vector, "meta_info": info}
-        if self.pooled.gives_scores:
-            made = {"score": self._score(float(vector[0])), "index": row.position, "meta_info": info}
-        return cast("Answer", made)
-
-    def arranged(self) -> list[Answer | BaseException | None]:
-        """The answers in the order of the rows; ranked ones best first, with the errors behind them."""
-        if not self.pooled.is_ranked:
-            return self.results
-        ranked = [entry for entry in self.results if isinstance(entry, dict)]
-        ranked.sort(key=lambda entry: -cast("Ranking", entry)["score"])
-        return [*ranked[: self.pooled.top_n], *(entry for entry in self.results if isinstance(entry, BaseException))]
-
-    def _score(self, score: float) -> float:
-        if not self.pooled.has_sigmoid:
-            return score
-        small = math.exp(-abs(score))  # it cannot overflow
-        return (1.0 if score >= 0 else small) / (1.0 + small)
-
-    def _vector(self, data: bytes) -> Vector:
-        import numpy as np  # most programs generate: they need not wait for its import
-
-        vector = np.frombuffer(data, np.float32)[: self.pooled.dimensions].copy()
-        if self.pooled.is_normalized:
-            vector /= max(math.sqrt(float(vector @ vector)), SHORTEST)
-        return vector
-
-
-def _data_of(row: RowStream) -> bytes | None:
-    return next((extra.data for (_, kind), extra in row.extras.items() if kind == POOLED_VECTOR), None)

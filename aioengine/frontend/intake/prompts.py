@@ -15,7 +15,7 @@ from msgspec import Struct, ValidationError, convert
 from msgspec.structs import replace
 
 from aioengine.api import checks
-from aioengine.frontend.image_sources import ImageSource, part_source
+from aioengine.media.intake.sources import ImageSource, part_source
 from aioengine.tokenization.chat_template import MAX_TEMPLATE_BYTES, VARIABLES, template_variables
 
 if TYPE_CHECKING:

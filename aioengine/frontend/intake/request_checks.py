@@ -10,7 +10,7 @@ from msgspec import Meta, Struct, ValidationError, convert
 from aioengine.api import checks
 from aioengine.api import params as wire
 from aioengine.errors import RequestTooLargeError
-from aioengine.frontend.image_prompts import check_images
+from aioengine.frontend.intake.image_prompts import check_images
 from aioengine.frontend.intake.pooling import completed
 from aioengine.frontend.intake.prompts import ChatPrompt, EmbedsIds, IdsPrompt, PooledPrompt, TextPrompt
 from aioengine.protocol.messages import ALL_STATES
@@ -18,8 +18,8 @@ from aioengine.settings.config import PoolingSettings
 
 if TYPE_CHECKING:
     from aioengine.api.params import SamplingParams
-    from aioengine.frontend.image_prompts import PromptImages
     from aioengine.frontend.intake.encoder import Encoder
+    from aioengine.frontend.intake.image_prompts import PromptImages
     from aioengine.frontend.intake.prompts import Prompt
     from aioengine.frontend.intake.requests import CallRequest
     from aioengine.protocol.messages import Sampling, TextRules
@@ -79,38 +79,36 @@ class RequestChecks:
         Raises:
             TypeError, ValueError: the call is wrong, or a row that may not fail alone.
         """
-        if first == 0:
-            self._check_call(request)
+        logprobs, processors, has_tokenizer = request.logprobs, request.processors, self.encoder is not None
+        if first == 0:  # the options that all rows share
+            if request.pooled is not None or self.rules.task != "generate":
+                rules = self.rules
+                request.pooled = completed(request.pooled, rules.pooling, rules.task, rules.vector_size)
+            if request.given_params is None:
+                self._check_params(request, request.params[0])
+            if logprobs is not None and not logprobs.differ:
+                logprobs.check(0, self.rules.vocab_size, has_tokenizer=has_tokenizer)
+            if processors is not None and not processors.is_list:
+                self._check_processor(processors.of(0))
         for place in range(first, len(request.prompts)):
             prompt = request.prompts[place]
-            if self.encoder is None and isinstance(prompt, TextPrompt | ChatPrompt | PooledPrompt):
+            if not has_tokenizer and isinstance(prompt, TextPrompt | ChatPrompt | PooledPrompt):
                 raise ValueError("this engine has no tokenizer (skip_tokenizer_init); give input_ids")
             if isinstance(prompt, ChatPrompt) and prompt.options.template is not None:
                 self._check_template(prompt.options.template)
             try:
-                if request.logprobs is not None and request.logprobs.differ:
-                    request.logprobs.check(place, self.rules.vocab_size, has_tokenizer=self.encoder is not None)
-                if request.given.params is not None:
+                if logprobs is not None and logprobs.differ:
+                    logprobs.check(place, self.rules.vocab_size, has_tokenizer=has_tokenizer)
+                if request.given_params is not None:
                     self._check_params(request, request.params[place])
-                if request.processors is not None and request.processors.is_list:
-                    self._check_processor(request.processors.of(place))
+                if processors is not None and processors.is_list:
+                    self._check_processor(processors.of(place))
                 if isinstance(prompt, IdsPrompt) and prompt.is_checked:
                     self.check_ids(prompt.token_ids)
-                if request.given.images is not None or isinstance(prompt, ChatPrompt):
+                if request.images is not None or isinstance(prompt, ChatPrompt):
                     check_images(request, place, self.images)
             except (TypeError, ValueError) as error:
                 request.fail_row(place, error)
-
-    def _check_call(self, request: CallRequest) -> None:
-        """Check the options that all rows share."""
-        if (given := request.given).pooled or self.rules.task != "generate":
-            given.pooled = completed(given.pooled, self.rules.pooling, self.rules.task, self.rules.vector_size)
-        if request.given.params is None:
-            self._check_params(request, request.params[0])
-        if request.logprobs is not None and not request.logprobs.differ:
-            request.logprobs.check(0, self.rules.vocab_size, has_tokenizer=self.encoder is not None)
-        if request.processors is not None and not request.processors.is_list:
-            self._check_processor(request.processors.of(0))
 
     def _check_template(self, template: str | os.PathLike[str]) -> None:
         names = self.rules.template_names
@@ -122,7 +120,7 @@ class RequestChecks:
             )
 
     def _check_params(self, request: CallRequest, params: SamplingParams) -> None:
-        parts = self.parts_of(params, request.given.parts)
+        parts = self.parts_of(params, request.parts)
         if self.encoder is None and (parts.text.stop or parts.text.stop_regex):
             raise ValueError("stop and stop_regex need a tokenizer, and this engine has none; use stop_token_ids")
         if self.encoder is None and parts.sampling.grammar:

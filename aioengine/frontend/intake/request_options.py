@@ -8,8 +8,8 @@ from typing import Literal, TypedDict
 
 from aioengine.api import checks
 from aioengine.api.params import SamplingParams
-from aioengine.frontend.image_sources import Picture
 from aioengine.frontend.intake.prompts import Messages
+from aioengine.media.intake.sources import Picture
 
 Sampled = SamplingParams | Mapping[str, object]
 """Sampling parameters of one prompt."""
@@ -67,7 +67,7 @@ class RequestOptions(PlainRequestOptions, total=False):
     rid: an id for ``abort_request`` and the logs, unique among live requests. From one id, the rows of a batch and the
         ``n`` samples get ``rid_0``, ``rid_1`` ... None: a random id. The id can be used again after the request ended
         or its reader left (with ``resume_ttl``: after that time).
-    priority: requests with a higher priority run first.
+    priority: each level counts as 10 seconds of waiting; with ``schedule_policy="priority"``, as 10 minutes.
     tenant: the tenant of the request. Tenants share the engine by their weights (``tenant_weights``), independent of
         their number of requests; ``priority`` orders the requests of one tenant.
     timeout, queue_timeout, first_token_timeout: seconds from the call to its end, to its admission, to its first token.

@@ -14,19 +14,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from aioengine.api import checks
 from aioengine.api.answers import StateReader
 from aioengine.api.args import ARGUMENTS
 from aioengine.api.foreign_names import ALIASES, MISSING_OPTIONS, our_way
 from aioengine.api.params import SamplingParams, is_sampling_parameter, num_token_ids
-from aioengine.frontend.image_sources import NOT_TRUNCATED, GivenImages, given_images
 from aioengine.frontend.intake.pooling import Pooled  # a field of a Struct
 from aioengine.frontend.intake.prompts import (
     CHAT_ARGUMENTS,
     MAX_IDS_AT_CALL,
     MESSAGES,
+    USUAL,
     CheckBudget,
     EncodeRules,
     Prompt,
@@ -47,7 +46,8 @@ from aioengine.frontend.intake.row_options import (
     per_prompt,
 )
 from aioengine.frontend.loaded_adapters import AdapterChoice, adapter_choice  # the first: a field of a Struct
-from aioengine.frontend.sessions.sessions import SessionParams, session_params
+from aioengine.frontend.sessions.session_params import SessionParams, session_params
+from aioengine.media.intake.sources import NOT_TRUNCATED, GivenImages, given_images
 from aioengine.protocol.messages import ALL_STATES, LAST_STATES
 from aioengine.protocol.packed_logprobs import LogprobReader
 
@@ -71,48 +71,43 @@ _TIMEOUTS: Final = (("total", "timeout"), ("queue", "queue_timeout"), ("first_to
 """Words of a finish reason, and the options that they belong to."""
 
 
-class GivenRows(Struct):
-    """The rows of a call as the caller gave them.
+class CallRequest(Struct):
+    """The arguments of a call, checked. ``check_more`` checks later rows of a long batch.
 
     Attributes:
-        name: of the argument. make: checks the prompt of a row.
-        params: the sampling parameters of each row; None: all rows share one.
-        parsed: parsed parameters or the error of parsing them, by the ``id()`` of the entry of ``params``. Rows may
-            share an entry.
+        name, values: the argument with the prompts, and its entries. make: checks a prompt.
+        is_batch: whether the caller gave a list of prompts.
+        prompts: the checked prompts; an exception is the error of a row that fails alone.
+        num_samples: samples of each prompt. gives_batch: whether the answer is a batch.
+        params: one for all prompts, or one for each checked prompt.
+        given_params: the sampling parameters of each prompt as the caller gave them; None: all prompts share one.
+        parsed: parsed parameters, or the error of parsing, by the ``id()`` of an entry of ``given_params``.
         parts: parts of messages by the ``id()`` of parsed parameters. Some take long to make.
-        pooled: options for the vectors of the rows; None: the call generates tokens.
-        adapters: the adapters of the rows; None: all use the base model.
+        pooled: options for vectors; None: the call generates tokens.
+        adapters: the adapters of the prompts; None: all use the base model.
         images: images from ``image_data``; None: there are none.
+        rid: the caller's id of the whole call. rids: the caller's ids of the prompts; "" replaces a wrong id.
+        timeouts: seconds from the call, by their names in a finish reason.
+        lists: the options with one value per prompt.
     """
 
     name: str
     values: Sequence[object]
     make: Callable[[str, object, CheckBudget], Prompt]
     is_batch: bool
-    params: list[object] | None = None
+    pooled: Pooled | None = None
+    num_prompts: int = 0
+    num_samples: int = 1
+    num_rows: int = 0
+    gives_batch: bool = False
+    is_stream: bool = False
+    prompts: list[Prompt | PromptError] = []
+    params: list[SamplingParams] = []
+    given_params: list[object] | None = None
     parsed: dict[int, SamplingParams | Exception] = {}
     parts: dict[int, object] = {}
-    pooled: Pooled | None = None
     adapters: AdapterChoice | None = None
     images: GivenImages | None = None
-
-
-class CallRequest(Struct, kw_only=True):
-    """A call whose arguments were checked. ``check_more`` checks later rows of a long batch.
-
-    Attributes:
-        prompts: the checked prompts; an exception is the error of a row that fails alone.
-        params: one for all prompts, or one for each checked prompt. num_samples: samples of each prompt.
-        rid: the caller's id of the whole call. rids: the caller's ids of the prompts; "" replaces a wrong id.
-        timeouts: seconds from the call, by their names in a finish reason.
-    """
-
-    given: GivenRows
-    params: list[SamplingParams]
-    num_prompts: int
-    num_samples: int
-    is_stream: bool
-    prompts: list[Prompt | PromptError] = []
     rid: str | None = None
     rids: list[str] | None = None
     priority: int = 0
@@ -127,10 +122,7 @@ class CallRequest(Struct, kw_only=True):
     states: PerPrompt[str] | None = None
     sessions: PerPrompt[SessionParams | None] | None = None
     logprobs: LogprobOptions | None = None
-
-    @property
-    def num_rows(self) -> int:
-        return self.num_prompts * self.num_samples
+    lists: list[PerPrompt[Any]] = []
 
     @property
     def num_bytes(self) -> int:
@@ -138,16 +130,7 @@ class CallRequest(Struct, kw_only=True):
         first = None if self.is_batch else self.prompts[0]
         if first is None or isinstance(first, Exception):
             return 0
-        images = self.given.images
-        return first.num_bytes + (0 if images is None else images.num_bytes)
-
-    @property
-    def is_batch(self) -> bool:
-        return self.given.is_batch
-
-    @property
-    def gives_batch(self) -> bool:
-        return self.is_batch or self.num_samples > 1
+        return first.num_bytes + (0 if self.images is None else self.images.num_bytes)
 
     @property
     def is_checked(self) -> bool:
@@ -158,13 +141,8 @@ class CallRequest(Struct, kw_only=True):
         """Whether a wrong row gets its exception in its place, instead of failing the whole call."""
         return self.returns_exceptions and self.is_batch
 
-    @property
-    def gives_arrays(self) -> bool:
-        """Whether some of its answers have arrays of numpy."""
-        return self.states is not None or self.given.pooled is not None
-
     def params_of(self, prompt: int) -> SamplingParams:
-        return self.params[0 if self.given.params is None else prompt]
+        return self.params[0 if self.given_params is None else prompt]
 
     def states_of(self, prompt: int) -> str:
         """``Sampling.hidden_states`` of a prompt; empty if the prompt is not checked yet."""
@@ -180,40 +158,45 @@ class CallRequest(Struct, kw_only=True):
         readers: tuple[ExtraReader, ...] = () if rules is None else (LogprobReader(rules, num_ids),)
         return (*readers, StateReader(num_ids, hidden_size)) if self.states_of(prompt) == ALL_STATES else readers
 
+    def clear(self) -> None:
+        """Free the prompts and parameters: the call is over, but its reader may keep it for long."""
+        self.values, self.prompts, self.params, self.given_params = (), [], [], None
+        self.parsed, self.parts, self.images, self.lists = {}, {}, None, []
+
     def check_more(self) -> None:
         """Check some more rows of the call: their ids, parameters and prompts.
 
         Raises:
             TypeError, ValueError: what is wrong, with the field and the value.
         """
-        given, first = self.given, len(self.prompts)
+        first = len(self.prompts)
         budget = CheckBudget(0 if first else MAX_IDS_AT_CALL)
-        last = self._end_of_piece(first)
-        lists = self._option_lists()
-        for place in range(first, last):
+        for place in range(first, self.num_prompts if self.num_prompts <= 1 else self._end_of_piece(first)):
             try:
                 if self.rids is not None:
                     rid, self.rids[place] = self.rids[place], ""  # stays empty if the id is wrong
                     self.rids[place] = _rid(rid)
-                for option in lists:
+                for option in self.lists:
                     option.check_row(place)
-                if given.params is not None:
-                    self.params.append(self._parsed(given.params[place]))
-                if self.processors is None and (unread := self.params_of(place).custom_params):
+                if self.given_params is not None:
+                    self.params.append(self._parsed(self.given_params[place]))
+                params = self.params_of(place)
+                if self.processors is None and params.custom_params:
                     message = "is given without custom_logit_processor, which reads it; name one"
-                    raise ValueError(f"custom_params={checks.shown(unread)} {message}")
-                name = f"{given.name}[{place}]" if given.is_batch else given.name
-                prompt: Prompt | PromptError = given.make(name, given.values[place], budget)
+                    raise ValueError(f"custom_params={checks.shown(params.custom_params)} {message}")
+                name = f"{self.name}[{place}]" if self.is_batch else self.name
+                prompt: Prompt | PromptError = self.make(name, self.values[place], budget)
             except (TypeError, ValueError) as error:
                 if not self.rows_fail_alone:
                     raise
                 prompt = _without_frames(error)
-                for option in lists:
+                for option in self.lists:
                     option.reset_row(place)
-                if given.params is not None and len(self.params) == place:
+                if self.given_params is not None and len(self.params) == place:
                     self.params.append(SamplingParams(n=self.num_samples))
-            if self.params_of(place).n != self.num_samples:  # an error of the call: n decides the index of each answer
-                counts = f"{self.num_samples} and {self.params_of(place).n}"
+                params = self.params_of(place)
+            if params.n != self.num_samples:  # an error of the call: n decides the index of each answer
+                counts = f"{self.num_samples} and {params.n}"
                 raise ValueError(f"n must be the same in all sampling_params of a batch, got {counts}")
             self.prompts.append(prompt)
 
@@ -223,26 +206,18 @@ class CallRequest(Struct, kw_only=True):
             raise error
         self.prompts[prompt] = _without_frames(error)
 
-    def _option_lists(self) -> list[PerPrompt[Any]]:
-        """The options with one value for each prompt."""
-        options = [self.salts, self.processors, self.states, self.sessions, *(self.logprobs or ())]
-        if self.given.adapters is not None:
-            options.append(self.given.adapters.of_prompts)
-        return [option for option in options if option is not None and option.is_list]
-
     def _end_of_piece(self, first: int) -> int:
         """Return the end of the rows from ``first`` that are checked together. There is at least one."""
-        given = self.given
         last = min(first + ROWS_IN_PIECE, self.num_prompts)
         if self.logprobs is not None:
             last = self.logprobs.end_of_piece(first, last)
-        if given.params is None:
+        if self.given_params is None:
             return last
         if first:  # a thread has parsed the parameters of some rows
             later = range(first + 1, last)
-            return next((place for place in later if id(given.params[place]) not in given.parsed), last)
+            return next((place for place in later if id(self.given_params[place]) not in self.parsed), last)
         weight, seen = 0, set[int]()
-        for place, value in enumerate(given.params[:last]):
+        for place, value in enumerate(self.given_params[:last]):
             if id(value) not in seen:
                 if weight > MAX_WEIGHT_AT_CALL:
                     return place
@@ -255,8 +230,8 @@ class CallRequest(Struct, kw_only=True):
 
         ``use`` is called with each result. If it raises an exception, the parameters count as wrong.
         """
-        parsed, until = self.given.parsed, time.monotonic() + max_s
-        for value in (self.given.params or [])[len(self.prompts) :]:
+        parsed, until = self.parsed, time.monotonic() + max_s
+        for value in (self.given_params or [])[len(self.prompts) :]:
             if id(value) not in parsed:
                 try:
                     use(self._parsed(value))
@@ -266,14 +241,13 @@ class CallRequest(Struct, kw_only=True):
                     return
 
     def _parsed(self, value: object) -> SamplingParams:
-        parsed = self.given.parsed
-        params = parsed.get(id(value))
+        params = self.parsed.get(id(value))
         if params is None:
             try:
                 params = SamplingParams.parse(cast("Sampled | None", value))
             except (TypeError, ValueError) as error:  # other rows may share it
                 params = error
-            parsed[id(value)] = params
+            self.parsed[id(value)] = params
         if isinstance(params, Exception):
             raise params.with_traceback(None)
         return params
@@ -311,24 +285,25 @@ def generate_request(
     Raises:
         TypeError, ValueError: what is wrong, with the field and the value.
     """
-    check_names(options, ("prompt", "sampling_params", "input_ids", "stream"), GenerateOptions.__annotations__)
-    embeds = options.get("input_embeds")
-    if embeds is None:
-        check_one_prompt(prompt, input_ids)
-    rules = encode_rules(options)
+    embeds, rules = None, USUAL
+    if options:
+        check_names(options, ("prompt", "sampling_params", "input_ids", "stream"), GenerateOptions.__annotations__)
+        embeds, rules = options.get("input_embeds"), encode_rules(options)
     if embeds is not None:
         if prompt is not None or input_ids is not None:
             raise ValueError("input_embeds is given beside a prompt; give one of them")
-        given = _embeds_rows(embeds, options, rules)
-    elif isinstance(prompt, str):
-        given = GivenRows("prompt", [prompt], partial(text_prompt, rules=rules), is_batch=False)
-    elif prompt is not None:
-        texts = checks.items("prompt", prompt, checks.MAX_COUNT, allowed=checks.TEXTS)
-        given = GivenRows("prompt", texts, partial(text_prompt, rules=rules), is_batch=True)
+        request = _embeds_request(embeds, options, rules)
+    elif isinstance(prompt, str) and input_ids is None:
+        request = CallRequest("prompt", [prompt], partial(text_prompt, rules=rules), is_batch=False)
     else:
-        make = partial(ids_prompt, rules=rules, may_be_empty=options.get("session_params") is not None)
-        given = given_rows("input_ids", input_ids, make, options, allowed=IDS_OR_ROWS)
-    return call_request(given, sampling_params, stream=stream, options=options)
+        check_one_prompt(prompt, input_ids)
+        if prompt is not None:
+            texts = checks.items("prompt", prompt, checks.MAX_COUNT, allowed=checks.TEXTS)
+            request = CallRequest("prompt", texts, partial(text_prompt, rules=rules), is_batch=True)
+        else:
+            make = partial(ids_prompt, rules=rules, may_be_empty=options.get("session_params") is not None)
+            request = rows_request("input_ids", input_ids, make, options, allowed=IDS_OR_ROWS)
+    return complete(request, sampling_params, stream=stream, options=options)
 
 
 def check_one_prompt(prompt: object, input_ids: object) -> None:
@@ -349,12 +324,12 @@ def chat_request(
     """
     check_names(options, ("messages", "sampling_params", "stream"), ChatOptions.__annotations__)
     make = partial(chat_prompt, options=template_options(options), rules=encode_rules(options))
-    given = given_rows("messages", messages, make, options, allowed=MESSAGES)
-    return call_request(given, sampling_params, stream=stream, options=options)
+    request = rows_request("messages", messages, make, options, allowed=MESSAGES)
+    return complete(request, sampling_params, stream=stream, options=options)
 
 
-def _embeds_rows(value: object, options: Mapping[str, object], rules: EncodeRules) -> GivenRows:
-    """The rows of a call whose prompts are embeddings. Raises ValueError for options that need ids."""
+def _embeds_request(value: object, options: Mapping[str, object], rules: EncodeRules) -> CallRequest:
+    """Return the request of a call whose prompts are embeddings. Raises ValueError for options that need ids."""
     from aioengine.frontend.intake.embeds import (  # imports numpy, which most programs do not need here
         NAME,
         given_embeds,
@@ -364,18 +339,18 @@ def _embeds_rows(value: object, options: Mapping[str, object], rules: EncodeRule
         if options.get(name) is not None and options.get(name) is not False:
             raise ValueError(f"{name} is for prompts that have token ids, and input_embeds has none; leave it out")
     given = given_embeds(value, rules)
-    return GivenRows(NAME, given.values, given.make, given.is_batch)
+    return CallRequest(NAME, given.values, given.make, given.is_batch)
 
 
-def given_rows(
+def rows_request(
     name: str,
     value: object,
     make: Callable[[str, object, CheckBudget], Prompt],
     options: Mapping[str, object],
     *,
     allowed: str,
-) -> GivenRows:
-    """Return the rows of a list, or the list itself as one row.
+) -> CallRequest:
+    """Return a request with the rows of a list, or with the list itself as one row.
 
     A list is a batch if its first entry is a list. With ``return_exceptions`` the first row may be wrong, so any of the
     first ``ROWS_IN_PIECE`` entries may be the list.
@@ -385,7 +360,7 @@ def given_rows(
     first = given[: ROWS_IN_PIECE if options.get("return_exceptions") is True else 1]
     is_batch = any(isinstance(entry, list | tuple) or isinstance(checks.plain(entry), list) for entry in first)
     values = [given] if not is_batch else given if num_dimensions > 1 else list(given)
-    return GivenRows(name, values, make, is_batch)
+    return CallRequest(name, values, make, is_batch)
 
 
 def _num_dimensions(value: object) -> int:
@@ -398,44 +373,39 @@ def _num_dimensions(value: object) -> int:
     return found if isinstance(found, int) else 0
 
 
-def call_request(
-    given: GivenRows, sampling_params: object, *, stream: object, options: Mapping[str, object]
+def complete(
+    request: CallRequest, sampling_params: object, *, stream: object, options: Mapping[str, object]
 ) -> CallRequest:
-    """Make the request of a call, and check its first rows (``check_more`` checks later ones).
+    """Add the other arguments of the call to its request, and check its first rows (``check_more`` checks later ones).
 
     Raises:
         TypeError, ValueError: an argument is wrong.
     """
-    num_prompts = len(given.values)
-    params = _params(sampling_params, given)
-    request = CallRequest(
-        given=given,
-        params=params,
-        num_prompts=num_prompts,
-        num_samples=params[0].n if params else _num_samples(given.params or ()),
-        is_stream=checks.switch("stream", stream),
-    )
+    request.num_prompts = len(request.values)
+    if isinstance(sampling_params, list | tuple):
+        request.given_params = _params_list(cast("object", sampling_params), request)
+        request.num_samples = _num_samples(request.given_params)
+    else:
+        params = SamplingParams.parse(cast("Sampled | None", sampling_params))
+        request.params, request.num_samples = [params], params.n
+    request.num_rows = request.num_prompts * request.num_samples
+    request.gives_batch = request.is_batch or request.num_samples > 1
+    request.is_stream = checks.switch("stream", stream)
     if options:
-        request = _with_options(request, options)
-        given.images = given_images(options.get("image_data"), is_batch=given.is_batch, num_prompts=num_prompts)
-        if given.images is not None and options.get("truncate_prompt_tokens") is not None:
-            raise ValueError(NOT_TRUNCATED)
+        _set_options(request, options)
     request.check_more()
     return request
 
 
-def _params(value: object, given: GivenRows) -> list[SamplingParams]:
-    """Return the parameters that all rows share, or no entry if each row has its own: then they are in ``given``."""
-    if not isinstance(value, list | tuple):
-        return [SamplingParams.parse(cast("Sampled | None", value))]
-    if not given.is_batch:
+def _params_list(value: object, request: CallRequest) -> list[object]:
+    """Return the list of sampling parameters, one per prompt."""
+    if not request.is_batch:
         raise TypeError("sampling_params is a list, but there is one prompt; give a list of prompts, or one dict")
     entries = checks.items("sampling_params", value, checks.MAX_COUNT)
-    if len(entries) != len(given.values):
-        found, prompts = checks.counted(len(entries), "entry", "entries"), checks.counted(len(given.values), "prompt")
-        raise ValueError(f"sampling_params has {found} for {prompts}; give one for each")
-    given.params = entries
-    return []
+    if len(entries) != request.num_prompts:
+        count, prompts = checks.counted(len(entries), "entry", "entries"), checks.counted(request.num_prompts, "prompt")
+        raise ValueError(f"sampling_params has {count} for {prompts}; give one for each")
+    return entries
 
 
 def _num_samples(params: Sequence[object]) -> int:
@@ -449,31 +419,35 @@ def _num_samples(params: Sequence[object]) -> int:
     return 1
 
 
-def _with_options(plain: CallRequest, options: Mapping[str, object]) -> CallRequest:
-    rid = options.get("rid")
-    has_list = isinstance(rid, list | tuple)
-    priority = options.get("priority")
-    plain.given.adapters = adapter_choice(options, plain)
-    request = replace(
-        plain,
-        rid=None if rid is None or has_list else _rid(rid),
-        rids=_rids(rid, plain) if has_list else None,
-        priority=0 if priority is None else checks.whole("priority", priority, -MAX_PRIORITY, MAX_PRIORITY),
-        tenant=_tenant(options.get("tenant")),
-        timeouts={which: found for which, name in _TIMEOUTS if (found := _timeout(name, options)) is not None},
-        refuses_late=checks.switch("refuse_late", options.get("refuse_late", False)),
-        resume_ttl_s=_timeout("resume_ttl", options),
-        returns_exceptions=checks.switch("return_exceptions", options.get("return_exceptions", False)),
-        shows_prompt=checks.switch("return_prompt_token_ids", options.get("return_prompt_token_ids", False)),
-        salts=per_prompt("cache_salt", options, _salt, plain),
-        processors=per_prompt("custom_logit_processor", options, _processor, plain),
-        states=per_prompt("return_hidden_states", options, _states, plain),
-        sessions=per_prompt("session_params", options, session_params, plain),
-        logprobs=logprob_options(options, plain),
-    )
+def _set_options(request: CallRequest, options: Mapping[str, object]) -> None:
+    rid, priority = options.get("rid"), options.get("priority")
+    if isinstance(rid, list | tuple):  # each is checked with its row
+        request.rids = cast("list[str]", list_for("rid", cast("object", rid), request))
+    elif rid is not None:
+        request.rid = _rid(rid)
+    request.priority = 0 if priority is None else checks.whole("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
+    request.tenant = _tenant(options.get("tenant"))
+    request.timeouts = {key: value for key, name in _TIMEOUTS if (value := _timeout(name, options)) is not None}
+    request.refuses_late = checks.switch("refuse_late", options.get("refuse_late", False))
+    request.resume_ttl_s = _timeout("resume_ttl", options)
+    request.returns_exceptions = checks.switch("return_exceptions", options.get("return_exceptions", False))
+    request.shows_prompt = checks.switch("return_prompt_token_ids", options.get("return_prompt_token_ids", False))
+    request.adapters = adapter_choice(options, request)
+    request.salts = per_prompt("cache_salt", options, _salt, request)
+    request.processors = per_prompt("custom_logit_processor", options, _processor, request)
+    request.states = per_prompt("return_hidden_states", options, _states, request)
+    request.sessions = per_prompt("session_params", options, session_params, request)
+    request.logprobs = logprob_options(options, request)
     if request.resume_ttl_s is not None and (request.gives_batch or not request.is_stream):
         raise ValueError("resume_ttl is for streams (stream=True) of one prompt and one sample (n=1)")
-    return request
+    image_data = options.get("image_data")
+    request.images = given_images(image_data, is_batch=request.is_batch, num_prompts=request.num_prompts)
+    if request.images is not None and options.get("truncate_prompt_tokens") is not None:
+        raise ValueError(NOT_TRUNCATED)
+    per_row = [request.salts, request.processors, request.states, request.sessions, *(request.logprobs or ())]
+    if request.adapters is not None:
+        per_row.append(request.adapters.of_prompts)
+    request.lists = [option for option in per_row if option is not None and option.is_list]
 
 
 def check_names(
@@ -512,11 +486,6 @@ def _rid(value: object) -> str:
     if not found:
         raise ValueError("rid is empty; leave it out to have one drawn")
     return found
-
-
-def _rids(value: object, request: CallRequest) -> list[str]:
-    """The ids of the rows, each to be checked with its row."""
-    return cast("list[str]", list_for("rid", value, request))
 
 
 def _salt(value: object) -> str:

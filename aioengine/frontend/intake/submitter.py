@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Final, cast
+from itertools import repeat
+from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
 from aioengine.api import params as wire
-from aioengine.api.answers import RowFacts
 from aioengine.errors import EngineOverloadedError, RequestError, RequestTooLargeError, describe
-from aioengine.frontend.calls.outputs import Wants
-from aioengine.frontend.image_prompts import check_no_images
+from aioengine.frontend.calls.call import Wants
 from aioengine.frontend.intake.arrays import ArrayImport
 from aioengine.frontend.intake.encoder import Job, checked
+from aioengine.frontend.intake.image_prompts import check_no_images
 from aioengine.frontend.intake.pooling import fitting
 from aioengine.frontend.intake.prompts import ChatIds, ChatPrompt, EmbedsIds, IdsPrompt, MediaIds
 from aioengine.frontend.intake.row_options import check_lengths
@@ -25,18 +25,16 @@ from aioengine.text.detokenizer import NUM_CONTEXT_TOKENS
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from aioengine.api.params import SamplingParams
-    from aioengine.frontend.calls.calls import Call, Calls
-    from aioengine.frontend.calls.outputs import RowStream
+    from aioengine.frontend.calls.call import Call, CallRow
+    from aioengine.frontend.calls.calls import Calls
     from aioengine.frontend.calls.overload import QueueLimits
     from aioengine.frontend.intake.encoder import Encoded
     from aioengine.frontend.intake.prompts import Prompt, PromptError
-    from aioengine.frontend.intake.request_checks import ParamsParts, RequestChecks
-    from aioengine.frontend.intake.requests import CallRequest
+    from aioengine.frontend.intake.request_checks import RequestChecks
     from aioengine.frontend.sessions.sessions import Sessions
-    from aioengine.protocol.messages import Sampling
 
 MAX_ROWS_AT_ONCE: Final = 64
 """Rows of a batch that are started in one turn of the loop."""
@@ -90,11 +88,7 @@ class Submitter:
         self.checking: set[Call] = set()
         self.after_checks: list[Callable[[], None]] = []
 
-    def _end_checks(self, call: Call) -> None:
-        self.checking.discard(call)
-        for act in self.after_checks:
-            self._loop.call_soon(act)
-        self.after_checks.clear()
+    # ------------------------------------------------------------ checks of long batches
 
     def check_rest(self, call: Call) -> None:
         """Check the remaining rows of a long batch in later turns of the loop. A wrong row may fail the whole call."""
@@ -103,9 +97,9 @@ class Submitter:
 
     def _check_next(self, call: Call) -> None:
         """Check some rows in a later turn of the loop, once a thread has parsed their parameters."""
-        check, given = partial(self._check_some, call), call.request.given
-        parse = partial(call.request.parse_more, partial(self.checks.parts_of, known=given.parts))
-        if given.params is not None and self._encoder is not None:
+        check, request = partial(self._check_some, call), call.request
+        parse = partial(request.parse_more, partial(self.checks.parts_of, known=request.parts))
+        if request.given_params is not None and self._encoder is not None:
             self._encoder.run(partial(parse, PARSE_S), check)
             return
         parse(PARSE_ON_LOOP_S)  # only an engine without a tokenizer has something to parse here
@@ -114,7 +108,7 @@ class Submitter:
     def _check_some(self, call: Call) -> None:
         request, first = call.request, len(call.request.prompts)
         try:
-            if call.ending is None and not call.output.is_over:
+            if call.ending is None and not call.is_over:
                 request.check_more()
                 self.checks.check(request, first)
                 with self._lock:
@@ -133,60 +127,60 @@ class Submitter:
         else:
             self.submit_next(call)
 
+    def _end_checks(self, call: Call) -> None:
+        self.checking.discard(call)
+        for act in self.after_checks:
+            self._loop.call_soon(act)
+        self.after_checks.clear()
+
+    # ------------------------------------------------------------ rows
+
     def submit_next(self, call: Call) -> None:
         """Start as many rows of the call as may be in flight: some now, more in the next turns of the loop.
 
         An error that is raised here ends the call: most of its rows start in callbacks of the loop, where it would
         only be logged.
         """
+        request = call.request
+        if call.is_encoding or call.ending is not None or call.is_over:
+            return
         try:
-            self._submit_some(call)
+            with self._lock:
+                num_startable = self._rules.max_rows_in_flight - call.num_held
+                if request.logprobs is not None:
+                    num_startable = self._num_with_logprobs(call, num_startable)
+                if call.wants is not Wants.READS:
+                    call.wants = Wants.ENDS if num_startable <= 0 else Wants.NOTHING
+            first = call.num_started // request.num_samples
+            most = max(1, min(num_startable, MAX_ROWS_AT_ONCE) // request.num_samples)
+            prompts = request.prompts[first : first + most]
+            if num_startable <= 0 or not prompts:
+                return
+            if self.checks.images is not None and (request.images is not None or isinstance(prompts[0], ChatPrompt)):
+                prompts = prompts[:1]  # its images are waited for
+            if (request.pooled or request.states) and not self._array_import.is_done:
+                call.is_encoding = True
+                self._array_import.wait(partial(self._arrays_ready, call))
+                return
+            known: list[Encoded] = []  # the prompts before the first one that needs the tokenizer
+            for position, prompt in enumerate(prompts):
+                ids = self._ids_if_known(prompt, is_pooled=request.pooled is not None)
+                if isinstance(ids, Exception):
+                    prompts[position] = ids
+                if ids is not None and len(known) == position:
+                    known.append(ids)
+            if known:
+                self._encoded(call, known, 0.0)
+            elif self._encoder is not None:
+                call.is_encoding = True
+                self._encoder.encode(Job(prompts, partial(self._encoded, call), self.checks.check_ids))
         except BaseException as error:
             self._fail(call, RequestError("submit", describe(error)))
             raise
 
-    def _fail(self, call: Call, error: Exception) -> None:
-        with self._lock:
-            call.output.fail(error)
-        self._settle(call)
-
-    def _submit_some(self, call: Call) -> None:
-        output, request = call.output, call.request
-        if call.is_encoding or call.ending is not None or output.is_over:
-            return
-        with self._lock:
-            num_startable = self._num_startable(call)
-            if output.wants is not Wants.READS:
-                output.wants = Wants.ENDS if num_startable <= 0 else Wants.NOTHING
-        first = call.num_started // request.num_samples
-        prompts = request.prompts[first : first + max(1, min(num_startable, MAX_ROWS_AT_ONCE) // request.num_samples)]
-        if num_startable <= 0 or not prompts:
-            return
-        if self.checks.images is not None and (request.given.images is not None or isinstance(prompts[0], ChatPrompt)):
-            prompts = prompts[:1]  # its images are waited for
-        if request.gives_arrays and not self._array_import.is_done:
-            call.is_encoding = True
-            self._array_import.wait(partial(self._arrays_ready, call))
-            return
-        ready = [self._ids_if_known(prompt, is_pooled=bool(request.given.pooled)) for prompt in prompts]
-        known = cast("list[Encoded]", ready[: ready.index(None)] if None in ready else ready)
-        if known and self.checks.images is not None and request.given.images is not None:
-            call.is_encoding = True
-            self._encoded(call, ready, known, 0.0)
-        elif known:
-            self._start_rows(call, _rows_of(call, known), 0.0)
-            if call.num_started < request.num_rows and not output.is_over:
-                self._loop.call_soon(self.submit_next, call)
-        elif self._encoder is not None:
-            call.is_encoding = True
-            self._encoder.encode(Job(prompts, partial(self._encoded, call, ready), self.checks.check_ids))
-
-    def _num_startable(self, call: Call) -> int:
-        """Return how many more rows of a call may start now. Logprobs that need much memory make this number small."""
-        request, output = call.request, call.output
-        limit = self._rules.max_rows_in_flight - output.num_held
-        if request.logprobs is None or limit <= 0:
-            return limit
+    def _num_with_logprobs(self, call: Call, limit: int) -> int:
+        """Return how many more rows with logprobs may start now, at most ``limit``."""
+        request = call.request
         num_free_bytes, num_rows = self._limits.free_logprob_bytes, 0
         prompt = call.num_started // request.num_samples
         while num_rows < min(limit, MAX_ROWS_AT_ONCE) and prompt < len(request.prompts):
@@ -195,9 +189,9 @@ class Submitter:
                 break
             num_rows += request.num_samples
             prompt += 1
-        return min(limit, max(num_rows, 0 if output.num_held else 1))  # a first row starts, or is refused
+        return min(limit, max(num_rows, 0 if call.num_held else 1))  # a first row starts, or is refused
 
-    def _ids_if_known(self, prompt: Prompt | PromptError, *, is_pooled: bool) -> Encoded | None:
+    def _ids_if_known(self, prompt: Prompt | PromptError, *, is_pooled: bool) -> list[int] | PromptError | None:
         """Return the ids of a prompt that needs no tokenizer, or its error. None: it must be tokenized or checked."""
         if isinstance(prompt, Exception):
             return prompt
@@ -212,84 +206,105 @@ class Submitter:
             return self._ids_if_known(checked(prompt, self.checks.check_ids), is_pooled=is_pooled)
         return None
 
-    def _encoded(self, call: Call, ready: list[Encoded | None], encoded: list[Encoded], seconds: float) -> None:
-        known = [new if old is None else old for old, new in zip(ready, encoded, strict=True)]
-        if (images := self.checks.images) is None or len(known) > 1 or call.ending is not None or call.output.is_over:
-            self._start_more(call, _rows_of(call, known), seconds)
-        else:
-            images.place(call, known[0], partial(self._images_placed, call, seconds))
+    def _encoded(self, call: Call, encoded: list[Encoded], seconds: float) -> None:
+        """Start the rows of the next prompts, which have their ids. Images of a single prompt are placed before."""
+        images, num_samples = self.checks.images, call.request.num_samples
+        if images is not None and len(encoded) == 1 and call.ending is None and not call.is_over:
+            call.is_encoding = True
+            images.place(call, encoded[0], partial(self._images_placed, call, seconds))
+            return
+        rows = iter(encoded) if num_samples == 1 else (ids for ids in encoded for _ in range(num_samples))
+        self._start_rows(call, rows, seconds)
 
     def _images_placed(self, call: Call, seconds: float, encoded: Encoded, more_s: float) -> None:
-        self._start_more(call, _rows_of(call, [encoded]), seconds + more_s)
+        self._start_rows(call, repeat(encoded, call.request.num_samples), seconds + more_s)
 
     def _arrays_ready(self, call: Call, error: RequestError | None) -> None:
+        call.is_encoding = False
         if error is None:
-            self._start_more(call, iter(()), 0.0)
+            self.submit_next(call)
         else:
             self._fail(call, error)
 
-    def _start_more(self, call: Call, rows: Iterator[Encoded], tokenize_s: float) -> None:
-        """Start rows whose ids are known, then the next rows of the call."""
+    def _start_rows(self, call: Call, rows: Iterator[Encoded], tokenize_s: float) -> None:
+        """Start these rows, then the next rows of the call in later turns of the loop.
+
+        After large rows, or the first row of a scored call, the others start in later turns.
+        """
         call.is_encoding = False
-        if call.ending is not None or call.output.is_over:
+        if call.ending is not None or call.is_over:
             return
+        submits, num_bytes = list[Submit](), 0
         try:
-            self._start_rows(call, rows, tokenize_s)
+            with self._lock:
+                for ids in rows:
+                    if call.is_over:
+                        break
+                    self._start_row(call, ids, tokenize_s, submits)
+                    num_bytes += _size(submits[-1]) if submits else 0
+                    is_awaited = call.num_started == 1 and num_bytes > MIN_SHARED_BYTES and submits[0].kind is SCORE
+                    if num_bytes >= MAX_BYTES_AT_ONCE or is_awaited:
+                        call.is_encoding = True
+                        break
+                # Otherwise the call is accepted once its grammars are compiled, or with its first chunk if rows may be
+                # refused late.
+                if not call.compiling and not (call.request.refuses_late and submits):
+                    call.accept()
+            if submits:
+                self._submit(submits)
         except BaseException as error:
             self._fail(call, RequestError("submit", describe(error)))
             raise
-        self.submit_next(call)
-
-    def _start_rows(self, call: Call, rows: Iterator[Encoded], tokenize_s: float) -> None:
-        """Start these rows. After large rows, or the first row of a scored call, the others start in later turns."""
-        submits, num_bytes = list[Submit](), 0
-        with self._lock:
-            for ids in rows:
-                if call.output.is_over:
-                    break
-                self._start_row(call, ids, tokenize_s, submits)
-                num_bytes += _size(submits[-1]) if submits else 0
-                is_awaited = call.num_started == 1 and num_bytes > MIN_SHARED_BYTES and submits[0].kind is SCORE
-                if num_bytes >= MAX_BYTES_AT_ONCE or is_awaited:
-                    call.is_encoding = True
-                    break
-            # Otherwise the call is accepted once its grammars are compiled, or with its first chunk if rows may be
-            # refused late.
-            if not call.output.compiling and not (call.request.refuses_late and submits):
-                call.output.accept()
-        if submits:
-            self._submit(submits)
-        if call.is_encoding:  # scheduled after the submission: its messages are sent before the next rows start
-            self._loop.call_soon(self._start_more, call, rows, tokenize_s)
-        self._settle(call)
+        if call.is_over:
+            self._settle(call)
+        elif call.is_encoding:
+            self._loop.call_soon(self._start_rows, call, rows, tokenize_s)
+        elif call.num_started < call.request.num_rows:
+            self._loop.call_soon(self.submit_next, call)
 
     def _start_row(self, call: Call, encoded: Encoded, tokenize_s: float, submits: list[Submit]) -> None:
-        position, request = call.num_started, call.request
+        """Start the next row of a call, which adds to ``submits``, or end it."""
+        request, position = call.request, call.num_started
         call.num_started += 1
         prompt, sample = divmod(position, request.num_samples)
-        params = request.params_of(prompt)
-        if request.given.adapters is not None:
-            encoded = request.given.adapters.error_of(prompt) or encoded
-        if isinstance(encoded, list) and (self.checks.images is not None or isinstance(encoded, ChatIds)):
-            encoded = self._with_images_in_place(encoded)
-        if request.given.pooled is not None:
-            encoded = fitting(encoded, request.given.pooled, self._rules.context_length, self.checks.check_ids)
-        elif request.sessions is not None:
-            encoded = self._with_history(call, position, encoded)
+        params, rid = request.params_of(prompt), call.row_rid(position)
+        if request.adapters is not None:
+            encoded = request.adapters.error_of(prompt) or encoded
+        try:
+            if isinstance(encoded, list) and (self.checks.images is not None or isinstance(encoded, ChatIds)):
+                if self.checks.images is None:
+                    raise ValueError("the messages have images, and this model takes text alone")
+                check_no_images(encoded, self.checks.images)
+            if request.pooled is not None:
+                encoded = fitting(encoded, request.pooled, self._rules.context_length, self.checks.check_ids)
+            session = None if request.sessions is None else request.sessions.of(prompt)
+            if session is not None and isinstance(encoded, list):
+                check = partial(self.checks.output_limit, params)
+                encoded = self._sessions.begin(session, encoded, check=check, call=call, position=position, rid=rid)
+        except (ValueError, EngineOverloadedError) as error:
+            encoded = error
+        if params.sampling_seed is not None:
+            seed = params.sampling_seed
+        else:
+            self._num_seeds += sample == 0
+            seed = wire.drawn_seed(self._rules.random_seed + self._num_seeds)
         ids = encoded if isinstance(encoded, list) else []
-        facts = RowFacts(
-            rid=call.row_rid(position),
+        has_extras = request.logprobs is not None or request.states is not None
+        row = call.row_type(
+            call,
+            position,
+            rid,
             index=position if request.gives_batch else None,
-            seed=self._seed(params, sample),
-            called_at=call.called_at,
+            seed=(seed + sample) & SEED_MASK,
             tokenize_s=tokenize_s,
             prompt_token_ids=ids,
             shows_prompt=request.shows_prompt,
-            readers=request.readers_of(prompt, len(ids), self._rules.hidden_size),
-            states=request.states_of(prompt),
+            readers=request.readers_of(prompt, len(ids), self._rules.hidden_size) if has_extras else (),
+            states=request.states_of(prompt) if has_extras else "",
             num_image_tokens=ids.num_image_tokens if isinstance(ids, MediaIds) else 0,
+            is_queued=not call.is_stream,
         )
-        row = call.output.add_row(position, facts)
+        call.add_row(row)
         if not isinstance(encoded, list):
             refuse_row(row, encoded)
         elif position in call.aborted:
@@ -297,127 +312,90 @@ class Submitter:
         elif call.deadlines and (expired := call.expired_deadline(time.monotonic())):
             end_row(row, FinishCode.DEADLINE, matched=expired)
         else:
-            self._submit_row(call, row, params, submits)
+            try:
+                submit = self._submit_of(row, params)
+            except (ValueError, EngineOverloadedError) as error:
+                refuse_row(row, error)
+                return
+            if submit is None:
+                end_row(row, FinishCode.LENGTH)
+            else:
+                submits.append(submit)
 
-    def _with_images_in_place(self, ids: list[int]) -> Encoded:
-        """Return the ids, or an error if they still have placeholders of images."""
-        try:
-            if self.checks.images is None:
-                raise ValueError("the messages have images, and this model takes text alone")
-            check_no_images(ids, self.checks.images)
-        except ValueError as error:
-            return error
-        return ids
+    def _submit_of(self, row: CallRow, params: SamplingParams) -> Submit | None:
+        """Register a row and return the message that starts it; None: it generates nothing.
 
-    def _with_history(self, call: Call, position: int, encoded: Encoded) -> Encoded:
-        """Return the prompt of a row with the history of its session, or an error."""
-        request = call.request
-        params = None if request.sessions is None else request.sessions.of(position // request.num_samples)
-        if params is None or not isinstance(encoded, list):
-            return encoded
-        check = partial(self.checks.output_limit, request.params_of(position // request.num_samples))
-        rid = call.row_rid(position)
-        try:
-            return self._sessions.begin(params, encoded, check=check, output=call.output, position=position, rid=rid)
-        except (ValueError, EngineOverloadedError) as error:
-            return error
-
-    def _submit_row(self, call: Call, row: RowStream, params: SamplingParams, submits: list[Submit]) -> None:
-        request, facts = call.request, row.facts
-        rules = request.logprobs_of(row.position // request.num_samples)
-        ids, is_pooled = facts.prompt_token_ids, request.given.pooled is not None
+        Raises:
+            ValueError, EngineOverloadedError: the row does not fit.
+        """
+        call, ids = row.call, row.prompt_token_ids
+        request, prompt, num_prompt = call.request, row.position // call.request.num_samples, len(row.prompt_token_ids)
         session = 0 if request.sessions is None else self._sessions.attach(row)
-        try:
-            if not ids:
-                raise ValueError("the prompt has no tokens; give at least one character or token id")
-            max_new_tokens = 0 if is_pooled else self.checks.output_limit(params, len(ids))
-            if rules is not None:
-                has_ids = not isinstance(ids, EmbedsIds)
-                check_lengths(rules, num_prompt=len(ids), num_output=max_new_tokens, has_ids=has_ids)
-            if facts.states:
-                self.checks.check_states(facts.states, len(ids), max_new_tokens)
-            if rules is not None:
-                num_positions = rules.num_prompt_positions(len(ids)) + max(1, max_new_tokens)
-                self._limits.reserve_logprobs(row, rules.position_bytes * num_positions)
-        except (ValueError, EngineOverloadedError) as error:
-            refuse_row(row, error)
-            return
-        if max_new_tokens == 0 and rules is None and not is_pooled:
-            end_row(row, FinishCode.LENGTH)
-            return
-        parts = self.checks.parts_of(params, request.given.parts)
-        if request.is_stream and parts.sampling.grammar is not None:
-            call.output.compiling.add(row.position)
+        if not ids:
+            raise ValueError("the prompt has no tokens; give at least one character or token id")
+        max_new_tokens = 0 if request.pooled is not None else self.checks.output_limit(params, num_prompt)
+        rules = None if request.logprobs is None else request.logprobs.of(prompt)
+        if rules is not None:
+            has_ids = not isinstance(ids, EmbedsIds)
+            check_lengths(rules, num_prompt=num_prompt, num_output=max_new_tokens, has_ids=has_ids)
+        if row.states:
+            self.checks.check_states(row.states, num_prompt, max_new_tokens)
+        if rules is not None:
+            num_positions = rules.num_prompt_positions(num_prompt) + max(1, max_new_tokens)
+            self._limits.reserve_logprobs(row, rules.position_bytes * num_positions)
+        elif max_new_tokens == 0 and request.pooled is None:
+            return None
+        parts = self.checks.parts_of(params, request.parts)
+        if call.is_stream and parts.sampling.grammar is not None:
+            call.compiling.add(row.position)
         row.uid = self._num_uids
         self._num_uids += 1
-        self._limits.add_row(call.reservation, row.position // request.num_samples, len(ids))
+        self._limits.add_row(call, prompt, num_prompt)
         self._calls.rows[row.uid] = row
-        submits.append(_submit_of(call, row, parts, max_new_tokens, session=session))
+        sampling = replace(parts.sampling, seed=row.seed)
+        if request.processors is not None or row.states:
+            processor = "" if request.processors is None else request.processors.of(prompt)
+            sampling = replace(sampling, custom_processor=processor, hidden_states=row.states)
+        salt, embeds = "" if request.salts is None else request.salts.of(prompt), b""
+        context = ids[-NUM_CONTEXT_TOKENS:]
+        if isinstance(ids, EmbedsIds):
+            salt, embeds, context = ids.salt, ids.embeds, []
+        return Submit(
+            uid=row.uid,
+            prompt_token_ids=list(ids) if embeds else ids,
+            sampling=sampling,
+            limits=Limits(
+                max_new_tokens=max_new_tokens,
+                min_new_tokens=min(params.min_new_tokens, max_new_tokens),
+                stop_token_ids=parts.stop_ids,
+                deadline=call.deadlines.get("total"),
+                queue_deadline=call.deadlines.get("queue"),
+                first_token_deadline=call.deadlines.get("first_token"),
+                refuses_late=request.refuses_late,
+            ),
+            text=replace(
+                parts.text,
+                context_token_ids=tuple(context),
+                stream=call.is_stream,
+                logprobs=rules if rules is not None and rules.with_text else None,
+            ),
+            priority=request.priority,
+            arrived_at=call.called_at,
+            tenant=request.tenant,
+            kind=POOL if request.pooled else GENERATE if max_new_tokens else SCORE,
+            second_text=ids.second_text if isinstance(ids, PairIds) else 0,
+            cache_salt=salt,
+            session=session,
+            logprobs=rules,
+            embeds=embeds,
+            adapter=None if request.adapters is None else request.adapters.of(prompt),
+            media=ids.media if isinstance(ids, MediaIds) else [],
+        )
 
-    def _seed(self, params: SamplingParams, sample: int) -> int:
-        """The caller's seed, or one drawn from the engine's seed and a counter; sample i has i more."""
-        if params.sampling_seed is None:
-            if sample == 0:
-                self._num_seeds += 1
-            seed = wire.drawn_seed(self._rules.random_seed + self._num_seeds)
-        else:
-            seed = params.sampling_seed
-        return (seed + sample) & SEED_MASK
-
-
-def _sampling(made: Sampling, request: CallRequest, prompt: int, facts: RowFacts) -> Sampling:
-    """The runner's part of a row of this prompt."""
-    if request.processors is None and not facts.states:
-        return replace(made, seed=facts.seed)
-    processor = "" if request.processors is None else request.processors.of(prompt)
-    return replace(made, seed=facts.seed, custom_processor=processor, hidden_states=facts.states)
-
-
-def _submit_of(call: Call, row: RowStream, parts: ParamsParts, max_new_tokens: int, *, session: int) -> Submit:
-    """The message that starts a row."""
-    request, facts = call.request, row.facts
-    ids, prompt = facts.prompt_token_ids, row.position // request.num_samples
-    rules = request.logprobs_of(prompt)
-    salt, embeds = "" if request.salts is None else request.salts.of(prompt), b""
-    context = ids[-NUM_CONTEXT_TOKENS:]
-    if isinstance(ids, EmbedsIds):
-        salt, embeds, context = ids.salt, ids.embeds, []
-    return Submit(
-        uid=row.uid,
-        prompt_token_ids=list(ids) if embeds else ids,
-        sampling=_sampling(parts.sampling, request, prompt, facts),
-        limits=Limits(
-            max_new_tokens=max_new_tokens,
-            min_new_tokens=min(parts.params.min_new_tokens, max_new_tokens),
-            stop_token_ids=parts.stop_ids,
-            deadline=call.deadlines.get("total"),
-            queue_deadline=call.deadlines.get("queue"),
-            first_token_deadline=call.deadlines.get("first_token"),
-            refuses_late=request.refuses_late,
-        ),
-        text=replace(
-            parts.text,
-            context_token_ids=tuple(context),
-            stream=request.is_stream,
-            logprobs=rules if rules is not None and rules.with_text else None,
-        ),
-        priority=request.priority,
-        arrived_at=call.called_at,
-        tenant=request.tenant,
-        kind=POOL if request.given.pooled else GENERATE if max_new_tokens else SCORE,
-        second_text=ids.second_text if isinstance(ids, PairIds) else 0,
-        cache_salt=salt,
-        session=session,
-        logprobs=rules,
-        embeds=embeds,
-        adapter=None if request.given.adapters is None else request.given.adapters.of(prompt),
-        media=ids.media if isinstance(ids, MediaIds) else [],
-    )
-
-
-def _rows_of(call: Call, encoded: Sequence[Encoded]) -> Iterator[Encoded]:
-    """The ids of every row, in order."""
-    return (ids for ids in encoded for _ in range(call.request.num_samples))
+    def _fail(self, call: Call, error: Exception) -> None:
+        with self._lock:
+            call.fail(error)
+        self._settle(call)
 
 
 def _size(submit: Submit) -> int:

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Final, cast
 
-from aioengine.api.answers import RowFacts
 from aioengine.errors import RequestError, RequestTooLargeError, describe
 from aioengine.protocol.messages import End, FinishCode
 from aioengine.supervision.tasks import post
@@ -17,8 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aioengine.api.answers import RowError
-    from aioengine.frontend.calls.calls import Call, Ending
-    from aioengine.frontend.calls.outputs import RowStream
+    from aioengine.frontend.calls.call import Call, CallRow, Ending
 
 MAX_ROWS_ENDED_AT_ONCE: Final = 512
 """Rows that are ended in one turn of the loop. Each takes up to 10 microseconds."""
@@ -46,7 +44,7 @@ class UnstartedRows:
             if len(self._ending) == 1:
                 post(self._loop, self.end_some)
         with self._lock:
-            call.output.accept()
+            call.accept()
 
     async def wait(self) -> None:
         """Wait until all these rows have their ends."""
@@ -65,47 +63,46 @@ class UnstartedRows:
 
     def _end_rows(self, call: Call, max_rows: int) -> int:
         """Returns how many were ended, or 1 where there was nothing to do: that takes a moment as well."""
-        output, first, num_rows = call.output, call.num_started, call.request.num_rows
+        request, first = call.request, call.num_started
         ending = cast("Ending", call.ending)
         try:
             with self._lock:
-                while not output.is_over and call.num_started < min(first + max_rows, num_rows):
+                while not call.is_over and call.num_started < min(first + max_rows, request.num_rows):
+                    position = call.num_started
                     call.num_started += 1
-                    end_row(output.add_row(call.num_started - 1, _facts(call, call.num_started - 1)), *ending)
+                    prompt = position // request.num_samples
+                    row = call.row_type(
+                        call,
+                        position,
+                        call.row_rid(position),
+                        index=position if request.gives_batch else None,
+                        shows_prompt=request.shows_prompt,
+                        readers=request.readers_of(prompt, 0, 0),
+                        states=request.states_of(prompt),
+                        is_queued=not call.is_stream,
+                    )
+                    call.add_row(row)
+                    end_row(row, *ending)
         except BaseException as error:
             with self._lock:
-                call.output.fail(RequestError("submit", describe(error)))
+                call.fail(RequestError("submit", describe(error)))
             self._settle(call)
             raise
-        if call.num_started < num_rows and not output.is_over:
+        if call.num_started < request.num_rows and not call.is_over:
             self._ending.append(call)
         else:
             self._settle(call)
         return max(1, call.num_started - first)
 
 
-def _facts(call: Call, position: int) -> RowFacts:
-    request = call.request
-    prompt = position // request.num_samples
-    return RowFacts(
-        rid=call.row_rid(position),
-        index=position if request.gives_batch else None,
-        seed=0,
-        called_at=call.called_at,
-        shows_prompt=request.shows_prompt,
-        readers=request.readers_of(prompt, 0, 0),
-        states=request.states_of(prompt),
-    )
-
-
-def refuse_row(row: RowStream, error: RowError) -> None:
+def refuse_row(row: CallRow, error: RowError) -> None:
     is_too_large = isinstance(error, RequestTooLargeError)
     end_row(row, FinishCode.TOO_LARGE if is_too_large else FinishCode.FAILED, error=error)
 
 
-def end_row(row: RowStream, code: FinishCode, matched: str | None = None, error: RowError | None = None) -> None:
+def end_row(row: CallRow, code: FinishCode, matched: str | None = None, error: RowError | None = None) -> None:
     """End a row that never reached the scheduler."""
     now = time.monotonic()
     message = "" if error is None else str(error)
     finished = End(uid=-1, code=code, matched=matched, stage="tokenize", message=message, ended_at=now)
-    row.output.end_row(row, finished, now, error)
+    row.call.end_row(row, finished, now, error)

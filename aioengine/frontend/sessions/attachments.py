@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from copy import copy
 from typing import TYPE_CHECKING, Final, cast
 
-from msgspec.structs import replace
-
 from aioengine.api import checks
 from aioengine.frontend.callers import refuse_interrupting
+from aioengine.frontend.calls.call import CallRow, Wants
 from aioengine.frontend.calls.reader import Reader
-from aioengine.frontend.sessions.replay import AttachableOutput
+from aioengine.frontend.calls.row_types import Log, LoggedRow
 
 if TYPE_CHECKING:
     import threading
     from collections.abc import Callable
 
     from aioengine.errors import EngineClosedError
-    from aioengine.frontend.calls.calls import Call, Calls
-    from aioengine.frontend.calls.outputs import Cursor, ReaderActions
+    from aioengine.frontend.calls.call import Call
+    from aioengine.frontend.calls.calls import Calls
+    from aioengine.frontend.calls.reader import ReaderActions
 
 MAX_KEPT_TOKENS: Final = 1 << 20
 """Tokens of ended requests that are kept in all; beyond it the requests that ended first are forgotten."""
@@ -34,38 +35,47 @@ TOKENS_PER_REQUEST: Final = 32
 
 
 class Attachment:
-    """One attachable request.
+    """One attachable call.
 
     Attributes:
-        until: when it is forgotten, None while it runs and is read.
-        num_kept: what is kept of it after its end, in tokens.
+        until: when it is forgotten; None: it runs or is read.
+        num_kept: tokens that it counts after its end.
     """
 
-    __slots__ = ("call", "is_ended", "num_kept", "output", "timer", "until")
+    __slots__ = ("call", "is_ended", "num_kept", "timer", "until")
 
-    def __init__(self, call: Call, output: AttachableOutput) -> None:
+    def __init__(self, call: Call) -> None:
         self.call = call
-        self.output = output
         self.is_ended = False
         self.num_kept = 0
         self.until: float | None = None
         self.timer: asyncio.TimerHandle | None = None
 
     @property
+    def row(self) -> LoggedRow | None:
+        """Its row; None: not started."""
+        return cast("LoggedRow | None", self.call.kept_row)
+
+    @property
     def is_read_to_end(self) -> bool:
-        """Whether the request has ended, and its present reader, where it has one, knows."""
-        return self.is_ended and not self.output.has_unread_end
+        """Whether the call has ended, and its present reader (if any) has read the end."""
+        call, row = self.call, self.row
+        is_unread = row is not None and row.is_queued and call.has_reader and call.error is None and not call.num_open
+        return self.is_ended and not is_unread
 
     def next_until(self) -> float:
-        """When it is forgotten, if it is not read from now on."""
+        """Return when it is forgotten, unless it is read from now on."""
         return time.monotonic() + cast("float", self.call.request.resume_ttl_s)
 
     def end(self) -> None:
-        """The request is over: keep what readers can still get, and not what it was computed from."""
+        """The call is over: keep only what readers can still get."""
         self.is_ended = True
-        self.call.request = replace(self.call.request, prompts=[], params=[])
-        self.output.end()
-        self.num_kept = TOKENS_PER_REQUEST + self.output.num_kept_tokens
+        self.call.wants = Wants.ENDS  # the time to attach starts when a reader has read the end
+        self.num_kept = TOKENS_PER_REQUEST
+        if (row := self.row) is not None:
+            if not row.shows_prompt:
+                row.prompt_token_ids = []
+            self.num_kept += row.num_kept_tokens
 
 
 class Attachments:
@@ -84,9 +94,8 @@ class Attachments:
         self._closed: EngineClosedError | None = None
 
     def add(self, call: Call) -> None:
-        """A call was opened. Under the lock."""
-        if isinstance(call.output, AttachableOutput):
-            self._by_rid[call.rid] = Attachment(call, call.output)
+        """Add an opened call. Under the lock."""
+        self._by_rid[call.rid] = Attachment(call)
 
     def attach(self, rid: str, from_offset: object, actions: ReaderActions) -> Reader:
         """A reader of what the request gives from the ``from_offset``-th character on; the one before is at its end.
@@ -106,25 +115,31 @@ class Attachments:
                 raise ValueError(
                     f"no request {checks.shown(rid)} can be attached to: it had no resume_ttl, or its time is over"
                 )
-            cursor, view = attachment.output.new_reader(offset)
-            reader = Reader(cursor, lock=self._lock, actions=actions)  # an exception after this point leaves it
-            attachment.output.attach(cursor, view)
+            call, row, ready = attachment.call, attachment.row, deque[CallRow]()
+            (Log() if row is None else row.log).token_index(offset)  # raises ValueError
+            reader = Reader(call, ready, lock=self._lock, actions=actions)  # if interrupted from here on, it is left
+            call.wake()  # the old reader looks again once the lock is free
+            call.ready, call.has_reader = ready, True
+            if row is not None:
+                row.rewind(offset)
             attachment.until = attachment.next_until() if attachment.is_read_to_end else None
-        actions.on_read(attachment.output)  # on the loop: it goes on where it was suspended
+        actions.on_read(call)  # on the loop: continues a suspended call
         return reader
 
-    def left(self, cursor: Cursor) -> None:
-        """A reader has left. Its request is forgotten some time later, unless another attaches."""
+    def left(self, call: Call) -> None:
+        """The reader of a call has left. Forget the call later, unless another reader attaches."""
         with self._lock:
-            attachment = self._by_rid.get(cursor.output.rid)
-            if attachment is not None and attachment.output.cursor is cursor:  # no other has attached meanwhile
+            attachment = self._by_rid.get(call.rid)
+            if (
+                attachment is not None and attachment.call is call and not call.has_reader
+            ):  # no other reader has attached meanwhile
                 self._forget_later(attachment)
 
-    def on_read(self, output: AttachableOutput) -> None:
-        """A reader has read. A request that has ended is forgotten some time after its end was read."""
+    def on_read(self, call: Call) -> None:
+        """A reader has read. Forget an ended call some time after its end was read."""
         with self._lock:
-            attachment = self._by_rid.get(output.rid)
-            if attachment is not None and attachment.output is output and attachment.is_read_to_end:
+            attachment = self._by_rid.get(call.rid)
+            if attachment is not None and attachment.call is call and attachment.is_read_to_end:
                 self._forget_later(attachment)
 
     def ended(self, call: Call) -> None:
@@ -175,7 +190,7 @@ class Attachments:
                 self._set_timer(attachment, until)
                 return
             self._forget(attachment)
-            attachment.output.is_left = True
+            attachment.call.is_left = True
         self._settle(attachment.call)
 
     def _forget(self, attachment: Attachment) -> None:
@@ -184,4 +199,5 @@ class Attachments:
             attachment.timer.cancel()
         del self._by_rid[attachment.call.rid]
         self._num_kept_tokens -= attachment.num_kept
+        attachment.call.kept_row = None  # a reference cycle
         self._calls.free_names(attachment.call)

@@ -21,15 +21,16 @@ import os
 import time
 from array import array
 from collections import Counter
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from msgspec import Struct, structs
+from msgspec import structs
 
 from aioengine.api import checks
 from aioengine.errors import EngineClosedError, EngineOverloadedError
 from aioengine.frontend.callers import refuse_interrupting
 from aioengine.frontend.intake.prompts import MediaIds
+from aioengine.frontend.sessions.session_params import MAX_ID_BYTES
 from aioengine.logs import log
 from aioengine.protocol.messages import Abort, FinishCode
 from aioengine.supervision.tasks import post
@@ -38,10 +39,11 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Generator
 
-    from aioengine.frontend.calls.outputs import CallOutput, RowStream
+    from aioengine.frontend.calls.call import Call, CallRow
     from aioengine.frontend.calls.overload import QueueLimits
-    from aioengine.frontend.image_intake import ImageIntake
-    from aioengine.frontend.sessions.replay import KeptRow
+    from aioengine.frontend.calls.row_types import KeptRow
+    from aioengine.frontend.sessions.session_params import SessionParams
+    from aioengine.media.intake.image_intake import ImageIntake
     from aioengine.protocol.messages import Media
 
 logger = logging.getLogger(__name__)
@@ -53,60 +55,11 @@ MAX_SESSION_TOKENS: Final = 1 << 25
 TOKENS_PER_TURN: Final = 128
 """Tokens that each turn counts beside those that it has: about the memory of its objects."""
 
-MAX_ID_BYTES: Final = 512
 MAX_TIMEOUT_S: Final = 1e9
 CHECK_S: Final = 1.0
 """How often idle sessions are looked for."""
 
 ANSWERED: Final = (FinishCode.STOP, FinishCode.LENGTH)
-
-
-class SessionParams(Struct, frozen=True):
-    """``session_params`` of one prompt, checked.
-
-    Attributes:
-        id: of the session. rid: of the request to go on from; None: begin anew.
-        offset: how many ids of its history to keep; 0: all of them.
-    """
-
-    id: str
-    rid: str | None = None
-    offset: int = 0
-    replace: bool = False
-    drop_previous_output: bool = False
-
-
-def session_params(value: object) -> SessionParams | None:
-    """Check the ``session_params`` of a prompt; None for one without a session.
-
-    Raises:
-        TypeError, ValueError: what is wrong, with the field and the value.
-    """
-    if value is None:
-        return None
-    if not isinstance(value, Mapping):
-        raise checks.wrong_type("session_params", "a dict with the id of a session", value)
-    given = cast("Mapping[object, object]", value)
-    known = SessionParams.__struct_fields__
-    for name in given:
-        if name not in known:
-            hint = checks.did_you_mean(str(name), known)
-            raise TypeError(f"session_params has no {checks.shown(name)}{hint}; there are {', '.join(known)}")
-    if given.get("id") is None:
-        raise ValueError("session_params has no id; give the one that open_session returned")
-    rid, offset = given.get("rid"), given.get("offset")
-    return SessionParams(
-        id=checks.text("the id of session_params", given["id"], max_bytes=MAX_ID_BYTES),
-        rid=None if rid is None else checks.text("the rid of session_params", rid),
-        offset=0 if offset is None else checks.whole("the offset of session_params", offset, 0),
-        replace=_switch("replace", given),
-        drop_previous_output=_switch("drop_previous_output", given),
-    )
-
-
-def _switch(name: str, given: Mapping[object, object]) -> bool:
-    value = given.get(name)
-    return False if value is None else checks.switch(f"{name} of session_params", value)
 
 
 class Turn:
@@ -144,7 +97,7 @@ class Turn:
     def is_over(self) -> bool:
         """Whether it has its answer, or has ended without one."""
         row = self.row
-        return row is None or row.finished is not None or row.output.is_left
+        return row is None or row.finished is not None or row.call.is_left
 
     @property
     def has_failed(self) -> bool:
@@ -313,7 +266,7 @@ class Sessions:
         self._abort = abort
         self._unpin = unpin
         self._by_id: dict[str, Session] = {}
-        self._running: dict[CallOutput, dict[int, Turn]] = {}
+        self._running: dict[Call, dict[int, Turn]] = {}
         self._num_opened = 0
         self._num_tokens = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -389,11 +342,11 @@ class Sessions:
         ids: list[int],
         *,
         check: Callable[[int], object],
-        output: CallOutput,
+        call: Call,
         position: int,
         rid: str,
     ) -> list[int]:
-        """Begin a turn with new ``ids``, of a row that is going to be added to ``output``; returns its whole prompt.
+        """Begin a turn with new ``ids``, of a row that is going to be added to ``call``; returns its whole prompt.
 
         Raises:
             ValueError: there is no such session, or it does not allow this turn; or from ``check`` of its length.
@@ -431,21 +384,21 @@ class Sessions:
             turn.source = turn.source.source
         turn.ids.extend(ids)
         self._add(turn, parent)
-        self._running.setdefault(output, {})[position] = turn
+        self._running.setdefault(call, {})[position] = turn
         whole = parent.history(num_kept) + ids
         return MediaIds(whole, media) if media else whole
 
-    def attach(self, row: RowStream) -> int:
+    def attach(self, row: CallRow) -> int:
         """The turn of this row has it from now on. Returns the number of its session, 0 for a row without one."""
-        turn = self._running.get(row.output, {}).get(row.position)
+        turn = self._running.get(row.call, {}).get(row.position)
         if turn is None:
             return 0
         turn.row = cast("KeptRow", row)
         return turn.session.number
 
-    def end(self, output: CallOutput) -> None:
+    def end(self, call: Call) -> None:
         """The call is over, and its turns with it."""
-        for turn in self._running.pop(output, {}).values():
+        for turn in self._running.pop(call, {}).values():
             self._end_turn(turn)
 
     def _keep_images(self, session: Session, media: list[Media]) -> None:

@@ -12,7 +12,12 @@ the weights of positions before the window become exactly zero at the first visi
 A tile is several tokens of one row with all query heads of one kv head. ``attend`` computes the splits of a tile one
 after the other. ``attend_splits`` is for few rows of one token; it computes their splits in parallel.
 
-T tokens, R rows, H query heads, K kv heads, E head size, N pages of the pool, S page size, X splits of the longest row.
+The kernels also compute latent attention (arXiv 2405.04434) in its absorbed form: all query heads share one key per
+position, and the value is the first part of the key. So a key is read once, for the scores and for the weighted sums.
+A tile then has all heads of several tokens, or a part of the heads of one token.
+
+T tokens, R rows, H query heads, K kv heads, E key size, V value size (E without latent attention), N pages of the pool,
+S page size, X splits of the longest row.
 """
 
 from __future__ import annotations
@@ -24,13 +29,24 @@ import torch
 import triton
 import triton.language as tl
 
-from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2
-from aioengine.kernels.triton.scores import NO_RULES, capped, with_sinks
+from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2
+from aioengine.kernels.triton.scores import (
+    MASKED,
+    NO_RULES,
+    capped,
+    merged,
+    nothing_attended,
+    softmax_step,
+    store_split,
+    with_sinks,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.kernels.triton.scores import ScoreRules
+
+    Pool = tuple[Tensor, Tensor]
 
 SPLIT = tl.constexpr(256)
 """Positions per split at the start of a row. Splits are multiples of ``BLOCK``."""
@@ -39,7 +55,6 @@ EVEN_SPLITS = tl.constexpr(32)
 ROWS = 64
 """Query rows of a tile, unless one token has more. 64 is the minimum for Hopper's tensor cores."""
 BLOCK = 64
-MASKED = tl.constexpr(-1.0e30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +120,7 @@ def load_part(pointers: tl.tensor, is_there: tl.tensor, SIZE: tl.constexpr, COLU
 @triton.jit
 def _attend_split(
     queries: tl.tensor,
+    rotated: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
     page_ids: tl.tensor,
@@ -115,7 +131,9 @@ def _attend_split(
     scale: tl.tensor,
     PAGE_STRIDE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    MORE: tl.constexpr,
     BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
@@ -123,11 +141,8 @@ def _attend_split(
     """Return the highest score, sum of weights and weighted values of each query row over positions start to stop. A
     query row attends to positions up to ``last``. first_seen: the first position that any query row attends to.
     """
-    COLUMNS: tl.constexpr = queries.shape[1]
-    columns = tl.arange(0, COLUMNS)[None, :]
-    highest = tl.full((queries.shape[0],), MASKED, tl.float32)
-    total = tl.zeros((queries.shape[0],), tl.float32)
-    sums = tl.zeros(queries.shape, tl.float32)
+    columns = tl.arange(0, queries.shape[1])[None, :]
+    highest, total, sums = nothing_attended(queries.shape[0], queries.shape[1])
     if WINDOW:
         start += tl.maximum(first_seen - start, 0) // BLOCK * BLOCK
     for first in tl.range(start, stop, BLOCK):
@@ -136,44 +151,60 @@ def _attend_split(
         if WINDOW:
             inside = inside & (positions >= first_seen)
         pages = tl.load(page_ids + positions // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
-        offsets = (pages * PAGE_STRIDE + positions % PAGE_SIZE * HEAD_SIZE)[:, None] + columns
-        there = inside[:, None] & (columns < HEAD_SIZE)
-        block_keys = tl.load(keys + offsets, mask=there, other=0.0)
-        scores = tl.dot(queries, tl.trans(block_keys), input_precision="ieee") * scale
+        sources = (pages * PAGE_STRIDE + positions % PAGE_SIZE * KEY_SIZE)[:, None]
+        there = inside[:, None] & (columns < VALUE_SIZE)
+        part = tl.load(keys + (sources + columns), mask=there, other=0.0)
+        if MORE:
+            others = load_part(keys + (sources + VALUE_SIZE), inside, KEY_SIZE - VALUE_SIZE, MORE)
+            scores = tl.dot(rotated, tl.trans(others), input_precision="ieee")
+            scores = tl.dot(queries, tl.trans(part), scores, input_precision="ieee") * scale
+        else:
+            scores = tl.dot(queries, tl.trans(part), input_precision="ieee") * scale
         if CAP > 0.0:
             scores = capped(scores, CAP)
         is_seen = positions[None, :] <= last[:, None]
         if WINDOW:
             is_seen = is_seen & (positions[None, :] > last[:, None] - WINDOW)
-        scores = tl.where(is_seen, scores, MASKED)
-        higher = tl.maximum(highest, tl.max(scores, 1))
-        weights = tl.exp2(scores - higher[:, None])
-        shrink = tl.exp2(highest - higher)
-        total = tl.fma(total, shrink, tl.sum(weights, 1))
-        block_values = tl.load(values + offsets, mask=there, other=0.0)
-        sums = tl.dot(weights.to(block_values.dtype), block_values, sums * shrink[:, None], input_precision="ieee")
-        highest = higher
+        weights, shrink, highest, total = softmax_step(tl.where(is_seen, scores, MASKED), highest, total)
+        if not MORE:
+            part = tl.load(values + (sources + columns), mask=there, other=0.0)
+        sums = tl.dot(weights.to(part.dtype), part, sums * shrink[:, None], input_precision="ieee")
     return highest, total, sums
 
 
 @triton.jit
-def merged(
-    highest: tl.tensor,
-    total: tl.tensor,
-    sums: tl.tensor,
-    split_highest: tl.tensor,
-    split_total: tl.tensor,
-    split_sums: tl.tensor,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Merge the next split into the result of the previous splits. FMAs are explicit, so that the compiler cannot fuse
-    operations differently in two kernels.
-    """
-    higher = tl.maximum(highest, split_highest)
-    shrink = tl.exp2(highest - higher)
-    weight = tl.exp2(split_highest - higher)
-    total = tl.fma(split_total, weight, total * shrink)
-    sums = tl.fma(split_sums, tl.broadcast_to(weight[:, None], sums.shape), sums * shrink[:, None])
-    return higher, total, sums
+def _load_queries(
+    q: tl.tensor,
+    offsets: tl.tensor,
+    is_member: tl.tensor,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    MORE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Load the first ``VALUE_SIZE`` elements of the queries at ``offsets``, and the rest if there is one."""
+    pointers = q + offsets[:, None]
+    queries = load_part(pointers, is_member, VALUE_SIZE, COLUMNS)
+    rotated = load_part(pointers + VALUE_SIZE, is_member, KEY_SIZE - VALUE_SIZE, MORE) if MORE else queries
+    return queries, rotated
+
+
+@triton.jit
+def tokens_of(
+    tiles: tl.tensor,
+    index: tl.tensor,
+    query_starts: tl.tensor,
+    page_starts: tl.tensor,
+    last_lengths: tl.tensor,
+    PAGE_SIZE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Return the start of a tile in its row; the first token, number of tokens, first page and length of the row."""
+    row = tl.load(tiles + 2 * index)
+    tile_start = tl.load(tiles + 2 * index + 1)
+    first_token = tl.load(query_starts + row)
+    count = tl.load(query_starts + row + 1) - first_token
+    first_page, length = pages_of(row, page_starts, last_lengths, PAGE_SIZE)
+    return tile_start, first_token, count, first_page, length
 
 
 @triton.jit(do_not_specialize_on_alignment=["query_starts", "page_starts", "last_lengths", "page_ids", "tiles"])
@@ -190,52 +221,61 @@ def _attend_kernel(
     sinks: tl.tensor,
     scale: tl.tensor,
     TOKEN_STRIDE: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    TILE_STRIDE: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
+    MORE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
     SINKS: tl.constexpr,
+    IN_SPLITS: tl.constexpr,
 ) -> None:
-    row = tl.load(tiles + 2 * tl.program_id(0))
-    tile_start = tl.load(tiles + 2 * tl.program_id(0) + 1)
-    head = tl.program_id(1)
-    first_token = tl.load(query_starts + row)
-    count = tl.load(query_starts + row + 1) - first_token
-    first_page, length = pages_of(row, page_starts, last_lengths, PAGE_SIZE)
-    PAGE_STRIDE: tl.constexpr = NUM_KV_HEADS * PAGE_SIZE * HEAD_SIZE
+    tile_start, first_token, count, first_page, length = tokens_of(
+        tiles, tl.program_id(0), query_starts, page_starts, last_lengths, PAGE_SIZE
+    )
     members = tl.arange(0, ROWS)
-    columns = tl.arange(0, COLUMNS)[None, :]
     token = tile_start + members // GROUP
+    heads = tl.program_id(1) * GROUP + members % GROUP
     is_member = (members < ROWS // GROUP * GROUP) & (token < count)
-    heads = head * GROUP + members % GROUP
-    inside = is_member[:, None] & (columns < HEAD_SIZE)
+    if NUM_HEADS % GROUP:
+        is_member = is_member & (heads < NUM_HEADS)
     tokens = (first_token + token).to(tl.int64)
-    queries = tl.load(q + (tokens * TOKEN_STRIDE + heads * HEAD_SIZE)[:, None] + columns, mask=inside, other=0.0)
+    offsets = tokens * TOKEN_STRIDE + heads * KEY_SIZE
+    queries, rotated = _load_queries(q, offsets, is_member, KEY_SIZE, VALUE_SIZE, COLUMNS, MORE)
     last = length - count + tl.minimum(token, count - 1)
     stop = length - count + tl.minimum(tile_start + ROWS // GROUP, count)
-    highest = tl.full((ROWS,), MASKED, tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-    head_keys = keys + head * PAGE_SIZE * HEAD_SIZE
-    head_values = values + head * PAGE_SIZE * HEAD_SIZE
     first_seen = tl.maximum(length - count + tile_start - WINDOW + 1, 0)
-    index = first_split(first_seen) if WINDOW else tl.full((), 0, tl.int32)
-    while split_start(index) < stop:
-        start, end = split_start(index), tl.minimum(split_start(index + 1), stop)
-        split_highest, split_total, split_sums = _attend_split(
-            *(queries, head_keys, head_values, page_ids + first_page, start, end, last, first_seen),
-            *(scale, PAGE_STRIDE, PAGE_SIZE, HEAD_SIZE, BLOCK, WINDOW, CAP),
+    keys += tl.program_id(1) * TILE_STRIDE
+    values += tl.program_id(1) * TILE_STRIDE
+    page_ids += first_page
+    if IN_SPLITS:
+        highest, total, sums = nothing_attended(ROWS, COLUMNS)
+        index = first_split(first_seen) if WINDOW else tl.full((), 0, tl.int32)
+        while split_start(index) < stop:
+            start, end = split_start(index), tl.minimum(split_start(index + 1), stop)
+            split_highest, split_total, split_sums = _attend_split(
+                *(queries, rotated, keys, values, page_ids, start, end, last, first_seen, scale),
+                *(PAGE_STRIDE, PAGE_SIZE, KEY_SIZE, VALUE_SIZE, MORE, BLOCK, WINDOW, CAP),
+            )
+            highest, total, sums = merged(highest, total, sums, split_highest, split_total, split_sums)
+            index += 1
+    else:
+        highest, total, sums = _attend_split(
+            *(queries, rotated, keys, values, page_ids, 0, stop, last, first_seen, scale),
+            *(PAGE_STRIDE, PAGE_SIZE, KEY_SIZE, VALUE_SIZE, MORE, BLOCK, WINDOW, CAP),
         )
-        highest, total, sums = merged(highest, total, sums, split_highest, split_total, split_sums)
-        index += 1
     if SINKS:
         highest, total, sums = with_sinks(highest, total, sums, sinks + heads, is_member)
-    targets = (tokens * (NUM_KV_HEADS * GROUP) + heads)[:, None] * HEAD_SIZE + columns
+    columns = tl.arange(0, COLUMNS)[None, :]
+    targets = (tokens * NUM_HEADS + heads)[:, None] * VALUE_SIZE + columns
+    inside = is_member[:, None] & (columns < VALUE_SIZE)
     tl.store(out + targets, (sums / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
@@ -256,43 +296,45 @@ def _splits_kernel(
     max_splits: tl.tensor,
     num_programs: tl.tensor,
     TOKEN_STRIDE: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    TILE_STRIDE: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
+    MORE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
     first_page, length = pages_of(row, page_starts, last_lengths, PAGE_SIZE)
-    PAGE_STRIDE: tl.constexpr = NUM_KV_HEADS * PAGE_SIZE * HEAD_SIZE
     members = tl.arange(0, ROWS)
-    columns = tl.arange(0, COLUMNS)[None, :]
+    heads = tl.program_id(1) * GROUP + members
     is_member = members < GROUP
-    inside = is_member[:, None] & (columns < HEAD_SIZE)
-    heads = head * GROUP + members
-    queries = tl.load(q + row * TOKEN_STRIDE + (heads * HEAD_SIZE)[:, None] + columns, mask=inside, other=0.0)
+    if NUM_HEADS % GROUP:
+        is_member = is_member & (heads < NUM_HEADS)
+    offsets = row * TOKEN_STRIDE + heads * KEY_SIZE
+    queries, rotated = _load_queries(q, offsets, is_member, KEY_SIZE, VALUE_SIZE, COLUMNS, MORE)
     last = tl.zeros((ROWS,), tl.int32) + (length - 1)
-    head_keys = keys + head * PAGE_SIZE * HEAD_SIZE
-    head_values = values + head * PAGE_SIZE * HEAD_SIZE
-    index = tl.program_id(2)
     first_seen = tl.maximum(length - WINDOW, 0)
+    keys += tl.program_id(1) * TILE_STRIDE
+    values += tl.program_id(1) * TILE_STRIDE
+    page_ids += first_page
+    index = tl.program_id(2)
     if WINDOW:
         index += first_split(first_seen)
     while split_start(index) < length:
         start, end = split_start(index), tl.minimum(split_start(index + 1), length)
         highest, total, sums = _attend_split(
-            *(queries, head_keys, head_values, page_ids + first_page, start, end, last, first_seen),
-            *(scale, PAGE_STRIDE, PAGE_SIZE, HEAD_SIZE, BLOCK, WINDOW, CAP),
+            *(queries, rotated, keys, values, page_ids, start, end, last, first_seen, scale),
+            *(PAGE_STRIDE, PAGE_SIZE, KEY_SIZE, VALUE_SIZE, MORE, BLOCK, WINDOW, CAP),
         )
-        targets = (row * max_splits + index) * (NUM_KV_HEADS * GROUP) + heads
-        tl.store(split_marks + 2 * targets, highest, mask=is_member)
-        tl.store(split_marks + 2 * targets + 1, total, mask=is_member)
-        tl.store(split_sums + targets[:, None] * HEAD_SIZE + columns, sums, mask=inside)
+        targets = (row * max_splits + index) * NUM_HEADS + heads
+        store_split(split_sums, split_marks, targets, highest, total, sums, is_member, VALUE_SIZE)
         index += num_programs
 
 
@@ -307,33 +349,30 @@ def _merge_kernel(
     max_splits: tl.tensor,
     NUM_HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
     HEADS: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
-    num_pages = tl.load(page_starts + row + 1) - tl.load(page_starts + row)
-    length = (num_pages - 1) * PAGE_SIZE + tl.load(last_lengths + row)
+    _, length = pages_of(row, page_starts, last_lengths, PAGE_SIZE)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     columns = tl.arange(0, COLUMNS)[None, :]
     is_head = heads < NUM_HEADS
-    inside = is_head[:, None] & (columns < HEAD_SIZE)
-    highest = tl.full((HEADS,), MASKED, tl.float32)
-    total = tl.zeros((HEADS,), tl.float32)
-    sums = tl.zeros((HEADS, COLUMNS), tl.float32)
+    inside = is_head[:, None] & (columns < VALUE_SIZE)
+    highest, total, sums = nothing_attended(HEADS, COLUMNS)
     index = first_split(tl.maximum(length - WINDOW, 0)) if WINDOW else tl.full((), 0, tl.int32)
     while split_start(index) < length:
         sources = (row * max_splits + index) * NUM_HEADS + heads
         split_highest = tl.load(split_marks + 2 * sources, mask=is_head, other=0.0)
         split_total = tl.load(split_marks + 2 * sources + 1, mask=is_head, other=1.0)
-        split = tl.load(split_sums + sources[:, None] * HEAD_SIZE + columns, mask=inside, other=0.0)
+        split = tl.load(split_sums + sources[:, None] * VALUE_SIZE + columns, mask=inside, other=0.0)
         highest, total, sums = merged(highest, total, sums, split_highest, split_total, split)
         index += 1
     if SINKS:
         highest, total, sums = with_sinks(highest, total, sums, sinks + heads, is_head)
-    targets = (row * NUM_HEADS + heads)[:, None] * HEAD_SIZE + columns
+    targets = (row * NUM_HEADS + heads)[:, None] * VALUE_SIZE + columns
     tl.store(out + targets, (sums / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
@@ -344,54 +383,86 @@ _merge = KernelLauncher(_merge_kernel)
 _MERGED_HEADS = 4
 
 
-def rows_of_tile(group: int) -> int:
-    """Return the number of query rows per tile, for ``group`` query heads per kv head."""
-    return max(ROWS, next_power_of_2(group))
+class AttentionTile(NamedTuple):
+    """Query rows of a tile, positions per block, and compile options."""
+
+    rows: int
+    block: int
+    num_warps: int
+    num_stages: int
+
+    @property
+    def options(self) -> dict[str, object]:
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-def tokens_of_tile(group: int) -> int:
-    """Return the number of tokens per tile, for ``group`` query heads per kv head."""
-    return rows_of_tile(group) // group
+class HeadGroup(NamedTuple):
+    """The tile for a model, and the number of query heads per tile. A tile has as many tokens as fit.
+
+    All kernels that compute splits must use the same tile.
+    """
+
+    tile: AttentionTile
+    heads: int
+
+    @property
+    def tokens(self) -> int:
+        return self.tile.rows // self.heads
 
 
-def _options(head_size: int, dtype: torch.dtype) -> dict[str, object]:
-    """Return the compile options of all kernels that compute splits, which must be equal."""
-    is_wide = next_power_of_2(head_size) * dtype.itemsize > 256
-    return {"num_warps": 8 if is_wide else 4, "num_stages": 2 if is_wide else 3}
+def head_group(num_heads: int, pool: Pool) -> HeadGroup:
+    """Return the tile for H query heads, keys [N, K, S, E] and values [N, K, S, V]."""
+    keys, values = pool
+    if values.shape[3] < keys.shape[3]:  # latent attention; in fp32 it runs without tensor cores
+        tile = AttentionTile(16, 32, 4, 1) if keys.dtype == torch.float32 else AttentionTile(ROWS, BLOCK, 8, 2)
+        return HeadGroup(tile, min(num_heads, tile.rows))
+    group = num_heads // keys.shape[1]
+    rows = max(ROWS, next_power_of_2(group))
+    is_wide = next_power_of_2(keys.shape[3]) * keys.itemsize > 256
+    return HeadGroup(AttentionTile(rows, BLOCK, 8, 2) if is_wide else AttentionTile(rows, BLOCK, 4, 3), group)
 
 
-def _sizes(q: Tensor, pool: tuple[Tensor, Tensor]) -> tuple[int, ...]:
-    """Return the constants of the kernels that compute splits, for q [T, H, E], keys and values [N, K, S, E]."""
-    _, num_kv_heads, page_size, head_size = pool[0].shape
-    group, columns = q.shape[1] // num_kv_heads, max(next_power_of_2(head_size), 16)
-    return q.stride(0), num_kv_heads, group, page_size, head_size, columns, rows_of_tile(group), BLOCK
+def _sizes(q: Tensor, pool: Pool, group: HeadGroup) -> tuple[int, ...]:
+    """Return the constants of the kernels that compute splits, for q [T, H, E]."""
+    num_heads, key_size = q.shape[1:]
+    _, num_kv_heads, page_size, value_size = pool[1].shape
+    head_stride = page_size * key_size
+    tile_stride = head_stride if num_kv_heads > 1 else 0  # between the keys of two tiles
+    columns, more = (max(next_power_of_2(size), 16) for size in (value_size, key_size - value_size))
+    return (
+        *(q.stride(0), num_kv_heads * head_stride, tile_stride, num_heads, group.heads, page_size),
+        *(key_size, value_size, columns, more if value_size < key_size else 0, group.tile.rows, group.tile.block),
+    )
 
 
 def attend(
     q: Tensor,
-    pool: tuple[Tensor, Tensor],
+    pool: Pool,
     rows: PagedRows,
     tiles: Tensor,
     *,
     scale: float,
     out: Tensor,
     rules: ScoreRules = NO_RULES,
+    in_splits: bool = True,
 ) -> None:
-    """Attend with q [T, H, E] to keys and values [N, K, S, E] into ``out`` [T, H, E].
+    """Attend with q [T, H, E] to keys [N, K, S, E] and values [N, K, S, V] into ``out`` [T, H, V].
 
-    tiles: [X, 2] int32, (row, first token within the row) of each tile.
+    Args:
+        tiles: [Y, 2] int32, (row, first token within the row) of each tile.
+        in_splits: False: compute rows without splits, which is faster, but differs from ``attend_splits``.
     """
-    sizes = _sizes(q, pool)
-    sizes = *sizes, rules.window or 0, rules.cap, rules.sinks is not None
+    group = head_group(q.shape[1], pool)
+    sizes = *_sizes(q, pool, group), rules.window or 0, rules.cap, rules.sinks is not None, in_splits
     sinks = out if rules.sinks is None else rules.sinks
     tensors = (q, *pool, rows.query_starts, rows.page_starts, rows.last_lengths, rows.page_ids, tiles, out, sinks)
-    key = (q.dtype, sizes, rules.sinks_key, *(tensor.data_ptr() % 16 for tensor in (q, *pool, out)))
-    options = _options(q.shape[2], q.dtype)
-    _attend((tiles.shape[0], pool[0].shape[1], 1), key, (*tensors, rules.factor(scale), *sizes), options)
+    key = (q.dtype, sizes, rules.sinks_key, *alignments(q, *pool, out))
+    grid = tiles.shape[0], -(-q.shape[1] // group.heads), 1
+    _attend(grid, key, (*tensors, rules.factor(scale), *sizes), group.tile.options)
 
 
 class SplitPlan(NamedTuple):
-    """How rows of one token are split: ``max_splits`` of the longest row; programs per row and kv head."""
+    """How rows of one token are split: ``max_splits`` of the longest row; programs per row and tile."""
 
     max_splits: int
     num_programs: int
@@ -399,7 +470,7 @@ class SplitPlan(NamedTuple):
 
 def attend_splits(
     q: Tensor,
-    pool: tuple[Tensor, Tensor],
+    pool: Pool,
     rows: PagedRows,
     splits: SplitPlan,
     *,
@@ -407,41 +478,20 @@ def attend_splits(
     out: Tensor,
     rules: ScoreRules = NO_RULES,
 ) -> None:
-    """Compute ``attend`` with the same bits for R rows of one token, q and out [R, H, E]."""
-    num_rows, num_heads, head_size = q.shape
+    """Compute ``attend`` with the same bits for R rows of one token, q [R, H, E] and out [R, H, V]."""
+    num_rows, num_heads, value_size = out.shape
     max_splits, num_programs = splits
-    sums = torch.empty(num_rows, max_splits, num_heads, head_size, dtype=torch.float32, device=q.device)
+    sums = torch.empty(num_rows, max_splits, num_heads, value_size, dtype=torch.float32, device=q.device)
     stats = torch.empty(num_rows, max_splits, num_heads, 2, dtype=torch.float32, device=q.device)
-    sizes = *_sizes(q, pool), rules.window or 0, rules.cap
+    group, window = head_group(num_heads, pool), rules.window or 0
+    sizes = *_sizes(q, pool, group), window, rules.cap
     tensors = (q, *pool, rows.page_starts, rows.last_lengths, rows.page_ids, sums, stats)
-    alignments = tuple(tensor.data_ptr() % 16 for tensor in (q, *pool, sums, stats))
-    options = _options(head_size, q.dtype)
-    grid = num_rows, pool[0].shape[1], num_programs
     numbers = rules.factor(scale), max_splits, num_programs
-    _splits(grid, (q.dtype, sizes, alignments), (*tensors, *numbers, *sizes), options)
-    merge_splits(sums, stats, rows, out, max_splits=max_splits, page_size=pool[0].shape[2], rules=rules)
-
-
-def merge_splits(
-    sums: Tensor,
-    stats: Tensor,
-    rows: PagedRows,
-    out: Tensor,
-    *,
-    max_splits: int,
-    page_size: int,
-    rules: ScoreRules = NO_RULES,
-) -> None:
-    """Merge the splits of R rows of one token into ``out`` [R, H, E].
-
-    Args:
-        sums: [R, X, H, E] fp32, the weighted values of each split.
-        stats: [R, X, H, 2] fp32, the highest score and the sum of weights of each split.
-    """
-    num_rows, num_heads, head_size = out.shape
-    sizes = num_heads, page_size, head_size, max(next_power_of_2(head_size), 16), _MERGED_HEADS
-    sizes = *sizes, rules.window or 0, rules.sinks is not None
+    grid = num_rows, -(-num_heads // group.heads), num_programs
+    key = (q.dtype, sizes, *alignments(q, *pool, sums, stats))
+    _splits(grid, key, (*tensors, *numbers, *sizes), group.tile.options)
+    page_size, columns = pool[0].shape[2], max(next_power_of_2(value_size), 16)
+    sizes = num_heads, page_size, value_size, columns, _MERGED_HEADS, window, rules.sinks is not None
     tensors = sums, stats, rows.page_starts, rows.last_lengths, out, out if rules.sinks is None else rules.sinks
-    key = (out.dtype, sizes, rules.sinks_key, *(tensor.data_ptr() % 16 for tensor in (sums, stats, out)))
-    grid = num_rows, -(-num_heads // _MERGED_HEADS), 1
-    _merge(grid, key, (*tensors, max_splits, *sizes), {"num_warps": 4})
+    key = (out.dtype, sizes, rules.sinks_key, *alignments(sums, stats, out))
+    _merge((num_rows, -(-num_heads // _MERGED_HEADS), 1), key, (*tensors, max_splits, *sizes), {"num_warps": 4})

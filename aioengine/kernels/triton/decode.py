@@ -15,10 +15,19 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from aioengine.kernels.triton.launcher import KernelLauncher, has_dependent_launch, next_power_of_2
-from aioengine.kernels.triton.scores import NO_RULES, capped, with_sinks
+from aioengine.kernels.triton.dependent import start_next_and_wait
+from aioengine.kernels.triton.launcher import KernelLauncher, alignments, has_dependent_launch, next_power_of_2
+from aioengine.kernels.triton.scores import (
+    MASKED,
+    NO_RULES,
+    capped,
+    merged,
+    nothing_attended,
+    softmax_step,
+    store_split,
+    with_sinks,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +37,6 @@ if TYPE_CHECKING:
 LEAST_ROWS = 16
 """Rows of the smallest tensor core matmul. Fewer query heads per kv head are padded."""
 STAGES = tl.constexpr(3)
-LOWEST = tl.constexpr(-1.0e30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +73,7 @@ def _attended(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Return the highest score, sum of weights and weighted values of each query over positions begin to end."""
     columns = tl.arange(0, HEAD_SIZE)[None, :]
-    highest = tl.full((queries.shape[0],), LOWEST, tl.float32)
-    total = tl.zeros((queries.shape[0],), tl.float32)
-    sums = tl.zeros(queries.shape, tl.float32)
+    highest, total, sums = nothing_attended(queries.shape[0], HEAD_SIZE)
     for first in tl.range(begin, end, BLOCK, num_stages=STAGES):
         positions = first + tl.arange(0, BLOCK)
         inside = positions < end
@@ -76,15 +82,10 @@ def _attended(
         scores = tl.dot(queries, tl.trans(tl.load(keys + offsets))) * scale
         if CAP > 0.0:
             scores = capped(scores, CAP)
-        scores = tl.where(inside[None, :], scores, LOWEST)
-        higher = tl.maximum(highest, tl.max(scores, 1))
-        weights = tl.exp2(scores - higher[:, None])
-        shrink = tl.exp2(highest - higher)
-        total = total * shrink + tl.sum(weights, 1)
+        weights, shrink, highest, total = softmax_step(tl.where(inside[None, :], scores, MASKED), highest, total)
         # values beyond the end have weight 0, but may be NaN
         block_values = tl.load(values + offsets, mask=inside[:, None], other=0.0)
         sums = tl.dot(weights.to(queries.dtype), block_values, sums * shrink[:, None])
-        highest = higher
     return highest, total, sums
 
 
@@ -102,20 +103,14 @@ def _merge(
     other programs wrote them.
     """
     columns = tl.arange(0, HEAD_SIZE)[None, :]
-    highest = tl.full(first_source.shape, LOWEST, tl.float32)
-    total = tl.zeros(first_source.shape, tl.float32)
-    whole = tl.zeros((first_source.shape[0], HEAD_SIZE), tl.float32)
+    highest, total, whole = nothing_attended(first_source.shape[0], HEAD_SIZE)
     for split in tl.range(0, count, loop_unroll_factor=4):
         source = first_source + split * NUM_HEADS
         split_highest = tl.load(marks + 2 * source, mask=is_member, other=0.0, cache_modifier=".cg")
         split_total = tl.load(marks + 2 * source + 1, mask=is_member, other=1.0, cache_modifier=".cg")
         pointers = sums + source[:, None] * HEAD_SIZE + columns
         split_sums = tl.load(pointers, mask=is_member[:, None], other=0.0, cache_modifier=".cg")
-        higher = tl.maximum(highest, split_highest)
-        shrink, weight = tl.exp2(highest - higher), tl.exp2(split_highest - higher)
-        total = total * shrink + split_total * weight
-        whole = whole * shrink[:, None] + split_sums * weight[:, None]
-        highest = higher
+        highest, total, whole = merged(highest, total, whole, split_highest, split_total, split_sums)
     return highest, total, whole
 
 
@@ -139,7 +134,7 @@ def _finish(
     if SINKS:
         highest, total, sums = with_sinks(highest, total, sums, sinks, is_member)
     if MERGES:
-        weight = tl.load(other_weights + out_heads, mask=is_member, other=LOWEST)
+        weight = tl.load(other_weights + out_heads, mask=is_member, other=MASKED)
         higher = tl.maximum(highest, weight)
         own, theirs = tl.exp2(highest - higher), tl.exp2(weight - higher)
         total = total * own + theirs
@@ -183,9 +178,7 @@ def _decode_kernel(
         begin, end = tl.load(split + max_splits), tl.load(split + 2 * max_splits)
         count, first_split = tl.load(split + 3 * max_splits), tl.load(split + 4 * max_splits)
         pages = page_ids + tl.load(page_starts + row)
-        if DEPENDENT:
-            gdc_launch_dependents()
-            gdc_wait()
+        start_next_and_wait(DEPENDENT)
         members, columns = tl.arange(0, ROWS), tl.arange(0, HEAD_SIZE)[None, :]
         is_member, heads = members < GROUP, head * GROUP + members
         inside = is_member[:, None] & (columns < HEAD_SIZE)
@@ -199,15 +192,13 @@ def _decode_kernel(
             _finish(out, highest, total, attended, *target, HEAD_SIZE, MERGES, SINKS)
         else:
             split_heads = tl.program_id(1) * (NUM_KV_HEADS * GROUP) + heads
-            tl.store(sums + split_heads[:, None] * HEAD_SIZE + columns, attended, mask=inside)
-            tl.store(marks + 2 * split_heads, highest, mask=is_member)
-            tl.store(marks + 2 * split_heads + 1, total, mask=is_member)
+            store_split(sums, marks, split_heads, highest, total, attended, is_member, HEAD_SIZE)
             tl.debug_barrier()  # all threads must have stored before one increments the counter
             done = num_done + row * NUM_KV_HEADS + head
             if tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == count - 1:
                 split_heads = first_split * (NUM_KV_HEADS * GROUP) + heads
-                merged = _merge(sums, marks, split_heads, count, is_member, NUM_KV_HEADS * GROUP, HEAD_SIZE)
-                _finish(out, *merged, *target, HEAD_SIZE, MERGES, SINKS)
+                whole = _merge(sums, marks, split_heads, count, is_member, NUM_KV_HEADS * GROUP, HEAD_SIZE)
+                _finish(out, *whole, *target, HEAD_SIZE, MERGES, SINKS)
                 tl.store(done, 0)
 
 
@@ -241,6 +232,6 @@ def decode(
     sizes = (*sizes, other is not None, rules.cap, rules.sinks is not None, has_dependent_launch())
     rest = *(other or (out, stats)), out if rules.sinks is None else rules.sinks
     tensors = (q, *pool, rows.page_starts, rows.page_ids, rows.splits, rows.num_done, sums, stats, out, *rest)
-    key = (q.dtype, sizes, rules.sinks_key, *(tensor.data_ptr() % 16 for tensor in (q, *pool, sums, stats, out, *rest)))
+    key = (q.dtype, sizes, rules.sinks_key, *alignments(q, *pool, sums, stats, out, *rest))
     options = {"num_warps": 4, "launch_pdl": has_dependent_launch()}
     _decode((num_kv_heads, max_splits, 1), key, (*tensors, max_splits, rules.factor(scale), *sizes), options)

@@ -17,8 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from aioengine.kernels.triton.attention import MASKED, load_part, pages_of
-from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2
+from aioengine.kernels.triton.attention import AttentionTile, load_part, tokens_of
+from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2
+from aioengine.kernels.triton.scores import MASKED, nothing_attended
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,24 +27,15 @@ if TYPE_CHECKING:
     from aioengine.kernels.triton.attention import PagedRows
 
 
-class ExpandedTile(NamedTuple):
-    """Tokens of a tile, positions per block, and compile options."""
-
-    rows: int
-    block: int
-    num_warps: int
-    num_stages: int
-
-
-LARGE = ExpandedTile(128, 64, 8, 3)
+LARGE = AttentionTile(128, 64, 8, 3)
 """On an H200, a prompt of 4096 tokens with 16 heads takes 185 us: 47 % of the tensor cores' peak."""
-SMALL = ExpandedTile(64, 64, 4, 3)
+SMALL = AttentionTile(64, 64, 4, 3)
 """For fewer tokens: 512 tokens after 3584 positions take 63 us, with large tiles 87."""
 ENOUGH_PROGRAMS = 256
 HOPPER_BYTES = 232_448
 
 
-def tile_for(num_tokens: int, num_heads: int) -> ExpandedTile:
+def tile_for(num_tokens: int, num_heads: int) -> AttentionTile:
     """Return the tile for rows with ``num_tokens`` tokens in total."""
     return LARGE if -(-num_tokens // LARGE.rows) * num_heads >= ENOUGH_PROGRAMS else SMALL
 
@@ -132,11 +124,10 @@ def _attend_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    row, tile_start = tl.load(tiles + 2 * tl.program_id(1)), tl.load(tiles + 2 * tl.program_id(1) + 1)
     head = tl.program_id(0)
-    first_token = tl.load(query_starts + row)
-    count = tl.load(query_starts + row + 1) - first_token
-    row_page, length = pages_of(row, page_starts, last_lengths, PAGE_SIZE)
+    tile_start, first_token, count, row_page, length = tokens_of(
+        tiles, tl.program_id(1), query_starts, page_starts, last_lengths, PAGE_SIZE
+    )
     key_start = (row_page - first_page).to(tl.int64) * PAGE_SIZE
     keys = expanded + key_start * stride + head * (KEY_SIZE + VALUE_SIZE)
     rotated += key_start * ROTATED_STRIDE
@@ -149,8 +140,7 @@ def _attend_kernel(
     first_position = length - count + tile_start
     last = tl.minimum(first_position + tl.arange(0, ROWS), length - 1)
     stop, seen_by_all = tl.minimum(first_position + ROWS, length), (first_position + 1) // BLOCK * BLOCK
-    highest, total = tl.full((ROWS,), MASKED, tl.float32), tl.zeros((ROWS,), tl.float32)
-    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    highest, total, sums = nothing_attended(ROWS, COLUMNS)
     for first in tl.range(0, seen_by_all, BLOCK):
         highest, total, sums = _block(
             *(queries, turned, keys, rotated, first, stop, last, highest, total, sums, scale, stride),
@@ -190,10 +180,10 @@ class ExpandedTiles(NamedTuple):
     """Tiles of one size. starts: [Y, 2] int32, (row, first token within the row) of each tile."""
 
     starts: Tensor
-    tile: ExpandedTile
+    tile: AttentionTile
 
 
-def _num_stages(tile: ExpandedTile, query_columns: int, columns: int, itemsize: int) -> int:
+def _num_stages(tile: AttentionTile, query_columns: int, columns: int, itemsize: int) -> int:
     """Return how many blocks of positions can be prefetched into shared memory."""
     free = _shared_bytes() - tile.rows * query_columns * itemsize
     return max(min(tile.num_stages, free // (tile.block * (query_columns + columns) * itemsize)), 1)
@@ -222,7 +212,7 @@ def attend(q: Tensor, kv: ExpandedKV, rows: PagedRows, tiles: ExpandedTiles, *, 
     )
     tensors = q, expanded, rotated, rows.query_starts, rows.page_starts, rows.last_lengths, starts, out
     stride = expanded.stride(0)
-    key = q.dtype, sizes, tile, stride % 16 == 0, *(tensor.data_ptr() % 16 for tensor in (q, expanded, rotated, out))
+    key = q.dtype, sizes, tile, stride % 16 == 0, *alignments(q, expanded, rotated, out)
     *query_columns, columns = sizes[-5:-2]
     num_stages = _num_stages(tile, sum(query_columns), columns, q.itemsize)
     options = {"num_warps": tile.num_warps, "num_stages": num_stages}

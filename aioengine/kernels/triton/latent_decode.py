@@ -1,6 +1,6 @@
 """Latent attention (arXiv 2405.04434) of rows of one token, in its absorbed form, on a GPU.
 
-Faster than the batch-invariant ``kernels/triton/latent_attention.py``: a tile has the heads of one token, and if there
+Faster than the batch-invariant ``kernels/triton/attention.py``: a tile has the heads of one token, and if there
 are few rows, the positions of a row are divided among more programs. A second kernel merges the parts of a row. The
 result of a row with one part is written directly.
 
@@ -17,8 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from aioengine.kernels.triton.attention import MASKED, load_part, pages_of
-from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2
+from aioengine.kernels.triton.attention import AttentionTile, load_part, pages_of
+from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2
+from aioengine.kernels.triton.scores import MASKED, nothing_attended, softmax_step, store_split
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,18 +29,9 @@ if TYPE_CHECKING:
     Queries = tuple[Tensor, Tensor]
 
 
-class LatentTile(NamedTuple):
-    """Heads of a tile, positions per block, and compile options."""
-
-    heads: int
-    block: int
-    num_warps: int
-    num_stages: int
-
-
-NARROW = LatentTile(16, 32, 4, 3)
+NARROW = AttentionTile(16, 32, 4, 3)
 """On an H200, 16 heads over 1024 positions take 8 us with one row, 21 us with 32 and 94 us with 256."""
-BROAD = LatentTile(64, 64, 8, 2)
+BROAD = AttentionTile(64, 64, 8, 2)
 """For many heads and rows. 64 rows are the minimum for Hopper's tensor cores."""
 MOST_HEADS = 32
 FEW_ROWS = 2
@@ -60,7 +52,7 @@ class Parts(NamedTuple):
     most: int
 
 
-def tile_for(num_rows: int, num_heads: int) -> LatentTile:
+def tile_for(num_rows: int, num_heads: int) -> AttentionTile:
     """Return the tile for R rows of H heads."""
     return NARROW if num_heads <= MOST_HEADS or num_rows <= FEW_ROWS else BROAD
 
@@ -96,9 +88,7 @@ def _attend_part(
     """
     columns = tl.arange(0, queries.shape[1])[None, :]
     more = tl.arange(0, turned.shape[1])[None, :]
-    highest = tl.full((queries.shape[0],), MASKED, tl.float32)
-    total = tl.zeros((queries.shape[0],), tl.float32)
-    sums = tl.zeros(queries.shape, tl.float32)
+    highest, total, sums = nothing_attended(queries.shape[0], queries.shape[1])
     for first in tl.range(start, stop, BLOCK):
         positions = first + tl.arange(0, BLOCK)
         inside = (positions < stop)[:, None]
@@ -110,12 +100,8 @@ def _attend_part(
         scores = tl.dot(turned, tl.trans(others), input_precision="ieee")
         scores = tl.dot(queries, tl.trans(values), scores, input_precision="ieee") * scale
         scores = tl.where((positions < stop)[None, :], scores, MASKED)
-        higher = tl.maximum(highest, tl.max(scores, 1))
-        weights = tl.exp2(scores - higher[:, None])
-        shrink = tl.exp2(highest - higher)
-        total = total * shrink + tl.sum(weights, 1)
+        weights, shrink, highest, total = softmax_step(scores, highest, total)
         sums = tl.dot(weights.to(values.dtype), values, sums * shrink[:, None], input_precision="ieee")
-        highest = higher
     return highest, total, sums
 
 
@@ -175,9 +161,7 @@ def _parts_kernel(
         tl.store(places, (sums / total[:, None]).to(out.dtype.element_ty), mask=inside)
     else:
         targets = (row * most_parts + part) * NUM_HEADS + heads
-        tl.store(part_sums + (targets * VALUE_SIZE)[:, None] + columns, sums, mask=inside)
-        tl.store(part_marks + 2 * targets, highest, mask=is_head)
-        tl.store(part_marks + 2 * targets + 1, total, mask=is_head)
+        store_split(part_sums, part_marks, targets, highest, total, sums, is_head, VALUE_SIZE)
 
 
 @triton.jit(
@@ -238,16 +222,15 @@ def attend(queries: Queries, keys: Tensor, rows: PagedRows, parts: Parts, *, sca
     tensors = latent, rotated, keys, rows.page_starts, rows.last_lengths, rows.page_ids, sums, stats, out
     sizes = (
         *(*latent.stride()[:2], *rotated.stride()[:2], num_heads, page_size, key_size, value_size, columns, more),
-        *(tile.heads, tile.block),
+        *(tile.rows, tile.block),
     )
-    key = latent.dtype, sizes, tile, *(tensor.data_ptr() % 16 for tensor in (latent, rotated, keys, sums, stats, out))
-    grid = -(-num_heads // tile.heads), num_rows, parts.most
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    _parts(grid, key, (*tensors, scale / math.log(2), *parts, *sizes), options)
+    key = latent.dtype, sizes, tile, *alignments(latent, rotated, keys, sums, stats, out)
+    grid = -(-num_heads // tile.rows), num_rows, parts.most
+    _parts(grid, key, (*tensors, scale / math.log(2), *parts, *sizes), tile.options)
     if not num_merged:
         return
     merged = max(min(MERGED_ELEMENTS // parts.most, columns), 32)
     sizes = num_heads, page_size, value_size, parts.most, merged, tile.block
-    key = out.dtype, sizes, *(tensor.data_ptr() % 16 for tensor in (sums, stats, out))
+    key = out.dtype, sizes, *alignments(sums, stats, out)
     tensors = sums, stats, rows.page_starts, rows.last_lengths, out
     _merge((-(-value_size // merged), num_heads, num_rows), key, (*tensors, *parts, *sizes), {"num_warps": 4})

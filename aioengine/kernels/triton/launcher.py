@@ -121,6 +121,11 @@ def options(num_warps: int, *, fuses: bool = True) -> dict[str, object]:
     return base if fuses else base | {"enable_fp_fusion": False}
 
 
+def alignments(*tensors: Tensor) -> tuple[int, ...]:
+    """Return the part of a ``KernelLauncher`` key that depends on the addresses of tensors [...]."""
+    return tuple([tensor.data_ptr() % 16 for tensor in tensors])
+
+
 @lru_cache(maxsize=64)
 def next_power_of_2(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()

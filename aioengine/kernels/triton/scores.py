@@ -1,4 +1,4 @@
-"""Optional features of attention scores: sliding windows, soft caps, learned sinks.
+"""The softmax of attention, block after block, and its options: sliding windows, soft caps, learned sinks.
 
 Scores are scaled by log2(e), so that weights are powers of 2. G query rows, H query heads, E head size.
 """
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+MASKED = tl.constexpr(-1.0e30)
+"""Score of a position that a query row does not attend to."""
 
 
 class ScoreRules(NamedTuple):
@@ -55,11 +57,70 @@ def capped(products: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def nothing_attended(ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return the highest score, sum of weights and weighted values before the first position."""
+    highest = tl.full((ROWS,), MASKED, tl.float32)
+    return highest, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
+
+
+@triton.jit
+def softmax_step(
+    scores: tl.tensor, highest: tl.tensor, total: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Add a block of positions to the softmax. Return the weights of these positions, the factor by which the previous
+    weighted values must be multiplied, the new highest score and the new sum of weights.
+    """
+    higher = tl.maximum(highest, tl.max(scores, 1))
+    weights = tl.exp2(scores - higher[:, None])
+    shrink = tl.exp2(highest - higher)
+    return weights, shrink, higher, tl.fma(total, shrink, tl.sum(weights, 1))
+
+
+@triton.jit
+def merged(
+    highest: tl.tensor,
+    total: tl.tensor,
+    sums: tl.tensor,
+    split_highest: tl.tensor,
+    split_total: tl.tensor,
+    split_sums: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Merge the next split into the result of the previous splits. FMAs are explicit, so that the compiler cannot fuse
+    operations differently in two kernels.
+    """
+    higher = tl.maximum(highest, split_highest)
+    shrink = tl.exp2(highest - higher)
+    weight = tl.exp2(split_highest - higher)
+    total = tl.fma(split_total, weight, total * shrink)
+    sums = tl.fma(split_sums, tl.broadcast_to(weight[:, None], sums.shape), sums * shrink[:, None])
+    return higher, total, sums
+
+
+@triton.jit
+def store_split(
+    split_sums: tl.tensor,
+    split_marks: tl.tensor,
+    targets: tl.tensor,
+    highest: tl.tensor,
+    total: tl.tensor,
+    sums: tl.tensor,
+    is_head: tl.tensor,
+    VALUE_SIZE: tl.constexpr,
+) -> None:
+    """Store the result of a split of a row. targets: [G] indices of (row, split, head)."""
+    columns = tl.arange(0, sums.shape[1])[None, :]
+    inside = is_head[:, None] & (columns < VALUE_SIZE)
+    tl.store(split_sums + targets[:, None] * VALUE_SIZE + columns, sums, mask=inside)
+    tl.store(split_marks + 2 * targets, highest, mask=is_head)
+    tl.store(split_marks + 2 * targets + 1, total, mask=is_head)
+
+
+@triton.jit
 def with_sinks(
     highest: tl.tensor, total: tl.tensor, sums: tl.tensor, sinks: tl.tensor, is_head: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Return the highest score [G], sum of weights [G] and weighted values [G, E] of query rows after adding their
-    sinks, given by pointers [G]. FMAs are explicit, as in ``attention.merged``.
+    sinks, given by pointers [G]. FMAs are explicit, as in ``merged``.
     """
     sink = tl.load(sinks, mask=is_head, other=0.0).to(tl.float32) * LOG2_E
     higher = tl.maximum(highest, sink)

@@ -1,1 +1,1 @@
-"""CUDA graphs: of decode steps, and of steps with prompts."""
+"""CUDA graphs of decode steps and of steps with prompts."""

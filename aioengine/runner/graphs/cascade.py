@@ -1,4 +1,4 @@
-"""Cascade attention: which rows of a decode step start with the same pages, to which attention is computed once.
+"""Cascade attention: find groups of rows of a decode step that start with the same pages.
 
 R rows, P pages of the longest row.
 """
@@ -26,29 +26,29 @@ if TYPE_CHECKING:
 
 
 MAX_LEVELS = 32
-"""Prefixes of prefixes that are searched."""
+"""Maximum depth of nested prefixes in the search."""
 
 
-class Group(NamedTuple):
-    """Rows whose first ``num_pages`` pages are the same."""
+class CascadeGroup(NamedTuple):
+    """Rows with the same first ``num_pages`` pages."""
 
     rows: Ints
     num_pages: int
 
     @property
-    def num_spared(self) -> int:
-        """Page reads that the group saves."""
+    def num_saved(self) -> int:
+        """Number of page reads that the group saves."""
         return (len(self.rows) - 1) * self.num_pages
 
 
 @dataclass(frozen=True, slots=True)
 class Cascade:
-    """A step whose rows are in another order, those of a group together.
+    """A step with reordered rows: the rows of a group are adjacent.
 
     Attributes:
-        order: [R] indices into the rows of the step.
+        order: [R] indices of the rows in the step.
         inverse: [R] on the device, the new index of each row of the step.
-        num_shared: [R] shared pages of each row, in the new order.
+        num_shared: [R] number of shared pages of each row, in the new order.
         pages: the shared pages of all groups.
     """
 
@@ -58,66 +58,65 @@ class Cascade:
     pages: SharedPages
 
 
-def find_groups(pages_RP: Pages, num_full_R: Ints, worth: CascadeLimits) -> list[Group]:
-    """The disjoint groups that save most, for page tables [R, P] of which ``num_full_R`` [R] pages are full."""
-    every_row = np.arange(len(pages_RP))
-    if not len(every_row):
+def find_groups(pages_RP: Pages, num_full_R: Ints, limits: CascadeLimits) -> list[CascadeGroup]:
+    """Return the disjoint groups that save most, for page tables [R, P] with ``num_full_R`` [R] full pages."""
+    all_rows = np.arange(len(pages_RP))
+    if not len(all_rows):
         return []
-    found = _groups_of(pages_RP, num_full_R, every_row, worth, levels=MAX_LEVELS)
-    return sorted(found, key=lambda group: group.num_spared, reverse=True)[: worth.max_groups]
+    groups = _find_groups(pages_RP, num_full_R, all_rows, limits, levels=MAX_LEVELS)
+    return sorted(groups, key=lambda group: group.num_saved, reverse=True)[: limits.max_groups]
 
 
-def _groups_of(pages_RP: Pages, num_full_R: Ints, rows: Ints, worth: CascadeLimits, *, levels: int) -> list[Group]:
-    """Either all of ``rows`` [X] as one group, or groups of those that share further pages, whichever saves more.
+def _find_groups(
+    pages_RP: Pages, num_full_R: Ints, rows: Ints, limits: CascadeLimits, *, levels: int
+) -> list[CascadeGroup]:
+    """Return all of ``rows`` [X] as one group, or smaller groups that share more pages, whichever saves more.
 
     pages_RP [R, P], num_full_R [R]: as in ``find_groups``.
     """
-    if len(rows) < worth.min_rows or not levels:
+    if len(rows) < limits.min_rows or not levels:
         return []
     num_pages = num_common(pages_RP[rows, : int(num_full_R[rows].min())])
-    whole = Group(rows, num_pages)
-    groups = [whole] if whole.num_spared >= max(worth.min_saved, 1) else []
+    one_group = CascadeGroup(rows, num_pages)
+    groups = [one_group] if one_group.num_saved >= max(limits.min_saved, 1) else []
     longer = rows[num_full_R[rows] > num_pages]
     next_pages = pages_RP[longer, num_pages] if longer.size else longer
     ids, counts = np.unique(next_pages, return_counts=True)
-    parts: list[Group] = []
-    for page in ids[counts >= worth.min_rows].tolist():
-        parts += _groups_of(pages_RP, num_full_R, longer[next_pages == page], worth, levels=levels - 1)
-    spared_by_parts = sum(group.num_spared for group in parts)
-    return parts if spared_by_parts > sum(group.num_spared for group in groups) else groups
+    parts: list[CascadeGroup] = []
+    for page in ids[counts >= limits.min_rows].tolist():
+        parts += _find_groups(pages_RP, num_full_R, longer[next_pages == page], limits, levels=levels - 1)
+    saved_by_parts = sum(group.num_saved for group in parts)
+    return parts if saved_by_parts > sum(group.num_saved for group in groups) else groups
 
 
 class SharedPrefixes:
-    """Finds the cascade of decode steps, once for as long as their rows stay the same."""
+    """Finds the cascade of decode steps. The search is repeated only when the rows change."""
 
-    def __init__(self, table: RowTable, worth: CascadeLimits, *, page_size: int) -> None:
+    def __init__(self, table: RowTable, limits: CascadeLimits, *, page_size: int) -> None:
         self._table = table
-        self._worth = worth
+        self._limits = limits
         self._page_size = page_size
-        self._seen: tuple[int, bytes] = (-1, b"")
+        self._key: tuple[int, bytes] = (-1, b"")
         self._cascade: Cascade | None = None
 
     def find(self, rows: StepRows) -> Cascade | None:
-        """The cascade of these rows; None where sharing saves too little."""
-        seen = (self._table.num_opened, rows.row_indices.tobytes())
-        if seen != self._seen:
-            self._seen, self._cascade = seen, self._look(rows)
+        """Return the cascade of these rows; None: sharing saves too little."""
+        key = (self._table.num_opened, rows.row_indices.tobytes())
+        if key != self._key:
+            self._key, self._cascade = key, self._search(rows)
         return self._cascade
 
-    def _look(self, rows: StepRows) -> Cascade | None:
-        num_rows = len(rows.row_indices)
-        if num_rows < self._worth.min_rows:
+    def _search(self, rows: StepRows) -> Cascade | None:
+        if len(rows.row_indices) < self._limits.min_rows:
             return None
         num_full = rows.starts // self._page_size
         pages_RP = self._table.page_table[rows.row_indices, : int(num_full.max())]
-        groups = find_groups(pages_RP, num_full, self._worth)
-        if not groups:
-            return None
-        return _cascade(pages_RP, groups, self._table)
+        groups = find_groups(pages_RP, num_full, self._limits)
+        return _cascade(pages_RP, groups, self._table) if groups else None
 
 
-def _cascade(pages_RP: Pages, groups: list[Group], table: RowTable) -> Cascade:
-    """The order of the step's rows and their shared pages, from page tables [R, P]."""
+def _cascade(pages_RP: Pages, groups: list[CascadeGroup], table: RowTable) -> Cascade:
+    """Reorder the rows of the step, with page tables [R, P], by group."""
     num_rows = len(pages_RP)
     grouped = np.concatenate([group.rows for group in groups])
     order = np.concatenate([grouped, np.setdiff1d(np.arange(num_rows), grouped)])

@@ -1,17 +1,17 @@
 """CUDA graphs of decode steps: from last tokens to next tokens in one launch.
 
-There is one graph for each row count of a ladder; a step is padded to the next row count with rows of the padding
-page. The inputs of a step are copied to the device at once, except for the plan of the attention backend. The graphs
+There is one graph for each row count of a ladder. A step is padded to the next row count with rows on the padding page.
+The inputs of a step are copied to the device in one transfer, except for the plan of the attention backend. The graphs
 share one memory pool, so the largest is captured first.
 
-Steps in which many rows start with the same pages have graphs of their own, which attend to these pages once for all
-rows (cascade attention); their rows are in another order (``runner.graphs.cascade``). A row of several tokens that are
-known has as many rows of a graph (``runner.graphs.spread``).
+Steps in which many rows start with the same pages use separate graphs with cascade attention, which reads these pages
+once. Their rows are reordered (``runner.graphs.cascade``). A row of several known tokens is expanded to several rows of
+a graph (``runner.graphs.expanded_rows``).
 
-A graph samples every row by its temperature alone. Steps with rows that need more (top-k, penalties...) use the hidden
-states of the graph and sample outside it.
+A graph samples each row with its temperature only. If rows need more (top-k, penalties...), the step uses the hidden
+states of the graph and samples outside of it.
 
-Shape letters: R rows of a step, B rows of its graph, D model size, P pages of the longest row.
+R rows of a step, B rows of its graph, D model size, P pages of the longest row, G layer groups after the first.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from aioengine.attention._base import CascadeAttention, DecodeBuffers, FixedCasc
 from aioengine.kernels.triton.launcher import compile_only
 from aioengine.kernels.triton.sampling import NUM_FIELDS, Draws, SamplingKernels
 from aioengine.runner.graphs.cascade import SharedPrefixes
+from aioengine.runner.graphs.expanded_rows import can_expand, expand_rows
 from aioengine.runner.graphs.ladder import cascade_ladder, ladder
-from aioengine.runner.graphs.spread import can_spread, spread
 from aioengine.runner.inputs import model_inputs
 from aioengine.runner.kv_pool import PADDING_PAGE
 from aioengine.runner.lora.grouping import FixedAdapters, FixedTiles
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from aioengine.kernels.adapter_slots import AdapterTiles
     from aioengine.models._base import Model
     from aioengine.runner.graphs.cascade import Cascade
-    from aioengine.runner.graphs.spread import Spread
+    from aioengine.runner.graphs.expanded_rows import ExpandedRows
     from aioengine.runner.inputs import InputBuilder, StepRows
     from aioengine.runner.rows import SampledRows
 
@@ -52,16 +52,16 @@ if TYPE_CHECKING:
     Ints64 = npt.NDArray[np.int64]
 
 _COLUMNS = 5 + NUM_FIELDS
-"""Columns of B numbers in the memory of a step: row indices, positions, slot_mapping, last_lengths, the indices at
-which the table stores the drawn tokens (-1: the graph draws none), words of the draws.
+"""Columns of B numbers in the memory of a step: row indices, positions, slot_mapping, last_lengths, indices at which
+the table stores the sampled tokens (-1: the graph does not sample the row), fields of ``Draws``.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """One captured step of ``num_rows`` rows: hidden [B, D] and token_ids [B] are the memory that it writes.
+    """A captured step of ``num_rows`` rows, which writes hidden [B, D] and token_ids [B].
 
-    logits: its logits [B, V], in memory that other graphs use too: valid until the next one is replayed.
+    logits: [B, V], in memory that other graphs use too; valid until the next replay.
     """
 
     num_rows: int
@@ -69,43 +69,41 @@ class _Graph:
     attention: FixedDecode
     hidden: Tensor
     token_ids: Tensor
-    logits: LentMemory
+    logits: TensorAddress
 
 
-class _Step(NamedTuple):
-    """A step before it is captured: ``compute`` returns the hidden states [B, D] and the logits [B, V], and writes
-    ``token_ids`` [B].
-    """
+class _DecodeFunction(NamedTuple):
+    """A step to capture. ``compute`` returns hidden states [B, D] and logits [B, V], and writes token_ids [B]."""
 
     compute: Callable[[], tuple[Tensor, Tensor]]
     token_ids: Tensor
 
 
-class LentMemory:
-    """The place of a tensor [...] whose memory is not kept: a graph writes it, and its pool may give it to others too.
+class TensorAddress:
+    """The address of a tensor [...] in the pool of CUDA graphs, without a reference to its memory.
 
-    A tensor per graph would keep memory for the logits of every row count.
+    A reference would keep separate memory for the logits of each graph. Without it, the graphs share this memory.
     """
 
-    def __init__(self, of: Tensor) -> None:
-        """of: [...] on the device."""
-        self._dtype = of.dtype
+    def __init__(self, tensor: Tensor) -> None:
+        """tensor: [...] on the device."""
+        self._dtype = tensor.dtype
         self.__cuda_array_interface__ = {
-            "shape": tuple(of.shape),
-            "typestr": f"<i{of.dtype.itemsize}",
-            "data": (of.data_ptr(), False),
-            "strides": tuple(stride * of.dtype.itemsize for stride in of.stride()),
+            "shape": tuple(tensor.shape),
+            "typestr": f"<i{tensor.dtype.itemsize}",
+            "data": (tensor.data_ptr(), False),
+            "strides": tuple(stride * tensor.dtype.itemsize for stride in tensor.stride()),
             "version": 2,
         }
 
     def tensor(self, device: torch.device) -> Tensor:
-        """The tensor [...] as it is now."""
+        """Return a tensor [...] at this address, with its current content."""
         return torch.as_tensor(self, device=device).view(self._dtype)
 
 
 @dataclass(slots=True)
 class _CascadeGraph:
-    """A graph for rows that share pages, and the cascade that it was last planned for."""
+    """A graph for rows that share pages, and the cascade for which it was last planned."""
 
     graph: _Graph
     attention: FixedCascade
@@ -117,14 +115,13 @@ class DecodeStep:
     """The results of a replayed step.
 
     Attributes:
-        token_ids: [R] int64, which are in the table already; None where a row needs more than a temperature, or its
-            tokens are rows of their own.
+        token_ids: [R] int64, already stored in the table; None: a row needs more than a temperature, or was expanded.
         hidden: [R, D].
         graph: the graph, for ``DecodeGraphs.logits``.
-        order: [R] int64, the row of the graph that each row had; None: they are in order.
-        lasts: the same on the host, where the tokens of rows had a row each, else None.
-        needs_masks: whether the masks of grammars are all that its rows need beside a temperature, and nothing else
-            reads its logits: the masks may be set in these, and ``DecodeGraphs.draw`` draws the tokens.
+        order: [R] int64, the row of the graph of each row; None: they are in order.
+        last_indices: the same on the host for expanded rows; None: rows were not expanded.
+        needs_masks: rows need only grammar masks beside a temperature, and nothing else reads the logits. So masks may
+            be applied to the logits in place, and ``DecodeGraphs.draw`` samples the tokens.
     """
 
     token_ids: Tensor | None
@@ -132,51 +129,49 @@ class DecodeStep:
     graph: _Graph
     order: Tensor | None
     needs_masks: bool = False
-    lasts: list[int] | None = None
+    last_indices: list[int] | None = None
 
 
 class _GroupMemory:
-    """What the graphs read of the page tables of groups of layers behind the first: the slots of the tokens of a step,
-    then the page ids; all else is that of the first group. G groups.
-    """
+    """KV slots of a step, then page ids, for each layer group after the first. The groups share all other inputs."""
 
-    def __init__(self, num_groups: int, num_words: int, device: torch.device) -> None:
-        self._memory = torch.zeros(num_groups, num_words, dtype=torch.int32, device=device)
-        self._host = torch.zeros(num_groups, num_words, dtype=torch.int32, pin_memory=True)
+    def __init__(self, num_groups: int, capacity: int, device: torch.device) -> None:
+        self._memory = torch.zeros(num_groups, capacity, dtype=torch.int32, device=device)
+        self._host = torch.zeros(num_groups, capacity, dtype=torch.int32, pin_memory=True)
         self._num_used = 0
 
     def buffers(self, size: int, first: DecodeBuffers) -> list[DecodeBuffers]:
-        """Of each group, for a graph of ``size`` rows; ``first``: those of the first group."""
-        return [first, *(replace(first, slot_mapping=words[:size], page_ids=words[size:]) for words in self._memory)]
+        """Return the buffers of all groups for a graph of ``size`` rows. first: the buffers of the first group."""
+        return [first, *(replace(first, slot_mapping=row[:size], page_ids=row[size:]) for row in self._memory)]
 
-    def fill(self, size: int, slots_GR: Ints, ids: list[Ints]) -> None:
-        """Write a step for a graph of ``size`` rows: slots_GR [G, R], and of each group the page ids [X] of all."""
+    def fill(self, size: int, slots_GR: Ints, page_ids: list[Ints]) -> None:
+        """Write a step for a graph of ``size`` rows: slots_GR [G, R], and the page ids [X] of each group."""
         num_rows = slots_GR.shape[1]
-        self._num_used = size + len(ids[0]) + size - num_rows
-        for words, slots, own_ids in zip(self._host.numpy(), slots_GR, ids, strict=True):
-            words[:num_rows] = slots
-            words[num_rows:size] = 0
-            words[size : size + len(own_ids)] = own_ids
-            words[size + len(own_ids) : self._num_used] = PADDING_PAGE
+        self._num_used = size + len(page_ids[0]) + size - num_rows
+        for host, slots, ids in zip(self._host.numpy(), slots_GR, page_ids, strict=True):
+            host[:num_rows] = slots
+            host[num_rows:size] = 0
+            host[size : size + len(ids)] = ids
+            host[size + len(ids) : self._num_used] = PADDING_PAGE
 
     def copy(self) -> None:
         """Queue the copy of the step to the device."""
-        for words, host in zip(self._memory, self._host, strict=True):
-            words[: self._num_used].copy_(host[: self._num_used], non_blocking=True)
+        for memory, host in zip(self._memory, self._host, strict=True):
+            memory[: self._num_used].copy_(host[: self._num_used], non_blocking=True)
 
     def clear(self) -> None:
         self._memory.zero_()
 
 
 def _fill_draws(
-    columns: Ints, rows: StepRows, sampled: SampledRows, order: Ints64 | slice, *, is_spread: bool, is_drawn: bool
+    columns: Ints, rows: StepRows, sampled: SampledRows, order: Ints64 | slice, *, is_expanded: bool, is_drawn: bool
 ) -> None:
-    """Write ``columns`` [1 + NUM_FIELDS, B], the last of ``_COLUMNS``: where the table stores the drawn tokens, and
-    the words of the draws. order [R]: the row of the step that each row of the graph belongs to.
+    """Write ``columns`` [1 + NUM_FIELDS, B], the last of ``_COLUMNS``: the indices at which the table stores the
+    sampled tokens, and the fields of ``Draws``. order: [R] the row of the step of each row of the graph.
     """
     num_rows = int(rows.token_ends[-1])
     columns[0] = -1
-    if is_spread:
+    if is_expanded:
         columns[0, rows.token_ends - 1] = rows.row_indices
     elif is_drawn:
         columns[0, :num_rows] = rows.row_indices[order]
@@ -186,37 +181,38 @@ def _fill_draws(
 
 
 def _fill_pages(
-    words: Ints, size: int, page_table_RP: Ints, last_places: Ints64, *, num_shared: Ints64 | None
+    out: Ints, size: int, page_table_RP: Ints, last_pages: Ints64, *, num_shared: Ints64 | None
 ) -> tuple[int, npt.NDArray[np.bool_]]:
-    """Write where the page ids of each of ``size`` rows start, then these: the padding page for rows beyond R.
+    """Write the starts of the page ids of ``size`` rows, then the page ids, to out [X]. Padding rows use the padding
+    page.
 
-    words: [X]. last_places [R]: in page_table_RP [R, P], of the page with the token of each row. num_shared [R]: of the
-    first pages, to which a cascade attends; None: there is none. Returns the number of words written, and which entries
-    of the table were [R, P].
+    last_pages: [R] column of page_table_RP [R, P] with the last page of each row. num_shared: [R] number of first pages
+    handled by a cascade; None: there is no cascade. Returns the number of integers written, and a mask [R, P] of the
+    used entries of the table.
     """
-    num_rows = len(last_places)
-    starts = words[: size + 1]
+    num_rows = len(last_pages)
+    starts = out[: size + 1]
     starts[0] = 0
-    places = np.arange(page_table_RP.shape[1])
-    is_used_RP = places <= last_places[:, None]
-    counts = last_places + 1
+    columns = np.arange(page_table_RP.shape[1])
+    is_used_RP = columns <= last_pages[:, None]
+    counts = last_pages + 1
     if num_shared is not None:
-        is_used_RP &= places >= num_shared[:, None]
+        is_used_RP &= columns >= num_shared[:, None]
         counts -= num_shared
     np.cumsum(counts, out=starts[1 : num_rows + 1])
     num_used = int(starts[num_rows])
     starts[num_rows + 1 :] = np.arange(num_used + 1, num_used + 1 + size - num_rows)
-    ids = words[size + 1 : size + 1 + num_used + size - num_rows]
+    ids = out[size + 1 : size + 1 + num_used + size - num_rows]
     ids[:num_used] = page_table_RP[is_used_RP]
     ids[num_used:] = PADDING_PAGE
     return size + 1 + len(ids), is_used_RP
 
 
 class DecodeGraphs:
-    """The graphs of a model that read one table of requests."""
+    """The decode graphs of a model, for one table of requests."""
 
     def __init__(self, model: Model, attention: CapturableAttention, inputs: InputBuilder, vocab_size: int) -> None:
-        """``inputs``: of the steps without graphs, whose table, page size and states these have."""
+        """inputs: builds the inputs of steps without graphs; its table, page size and states are used here too."""
         table = inputs.table
         self._states = inputs.states
         self._model = model
@@ -248,7 +244,7 @@ class DecodeGraphs:
         return int(self._sizes[-1]) if self._sizes.size else 0
 
     def capture(self, max_rows: int, report: Callable[[int, int], None]) -> None:
-        """Capture the ladder up to ``max_rows``; ``report`` receives the numbers of captured and of all graphs."""
+        """Capture the ladder up to ``max_rows``. report: called with the numbers of captured and of all graphs."""
         sizes = ladder(max_rows)
         capacity = _COLUMNS * max_rows + max_rows + 1 + max_rows * self._table.page_table.shape[1]
         self._memory = torch.zeros(capacity, dtype=torch.int32, device=self._device)
@@ -274,9 +270,8 @@ class DecodeGraphs:
         num_graphs = len(rows) + len(cascades)
         if self._tiles is not None:
             for size, fixed in rows.items():
-                self._graphs_with_adapters[size] = self._captured(
-                    *(size, fixed, kernels, pool), tiles=self._tiles.of(size)
-                )
+                tiles = self._tiles.of(size)
+                self._graphs_with_adapters[size] = self._captured(size, fixed, kernels, pool, tiles=tiles)
         report(0, num_graphs)
         for size, fixed in rows.items():
             self._graphs[size] = self._captured(size, fixed, kernels, pool)
@@ -287,11 +282,13 @@ class DecodeGraphs:
         self._sizes = np.array(sizes)
 
     def padded(self, num_rows: int) -> int:
-        """The row count of the smallest graph for ``num_rows`` rows; ``num_rows`` where no graph is large enough."""
+        """Return the row count of the smallest graph for ``num_rows`` rows, or ``num_rows`` if no graph is large
+        enough.
+        """
         return num_rows if num_rows > self.max_rows else int(self._sizes[np.searchsorted(self._sizes, num_rows)])
 
     def fits(self, rows: StepRows) -> bool:
-        """Whether these rows are a decode step that has a graph."""
+        """Return whether these rows are a decode step with a graph."""
         num_rows = len(rows.requests)
         if not num_rows or num_rows > self.max_rows:
             return False
@@ -299,39 +296,38 @@ class DecodeGraphs:
         if rows.known_ids.size:
             spec = self._model.input_spec
             is_small = num_tokens <= self.max_rows and not spec.rows and not spec.states
-            return is_small and bool(self._table.num_with_grammar) and can_spread(rows)
+            return is_small and bool(self._table.num_with_grammar) and can_expand(rows)
         return num_tokens == num_rows and bool(rows.samples.all())
 
     def replay(self, rows: StepRows, sampled: SampledRows, *, when_ready: Callable[[], None]) -> DecodeStep:
-        """Queue the step; it must fit. ``when_ready`` is called before its inputs take the place of the last step's."""
+        """Queue the step, which must fit. when_ready: called before its inputs overwrite those of the previous step."""
         num_rows = int(rows.token_ends[-1])
         with part("prepare"):
-            spread_rows = spread(rows, self._table) if rows.known_ids.size else None
+            expanded = expand_rows(rows, self._table) if rows.known_ids.size else None
             slots = self._table.adapters.slots(rows.row_indices)
-            if slots is not None and spread_rows is not None:
-                slots = slots[spread_rows.order]
-            can_share = self._prefixes is not None and spread_rows is None and slots is None
+            if slots is not None and expanded is not None:
+                slots = slots[expanded.row_of_token]
+            can_share = self._prefixes is not None and expanded is None and slots is None
             cascade = self._prefixes.find(rows) if self._prefixes and can_share else None
             chosen = self._choose(num_rows, cascade, slots)
             size = chosen.num_rows
             self._copied.synchronize()
-            is_drawn = is_simple(sampled) and spread_rows is None
-            num_words = self._fill(
-                *(self._host.numpy(), size, rows, sampled), cascade=cascade, spread_rows=spread_rows, is_drawn=is_drawn
-            )
+            is_drawn = is_simple(sampled) and expanded is None
+            host = self._host.numpy()
+            num_used = self._fill(host, size, rows, sampled, cascade=cascade, expanded=expanded, is_drawn=is_drawn)
             ends = _COLUMNS * size
             chosen.attention.plan(self._host[ends : ends + size + 1], self._host[3 * size : 4 * size])
         when_ready()
-        self._memory[:num_words].copy_(self._host[:num_words], non_blocking=True)
+        self._memory[:num_used].copy_(self._host[:num_used], non_blocking=True)
         if self._groups is not None:
             self._groups.copy()
         self._copied.record()
         chosen.graph.replay()
         token_ids = chosen.token_ids[:num_rows] if is_drawn else None
         needs_masks = not is_drawn and cascade is None and self._may_be_masked(sampled)
-        if spread_rows is not None:
-            places, lasts = spread_rows.inverse, (rows.token_ends - 1).tolist()
-            return DecodeStep(None, chosen.hidden[places], chosen, places, needs_masks, lasts)
+        if expanded is not None:
+            order, last_indices = expanded.last_indices, (rows.token_ends - 1).tolist()
+            return DecodeStep(None, chosen.hidden[order], chosen, order, needs_masks, last_indices)
         if cascade is None:
             return DecodeStep(token_ids, chosen.hidden[:num_rows], chosen, None, needs_masks)
         inverse = cascade.inverse
@@ -343,23 +339,23 @@ class DecodeGraphs:
         return not has_readers and is_simple(sampled, aside_from=table.mask_bit)
 
     def draw(self, step: DecodeStep, logits: Tensor) -> Tensor:
-        """Token ids [R], which the table gets too, drawn by temperature from its ``logits`` [>= R, V], which were
-        masked. No other step was replayed since.
+        """Sample token ids [R] by temperature from masked logits [>= R, V], and store them in the table. ``step`` must
+        be the step that was replayed last.
         """
         assert self._kernels is not None, "no graph was captured"
-        num_rows = step.lasts[-1] + 1 if step.lasts else len(step.hidden)
+        num_rows = step.last_indices[-1] + 1 if step.last_indices else len(step.hidden)
         columns = self._columns(step.graph.num_rows)[:, :num_rows]
         token_ids = step.graph.token_ids[:num_rows]
-        places = columns[4] if step.lasts else columns[0]
-        self._kernels.sample(logits[:num_rows], Draws(columns[5:]), token_ids, (places, self._last_tokens))
+        row_indices = columns[4] if step.last_indices else columns[0]
+        self._kernels.sample(logits[:num_rows], Draws(columns[5:]), token_ids, (row_indices, self._last_tokens))
         return token_ids if step.order is None else token_ids[step.order]
 
     def logits(self, step: DecodeStep) -> Tensor:
-        """Logits [>= R, V] of the step that was replayed last, by rows of its graph (``DecodeStep.order``)."""
+        """Return the logits [>= R, V] of the last replayed step, by rows of its graph (``DecodeStep.order``)."""
         return step.graph.logits.tensor(self._device)
 
     def _choose(self, num_rows: int, cascade: Cascade | None, slots: Ints | None) -> _Graph:
-        """``slots`` [rows of the graph]: of their adapters; None: all use the base model."""
+        """Return the graph for a step. slots: [rows of the graph] adapter slots; None: all rows use the base model."""
         if slots is not None:
             assert self._tiles is not None, "no graph has adapters"
             chosen = self._graphs_with_adapters[self.padded(num_rows)]
@@ -367,7 +363,7 @@ class DecodeGraphs:
             return chosen
         if cascade is None:
             return self._graphs[self.padded(num_rows)]
-        shared = next(each for each in self._cascade_graphs if each.graph.num_rows >= num_rows)
+        shared = next(candidate for candidate in self._cascade_graphs if candidate.graph.num_rows >= num_rows)
         if shared.planned is not cascade:
             shared.attention.plan_shared(cascade.pages)
             shared.planned = cascade
@@ -381,39 +377,39 @@ class DecodeGraphs:
         sampled: SampledRows,
         *,
         cascade: Cascade | None,
-        spread_rows: Spread | None = None,
+        expanded: ExpandedRows | None = None,
         is_drawn: bool,
     ) -> int:
-        """Write to ``host`` [words] what the graph of ``size`` rows reads; returns the number of words written."""
+        """Write the inputs of the graph of ``size`` rows to ``host`` [X]. Return the number of integers written."""
         page_size, ends = self._page_size, _COLUMNS * size
-        order = cascade.order if cascade else spread_rows.order if spread_rows else slice(None)
+        order = cascade.order if cascade else expanded.row_of_token if expanded else slice(None)
         row_indices = rows.row_indices[order]
-        row_starts = spread_rows.positions if spread_rows else rows.starts[order]
-        page_places = row_starts // page_size
-        last_lengths = row_starts - page_places * page_size + 1
-        tables_GRP = self._table.page_tables.of_step(row_indices, row_starts, int(page_places.max()) + 1)
-        num_rows = len(row_starts)
+        positions = expanded.positions if expanded else rows.starts[order]
+        last_pages = positions // page_size
+        last_lengths = positions - last_pages * page_size + 1
+        tables_GRP = self._table.page_tables.of_step(row_indices, positions, int(last_pages.max()) + 1)
+        num_rows = len(positions)
         columns = host[:ends].reshape(_COLUMNS, size)
-        columns[0, :num_rows] = spread_rows.sources if spread_rows else row_indices
-        columns[1, :num_rows] = rows.shifted(row_starts, self._model.input_spec.short_length, order)
+        columns[0, :num_rows] = expanded.sources if expanded else row_indices
+        columns[1, :num_rows] = rows.shifted(positions, self._model.input_spec.short_length, order)
         if (images := self._table.images) is not None:
             columns[1, :num_rows] += images.deltas[row_indices]
-        columns[2, :num_rows] = tables_GRP[0][np.arange(num_rows), page_places] * page_size + last_lengths - 1
+        columns[2, :num_rows] = tables_GRP[0][np.arange(num_rows), last_pages] * page_size + last_lengths - 1
         columns[3, :num_rows] = last_lengths
-        _fill_draws(columns[4:], rows, sampled, order, is_spread=spread_rows is not None, is_drawn=is_drawn)
+        _fill_draws(columns[4:], rows, sampled, order, is_expanded=expanded is not None, is_drawn=is_drawn)
         if num_rows < size:
             columns[:3, num_rows:] = 0
             columns[3, num_rows:] = 1
             columns[5:, num_rows:] = 0
         num_shared = cascade.num_shared if cascade else None
-        num_words, is_used_RP = _fill_pages(host[ends:], size, tables_GRP[0], page_places, num_shared=num_shared)
+        num_used, is_used_RP = _fill_pages(host[ends:], size, tables_GRP[0], last_pages, num_shared=num_shared)
         if self._groups is not None:
-            slots_GR = tables_GRP[1:, np.arange(num_rows), page_places] * page_size + last_lengths - 1
+            slots_GR = tables_GRP[1:, np.arange(num_rows), last_pages] * page_size + last_lengths - 1
             self._groups.fill(size, slots_GR, [table_RP[is_used_RP] for table_RP in tables_GRP[1:]])
-        return ends + num_words
+        return ends + num_used
 
     def _columns(self, size: int) -> Tensor:
-        """The columns [_COLUMNS, size] in the memory of a step."""
+        """Return the columns [_COLUMNS, size] in the memory of a step."""
         return self._memory[: _COLUMNS * size].view(_COLUMNS, size)
 
     def _buffers(self, size: int) -> DecodeBuffers:
@@ -428,42 +424,42 @@ class DecodeGraphs:
         return buffers if self._groups is None else replace(buffers, parts=self._groups.buffers(size, buffers))
 
     def _compile_kernels(self, steps: list[tuple[int, FixedDecode]], kernels: SamplingKernels) -> None:
-        """Compile the kernels of all steps at once, before the first capture waits for its own."""
+        """Compile the kernels of all steps in parallel, before the first capture."""
         with compile_only():
             for size, attention in steps:
                 self._step(size, attention, kernels).compute()
             if self._tiles is not None:
                 largest = steps[0][0]
                 for size, attention in steps:
-                    if size in (1, 2, largest):  # between them they have all kernels of adapters
+                    if size in (1, 2, largest):  # these use all adapter kernels
                         self._step(size, attention, kernels, self._tiles.of(size)).compute()
 
     def _step(
         self, size: int, attention: FixedDecode, kernels: SamplingKernels, tiles: AdapterTiles | None = None
-    ) -> _Step:
+    ) -> _DecodeFunction:
         columns = self._columns(size)
         self._memory.zero_()
         if self._groups is not None:
             self._groups.clear()
         attention.plan_first(np.ones(size, dtype=np.int32))
-        remembered = columns[4], self._last_tokens
+        stored = columns[4], self._last_tokens
         token_ids = torch.zeros(size, dtype=torch.int64, device=self._device)
         rows = torch.arange(size, device=self._device) if self._model.input_spec.rows else None
         adapters = None if tiles is None else FixedAdapters(tiles, tiles)
 
         def compute() -> tuple[Tensor, Tensor]:
-            """Hidden states [B, D] and logits [B, V]; writes ``token_ids`` [B]."""
+            """Return hidden states [B, D] and logits [B, V], and write ``token_ids`` [B]."""
             last_tokens = self._last_tokens.index_select(0, columns[0])
             inputs = model_inputs(self._model, last_tokens, columns[1], rows=rows, adapters=adapters)
-            if self._states is not None:  # a row that pads the graph writes to the padding page
+            if self._states is not None:  # padding rows write to the padding page
                 states = self._states.of_graph(columns[0], columns[1], columns[2] < self._page_size)
                 inputs = replace(inputs, states=states)
             hidden = self._model.forward(inputs, attention)
             logits = self._model.compute_logits(hidden)
-            kernels.sample(logits, Draws(columns[5:]), token_ids, remembered)
+            kernels.sample(logits, Draws(columns[5:]), token_ids, stored)
             return hidden, logits
 
-        return _Step(compute, token_ids)
+        return _DecodeFunction(compute, token_ids)
 
     def _captured(
         self,
@@ -474,11 +470,11 @@ class DecodeGraphs:
         *,
         tiles: AdapterTiles | None = None,
     ) -> _Graph:
-        """``tiles``: of a graph for steps with adapters."""
+        """Capture a step. tiles: the adapter tiles of a graph for steps with adapters."""
         step = self._step(size, attention, kernels, tiles)
-        step.compute()  # a kernel must not be loaded or chosen during the capture
+        step.compute()  # kernels must not be loaded or chosen during the capture
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             hidden, logits = step.compute()
-        return _Graph(size, graph, attention, hidden, step.token_ids, LentMemory(logits))
+        return _Graph(size, graph, attention, hidden, step.token_ids, TensorAddress(logits))

@@ -1,4 +1,4 @@
-"""The sizes that get CUDA graphs: row counts of decode steps, token counts of steps with prompts."""
+"""The sizes of CUDA graphs: row counts of decode steps, token counts of steps with prompts."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ _SHORT = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, *range(64, 257, 16))
 
 
 def ladder(max_rows: int) -> list[int]:
-    """Row counts that get a CUDA graph, ascending; the last is ``max_rows``, none for 0.
+    """Return the row counts with a CUDA graph, ascending up to ``max_rows``; empty for 0.
 
-    They are close together where a step is short, and up to 256 rows, where the time of matmuls grows with the rows.
-    From 16 rows on a step is padded by at most a quarter of its rows.
+    Small counts are close together, because padding matters most there. From 16 rows on, padding is at most a quarter.
     """
     sizes: list[int] = list(_SHORT)
     while sizes[-1] < max_rows:
@@ -20,31 +19,32 @@ def ladder(max_rows: int) -> list[int]:
 _CASCADE_ROWS = (64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _PIECES = (32, 64, 128, 192, 256, 384, 512, 640, 768, 1024)
 _PIECE = 256
-"""Tokens of a tile of large matmuls."""
+"""Tokens per tile of large matmuls."""
 MAX_SEEN_TOKENS = 8192
-"""Tokens of the largest step that is captured or warmed up, so that a start takes seconds, not minutes."""
-MAX_WHOLE_TOKENS = 2048
-"""Tokens of the largest step of an encoder that is captured. Larger ones take the device longer than the host, which
-launches them while the device computes the step before.
+"""Tokens of the largest step that is captured or warmed up. This limits the time of a start to seconds."""
+MAX_ENCODER_TOKENS = 2048
+"""Tokens of the largest encoder step that is captured. For larger steps, the device takes longer than the host needs to
+launch kernels.
 """
 _WORK = 5e12
-"""Parameters times tokens of the step at which an H200 computes as long as the host launches kernels."""
+"""Parameters times tokens of a step for which an H200 takes as long as the host needs to launch its kernels."""
 
 
 def cascade_ladder(max_rows: int, *, min_rows: int) -> list[int]:
-    """Row counts that get a CUDA graph with cascade attention, ascending; none below ``min_rows``."""
+    """Return the row counts with a CUDA graph for cascade attention, ascending; none below ``min_rows``."""
     sizes = [size for size in _CASCADE_ROWS if min_rows <= size < max_rows]
     return [*sizes, max_rows] if max_rows >= min_rows else []
 
 
 def piece_ladder(max_tokens: int) -> list[int]:
-    """Token counts that get CUDA graphs in pieces, ascending; the last is ``max_tokens``, none for 0."""
+    """Return the token counts with CUDA graphs in pieces, ascending up to ``max_tokens``; empty for 0."""
     sizes = [*_PIECES, *range(_PIECES[-1] + _PIECE, max_tokens, _PIECE)]
     return [*(size for size in sizes if size < max_tokens), max_tokens] if max_tokens else []
 
 
-def longest_piece(num_active: int, chunk_tokens: int, *, is_whole: bool = False) -> int:
-    """Tokens of the largest step with prompts that is faster with graphs, where a token goes through ``num_active``
-    parameters. ``is_whole``: attention is captured too.
+def longest_piece(num_active: int, chunk_tokens: int, *, is_encoder: bool = False) -> int:
+    """Return the tokens of the largest step with prompts that is faster with graphs.
+
+    num_active: parameters used per token. is_encoder: attention is captured too.
     """
-    return min(chunk_tokens, int(_WORK / num_active), MAX_WHOLE_TOKENS if is_whole else MAX_SEEN_TOKENS)
+    return min(chunk_tokens, int(_WORK / num_active), MAX_ENCODER_TOKENS if is_encoder else MAX_SEEN_TOKENS)

@@ -1,4 +1,4 @@
-"""The input memory of CUDA graphs of steps with prompts, to whose number of tokens a step is padded."""
+"""The input memory of CUDA graphs of steps with prompts. A step is padded to the token count of its graph."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 
 class PaddedAdapters:
-    """The rows by adapter of steps with up to T tokens in up to R rows, in memory that never moves."""
+    """The adapter tiles of steps with up to T tokens in up to R rows, in memory with fixed addresses."""
 
     def __init__(self, num_tokens: int, num_rows: int, group: TileRows, device: torch.device) -> None:
         self._tokens = FixedTiles(num_tokens, group, device)
         self._outputs = FixedTiles(num_rows, group, device)
 
     def of(self, num_tokens: int, num_rows: int) -> FixedAdapters:
-        """What a graph of ``num_tokens`` tokens and ``num_rows`` rows reads."""
+        """Return the tiles that a graph of ``num_tokens`` tokens and ``num_rows`` rows reads."""
         return FixedAdapters(self._tokens.of(num_tokens), self._outputs.of(num_rows))
 
     def fill(self, rows: StepAdapters, *, num_tokens: int, num_rows: int) -> None:
-        """Write a step that is no larger; the tokens and rows behind it use the base model."""
+        """Write a step that fits. Padding tokens and rows use the base model."""
         assert rows.output_slots is not None
         self._tokens.fill(rows.token_slots, num_tokens)
         self._outputs.fill(rows.output_slots[:num_rows], num_rows)
@@ -39,14 +39,13 @@ class PaddedAdapters:
 
 @dataclass(frozen=True, slots=True)
 class PaddedInputs:
-    """Inputs of up to T tokens in up to R rows, in memory that never moves.
+    """Inputs of up to T tokens in up to R rows, in memory with fixed addresses.
 
     Attributes:
-        inputs: with ``outputs`` [R], the last token of each row.
-        slots: [G, T] int64, ``ForwardBatch.slot_mapping`` of all layers, or of each of G groups with page tables of
-            their own.
-        adapters: of graphs for steps with adapters, which ``inputs.adapters`` refer to.
-        states: those that ``inputs.states`` refer to; None for a model that keeps none.
+        inputs: ``outputs`` [R] is the last token of each row.
+        slots: [G, T] int64, ``ForwardBatch.slot_mapping`` of each of G layer groups with separate page tables.
+        adapters: memory of ``inputs.adapters``, for graphs of steps with adapters.
+        states: the pool of ``inputs.states``; None for a model without states.
     """
 
     inputs: ModelInputs
@@ -56,14 +55,14 @@ class PaddedInputs:
 
     @property
     def slot_mapping(self) -> Tensor:
-        """[T], of the first group."""
+        """The slots [T] of the first group."""
         return self.slots[0]
 
     @classmethod
     def zeros(
         cls, model: Model, num_tokens: int, num_rows: int, device: torch.device, *, states: StatePool | None = None
     ) -> PaddedInputs:
-        """Memory for up to ``num_tokens`` T tokens in up to ``num_rows`` R rows, filled with zeros."""
+        """Return memory for up to ``num_tokens`` T tokens in up to ``num_rows`` R rows, filled with zeros."""
         spec, num_groups = model.input_spec, max(1, len(model.attention_shape.page_windows))
 
         def zeros(*size: int) -> Tensor:
@@ -84,7 +83,7 @@ class PaddedInputs:
         return cls(inputs, zeros(num_groups, num_tokens), states=states)
 
     def first(self, num_tokens: int, num_rows: int) -> PaddedInputs:
-        """The part that a graph of ``num_tokens`` tokens and ``num_rows`` rows reads: views."""
+        """Return views for a graph of ``num_tokens`` tokens and ``num_rows`` rows."""
         inputs = self.inputs
         assert inputs.outputs is not None
         part = ModelInputs(
@@ -98,16 +97,16 @@ class PaddedInputs:
         return PaddedInputs(part, self.slots[:, :num_tokens], states=self.states)
 
     def with_adapters(self, adapters: PaddedAdapters) -> PaddedInputs:
-        """The same inputs for a graph of steps with adapters."""
+        """Return the same inputs for a graph of steps with adapters."""
         assert self.inputs.outputs is not None
         fixed = adapters.of(len(self.slot_mapping), len(self.inputs.outputs))
         return PaddedInputs(replace(self.inputs, adapters=fixed), self.slots, adapters, self.states)
 
     def fill(self, inputs: ModelInputs, batch: ForwardBatch) -> None:
-        """Write a step that is no larger.
+        """Write a step that fits.
 
-        The tokens after it belong to no row: their slot is in the padding page, and their ids, embeddings, positions
-        and rows are those of earlier steps.
+        Padding tokens belong to no row: their slots are on the padding page; their ids, embeddings, positions and rows
+        are left over from earlier steps.
         """
         num_tokens, num_rows = len(batch.slot_mapping), len(batch.query_lengths)
         into = self.inputs
@@ -126,7 +125,7 @@ class PaddedInputs:
         assert into.outputs is not None
         assert inputs.outputs is not None
         into.outputs[:num_rows].copy_(inputs.outputs[:num_rows])
-        into.outputs[num_rows:].zero_()  # indices of a larger step may be out of range here
+        into.outputs[num_rows:].zero_()  # leftover indices of a larger step may be out of range
         if self.states is not None:
             assert into.states is not None
             assert inputs.states is not None

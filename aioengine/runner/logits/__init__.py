@@ -1,7 +1,6 @@
-"""What changes logits before sampling, one processor a file; ``PLUGIN`` of a module is its class.
+"""Logits processors, one per file. ``PLUGIN`` of a module is its class.
 
-Processors work in place on fp32 logits and only touch the rows that use them, so that every other row stays as the
-model made it, bit for bit.
+Processors change fp32 logits in place, and only the rows that use them. Other rows keep the bits of the model.
 """
 
 from __future__ import annotations
@@ -23,17 +22,19 @@ if TYPE_CHECKING:
     from aioengine.runner.transfer import Upload
 
 ORDER = ("min_new_tokens", "penalties", "bias", "allowed_token_ids", "bad_words", "grammar")
-"""The processors, in the order in which they are applied. Those that rule tokens out come last: no later one may lift
-a ruled out token again.
+"""The processors, in the order of their application. Processors that forbid tokens come last, so that no later
+processor raises the logit of a forbidden token.
 """
 
 
-class Constraint(Protocol):
-    """What one request has followed of its grammar.
+class RowConstraint(Protocol):
+    """The tokens that a grammar allows at one position of a request.
 
     Attributes:
-        source: computes its masks. is_complete: no further token is allowed. error: why it cannot be followed any
-            further; empty while it can. next_token: the only one that is allowed next; -1 where its mask says which.
+        source: computes the mask.
+        is_complete: no further token is allowed.
+        error: why the grammar cannot be followed further; empty: no error.
+        next_token: the only allowed token; -1: the mask has the allowed tokens.
     """
 
     is_complete: bool
@@ -41,7 +42,21 @@ class Constraint(Protocol):
     next_token: int
 
     @property
-    def source(self) -> Grammars: ...
+    def source(self) -> GrammarSource: ...
+
+
+@dataclass(slots=True)
+class Forced:
+    """The constraint of a token that an earlier result returned as a forced token."""
+
+    next_token: int
+    source: GrammarSource
+    is_complete: bool = False
+    error: str = ""
+
+
+class OpenConstraint(RowConstraint, Protocol):
+    """The position of a request in its grammar, and the tokens that are allowed there."""
 
     @property
     def is_over(self) -> bool:
@@ -49,49 +64,51 @@ class Constraint(Protocol):
         ...
 
     def advance(self, token_id: int) -> None:
-        """The request has this token next."""
+        """Follow the next token of the request."""
         ...
 
     def take_forced(self, at_least: int, at_most: int) -> list[int]:
-        """The next tokens where no others are allowed, which the request has then; none if there are fewer."""
+        """Return and follow the forced next tokens; empty if there are fewer than ``at_least``."""
         ...
 
 
-class Grammars(Protocol):
-    """The grammars of an engine. num_words: of a mask, 32 tokens each."""
+class GrammarSource(Protocol):
+    """The grammars of an engine. num_words: int32 words of a mask, 32 tokens each."""
 
     num_words: int
 
-    def open(self, grammar: Grammar, token_ids: Sequence[int], num_prompt: int) -> Constraint:
-        """Follow a grammar from its beginning, behind the tokens of the request: prompt, then output.
+    def open(self, grammar: Grammar, token_ids: Sequence[int], num_prompt: int) -> OpenConstraint:
+        """Follow a grammar from its start through the tokens of a request: prompt, then output.
 
         Raises:
-            ValueError: it cannot be compiled, or followed.
+            ValueError: the grammar cannot be compiled, or does not allow the output.
         """
         ...
 
     def fill(self, constraints: Sequence[Any], masks: npt.NDArray[np.int32]) -> None:
-        """The tokens that each may have next, as bits of masks [constraints, num_words]."""
+        """Write the allowed next tokens as bits of masks [constraints, num_words]."""
         ...
 
     def begin(self, constraints: Sequence[Any], masks: npt.NDArray[np.int32]) -> Callable[[], None]:
-        """As ``fill`` of masks [constraints, num_words], beside the caller. The result waits, and must be called."""
+        """Start ``fill`` of masks [constraints, num_words] in the background. The returned function waits for it, and
+        must be called.
+        """
         ...
 
 
 @dataclass(slots=True)
 class LogitsRow:
-    """A row of logits and the request that it belongs to.
+    """A row of logits and its request.
 
-    index: its row in the logits. uid: of the request.
-    num_tokens: tokens before the one that is sampled now, prompt and output.
-    history: [at least num_tokens] int64, the tokens, on the CPU of requests with penalties. It holds -1 for a prompt of
-        embeddings.
-    first_id: where the ids begin in it: behind a prompt of embeddings.
-    constraint: of a request with a grammar.
-    lists: the lists of tokens among its parameters, where it has any.
-    recent: [R] int32 on the device of the logits, the token of position p at p % R; only of requests with
-        ``bad_token_ids``. It holds -1 where there is none.
+    Attributes:
+        index: the row in the logits. uid: the request.
+        num_tokens: number of tokens before the sampled token, prompt and output.
+        history: [at least num_tokens] int64, the tokens, for penalties on a CPU; -1 for a prompt given as embeddings.
+        first_id: index of the first token with an id, after a prompt given as embeddings.
+        constraint: the grammar state.
+        lists: the token lists of its parameters.
+        recent: [R] int32 on the device, for requests with ``bad_token_ids``: the token of position p at p % R; -1 if
+            there is none.
     """
 
     index: int
@@ -101,7 +118,7 @@ class LogitsRow:
     history: Tensor | None
     uid: int = -1
     first_id: int = 0
-    constraint: Constraint | None = None
+    constraint: RowConstraint | None = None
     lists: TokenLists | None = None
     recent: Tensor | None = None
 
@@ -111,22 +128,20 @@ class LogitsRow:
 
 
 class LogitsProcessor(Protocol):
-    """One instance for a sampler; it may keep scratch memory, but nothing about a request."""
+    """A sampler has one instance. It may keep scratch memory, but no state of requests."""
 
     def wants(self, sampling: Sampling) -> bool:
-        """Whether a request with these parameters ever needs it."""
+        """Return whether a request with these parameters needs this processor."""
         ...
 
     def apply(self, logits: Tensor, rows: list[LogitsRow], upload: Upload) -> None:
-        """Change ``rows`` of the logits [S, W] fp32 in place. Data of the host goes through ``upload``, which does not
-        wait for the GPU.
-        """
+        """Change ``rows`` of logits [S, W] fp32 in place. ``upload`` copies host data without waiting for the GPU."""
         ...
 
 
 def load(custom: LogitsProcessor | None = None) -> tuple[LogitsProcessor, ...]:
-    """The processors of ``ORDER``, and ``custom`` before those that rule tokens out."""
-    found: list[LogitsProcessor] = [plugins.load("runner/logits", name)() for name in ORDER]
+    """Return the processors of ``ORDER``, with ``custom`` before the processors that forbid tokens."""
+    processors: list[LogitsProcessor] = [plugins.load("runner/logits", name)() for name in ORDER]
     if custom is not None:
-        found.insert(ORDER.index("allowed_token_ids"), custom)
-    return tuple(found)
+        processors.insert(ORDER.index("allowed_token_ids"), custom)
+    return tuple(processors)

@@ -1,4 +1,4 @@
-"""``allowed_token_ids``: no other token can be drawn."""
+"""``allowed_token_ids``: forbid all other tokens."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class AllowedTokenIds:
         return bool(sampling.allowed_token_ids)
 
     def apply(self, logits: Tensor, rows: list[LogitsRow], upload: Upload) -> None:
-        """Set all others to -inf in logits [S, W]."""
-        words = {row.index: row.lists.allowed for row in rows if row.lists is not None}
-        rules = [(index, -1 - number) for number, index in enumerate(words)]
-        masks = torch.stack([each for each in words.values() if each is not None])
+        """Set the logits [S, W] of all other tokens to -inf."""
+        row_masks = {row.index: row.lists.allowed for row in rows if row.lists is not None}
+        rules = [(index, -1 - mask_index) for mask_index, index in enumerate(row_masks)]
+        masks = torch.stack([mask for mask in row_masks.values() if mask is not None])
         if logits.is_cuda:
             kernel = import_module("aioengine.kernels.triton.grammar_mask")
             kernel.mask(logits, upload(np.array(rules, dtype=np.int32)), masks)

@@ -1,6 +1,6 @@
-"""``bad_words``: where a request has written all tokens of a bad sequence but the last, that one is ruled out.
+"""``bad_words``: if the last output tokens are a bad sequence without its last token, this last token is forbidden.
 
-Shape letters: S rows, B sequences of all rows, E tokens of all sequences without the last of each, R recent tokens.
+S rows, B sequences of all rows, E tokens of all sequences without their last tokens, R recent tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from aioengine.runner.transfer import Upload
 
 _MAX_TOKENS: Final = 1 << 20
-"""The most tokens that are compared at a time: a bound on memory."""
+"""Maximum tokens compared at once, to limit memory."""
 
 
 class BadWords:
@@ -29,44 +29,44 @@ class BadWords:
         return bool(sampling.bad_token_ids)
 
     def apply(self, logits: Tensor, rows: list[LogitsRow], upload: Upload) -> None:
-        """Set the tokens that would complete a sequence to -inf in logits [S, W]."""
+        """Set the logits [S, W] of tokens that would complete a sequence to -inf."""
         for group in _groups(rows):
             _apply(logits, group, upload)
 
 
 def _apply(logits: Tensor, rows: list[tuple[LogitsRow, BadSequences, Tensor]], upload: Upload) -> None:
-    """Rule tokens out of rows of logits [S, W]; each comes with its sequences and its recent tokens [R]."""
-    given = [bad for _, bad, _ in rows]
-    counts = [len(bad.last) for bad in given]
-    places = np.repeat(np.arange(len(rows)), counts)  # [B] the row of each sequence
+    """Forbid tokens in rows of logits [S, W]. rows: (row, its sequences, its recent tokens [R])."""
+    sequences = [bad for _, bad, _ in rows]
+    counts = [len(bad.last) for bad in sequences]
+    row_of_sequence = np.repeat(np.arange(len(rows)), counts)  # [B]
     firsts = np.cumsum([0, *counts[:-1]])
-    # [E] the sequence of each token
-    owners = np.concatenate([bad.owner + first for bad, first in zip(given, firsts.tolist(), strict=True)])
+    owners = np.concatenate([bad.owner + first for bad, first in zip(sequences, firsts.tolist(), strict=True)])  # [E]
     recent = torch.stack([recent for _, _, recent in rows])
     num_tokens = np.array([row.num_tokens for row, _, _ in rows])
-    positions = num_tokens[places[owners]] - np.concatenate([bad.back for bad in given])
-    standing = recent[upload(places[owners]), upload(positions % recent.shape[1])]
-    is_missing = standing != upload(np.concatenate([bad.others for bad in given]))
-    num_missing = torch.zeros(len(places), dtype=torch.int32, device=logits.device)
-    num_missing.index_add_(0, upload(owners), is_missing.int())
-    bans = torch.where(num_missing == 0, -torch.inf, 0.0)
-    indices = np.array([row.index for row, _, _ in rows])[places]
-    ids = np.concatenate([bad.last for bad in given]).astype(np.int64)
-    # Several sequences may end with the same token, hence ``accumulate``.
+    row_of_token = row_of_sequence[owners]  # [E]
+    positions = num_tokens[row_of_token] - np.concatenate([bad.distances for bad in sequences])
+    actual = recent[upload(row_of_token), upload(positions % recent.shape[1])]
+    differs = actual != upload(np.concatenate([bad.prefixes for bad in sequences]))
+    num_different = torch.zeros(len(row_of_sequence), dtype=torch.int32, device=logits.device)
+    num_different.index_add_(0, upload(owners), differs.int())
+    bans = torch.where(num_different == 0, -torch.inf, 0.0)
+    indices = np.array([row.index for row, _, _ in rows])[row_of_sequence]
+    ids = np.concatenate([bad.last for bad in sequences]).astype(np.int64)
+    # several sequences may end with the same token, hence ``accumulate``
     logits.index_put_((upload(indices), upload(ids)), bans, accumulate=True)
 
 
 def _groups(rows: list[LogitsRow]) -> Iterator[list[tuple[LogitsRow, BadSequences, Tensor]]]:
-    """The rows with their sequences and recent tokens [R], in groups of up to ``_MAX_TOKENS`` tokens."""
+    """Yield rows with their sequences and recent tokens [R], in groups of up to ``_MAX_TOKENS`` tokens."""
     group: list[tuple[LogitsRow, BadSequences, Tensor]] = []
     size = 0
     for row in rows:
         if row.lists is None or row.lists.bad is None or row.recent is None:
             continue
-        size += len(row.lists.bad.others)
+        size += len(row.lists.bad.prefixes)
         if group and size > _MAX_TOKENS:
             yield group
-            group, size = [], len(row.lists.bad.others)
+            group, size = [], len(row.lists.bad.prefixes)
         group.append((row, row.lists.bad, row.recent))
     if group:
         yield group

@@ -1,4 +1,4 @@
-"""``logit_bias``: a number added to the logits of chosen tokens."""
+"""``logit_bias``: add numbers to the logits of chosen tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aioengine.runner.token_lists import token_places
+from aioengine.runner.token_lists import token_indices
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,9 +23,9 @@ class Bias:
     def apply(self, logits: Tensor, rows: list[LogitsRow], upload: Upload) -> None:
         """Add the biases to logits [S, W]."""
         lists = [row.lists for row in rows if row.lists is not None]
-        places = token_places([row.index for row in rows], [each.bias_ids for each in lists], upload)
-        values = np.concatenate([each.bias for each in lists])
-        logits.index_put_(places, upload(values), accumulate=True)
+        indices = token_indices([row.index for row in rows], [row_lists.bias_ids for row_lists in lists], upload)
+        values = np.concatenate([row_lists.bias for row_lists in lists])
+        logits.index_put_(indices, upload(values), accumulate=True)
 
 
 PLUGIN = Bias

@@ -1,4 +1,4 @@
-"""Stop tokens cannot be drawn before ``min_new_tokens`` output tokens exist, unless there are no others."""
+"""``min_new_tokens``: stop tokens are not sampled before this many output tokens, unless no other token is possible."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aioengine.runner.token_lists import token_places
+from aioengine.runner.token_lists import token_indices
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 _LEAST = -1e30
-"""Finite, also when divided by a temperature: where all tokens are stop tokens, one of them is drawn."""
+"""Finite, even divided by a temperature: if all tokens are stop tokens, one of them is sampled."""
 
 
 class MinNewTokens:
@@ -25,14 +25,14 @@ class MinNewTokens:
         return sampling.min_new_tokens > 0 and bool(sampling.suppressed_token_ids)
 
     def apply(self, logits: Tensor, rows: list[LogitsRow], upload: Upload) -> None:
-        """Lower the suppressed tokens in logits [S, W]."""
+        """Lower the logits [S, W] of suppressed tokens."""
         early = [row for row in rows if row.num_output < row.sampling.min_new_tokens]
         if not early:
             return
-        places = token_places(
+        indices = token_indices(
             [row.index for row in early], [row.lists.suppressed for row in early if row.lists is not None], upload
         )
-        logits.index_put_(places, upload(np.full(1, _LEAST, dtype=np.float32)))
+        logits.index_put_(indices, upload(np.full(1, _LEAST, dtype=np.float32)))
 
 
 PLUGIN = MinNewTokens

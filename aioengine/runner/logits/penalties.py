@@ -1,9 +1,9 @@
-"""Frequency and presence penalties over the output, then the repetition penalty over prompt and output: on the CPU.
+"""Penalties on a CPU: frequency and presence penalties for output tokens, then the repetition penalty for all tokens.
 
 On a GPU ``runner.sampling.token_counts`` does this.
 
-The tokens of all rows are handled as one flat list of (row, id) pairs, of the length of the histories and not of the
-vocabulary. A pair that occurs several times is given the same new value each time, which does no harm.
+The tokens of all rows are one flat list of (row, id) pairs. Its length depends on the histories, not on the vocabulary.
+Duplicate pairs are harmless: they get the same new value.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Penalties:
-    """Keeps a table of counts in the shape of the logits; between calls all of it is 0."""
+    """Keeps a count table in the shape of the logits, which is 0 between calls."""
 
     def __init__(self) -> None:
         self._counts = torch.empty(0, 0)
@@ -43,28 +43,28 @@ class Penalties:
             _penalize_repetition(logits, repeated)
 
     def _penalize_counts(self, logits: Tensor, rows: list[LogitsRow]) -> None:
-        """Frequency and presence penalties, on rows of logits [S, W]."""
+        """Apply frequency and presence penalties to rows of logits [S, W]."""
         if self._counts.shape[0] < logits.shape[0] or self._counts.shape[1] != logits.shape[1]:
             self._counts = torch.zeros_like(logits)
         pairs, lengths = _pairs(rows, [row.num_prompt for row in rows])
         self._counts.index_put_(pairs, torch.ones((), device=logits.device), accumulate=True)
         counts = self._counts[pairs]
         self._counts.index_put_(pairs, torch.zeros((), device=logits.device))
-        frequency = _spread([row.sampling.frequency_penalty for row in rows], lengths)
-        presence = _spread([row.sampling.presence_penalty for row in rows], lengths)
+        frequency = _repeat([row.sampling.frequency_penalty for row in rows], lengths)
+        presence = _repeat([row.sampling.presence_penalty for row in rows], lengths)
         logits.index_put_(pairs, logits[pairs] - (frequency * counts + presence))
 
 
 def _penalize_repetition(logits: Tensor, rows: list[LogitsRow]) -> None:
-    """On rows of logits [S, W]."""
+    """Apply the repetition penalty to rows of logits [S, W]."""
     pairs, lengths = _pairs(rows, [row.first_id for row in rows])
-    penalty = _spread([row.sampling.repetition_penalty for row in rows], lengths)
+    penalty = _repeat([row.sampling.repetition_penalty for row in rows], lengths)
     values = logits[pairs]
     logits.index_put_(pairs, torch.where(values < 0, values * penalty, values / penalty))
 
 
 def _pairs(rows: list[LogitsRow], starts: list[int]) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """The tokens from ``starts`` on as (row indices [X], ids [X]), and the number of tokens of each row [rows]."""
+    """Return the tokens from ``starts`` on as (row indices [X], ids [X]), and the number of tokens per row [rows]."""
     parts = [
         row.history[start : row.num_tokens] for row, start in zip(rows, starts, strict=True) if row.history is not None
     ]
@@ -74,8 +74,8 @@ def _pairs(rows: list[LogitsRow], starts: list[int]) -> tuple[tuple[Tensor, Tens
     return (indices.repeat_interleave(lengths, output_size=len(ids)), ids), lengths
 
 
-def _spread(values: list[float], lengths: Tensor) -> Tensor:
-    """[rows] values, each repeated for the tokens of its row, [X]; lengths [rows]."""
+def _repeat(values: list[float], lengths: Tensor) -> Tensor:
+    """Repeat the value of each row for each of its tokens -> [X]. lengths: [rows] number of tokens."""
     return torch.tensor(values, device=lengths.device).repeat_interleave(lengths)
 
 

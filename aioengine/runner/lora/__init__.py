@@ -1,1 +1,1 @@
-"""LoRA adapters: reading their folders, their slots on the device, and the rows of a step by adapter."""
+"""LoRA adapters: read their folders, manage their slots on the device, group the rows of a step by adapter."""

@@ -1,4 +1,4 @@
-"""The rows of a step, grouped by adapter. T tokens, S outputs, N tiles of R rows."""
+"""Group the rows of a step by adapter. T tokens, S outputs, N tiles of R rows."""
 
 from __future__ import annotations
 
@@ -18,51 +18,51 @@ if TYPE_CHECKING:
     from aioengine.runner.transfer import Upload
 
     Slots = npt.NDArray[np.int32]
-    """The slot of each row of a step; 0: the base model."""
+    """The adapter slot of each row of a step; 0: the base model."""
 
 
-class Group(Protocol):
+class GroupRows(Protocol):
     """Groups the rows of a step for the device."""
 
     def __call__(self, slots: Slots, /) -> Grouping: ...
 
 
 def group_on_host(slots: Slots) -> Groups:
-    """slots [T] -> the rows of each adapter."""
+    """Return the rows of each adapter, for slots [T]."""
     used = np.unique(slots)
     return Groups(tuple((slot, torch.from_numpy(np.flatnonzero(slots == slot))) for slot in used.tolist() if slot))
 
 
 def tile(slots: Slots, *, num_slots: int, size: int) -> tuple[npt.NDArray[np.int32], Slots]:
-    """slots [T] of rows -> the rows of each tile [N, size], -1 behind the last, and the slot of each tile [N].
+    """Return the rows of each tile [N, size], padded with -1, and the slot of each tile [N], for slots [T].
 
-    N depends on T and ``num_slots`` alone; tiles that are not used have the slot -1.
+    N depends only on T and ``num_slots``. Unused tiles have slot -1.
     """
     num_rows = len(slots)
     num_tiles = max_tiles(num_rows, num_slots, size)
     rows = np.argsort(slots, kind="stable")
     counts = np.bincount(slots, minlength=num_slots + 1)
-    tiles_of = -(-counts // size)
-    first_tiles = tiles_of.cumsum() - tiles_of
+    tile_counts = -(-counts // size)
+    first_tiles = tile_counts.cumsum() - tile_counts
     first_rows = counts.cumsum() - counts
     ordered = slots[rows]
     order = np.full(num_tiles * size, -1, dtype=np.int32)
     order[(first_tiles * size - first_rows)[ordered] + np.arange(num_rows)] = rows
     tile_slots = np.full(num_tiles, -1, dtype=np.int32)
-    tile_slots[: tiles_of.sum()] = np.repeat(np.arange(num_slots + 1), tiles_of)
+    tile_slots[: tile_counts.sum()] = np.repeat(np.arange(num_slots + 1), tile_counts)
     return order.reshape(num_tiles, size), tile_slots
 
 
 @dataclass(frozen=True, slots=True)
 class TileRows:
-    """Groups rows for a GPU: ``Group``."""
+    """Implements ``GroupRows`` for a GPU."""
 
     num_slots: int
     batch_invariant: bool
     upload: Upload
 
     def __call__(self, slots: Slots, /) -> Grouping:
-        """slots [T]."""
+        """Return the tiles for slots [T]."""
         order, tile_slots = tile(slots, num_slots=self.num_slots, size=self.size(len(slots)))
         return AdapterTiles(self.upload(order), self.upload(tile_slots))
 
@@ -71,13 +71,13 @@ class TileRows:
 
 
 class StepAdapters:
-    """``AdapterRows`` of a step, which are grouped when they are first read: a CUDA graph has groups of its own.
+    """``AdapterRows`` of a step. They are grouped at the first access, because CUDA graphs group them differently.
 
     Attributes:
-        token_slots: [T]. output_slots: [S]; None: no outputs are named.
+        token_slots: [T]. output_slots: [S]; None: all tokens are outputs.
     """
 
-    def __init__(self, token_slots: Slots, output_slots: Slots | None, group: Group) -> None:
+    def __init__(self, token_slots: Slots, output_slots: Slots | None, group: GroupRows) -> None:
         self.token_slots = token_slots
         self.output_slots = output_slots
         self._group = group
@@ -93,38 +93,40 @@ class StepAdapters:
     @property
     def outputs(self) -> Grouping:
         if self._outputs is None:
-            assert self.output_slots is not None, "no outputs are named"
+            assert self.output_slots is not None, "the step has no output indices"
             self._outputs = self._group(self.output_slots)
         return self._outputs
 
 
 class FixedTiles:
-    """The tiles of up to T rows, in memory that CUDA graphs read."""
+    """The tiles of up to T rows, in memory read by CUDA graphs."""
 
     def __init__(self, max_rows: int, group: TileRows, device: torch.device) -> None:
         self._group = group
         sizes = {group.size(num_rows) for num_rows in (1, max_rows)}
-        words = max(max_tiles(max_rows, group.num_slots, size) * (size + 1) for size in sizes)
-        self._memory = torch.full((words,), -1, dtype=torch.int32, device=device)
+        capacity = max(max_tiles(max_rows, group.num_slots, size) * (size + 1) for size in sizes)
+        self._memory = torch.full((capacity,), -1, dtype=torch.int32, device=device)
         self._content: tuple[int, bytes] = (0, b"")
 
     def of(self, num_rows: int) -> AdapterTiles:
-        """The tiles that a graph of ``num_rows`` rows reads."""
+        """Return the tiles that a graph of ``num_rows`` rows reads."""
         size = self._group.size(num_rows)
         num_tiles = max_tiles(num_rows, self._group.num_slots, size)
         order = self._memory[: num_tiles * size].view(num_tiles, size)
         return AdapterTiles(order, self._memory[num_tiles * size : num_tiles * (size + 1)])
 
     def fill(self, slots: Slots, num_rows: int) -> None:
-        """Write the tiles of rows with these slots, for the graph of ``num_rows`` rows: those beyond use the base."""
+        """Write the tiles of rows with these slots, for the graph of ``num_rows`` rows. Padding rows use the base
+        model.
+        """
         content = num_rows, slots.tobytes()
         if content == self._content:
             return
         padded = np.zeros(num_rows, dtype=np.int32)
         padded[: len(slots)] = slots
         order, tile_slots = tile(padded, num_slots=self._group.num_slots, size=self._group.size(num_rows))
-        words = np.concatenate([order.ravel(), tile_slots])
-        self._memory[: len(words)].copy_(self._group.upload(words))
+        packed = np.concatenate([order.ravel(), tile_slots])
+        self._memory[: len(packed)].copy_(self._group.upload(packed))
         self._content = content
 
 

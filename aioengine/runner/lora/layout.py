@@ -1,7 +1,7 @@
-"""Where the matrices of adapters are in a slot of the pool.
+"""The layout of adapter matrices in a slot of the pool.
 
-A slot begins with a table of all parts of all layers (``kernels.adapter_linear``); behind it come the matrices of the
-parts that the adapter changes, at the places that the table names: an adapter takes the room of its own ranks.
+A slot starts with a table of all parts of all layers (``kernels.adapter_slots``), followed by the matrices of the parts
+that the adapter changes, at the offsets in the table. So an adapter uses only the memory for its ranks.
 D input size, O output size of a part.
 """
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from aioengine.kernels.adapter_slots import RANKS, TABLE_COLUMNS, UNIT
+from aioengine.settings.config import padded_rank
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedLayer:
-    """A linear layer whose result adapters change. ``first_part``: the entry of its first part in the table."""
+    """A linear layer with adapters. first_part: index of its first part in the table."""
 
     linear: Linear
     names: tuple[str, ...]
@@ -33,8 +34,8 @@ class AdaptedLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """The place of a part's matrices: A [rank, D] begins at number ``first_a`` of the slot, B [O, rank] at ``first_b``.
+class PartOffsets:
+    """The matrices of a part: A [rank, D] starts at element ``first_a`` of the slot, B [O, rank] at ``first_b``.
 
     The rank is a multiple of ``RANKS``.
     """
@@ -44,20 +45,16 @@ class Place:
     first_b: int
 
 
-def padded_rank(rank: int) -> int:
-    return -(-rank // RANKS) * RANKS
-
-
 class Layout:
     """The layout of all slots, for the layers of a model.
 
     Attributes:
-        layers: those that adapters may change. shapes: (outputs, inputs) of each part, by its name in the checkpoint.
-        max_rank: the highest rank, a multiple of ``RANKS``.
+        layers: the layers that adapters may change. shapes: (outputs, inputs) of each part, by name in the checkpoint.
+        max_rank: the maximum rank, a multiple of ``RANKS``.
     """
 
     def __init__(self, linears: Iterable[tuple[str, Linear]], *, max_rank: int, modules: tuple[str, ...]) -> None:
-        """``modules``: the parts that adapters may change, by the last part of their names; empty: all."""
+        """modules: the parts that adapters may change, by the last component of their names; empty: all."""
         self.max_rank = padded_rank(max_rank)
         self.layers: list[AdaptedLayer] = []
         self.shapes: dict[str, tuple[int, int]] = {}
@@ -76,42 +73,42 @@ class Layout:
         self._modules = modules
 
     def order(self, name: str) -> Tensor | None:
-        """Where the checkpoint has each output [O] of this part; None: in the same order."""
+        """Return the index in the checkpoint of each output [O] of this part; None: the order is the same."""
         order = self._orders.get(name)
         return None if order is None else order - order.min()
 
-    def places(self, ranks: dict[str, int]) -> tuple[dict[str, Place], int]:
-        """The places of the matrices of an adapter with these ranks, by part, and the size of its slot in numbers."""
-        found: dict[str, Place] = {}
+    def offsets(self, ranks: dict[str, int]) -> tuple[dict[str, PartOffsets], int]:
+        """Return the offsets of the parts of an adapter with these ranks, and its size in elements."""
+        offsets: dict[str, PartOffsets] = {}
         end = self._table_size
         for name in self._names:
             if name not in ranks:
                 continue
             (num_outputs, size), rank = self.shapes[name], padded_rank(ranks[name])
-            first_b = end + _whole(rank * size)
-            found[name] = Place(rank, end, first_b)
-            end = first_b + _whole(num_outputs * rank)
-        return found, end
+            first_b = end + _padded_size(rank * size)
+            offsets[name] = PartOffsets(rank, end, first_b)
+            end = first_b + _padded_size(num_outputs * rank)
+        return offsets, end
 
-    def table(self, places: dict[str, Place]) -> npt.NDArray[np.int32]:
-        """The table [parts, TABLE_COLUMNS] at the beginning of a slot."""
+    def table(self, offsets: dict[str, PartOffsets]) -> npt.NDArray[np.int32]:
+        """Return the table [parts, TABLE_COLUMNS] at the start of a slot."""
         table = np.zeros((len(self._names), TABLE_COLUMNS), dtype=np.int32)
         for index, name in enumerate(self._names):
-            if (place := places.get(name)) is not None:
-                table[index, :3] = place.rank // RANKS, place.first_a // UNIT, place.first_b // UNIT
+            if (part := offsets.get(name)) is not None:
+                table[index, :3] = part.rank // RANKS, part.first_a // UNIT, part.first_b // UNIT
         return table
 
     @property
     def slot_size(self) -> int:
-        """Numbers of a slot, which an adapter of the highest rank fills that changes all it may."""
+        """Elements of a slot: the size of an adapter of the maximum rank that changes all allowed parts."""
         names = [name for name in self._names if not self._modules or name.rpartition(".")[2] in self._modules]
-        return self.places(dict.fromkeys(names, self.max_rank))[1]
+        return self.offsets(dict.fromkeys(names, self.max_rank))[1]
 
     @property
     def _table_size(self) -> int:
-        """Numbers of 16 bits that the table takes; also the room that is kept for it where numbers are wider."""
-        return _whole(len(self._names) * TABLE_COLUMNS * 2)
+        """Size of the table in 16-bit elements. The same number of elements is reserved if elements are wider."""
+        return _padded_size(len(self._names) * TABLE_COLUMNS * 2)
 
 
-def _whole(size: int) -> int:
+def _padded_size(size: int) -> int:
     return -(-size // UNIT) * UNIT

@@ -1,4 +1,4 @@
-"""The slots of adapters on the device, and how adapters get there beside the steps."""
+"""The adapter slots on the device, and the copy of adapters into slots while steps run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from aioengine.kernels.adapter_slots import UNIT, AdapterWeights
 from aioengine.layers.adapters import HostAdapters, PooledAdapters
 from aioengine.runner.lora.grouping import StepAdapters, TileRows, group_on_host
 from aioengine.runner.lora.layout import Layout
-from aioengine.runner.lora.reading import HostAdapter, read_adapter
+from aioengine.runner.lora.reading import PackedAdapter, read_adapter
 from aioengine.runner.transfer import upload_to
 
 if TYPE_CHECKING:
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
     from aioengine.layers.linear import Linear
     from aioengine.protocol.messages import Adapter
-    from aioengine.runner.lora.grouping import Group, Slots
+    from aioengine.runner.lora.grouping import GroupRows, Slots
     from aioengine.settings.config import LoraSettings
 
 _STAGING_BYTES = 8 << 20
-"""Of each of the two pieces of pinned memory that a copy to the device goes through."""
+"""Size of each of the two pinned buffers for copies to the device."""
 
 
 class AdapterPool:
-    """The adapters of a model: slots from 1 to ``num_slots``, which are taken at the start.
+    """The adapter slots of a model, numbered from 1 to ``num_slots``, allocated at the start.
 
     Attributes:
-        num_bytes: the memory of all slots on the device.
-        tiles: how rows are grouped on a GPU; None on a CPU.
+        num_bytes: memory of all slots on the device.
+        tiles: groups rows on a GPU; None on a CPU.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class AdapterPool:
         self.tiles: TileRows | None = None
         self._device_slots: _DeviceSlots | None = None
         self._host_layers: list[HostAdapters] = []
-        group: Group = group_on_host
+        group: GroupRows = group_on_host
         if device.type == "cpu":
             self._host_layers = _host_layers(self._layout, settings.num_slots)
         else:
@@ -61,57 +61,54 @@ class AdapterPool:
         self._group = group
         self.num_bytes = 0 if self._device_slots is None else self._device_slots.pool.nbytes
 
-    def read(self, adapter: Adapter) -> HostAdapter:
-        """Read the folder of an adapter; it may be called in any thread.
+    def read(self, adapter: Adapter) -> PackedAdapter:
+        """Read the folder of an adapter. May be called in any thread.
 
         Raises:
-            ValueError: as ``reading.read_adapter``.
+            ValueError: see ``reading.read_adapter``.
         """
         is_for_gpu = self._device_slots is not None
         return read_adapter(adapter, self._layout, self._settings, self._dtype, for_gpu=is_for_gpu)
 
-    def place(self, slot: int, host: HostAdapter) -> Future[None]:
-        """Put an adapter into a slot that no request uses; called between steps, by the thread that launches them.
+    def place(self, slot: int, adapter: PackedAdapter) -> Future[None]:
+        """Copy an adapter into an unused slot. Called between steps, by the thread that launches them.
 
-        Rows may use the slot once the future is done. Steps in flight that used it before still find the old content.
+        Rows may use the slot once the future is done. Steps in flight that use the slot still read its old content.
         """
         if self._device_slots is not None:
-            return self._device_slots.place(slot, host)
+            return self._device_slots.place(slot, adapter)
         for index, layer in enumerate(self._host_layers):
-            layer.slots[slot] = host.matrices.get(index)
+            layer.slots[slot] = adapter.matrices.get(index)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
     def rows(self, token_slots: Slots, output_slots: Slots | None) -> StepAdapters | None:
-        """The rows of a step, whose tokens use the slots ``token_slots`` [T] and whose outputs ``output_slots`` [S].
-
-        None: all use the base model.
-        """
+        """Group the rows of a step by the slots of tokens [T] and outputs [S]. None: all rows use the base model."""
         return StepAdapters(token_slots, output_slots, self._group) if token_slots.any() else None
 
     def close(self) -> None:
-        """Wait for copies that have begun."""
+        """Wait for copies in progress."""
         if self._device_slots is not None:
             self._device_slots.close()
 
 
 def slots_bytes(linears: Iterable[tuple[str, Linear]], settings: LoraSettings, dtype: torch.dtype) -> int:
-    """The memory that the slots take on a GPU."""
+    """Return the memory of the slots on a GPU."""
     layout = Layout(linears, max_rank=settings.max_rank, modules=settings.modules)
     return settings.num_slots * layout.slot_size * dtype.itemsize
 
 
 def _host_layers(layout: Layout, num_slots: int) -> list[HostAdapters]:
-    found: list[HostAdapters] = []
+    layers: list[HostAdapters] = []
     for layer in layout.layers:
-        found.append(HostAdapters(num_slots, is_gated=layer.linear.is_gated))
-        layer.linear.use_adapters(found[-1])
-    return found
+        layers.append(HostAdapters(num_slots, is_gated=layer.linear.is_gated))
+        layer.linear.use_adapters(layers[-1])
+    return layers
 
 
 class _DeviceSlots:
-    """The slots on a GPU: ``pool`` [slots, numbers]. An adapter is copied in a thread, on a stream of its own."""
+    """The slots on a GPU: ``pool`` [slots, elements]. A thread copies adapters on a separate stream."""
 
     def __init__(self, layout: Layout, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         self.pool = torch.zeros(num_slots, layout.slot_size, dtype=dtype, device=device)
@@ -127,23 +124,23 @@ class _DeviceSlots:
         self._copied = [torch.cuda.Event() for _ in self._staging]
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="aioengine-adapters")
 
-    def place(self, slot: int, host: HostAdapter) -> Future[None]:
-        """As ``AdapterPool.place``."""
+    def place(self, slot: int, adapter: PackedAdapter) -> Future[None]:
+        """See ``AdapterPool.place``."""
         is_free = torch.cuda.Event()
-        is_free.record()  # behind the steps launched so far
-        return self._executor.submit(self._copy, self.pool[slot - 1], host.numbers, is_free)
+        is_free.record()  # after the steps launched so far
+        return self._executor.submit(self._copy, self.pool[slot - 1], adapter.elements, is_free)
 
     @torch.inference_mode()
-    def _copy(self, target: Tensor, numbers: Tensor, is_free: torch.cuda.Event) -> None:
-        """numbers [X] to the beginning of target [numbers of a slot]; returns when they are there.
+    def _copy(self, target: Tensor, elements: Tensor, is_free: torch.cuda.Event) -> None:
+        """Copy elements [X] to the start of a slot, target [elements of a slot], and wait for the copy.
 
-        The host's part of the copy is numpy's, which releases Python's lock and takes one core.
+        numpy copies on the host, because it releases the GIL and uses one core.
         """
         size = len(self._staging[0])
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(is_free)
-            for index, begin in enumerate(range(0, len(numbers), size)):
-                piece = numbers[begin : begin + size]
+            for index, begin in enumerate(range(0, len(elements), size)):
+                piece = elements[begin : begin + size]
                 staged, copied = self._staging[index % 2][: len(piece)], self._copied[index % 2]
                 copied.synchronize()
                 staged.view(torch.uint8).numpy()[...] = piece.view(torch.uint8).numpy()

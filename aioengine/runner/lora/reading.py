@@ -1,6 +1,6 @@
-"""Adapters on the host: read from their folders, checked, and brought into the form of the device.
+"""Read adapters from their folders, check them, and convert them to the layout of the device.
 
-This runs in a thread beside the steps of a runner, so it leaves the work to operations that release Python's lock.
+This runs in a thread while steps run, so it uses operations that release the GIL.
 D input size, O output size of a part.
 """
 
@@ -27,46 +27,46 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HostAdapter:
-    """An adapter that can be placed in a slot.
+class PackedAdapter:
+    """An adapter in host memory that can be copied into a slot.
 
     Attributes:
-        num_bytes: the memory that it takes on the host.
-        numbers: [X], what a slot of a GPU begins with; empty for a CPU.
-        matrices: for a CPU, by the index of the layer in the layout.
+        num_bytes: its host memory.
+        elements: [X], the content of a GPU slot; empty for a CPU.
+        matrices: for a CPU, index of the layer in the layout -> matrices.
     """
 
     num_bytes: int
-    numbers: Tensor
+    elements: Tensor
     matrices: dict[int, LayerMatrices]
 
 
 @torch.inference_mode()
 def read_adapter(
     adapter: Adapter, layout: Layout, settings: LoraSettings, dtype: torch.dtype, *, for_gpu: bool
-) -> HostAdapter:
-    """Read the folder of an adapter and check all of it.
+) -> PackedAdapter:
+    """Read the folder of an adapter and check it.
 
     Raises:
-        ValueError: the folder is not one of an adapter for this model, or has numbers that are not finite; it names
-            the file and the tensor.
+        ValueError: the folder does not contain an adapter for this model, or has numbers that are not finite. The
+            message names the file and the tensor.
     """
     folder = read_folder(Path(adapter.path))
     parts = folder.parts(layout.shapes, max_rank=settings.max_rank, allowed=settings.modules or None)
-    places, size = layout.places({part.layer: part.rank for part in parts})
-    numbers = torch.zeros(size, dtype=dtype)
-    table = layout.table(places)
-    numbers[: table.nbytes // dtype.itemsize].view(torch.int32).copy_(torch.from_numpy(table).ravel())
+    offsets, size = layout.offsets({part.layer: part.rank for part in parts})
+    elements = torch.zeros(size, dtype=dtype)
+    table = layout.table(offsets)
+    elements[: table.nbytes // dtype.itemsize].view(torch.int32).copy_(torch.from_numpy(table).ravel())
     matrices: dict[str, tuple[Tensor, Tensor]] = {}
     path = parts[0].a.path
     file = folder_files.open_file(path)
     if file is None:
-        raise ValueError(f"{path} is not there any more")
+        raise ValueError(f"{path} was removed")
     with file:
         for part in parts:
-            (num_outputs, num_inputs), place = layout.shapes[part.layer], places[part.layer]
-            a = numbers[place.first_a :][: place.rank * num_inputs].view(place.rank, num_inputs)
-            b = numbers[place.first_b :][: num_outputs * place.rank].view(num_outputs, place.rank)
+            (num_outputs, num_inputs), own = layout.shapes[part.layer], offsets[part.layer]
+            a = elements[own.first_a :][: own.rank * num_inputs].view(own.rank, num_inputs)
+            b = elements[own.first_b :][: num_outputs * own.rank].view(num_outputs, own.rank)
             _fill(a[: part.rank], read_tensor(file, part.a), part.a)
             rows = read_tensor(file, part.b)[part.first_row : part.first_row + num_outputs]
             if (order := layout.order(part.layer)) is not None:
@@ -74,14 +74,16 @@ def read_adapter(
             _fill(b[:, : part.rank], rows.to(torch.float32) * part.scale, part.b)
             matrices[part.layer] = a, b
     if for_gpu:
-        return HostAdapter(numbers.nbytes, numbers, {})
-    prepared = {index: _prepared(layer, matrices) for index, layer in enumerate(layout.layers)}
-    by_layer = {index: each for index, each in prepared.items() if each is not None}
-    return HostAdapter(numbers.nbytes, torch.empty(0), by_layer)
+        return PackedAdapter(elements.nbytes, elements, {})
+    by_layer: dict[int, LayerMatrices] = {}
+    for index, layer in enumerate(layout.layers):
+        if (layer_matrices := _layer_matrices(layer, matrices)) is not None:
+            by_layer[index] = layer_matrices
+    return PackedAdapter(elements.nbytes, torch.empty(0), by_layer)
 
 
-def _prepared(layer: AdaptedLayer, matrices: dict[str, tuple[Tensor, Tensor]]) -> LayerMatrices | None:
-    """A [rank, D] and B [O, rank] of parts -> those of a layer, for a CPU; None: the adapter does not change it."""
+def _layer_matrices(layer: AdaptedLayer, matrices: dict[str, tuple[Tensor, Tensor]]) -> LayerMatrices | None:
+    """Join A [rank, D] and B [O, rank] of the parts of a layer, for a CPU. None: the layer is not adapted."""
     a: list[Tensor] = []
     parts: list[tuple[int, Tensor]] = []
     first_output = 0
@@ -94,7 +96,7 @@ def _prepared(layer: AdaptedLayer, matrices: dict[str, tuple[Tensor, Tensor]]) -
 
 
 def _fill(target: Tensor, values: Tensor, entry: Entry) -> None:
-    """Copy values [X, Y] to target [X, Y], which may be of another dtype."""
+    """Copy values [X, Y] to target [X, Y], which may have another dtype, and check that they are finite."""
     target.copy_(values)
     if not target.isfinite().all():
         kind = str(target.dtype).removeprefix("torch.")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class RowAdapters:
-    """The slot of the adapter of each row of the table of requests. ``pool``: None: all use the base model."""
+    """The adapter slot of each row of the request table. pool: None: all rows use the base model."""
 
     def __init__(self, max_rows: int, pool: AdapterPool | None = None) -> None:
         self.pool = pool
@@ -29,17 +29,17 @@ class RowAdapters:
 
     @property
     def tiles(self) -> TileRows | None:
-        """As ``AdapterPool.tiles``."""
+        """See ``AdapterPool.tiles``."""
         return None if self.pool is None else self.pool.tiles
 
     def open(self, row_index: int, slot: int) -> None:
-        """Set the slot of a row's adapter, from 1; 0: it uses the base model.
+        """Set the adapter slot of a row, counted from 1; 0: the base model.
 
         Raises:
-            ValueError: there is no such slot.
+            ValueError: the slot does not exist.
         """
         if not 0 <= slot <= self.num_slots:
-            raise ValueError(f"adapter slot {slot} of {self.num_slots}")
+            raise ValueError(f"adapter slot must be at most {self.num_slots}, got {slot}")
         if slot:
             self._num_used += 1
             self._slots[row_index] = slot
@@ -50,16 +50,16 @@ class RowAdapters:
             self._slots[row_index] = 0
 
     def slots(self, row_indices: Ints) -> Slots | None:
-        """The slots [R] of these rows [R]; None: all use the base model."""
+        """Return the slots [R] of these rows [R]; None: all rows use the base model."""
         if not self._num_used:
             return None
         slots = self._slots[row_indices]
         return slots if slots.any() else None
 
     def of_step(self, row_indices: Ints, row_of_token: Ints, outputs: Ints | None) -> StepAdapters | None:
-        """The rows of a step by adapter; None: all use the base model.
+        """Group the rows of a step by adapter. None: all rows use the base model.
 
-        row_indices [R], the row of each token [T], and the tokens that are outputs [S].
+        row_indices: [R]. row_of_token: [T]. outputs: [S] indices of output tokens.
         """
         slots = self.slots(row_indices)
         if slots is None or self.pool is None:
@@ -68,6 +68,6 @@ class RowAdapters:
         return self.pool.rows(token_slots, None if outputs is None else token_slots[outputs])
 
     def release(self) -> None:
-        """Wait for copies to the device that have begun; no other begins."""
+        """Wait for copies to the device in progress, and allow no further copies."""
         if self.pool is not None:
             self.pool.close()

@@ -1,1 +1,1 @@
-"""From logits to token ids, on the CPU and on a GPU."""
+"""Sampling of token ids from logits, on a CPU and on a GPU."""

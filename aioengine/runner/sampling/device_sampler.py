@@ -1,8 +1,8 @@
-"""Sampling on a GPU: the host prepares how each row is drawn, and never waits for what was drawn.
+"""Sampling on a GPU. The host prepares the parameters of each row, and never waits for tokens.
 
-The same rules and the same random numbers as ``sampler``; probabilities are summed up in another order, so a
-draw that falls on the border between two tokens may give the other one. A row's token depends on its logits, seed and
-position alone.
+The rules and random numbers are the same as in ``sampler``. Probabilities are summed in another order, so a random
+number between two tokens may select the other token. The token of a row depends only on its logits, parameters, seed
+and position.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from aioengine.kernels.triton import grammar_mask
 from aioengine.kernels.triton.launcher import compile_only
 from aioengine.kernels.triton.sampling import NUM_FIELDS, Draws, SamplingKernels
-from aioengine.runner.device_memory import SAMPLED_ROWS
 from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.logits.penalties import Penalties
 from aioengine.runner.rows import logits_row
 from aioengine.runner.sampling.token_counts import TokenCounts
+from aioengine.settings.memory_model import SAMPLED_ROWS
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -33,7 +33,7 @@ _HIGH_SHIFT = np.uint64(32)
 
 
 def fill_fields(rows: SampledRows, out: npt.NDArray[np.int32]) -> None:
-    """Fill ``kernels.triton.sampling.Draws.fields`` [5, S] of these rows."""
+    """Fill ``kernels.triton.sampling.Draws.fields`` [5, S] for these rows."""
     records = rows.records
     seeds, temperatures = records["seed"], records["temperature"]
     is_greedy = records["is_greedy"]
@@ -45,14 +45,14 @@ def fill_fields(rows: SampledRows, out: npt.NDArray[np.int32]) -> None:
 
 
 def is_simple(rows: SampledRows, *, aside_from: int = 0) -> bool:
-    """Whether no row needs more than a temperature, processors with these bits aside."""
+    """Return whether all rows need only a temperature. aside_from: bits of processors to ignore."""
     records = rows.records
     processors = records["processors"] & ~aside_from
     return not (processors.any() or (records["is_truncated"] & ~records["is_greedy"]).any())
 
 
 class DeviceSampler:
-    """Draws tokens below ``vocab_size``; logits of ``num_embeddings`` may be wider, the rest is never drawn."""
+    """Samples tokens below ``vocab_size``. The logits may be wider (``num_embeddings``)."""
 
     def __init__(
         self, *, vocab_size: int, num_embeddings: int, table: RowTable, processors: tuple[LogitsProcessor, ...]
@@ -65,12 +65,12 @@ class DeviceSampler:
         self._kernels = SamplingKernels(max_rows=SAMPLED_ROWS, vocab_size=vocab_size, device=self._device)
 
     def sample(self, logits: Tensor, rows: SampledRows) -> Tensor:
-        """One token id for each row of the logits [S, >= V], as [S] int64 on their device; -1 for a bad row."""
+        """Sample one token id per row of logits [S, >= V] -> [S] int64 on the same device; -1 for a bad row."""
         num_rows = len(logits)
         token_ids = torch.empty(num_rows, dtype=torch.int64, device=self._device)
-        columns = np.empty((NUM_FIELDS, num_rows), dtype=np.int32)
-        fill_fields(rows, columns)
-        words = self._upload(columns)
+        host_fields = np.empty((NUM_FIELDS, num_rows), dtype=np.int32)
+        fill_fields(rows, host_fields)
+        fields = self._upload(host_fields)
         is_truncated = rows.records["is_truncated"] & ~rows.records["is_greedy"]
         for start in range(0, num_rows, SAMPLED_ROWS):
             part = slice(start, start + SAMPLED_ROWS)
@@ -78,18 +78,18 @@ class DeviceSampler:
             if rows.records["processors"][part].any():
                 scores = self._process(scores, rows, start)
             rules = self._rules(rows, np.flatnonzero(is_truncated[part]), start)
-            self._kernels.sample(scores, Draws(words[:, part], rules), token_ids[part])
+            self._kernels.sample(scores, Draws(fields[:, part], rules), token_ids[part])
         return token_ids
 
     def process(self, logits: Tensor, rows: SampledRows) -> Tensor:
-        """Logits [S, >= V] of these rows -> [S, V] after the processors; as they are where no row has one."""
+        """Logits [S, >= V] of these rows -> [S, V] after the processors; unchanged if no row has a processor."""
         scores = self._process(logits, rows, 0) if rows.records["processors"].any() else logits
         return scores[:, : self._vocab_size]
 
     def _rules(
         self, rows: SampledRows, chosen: npt.NDArray[np.int64], start: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-        """``Draws.rules`` of the ``chosen`` [X] rows, counted from ``start`` on; None where there are none."""
+        """Return ``Draws.rules`` of the rows ``chosen`` [X], counted from ``start``; None: there are none."""
         if not chosen.size:
             return None
         records = rows.records[start + chosen]
@@ -101,9 +101,9 @@ class DeviceSampler:
         )
 
     def _process(self, logits: Tensor, rows: SampledRows, start: int) -> Tensor:
-        """Logits [S, W] of the rows from ``start`` on after the processors, fp32, as a copy.
+        """Return a copy of logits [S, W], of the rows from ``start`` on, in fp32 after the processors.
 
-        They have their whole width: a request may name tokens that are never drawn.
+        The copy has the full width, because the parameters of requests may contain ids that are never sampled.
         """
         scores = logits.to(torch.float32, copy=True)
         bits = rows.records["processors"][start : start + len(logits)]
@@ -125,12 +125,12 @@ def _logits_row(rows: SampledRows, start: int, index: int) -> LogitsRow:
 
 
 def compile_kernels(*, vocab_size: int, num_embeddings: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Have all that a ``DeviceSampler`` and the graphs may launch compiled, for logits of this type."""
+    """Compile all kernels that ``DeviceSampler`` and CUDA graphs may launch for logits of this dtype."""
     with compile_only():
         kernels = SamplingKernels(max_rows=1, vocab_size=vocab_size, device=device)
         logits = torch.zeros(1, num_embeddings, dtype=dtype, device=device)
         kernels.run_all(logits)
-        words = torch.zeros(1, -(-num_embeddings // 32), dtype=torch.int32, device=device)
+        masks = torch.zeros(1, -(-num_embeddings // 32), dtype=torch.int32, device=device)
         rules = torch.zeros(1, 2, dtype=torch.int32, device=device)
-        for scores in (logits, logits.float()):  # of a graph, and a copy
-            grammar_mask.mask(scores, rules, words)
+        for scores in (logits, logits.float()):  # logits of a graph, and an fp32 copy
+            grammar_mask.mask(scores, rules, masks)

@@ -1,9 +1,9 @@
-"""Philox4x32-10, the counter-based generator behind every draw.
+"""Philox4x32-10, the counter-based random number generator of sampling.
 
-One uniform number for each token, a pure function of (seed, position): the same request gives the same tokens in any
-batch, after a preemption and after a restart. The format, which must not change: key = the 64 bits of the seed (low
-word first), counter = (position low word, position high word, 0, 0), and the number is made of the first two words of
-the block, 27 and 26 bits, as a multiple of 2**-53 in [0, 1).
+Each token uses one uniform number, a pure function of (seed, position). So a request gets the same tokens in any batch,
+after a preemption and after a restart. The format must not change: key = the 64 bits of the seed (low word first),
+counter = (position low word, position high word, 0, 0). The number consists of the first two words of the block, 27 and
+26 bits, as a multiple of 2**-53 in [0, 1).
 
 Source: J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
@@ -23,10 +23,7 @@ _SHIFT = np.uint64(32)
 
 
 def philox(counter: Words, key: Words) -> Words:
-    """Blocks of four random words.
-
-    counter [4, R] and key [2, R] hold 32-bit words in 64-bit integers; so does the result [4, R].
-    """
+    """Return blocks of four random words [4, R] for counter [4, R] and key [2, R]: 32-bit words in 64-bit integers."""
     even = counter[0::2]  # words 0 and 2 are multiplied, words 1 and 3 are mixed in
     odd = counter[1::2]
     for _ in range(NUM_ROUNDS):
@@ -38,7 +35,7 @@ def philox(counter: Words, key: Words) -> Words:
 
 
 def uniforms(seeds: Words, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """The number in [0, 1) that draws the token at ``positions[i]`` of a request with ``seeds[i]``."""
+    """Return the number in [0, 1) for the token at ``positions[i]`` of a request with ``seeds[i]``."""
     wide = positions.astype(np.uint64)
     counter = np.zeros((4, len(seeds)), dtype=np.uint64)
     counter[0] = wide & _MASK
@@ -51,7 +48,7 @@ def uniforms(seeds: Words, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.f
 
 
 class UniformTable:
-    """The uniforms of each row's next positions, generated ``AHEAD`` at a time: one position would cost as much."""
+    """Caches the uniforms of the next positions of each row. ``AHEAD`` positions cost as much time as one."""
 
     AHEAD = 16
 
@@ -63,8 +60,8 @@ class UniformTable:
     def take(
         self, row_indices: npt.NDArray[np.int64], seeds: Words, positions: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float64]:
-        """``uniforms(seeds, positions)``: [S] each -> [S]. A row may be given to another request at any time."""
-        self._make_room(int(row_indices.max()) + 1)
+        """Return ``uniforms(seeds, positions)`` [S]. A row may belong to another request than before."""
+        self._grow(int(row_indices.max()) + 1)
         offsets = positions - self._starts[row_indices]
         is_stale = (offsets < 0) | (offsets >= self.AHEAD) | (self._seeds[row_indices] != seeds)
         if is_stale.any():
@@ -74,16 +71,16 @@ class UniformTable:
         return numbers
 
     def _refill(self, row_indices: npt.NDArray[np.int64], seeds: Words, positions: npt.NDArray[np.int64]) -> None:
-        """Generate the uniforms of the next positions of X rows; all arguments are [X]."""
+        """Generate the uniforms of the next positions of X rows. All arguments are [X]."""
         ahead = (positions[:, None] + np.arange(self.AHEAD)).ravel()
         self._numbers[row_indices] = uniforms(seeds.repeat(self.AHEAD), ahead).reshape(-1, self.AHEAD)
         self._starts[row_indices] = positions
         self._seeds[row_indices] = seeds
 
-    def _make_room(self, num_rows: int) -> None:
-        have = len(self._starts)
-        if num_rows > have:
-            more = max(num_rows, 2 * have) - have
+    def _grow(self, num_rows: int) -> None:
+        capacity = len(self._starts)
+        if num_rows > capacity:
+            more = max(num_rows, 2 * capacity) - capacity
             self._numbers = np.concatenate([self._numbers, np.zeros((more, self.AHEAD))])
             self._starts = np.concatenate([self._starts, np.full(more, -self.AHEAD)])
             self._seeds = np.concatenate([self._seeds, np.zeros(more, dtype=np.uint64)])

@@ -1,11 +1,10 @@
-"""From logits to token ids: processors, temperature, softmax, top-k, top-p, min-p, the draw.
+"""Sample token ids from logits on a CPU: processors, temperature, softmax, top-k, top-p, min-p, random choice.
 
-What a row gives is a function of its logits, its parameters, its seed and its position, bit for bit, whatever stands
-beside it: every operation on a row is either exact or done in an order that depends on the width alone. Rows that use
-no feature skip it; a batch of greedy rows is one pass over the logits.
+The token of a row depends only on its logits, parameters, seed and position. All operations on a row are exact, or
+their order depends only on the width. Rows skip unused features; a batch of greedy rows needs one pass over the logits.
 
-Shape letters: S rows that sample, V vocabulary that may be sampled, W row width of the scratch memory: a place for
-each id that a prompt may hold.
+S rows that sample, X rows of a chunk, V vocabulary that may be sampled, W width of the scratch memory (all ids that a
+prompt may have).
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ if TYPE_CHECKING:
     Ints = npt.NDArray[np.int64]
 
 FAILED = -1
-"""The token id of a row whose logits are not numbers."""
+"""The token id of a row with invalid logits."""
 
-_CHUNK_ROWS = 32  # rows that are worked on at once: bounds the scratch memory, and stays near the caches
+_CHUNK_ROWS = 32  # rows processed at once: limits the scratch memory, and fits the caches
 _NUM_SEGMENTS = 32
 _SEGMENTED_FROM = 1 << 15
 
 
 class Sampler:
-    """Draws tokens below ``vocab_size``; logits of ``num_embeddings`` may be wider, the rest is never drawn."""
+    """Samples tokens below ``vocab_size``. The logits may be wider (``num_embeddings``)."""
 
     def __init__(
         self, *, vocab_size: int, num_embeddings: int, device: torch.device, processors: tuple[LogitsProcessor, ...]
@@ -52,7 +51,7 @@ class Sampler:
         self._scratch = torch.empty(0, self._width, device=device)
 
     def sample(self, logits: Tensor, rows: SampledRows) -> Tensor:
-        """One token id for each row of the logits [S, >= V], as [S] int64 on their device; FAILED for a bad row."""
+        """Sample one token id per row of logits [S, >= V] -> [S] int64 on the same device; FAILED for a bad row."""
         logits = logits[:, : self._vocab_size]
         records = rows.records
         is_plain = records["is_plain"]
@@ -75,27 +74,27 @@ class Sampler:
         return self._process(logits[:, : self._vocab_size], rows, np.arange(len(logits)))[:, : self._vocab_size]
 
     def _plain(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> Tensor:
-        """Logits [S, V] -> token ids [X] of the ``chunk`` [X] of rows: the largest logits."""
+        """Logits [S, V] -> greedy token ids [X] of the rows ``chunk`` [X]."""
         return greedy(logits[self._upload(chunk)])
 
     def _processed(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> Tensor:
-        """As ``_plain``, [X], after the processors."""
+        """Logits [S, V] -> greedy token ids [X] of the rows ``chunk`` [X] after the processors."""
         return greedy(self._process(logits, rows, chunk))
 
     def _drawn(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> Tensor:
-        """Logits [S, V] -> token ids [X] of the ``chunk`` [X] of rows: drawn."""
+        """Logits [S, V] -> token ids [X] of the rows ``chunk`` [X], sampled from the full distribution."""
         p_SW, is_bad_S = self._probabilities(logits, rows, chunk)
         return self._upload(draw(p_SW, self._uniforms(rows, chunk))).masked_fill_(is_bad_S, FAILED)
 
     def _truncated(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> Tensor:
-        """As ``_drawn``, [X], from what top-k, top-p and min-p leave."""
+        """Logits [S, V] -> token ids [X] of the rows ``chunk`` [X], sampled after truncation."""
         p_SW, is_bad_S = self._probabilities(logits, rows, chunk)
         rules = Truncation(*(rows.records[name][chunk] for name in ("top_k", "top_p", "min_p")))
         token_S = draw_truncated(p_SW, self._uniforms(rows, chunk), rules)
         return self._upload(token_S).masked_fill_(is_bad_S, FAILED)
 
     def _process(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> Tensor:
-        """The logits of these rows after the processors, [S, W] fp32 in the scratch memory, -inf beyond V."""
+        """Return the logits of these rows after the processors, [S, W] fp32 in the scratch memory, -inf beyond V."""
         if len(self._scratch) < len(chunk):
             self._scratch = torch.empty(len(chunk), self._width, device=self._device)
         scores_SW = self._scratch[: len(chunk)]
@@ -110,48 +109,50 @@ class Sampler:
         return scores_SW
 
     def _probabilities(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> tuple[Tensor, Tensor]:
-        """[S, W] fp32 in the scratch memory, and which rows have none, [S] bool (their entries are replaced)."""
+        """Return probabilities [S, W] fp32 in the scratch memory, and which rows are invalid [S] (filled with 1)."""
         p_SW = self._process(logits, rows, chunk)
         p_SW.div_(self._upload(rows.records["temperature"][chunk])[:, None])
         torch.softmax(p_SW, -1, out=p_SW)
-        is_bad_S = p_SW[:, 0].isnan()  # one entry that is no number makes all entries of its row so
+        is_bad_S = p_SW[:, 0].isnan()  # one NaN makes all entries of its row NaN
         if bool(is_bad_S.any()):
             p_SW[is_bad_S] = 1.0
         return p_SW, is_bad_S
 
     def _uniforms(self, rows: SampledRows, chunk: Ints) -> npt.NDArray[np.float64]:
-        """[X] float64 of the ``chunk`` [X] of rows."""
+        """Return the random numbers [X] float64 of the rows ``chunk`` [X]."""
         return self._uniform_table.take(rows.row_indices[chunk], rows.records["seed"][chunk], rows.positions[chunk])
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """The first of the largest logits of each row [S, V], as [S] int64; FAILED where the largest is no finite number.
+    """Return the argmax [S] int64 of each row of logits [S, V], the first for ties; FAILED if the maximum is not
+    finite.
 
-    Over many numbers, maxima of segments first: torch's max with places is an order of magnitude slower than amax.
+    For many numbers it first computes maxima of segments, because torch's max with indices is ten times slower than
+    amax.
     """
     num_rows, width = logits.shape
     if num_rows * width < _SEGMENTED_FROM:
         largest, token_ids = logits.max(-1)
         return _where_finite(token_ids, largest)
     size = -(-width // _NUM_SEGMENTS)
-    whole = width // size
-    best = torch.unflatten(logits[:, : whole * size], -1, (whole, size)).amax(-1)
-    if whole * size < width:
-        best = torch.cat([best, logits[:, whole * size :].amax(-1, keepdim=True)], dim=-1)
+    num_full = width // size
+    best = torch.unflatten(logits[:, : num_full * size], -1, (num_full, size)).amax(-1)
+    if num_full * size < width:
+        best = torch.cat([best, logits[:, num_full * size :].amax(-1, keepdim=True)], dim=-1)
     largest, segment = best.max(-1, keepdim=True)
-    places = segment * size + torch.arange(size, device=logits.device)
-    places.clamp_(max=width - 1)
-    inside = logits.gather(-1, places).argmax(-1, keepdim=True)
-    return _where_finite(places.gather(-1, inside)[:, 0], largest[:, 0])
+    columns = segment * size + torch.arange(size, device=logits.device)
+    columns.clamp_(max=width - 1)
+    inside = logits.gather(-1, columns).argmax(-1, keepdim=True)
+    return _where_finite(columns.gather(-1, inside)[:, 0], largest[:, 0])
 
 
 def _where_finite(token_ids: Tensor, largest: Tensor) -> Tensor:
-    """token_ids [S], FAILED where ``largest`` [S] is not finite: only a finite number less itself is zero."""
+    """Return token_ids [S], FAILED where ``largest`` [S] is not finite (x - x is 0 only for finite x)."""
     return token_ids.where(largest - largest == 0, FAILED)
 
 
 def _chunks(indices: Ints) -> list[Ints]:
-    """indices [X] in pieces of up to _CHUNK_ROWS."""
+    """Split indices [X] into pieces of up to _CHUNK_ROWS."""
     return [indices[i : i + _CHUNK_ROWS] for i in range(0, len(indices), _CHUNK_ROWS)]
 
 

@@ -1,9 +1,9 @@
-"""The token counts that penalties need on a GPU: how often each token occurs in each request.
+"""Token counts of requests on a GPU, for penalties.
 
-The host never sees the last tokens of a request in time, so a token is counted when the next one is sampled: the
-table of last tokens has it by then.
+The host does not know the last token of a request in time. So a token is counted when the next token is sampled: then
+the table of last tokens contains it.
 
-N rows of the table, W width of a row (every token that a prompt may have), X penalized rows of a step.
+N rows of the count table, W width of a row (all tokens that a prompt may have), X penalized rows of a step.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from aioengine.runner.rows import RequestRow, RowTable, SampledRows
 
 MORE_ROWS = 64
-"""Rows by which the table grows; while it does, it is in memory twice."""
+"""Rows by which the table grows. While it grows, it needs twice its memory."""
 
 
 @dataclass(slots=True)
-class _Place:
-    """A row of the table: whose tokens it counts, and how many of them."""
+class _CountRow:
+    """A row of the count table, its request, and the number of counted tokens."""
 
     index: int
     request: RequestRow
@@ -36,65 +36,64 @@ class _Place:
 
 
 class TokenCounts:
-    """The tables of the penalized requests. A request takes over the counts of the last one that had its row index."""
+    """The count table of penalized requests. A request reuses the row of the previous request with its row index."""
 
     def __init__(self, table: RowTable, *, width: int, device: torch.device) -> None:
         self._table = table
         self._counts = torch.zeros(0, width, dtype=torch.int32, device=device)
         self._one = torch.ones(1, dtype=torch.int32, device=device)
-        self._places: dict[int, _Place] = {}
+        self._rows: dict[int, _CountRow] = {}
 
     def apply(self, logits: Tensor, rows: SampledRows, users: npt.NDArray[np.int64], start: int) -> None:
-        """Penalize ``users`` among the rows of the step from ``start`` on, whose logits [S, V] fp32 these are."""
+        """Penalize rows ``users`` of logits [S, V] fp32, which are the rows of the step from ``start`` on."""
         requests = [rows.requests[start + user] for user in users.tolist()]
         positions = rows.positions[start + users].tolist()
-        places = [self._count(request) for request in requests]
-        indices = np.array([place.index for place in places], dtype=np.int32)
-        self._count_last(places, requests, positions, indices)
+        count_rows = [self._count(request) for request in requests]
+        indices = np.array([row.index for row in count_rows], dtype=np.int32)
+        self._count_last(count_rows, requests, positions, indices)
         upload = self._table.upload
         samplings = [request.sampling for request in requests]
         columns = PenalizedRows(
             upload(users.astype(np.int32)),
             upload(indices),
-            upload(np.array([each.frequency_penalty for each in samplings], dtype=np.float32)),
-            upload(np.array([each.presence_penalty for each in samplings], dtype=np.float32)),
-            upload(np.array([each.repetition_penalty for each in samplings], dtype=np.float32)),
+            upload(np.array([sampling.frequency_penalty for sampling in samplings], dtype=np.float32)),
+            upload(np.array([sampling.presence_penalty for sampling in samplings], dtype=np.float32)),
+            upload(np.array([sampling.repetition_penalty for sampling in samplings], dtype=np.float32)),
         )
         penalize(logits, self._counts, columns)
 
-    def _count(self, request: RequestRow) -> _Place:
-        """The request's row, which counts at least the tokens that it was opened with."""
-        place = self._places.get(request.row_index)
-        if place is not None and place.request is request:
-            return place
-        index = len(self._places) if place is None else place.index
+    def _count(self, request: RequestRow) -> _CountRow:
+        """Return the request's count row. If it is new, count the tokens with which the request was opened."""
+        row = self._rows.get(request.row_index)
+        if row is not None and row.request is request:
+            return row
+        index = len(self._rows) if row is None else row.index
         if index == len(self._counts):
             self._counts = torch.cat([self._counts, self._counts.new_zeros(MORE_ROWS, self._width)])
-        place = _Place(index, request, len(request.token_ids))
-        self._places[request.row_index] = place
-        row = self._counts[index]
-        row.zero_()
+        row = self._rows[request.row_index] = _CountRow(index, request, len(request.token_ids))
+        counts = self._counts[index]
+        counts.zero_()
         ids = np.array(request.token_ids, dtype=np.int64)
-        row.index_fill_(0, self._table.upload(ids[request.first_id : request.num_prompt]), IN_PROMPT)
+        counts.index_fill_(0, self._table.upload(ids[request.first_id : request.num_prompt]), IN_PROMPT)
         output = self._table.upload(ids[request.num_prompt :])
-        row.index_add_(0, output, self._one.expand(len(output)))
-        return place
+        counts.index_add_(0, output, self._one.expand(len(output)))
+        return row
 
     @property
     def _width(self) -> int:
         return self._counts.shape[1]
 
     def _count_last(
-        self, places: list[_Place], requests: list[RequestRow], positions: list[int], indices: npt.NDArray[np.int32]
+        self, rows: list[_CountRow], requests: list[RequestRow], positions: list[int], indices: npt.NDArray[np.int32]
     ) -> None:
-        """Count the tokens sampled one step before; ``positions`` [X]: of the new ones; ``indices`` [X]: of rows."""
-        lags = np.array([position > place.num_counted for place, position in zip(places, positions, strict=True)])
-        behind = np.flatnonzero(lags)
-        if not behind.size:
+        """Count the tokens sampled in the previous step. positions [X]: of new tokens. indices [X]: of rows."""
+        has_uncounted = [position > row.num_counted for row, position in zip(rows, positions, strict=True)]
+        uncounted = np.flatnonzero(np.array(has_uncounted))
+        if not uncounted.size:
             return
-        for i in behind.tolist():
-            places[i].num_counted += 1
-        row_indices = np.array([requests[i].row_index for i in behind.tolist()], dtype=np.int64)
+        for i in uncounted.tolist():
+            rows[i].num_counted += 1
+        row_indices = np.array([requests[i].row_index for i in uncounted.tolist()], dtype=np.int64)
         tokens = self._table.last_tokens.index_select(0, self._table.upload(row_indices))
-        flat = self._table.upload(indices[behind].astype(np.int64) * self._width) + tokens
+        flat = self._table.upload(indices[uncounted].astype(np.int64) * self._width) + tokens
         self._counts.view(-1).index_add_(0, flat, self._one.expand(len(flat)))

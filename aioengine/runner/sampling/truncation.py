@@ -1,20 +1,20 @@
-"""top-k, then top-p, then min-p, then the draw: which tokens of a row of probabilities may come, and which one does.
+"""Truncation by top-k, then top-p, then min-p, and sampling on a CPU.
 
-Everything is a function of one row alone, so a request draws the same token in any batch. The rules, for a row of fp32
-probabilities p in vocabulary order, with ties broken by vocabulary order:
+The result of a row does not depend on other rows. The rules, for a row of fp32 probabilities p in vocabulary order,
+with ties broken by vocabulary order:
 
-- top-k keeps the k largest; top-p keeps, of these, a token when the mass of those before it is less than
-  ``top_p`` of their mass; min-p keeps, of these, what has at least ``min_p`` times the largest probability;
-- the draw is the inverse of the cumulative distribution over what is kept, in vocabulary order: the first token at
-  which the cumulated mass exceeds ``uniform`` times the whole.
+- top-k keeps the k largest probabilities. From these, top-p keeps a token if the mass of the larger ones is less than
+  ``top_p`` times their total mass. From these, min-p keeps tokens with at least ``min_p`` times the largest
+  probability.
+- Sampling inverts the cumulative distribution of the kept tokens in vocabulary order: it returns the first token at
+  which the cumulative mass exceeds ``uniform`` times the total mass.
 
-Sorting a vocabulary would cost milliseconds a row. The largest probabilities are found through the maxima of
-interleaved blocks instead: whatever is larger than the largest maximum of the blocks that were left out stands in the
-blocks that were taken. Rows for which these are not enough (flat distributions) go through an exact histogram. What is
-done with the few hundred largest is done in numpy: small operations cost it a tenth of what they cost torch.
+Sorting a vocabulary would cost milliseconds per row. Instead, the largest probabilities (the head) are searched in the
+interleaved blocks with the largest maxima. The head is complete down to the largest maximum of the other blocks. Rows
+for which it is not enough (flat distributions) use an exact histogram. The head is processed in numpy, whose small
+operations cost a tenth of torch's.
 
-Shape letters: S rows, W width of a row (a multiple of BLOCK), B blocks, C tokens of a block, H head, N most tokens that
-a row keeps.
+S rows, W width of a row (a multiple of BLOCK), B blocks, C tokens of a block, H head, N maximum number of kept tokens.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     Ints = npt.NDArray[np.int64]
 
 BLOCK = 64
-"""Widths of rows are multiples of this."""
+"""The width of rows is a multiple of this."""
 
 TOP_K_OFF = 1 << 30
 
 _NUM_BLOCKS = 128  # blocks whose tokens are candidates for the head
 _HEAD = 256
-_NO_TOKEN = 1 << 40  # an id behind all others
+_NO_TOKEN = 1 << 40  # larger than all token ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,9 @@ class Truncation:
 
 
 @dataclass(frozen=True, slots=True)
-class _Head:
-    """The largest probabilities of S rows in falling order, with their ids (of equal ones perhaps not the first), and
-    the largest probability that may be missing among them.
+class _LargestTokens:
+    """The largest probabilities of S rows in descending order, with their ids (ties in any order), and the largest
+    probability that may be missing.
     """
 
     values_SH: Floats
@@ -63,9 +63,9 @@ class _Head:
 
 
 def draw(p_SW: Tensor, uniform_S: Floats) -> Ints:
-    """One token id a row, [S], by the cumulated mass in vocabulary order; ``uniform_S`` in [0, 1).
+    """Sample one token id per row, [S], from the full distribution. uniform_S: in [0, 1).
 
-    The mass is cumulated in two levels, by blocks (summed in fp32) and inside the block that is hit.
+    The mass is accumulated over blocks (summed in fp32), then within the chosen block.
     """
     blocks_SBC = torch.unflatten(p_SW, -1, (-1, BLOCK))
     mass_SB = _wide(blocks_SBC.sum(-1)).cumsum(-1)
@@ -78,7 +78,7 @@ def draw(p_SW: Tensor, uniform_S: Floats) -> Ints:
 
 
 def draw_truncated(p_SW: Tensor, uniform_S: Floats, rules: Truncation) -> Ints:
-    """One token id a row, [S], of what top-k, top-p and min-p leave."""
+    """Sample one token id per row, [S], after top-k, top-p and min-p."""
     head = _find_head(p_SW)
     num_S, is_sure_S = _count_kept(head, rules, p_SW.shape[-1])
     values_SN, ids_SN = _kept_of_head(p_SW, head, num_S)
@@ -93,110 +93,113 @@ def draw_truncated(p_SW: Tensor, uniform_S: Floats, rules: Truncation) -> Ints:
     return token_S
 
 
-def _find_head(p_SW: Tensor) -> _Head:
-    """The head [S, H] of probabilities [S, W]."""
+def _find_head(p_SW: Tensor) -> _LargestTokens:
+    """Return the head [S, H] of probabilities [S, W]."""
     num_blocks = p_SW.shape[-1] // BLOCK
     if num_blocks <= _NUM_BLOCKS:
         largest = p_SW.topk(min(_HEAD, p_SW.shape[-1]))
         missing_S = np.zeros(len(p_SW))
-        return _Head(_wide(largest.values), largest.indices.cpu().numpy(), missing_S)
-    # Block b holds the tokens b, b + B, b + 2 B, ...: so the maxima are taken along contiguous memory.
+        return _LargestTokens(_wide(largest.values), largest.indices.cpu().numpy(), missing_S)
+    # Block b has the tokens b, b + B, b + 2 B, ..., so that maxima are computed along contiguous memory.
     grid_SCB = torch.unflatten(p_SW, -1, (BLOCK, num_blocks))
     best = grid_SCB.amax(1).topk(_NUM_BLOCKS + 1)
     taken_SB = best.indices[:, :_NUM_BLOCKS]
     candidates = grid_SCB.gather(2, taken_SB[:, None, :].expand(-1, BLOCK, -1)).flatten(1)
     largest = candidates.topk(_HEAD)
-    places_SH = largest.indices.cpu().numpy()
-    blocks_SH = np.take_along_axis(taken_SB.cpu().numpy(), places_SH % _NUM_BLOCKS, -1)
-    return _Head(
+    indices_SH = largest.indices.cpu().numpy()
+    blocks_SH = np.take_along_axis(taken_SB.cpu().numpy(), indices_SH % _NUM_BLOCKS, -1)
+    return _LargestTokens(
         _wide(largest.values),
-        places_SH // _NUM_BLOCKS * num_blocks + blocks_SH,
+        indices_SH // _NUM_BLOCKS * num_blocks + blocks_SH,
         _wide(best.values[:, -1]),
     )
 
 
-def _count_kept(head: _Head, rules: Truncation, width: int) -> tuple[Ints, npt.NDArray[np.bool_]]:
-    """How many of the head are kept [S], at least 1, and in which rows these are certain to be all that is kept [S]."""
+def _count_kept(head: _LargestTokens, rules: Truncation, width: int) -> tuple[Ints, npt.NDArray[np.bool_]]:
+    """Return the number of kept tokens in the head [S], at least 1, and whether it surely has all kept tokens [S]."""
     values_SH = head.values_SH
     size = values_SH.shape[-1]
     rows = np.arange(len(values_SH))
     mass_SH = values_SH.cumsum(-1)
-    is_short_S = rules.top_k <= size  # the whole top-k set is in the head, and so is its mass
-    whole_S = np.where(is_short_S, mass_SH[rows, np.minimum(rules.top_k, size) - 1], 1.0)
-    limit_S = np.where(rules.top_p < 1.0, rules.top_p * whole_S, np.inf)  # infinite: rounding must drop nothing
+    is_short_S = rules.top_k <= size  # the head contains the complete top-k set
+    total_S = np.where(is_short_S, mass_SH[rows, np.minimum(rules.top_k, size) - 1], 1.0)
+    limit_S = np.where(rules.top_p < 1.0, rules.top_p * total_S, np.inf)  # infinite: rounding must not drop tokens
     num_S = (mass_SH - values_SH < limit_S[:, None]).sum(-1)
     num_S = np.minimum(num_S, (values_SH >= (rules.min_p * values_SH[:, 0])[:, None]).sum(-1))
     num_S = np.maximum(np.minimum(num_S, rules.top_k), 1)
     has_mass_S = is_short_S | (rules.top_k >= width) | (rules.top_p >= 1.0)
-    is_whole_S = is_short_S | (num_S < size)
-    return num_S, has_mass_S & is_whole_S & (values_SH[rows, num_S - 1] >= head.missing_S)
+    is_complete_S = is_short_S | (num_S < size)
+    return num_S, has_mass_S & is_complete_S & (values_SH[rows, num_S - 1] >= head.missing_S)
 
 
-def _kept_of_head(p_SW: Tensor, head: _Head, num_S: Ints) -> tuple[Floats, Ints]:
-    """Probabilities (0: none) and ids of the tokens that stay, [S, N]; of equal ones at the border the first."""
+def _kept_of_head(p_SW: Tensor, head: _LargestTokens, num_S: Ints) -> tuple[Floats, Ints]:
+    """Return probabilities (0 for padding) and ids [S, N] of kept tokens. Ties at the threshold: the first ids are
+    kept.
+    """
     size = int(num_S.max())
     is_kept_SN = np.arange(size) < num_S[:, None]
     values_SN = np.where(is_kept_SN, head.values_SH[:, :size], 0.0)
     ids_SN = np.where(is_kept_SN, head.ids_SH[:, :size], _NO_TOKEN)
     rows = np.arange(len(num_S))
-    border_S = head.values_SH[rows, num_S - 1]
+    threshold_S = head.values_SH[rows, num_S - 1]
     next_S = head.values_SH[rows, np.minimum(num_S, head.values_SH.shape[-1] - 1)]
-    for i in np.flatnonzero((next_S == border_S) | (head.missing_S == border_S)).tolist():
-        num_larger = int((values_SN[i] > border_S[i]).sum())
-        equal = (p_SW[i] == float(border_S[i])).nonzero()[: int(num_S[i]) - num_larger, 0]
+    for i in np.flatnonzero((next_S == threshold_S) | (head.missing_S == threshold_S)).tolist():
+        num_larger = int((values_SN[i] > threshold_S[i]).sum())
+        equal = (p_SW[i] == float(threshold_S[i])).nonzero()[: int(num_S[i]) - num_larger, 0]
         ids_SN[i, num_larger : num_larger + len(equal)] = equal.cpu().numpy()
     return values_SN, ids_SN
 
 
 def kept(p_W: npt.NDArray[np.float32], *, top_k: int, top_p: float, min_p: float) -> npt.NDArray[np.bool_]:
-    """Which tokens of one row of probabilities [W] are kept, [W], exactly, whatever the distribution looks like."""
+    """Return which tokens of one row of probabilities [W] are kept, [W]. Exact for every distribution."""
     keep_W = np.ones(len(p_W), dtype=np.bool_)
-    whole = 1.0
+    total = 1.0
     if top_k < len(p_W):
         keep_W = _head(p_W, np.ones(len(p_W)), float(top_k))
         p_W = np.where(keep_W, p_W, np.float32(0))
-        whole = float(p_W.sum(dtype=np.float64))
+        total = float(p_W.sum(dtype=np.float64))
     if top_p < 1.0:
-        keep_W &= _head(p_W, p_W.astype(np.float64), top_p * whole)
+        keep_W &= _head(p_W, p_W.astype(np.float64), top_p * total)
     keep_W &= p_W >= min_p * float(p_W.max())
     keep_W[p_W.argmax()] = True
     return keep_W
 
 
 def _head(p_W: npt.NDArray[np.float32], weights_W: Floats, limit: float) -> npt.NDArray[np.bool_]:
-    """[W] bool: largest first, a token is kept while the weight of those before it is less than ``limit``.
+    """Return a mask [W]: a token is kept if the total weight of tokens with larger probabilities is less than
+    ``limit``.
 
-    Only the bin of the histogram in which the limit is reached has to be sorted. The upper half of the bits of a
-    probability [W] is its bin: larger bits, larger probability.
+    Only the histogram bin in which the limit is reached is sorted. The bin of a probability is the upper half of its
+    bits, because larger probabilities have larger bits.
     """
     bins_W = p_W.view(np.int32) >> 16
     weight_of_bin = np.bincount(bins_W, weights_W)
     above = weight_of_bin[::-1].cumsum()[::-1] - weight_of_bin
-    border = int(np.flatnonzero(above < limit)[0])
-    inside = np.flatnonzero(bins_W == border)
+    threshold = int(np.flatnonzero(above < limit)[0])
+    inside = np.flatnonzero(bins_W == threshold)
     inside = inside[np.argsort(-p_W[inside], kind="stable")]
-    before = above[border] + np.cumsum(weights_W[inside]) - weights_W[inside]
-    keep_W = bins_W > border
+    before = above[threshold] + np.cumsum(weights_W[inside]) - weights_W[inside]
+    keep_W = bins_W > threshold
     keep_W[inside[before < limit]] = True
     return keep_W
 
 
 def _draw_kept(p_W: npt.NDArray[np.float32], keep_W: npt.NDArray[np.bool_], uniform: float) -> int:
-    """One token id, drawn from probabilities [W] where ``keep_W`` [W]."""
+    """Sample one token id from probabilities [W] where ``keep_W`` [W]."""
     mass_W = np.where(keep_W, p_W, np.float32(0)).cumsum(dtype=np.float64)
     return int(_first_above(mass_W[None], uniform * mass_W[-1:])[0])
 
 
 def _first_above(mass_SC: Floats, target_S: Floats) -> Ints:
-    """[S, C] cumulated mass, [S] targets -> [S], the first place of each row at which the mass exceeds the target.
+    """Return the first index [S] at which cumulative mass [S, C] exceeds the target [S].
 
-    A target that rounding has made as large as the whole mass is taken to be just below it.
+    Rounding may make a target as large as the total mass; it is then lowered to just below it.
     """
     below_S = np.minimum(target_S, np.nextafter(mass_SC[:, -1], 0.0))
-    places: Ints = (mass_SC <= below_S[:, None]).sum(-1)
-    return places
+    indices: Ints = (mass_SC <= below_S[:, None]).sum(-1)
+    return indices
 
 
 def _wide(values: Tensor) -> Floats:
-    """[...] as float64 on the host."""
+    """Convert [...] to float64 on the host."""
     return values.cpu().numpy().astype(np.float64)

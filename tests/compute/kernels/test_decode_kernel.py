@@ -25,7 +25,7 @@ from aioengine.runner.inputs import InputBuilder
 from aioengine.runner.page_tables import PageTables
 from aioengine.runner.rows import RowTable
 from aioengine.runner.graphs.cascade import SharedPrefixes
-from aioengine.runner.graphs.spread import can_spread, spread
+from aioengine.runner.graphs.expanded_rows import can_expand, expand_rows
 from aioengine.scheduler.plan import TOKENS, NewRow, Row
 from tests.compute.runner.graphs.test_cascade_groups import part_of
 from tests.compute.stepping import write_and_attend
@@ -130,11 +130,11 @@ for uid, start, known in steps:
     table.last_tokens[table.requests[uid].row_index] = 8
 rows = inputs.read([Row(uid, start, len(known) or 1, TOKENS, known) for uid, start, known in steps])
 sampled = table.sampled(rows.requests, rows.row_indices, rows.starts + rows.counts)
-assert can_spread(rows)
-found = spread(rows, table)
+assert can_expand(rows)
+found = expand_rows(rows, table)
 step_inputs, batch = inputs.build(SimpleNamespace(input_spec=InputSpec()), rows, None, num_outputs=len(steps))
 host = np.full(4000, 77, dtype=np.int32)
-num_words = graphs._fill(host, SIZE, rows, sampled, cascade=None, spread_rows=found, is_drawn=False)
+num_words = graphs._fill(host, SIZE, rows, sampled, cascade=None, expanded=found, is_drawn=False)
 graphs._memory = torch.from_numpy(host)
 columns, buffers = graphs._columns(SIZE), graphs._buffers(SIZE)
 num_tokens = 7
@@ -157,10 +157,10 @@ queries, out = torch.zeros(2, SIZE, HEADS, HEAD_SIZE)
 queries[:num_tokens] = q
 decode.decode(queries, (pool[0, 0], pool[0, 1]), step, scale=shape.scale, out=out, other=None)
 torch.testing.assert_close(out[:num_tokens].view(num_tokens, -1), expected, rtol=1e-4, atol=1e-5)
-assert found.inverse.tolist() == [2, 3, 5, 6]
+assert found.last_indices.tolist() == [2, 3, 5, 6]
 
 rows.requests[0].num_prompt = 47
-assert not can_spread(rows), "a prompt"
+assert not can_expand(rows), "a prompt"
 """
 
 

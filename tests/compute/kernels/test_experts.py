@@ -23,11 +23,11 @@ from aioengine.kernels.expert_types import SILU, ExpertWeights, GateFunction, Ro
 from aioengine.layers import expert_tensors
 from aioengine.layers.experts import SparseMLP
 from aioengine.layers.placement import Placement
-from aioengine.quantization.plain import PLAIN
+from aioengine.quantization.plain import plain
 from tests.compute.interpreted import run_interpreted
 
 NUM_EXPERTS, SIZE, INNER = 6, 32, 24
-PLACEMENT = Placement(dtype=torch.float32, device=torch.device("cpu"), linear_format=PLAIN)
+PLACEMENT = Placement(dtype=torch.float32, device=torch.device("cpu"), format_of=plain)
 DEEPSEEK: dict[str, Any] = {
     "n_routed_experts": 12,
     "hidden_size": SIZE,
@@ -137,7 +137,9 @@ def config_of(stored: str) -> ExpertsConfig:
 def test_layer_tensors_match_the_checkpoint_description(stored: str) -> None:
     config = config_of(stored)
     layer = SparseMLP(SIZE, config, PLACEMENT)
-    assert {name: target.shape for name, target in layer.weights("").items()} == tensors_of_experts(config, SIZE)
+    assert {name: target.shape for name, target in layer.weights("").items()} == {
+        name: spec.shape for name, spec in tensors_of_experts(config, SIZE).items()
+    }
 
 
 @pytest.mark.parametrize("stored", ["separate", "packed", "interleaved"])

@@ -20,6 +20,7 @@ from aioengine.kernels import latent_heads
 from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.kernels.triton import expanded_attention, latent_decode
 from aioengine.kernels.triton import latent_heads as kernels
+from aioengine.kernels.triton.attention import AttentionTile
 from tests.compute.stepping import make_batch, write_and_attend
 
 torch.manual_seed(0)
@@ -29,8 +30,8 @@ kernels.options = lambda num_warps: {"num_warps": num_warps}
 """
 FORMS = """
 _latent.TOKEN_PAIRS, _latent.POSITION_PAIRS = 0, 10
-expanded_attention.LARGE = expanded_attention.ExpandedTile(32, 16, 4, 2)
-expanded_attention.SMALL = expanded_attention.ExpandedTile(16, 16, 4, 2)
+expanded_attention.LARGE = AttentionTile(32, 16, 4, 2)
+expanded_attention.SMALL = AttentionTile(16, 16, 4, 2)
 expanded_attention.ENOUGH_PROGRAMS = 9
 latent_decode.part_size.fn.__globals__["LONG"] = latent_decode.LONG = latent_decode.tl.constexpr(32)
 all_ones, mixed, fresh = [(0, 1), (40, 1), (99, 1)], [(40, 1), (7, 5), (100, 1), (16, 30), (0, 45)], [(0, 33), (21, 24)]
@@ -87,9 +88,9 @@ from aioengine.attention._base import DecodeBuffers
 from aioengine.models import _decoder
 from tests.compute.stepping import make_inputs, options
 
-expanded_attention.LARGE = expanded_attention.ExpandedTile(32, 16, 4, 2)
-expanded_attention.SMALL = expanded_attention.ExpandedTile(16, 16, 4, 2)
-latent_decode.NARROW = latent_decode.LatentTile(16, 32, 4, 2)
+expanded_attention.LARGE = AttentionTile(32, 16, 4, 2)
+expanded_attention.SMALL = AttentionTile(16, 16, 4, 2)
+latent_decode.NARROW = AttentionTile(16, 32, 4, 2)
 config = {
     "architectures": ["YoutuForCausalLM"], "model_type": "youtu", "vocab_size": 96, "hidden_size": 48,
     "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,

@@ -13,7 +13,7 @@ import torch
 
 from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.kernels.triton import attention, expanded_attention, head_linear, launcher
-from aioengine.kernels.triton import latent_attention, latent_decode, latent_heads
+from aioengine.kernels.triton import latent_decode, latent_heads
 from tests.compute.compiled import compile_for_hopper
 
 launcher.KernelLauncher.__call__ = compile_for_hopper
@@ -33,10 +33,10 @@ for num_heads, value_size, more, dtypes in (
         q, out = heads[:, :-1], torch.zeros(2, num_heads, value_size, dtype=dtype)
         keys = torch.zeros(3, 1, 16, size, dtype=dtype)
         pool = keys, keys[..., :value_size]
-        tiles, invariant = ints.view(-1, 1).expand(-1, 2), num_heads != 20
-        latent_attention.attend(q, pool, rows, tiles, scale=0.1, out=out, batch_invariant=invariant)
+        tiles, in_splits = ints.view(-1, 1).expand(-1, 2), num_heads != 20
+        attention.attend(q, pool, rows, tiles, scale=0.1, out=out, in_splits=in_splits)
         splits = attention.SplitPlan(4, 2)
-        latent_attention.attend_splits(q, pool, rows, splits, scale=0.1, out=out)
+        attention.attend_splits(q, pool, rows, splits, scale=0.1, out=out)
         both = torch.zeros(2, num_heads * (64 + more) + size, dtype=dtype)
         queries, latents = both.tensor_split((num_heads * (64 + more),), dim=1)
         queries = queries.unflatten(1, (num_heads, -1))

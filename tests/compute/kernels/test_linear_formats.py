@@ -12,15 +12,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
-from aioengine import models
+from aioengine import models, plugins
+from aioengine.families._block_config import LinearShape, TensorSpec, TensorSpecs
+from aioengine.families._tensors import checkpoint_tensors, plain_tensors
 from aioengine.kernels.linear import Matmul
 from aioengine.kernels.silu_and_mul import silu_and_mul
 from aioengine.layers.linear import Linear, Stored
 from aioengine.layers.placement import Placement, Shard, Units, rank_ranges
-from aioengine.model_files.checkpoint import read_headers
+from aioengine.model_files.checkpoint import check_entries, read_headers
 from aioengine.models._base import Model, ModelOptions
 from aioengine.quantization._base import Axis, LinearFormat, Prepared, Tensors
-from aioengine.quantization.plain import PLAIN
+from aioengine.quantization.plain import PLAIN, plain
 from aioengine.runner import weights
 from aioengine.runner.weight_reading import read_all
 from tests.compute.runner_world import save_model
@@ -88,6 +90,14 @@ class TransposedFormat:
         return {**tensors, "weight": tensors["weight"] / 2}
 
 
+def int8_tensors(linear: LinearShape) -> TensorSpecs:
+    """Describe a layer of ``Int8Format``; the head is not quantized."""
+    specs = plain_tensors(linear)
+    if linear.name != "lm_head":
+        specs |= {"weight": specs["weight"]._replace(dtype="I8"), "weight_scale": TensorSpec((linear.outputs,))}
+    return specs
+
+
 def gated(matmul: Matmul) -> Matmul:
     return lambda x: silu_and_mul(matmul(x))
 
@@ -119,12 +129,18 @@ def transpose(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.T.contiguous() if name.endswith(IS_LINEAR) else tensor for name, tensor in tensors.items()}
 
 
-def loaded(folder: Path, tensors: dict[str, Tensor], linear_format: LinearFormat) -> Model:
-    """Build the model of this folder's config with these weights."""
+def loaded(
+    folder: Path, tensors: dict[str, Tensor], linear_format: LinearFormat, unquantized: tuple[str, ...] = ()
+) -> Model:
+    """Build the model of this folder's config with these weights. ``unquantized``: ends of names of plain layers."""
+
+    def format_of(name: str) -> LinearFormat:
+        return PLAIN if name.endswith(unquantized) else linear_format
+
     for old in folder.glob("*.safetensors"):
         old.unlink()
     save_file(tensors, folder / "model.safetensors")
-    options = ModelOptions(dtype=torch.float32, device=CPU, max_positions=64, linear_format=linear_format)
+    options = ModelOptions(dtype=torch.float32, device=CPU, max_positions=64, format_of=format_of)
     model = models.build(json.loads((folder / "config.json").read_text()), options)
     weights.load(model, folder, load_format="auto", seed=0, report=lambda done, total: None)
     return model
@@ -152,6 +168,45 @@ def test_transposed_model_matches_the_plain_model(tmp_path: Path) -> None:
     torch.testing.assert_close(logits_of(model), expected, atol=3e-5, rtol=1e-5)
 
 
+def test_layers_of_a_model_have_the_format_for_their_name(tmp_path: Path) -> None:
+    save_model("llama", tmp_path, tie_word_embeddings=False)
+    plain_tensors = load_file(tmp_path / "model.safetensors")
+    names = ("lm_head", "layers.1.mlp.down_proj", "layers.0.self_attn.o_proj")
+    kept = {
+        name: tensor for name, tensor in plain_tensors.items() if name.endswith(tuple(f"{n}.weight" for n in names))
+    }
+    assert len(kept) == 3
+    quantized = quantize({name: tensor for name, tensor in plain_tensors.items() if name not in kept})
+    expected = logits_of(loaded(tmp_path, dequantize(quantized) | kept, PLAIN))
+    model = loaded(tmp_path, quantized | kept, Int8Format(), unquantized=names)
+    torch.testing.assert_close(logits_of(model), expected, atol=3e-5, rtol=1e-5)
+    with pytest.raises(
+        ValueError, match=r"q_proj, .*k_proj, .*v_proj are one layer here, but their checkpoint has several formats"
+    ):
+        loaded(tmp_path, quantized | kept, Int8Format(), unquantized=("layers.1.self_attn.k_proj",))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_description_of_an_int8_checkpoint_matches_its_model(family: str, tmp_path: Path) -> None:
+    save_model(family, tmp_path, tie_word_embeddings=False)
+    plain_checkpoint = load_file(tmp_path / "model.safetensors")
+    head = plain_checkpoint.pop("lm_head.weight")
+    quantized = quantize(plain_checkpoint) | {"lm_head.weight": head}
+    model = loaded(tmp_path, quantized, Int8Format(), unquantized=("lm_head",))
+    config = plugins.load("families", family).read(json.loads((tmp_path / "config.json").read_text()))
+    specs = checkpoint_tensors(config, int8_tensors)
+    model.open_for_loading()
+    assert {name: target.shape for name, target in model.weights().items()} == {
+        name: spec.shape for name, spec in specs.items()
+    }
+    check_entries(read_headers(tmp_path, ""), specs, tmp_path)
+    with pytest.raises(ValueError, match=r"weight_scale.*is of type I8; what works: F64"):
+        check_entries(read_headers(tmp_path, ""), checkpoint_tensors(config), tmp_path)
+    save_file(plain_checkpoint | {"lm_head.weight": head}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"missing: .*weight_scale.*is of type F32; what works: I8"):
+        check_entries(read_headers(tmp_path, ""), specs, tmp_path)
+
+
 def test_float_tensor_in_int8_checkpoint_is_refused(tmp_path: Path) -> None:
     save_model("llama", tmp_path, tie_word_embeddings=False)
     plain = load_file(tmp_path / "model.safetensors")
@@ -161,7 +216,7 @@ def test_float_tensor_in_int8_checkpoint_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("linear_format", [PLAIN, Int8Format(), TransposedFormat()])
 def test_reopened_layer_keeps_its_values_and_takes_new_ones(linear_format: LinearFormat) -> None:
-    placement = Placement(dtype=torch.float32, device=CPU, linear_format=linear_format)
+    placement = Placement(dtype=torch.float32, device=CPU, format_of=lambda name: linear_format)
     layer = Linear(16, {"a": 8, "b": 24}, placement, bias=True)
     torch.manual_seed(0)
     first = {name: torch.randint(-9, 9, target.shape) for name, target in layer.weights("").items()}
@@ -184,7 +239,9 @@ def test_reopened_layer_keeps_its_values_and_takes_new_ones(linear_format: Linea
 
 def test_reopened_layer_keeps_matmul_and_tensors() -> None:
     """CUDA graphs contain their addresses."""
-    layer = Linear(16, {"a": 8}, Placement(dtype=torch.float32, device=CPU, linear_format=Int8Format()))
+    int8 = Int8Format()
+    layer = Linear(16, {"a": 8}, Placement(dtype=torch.float32, device=CPU, format_of=lambda name: int8))
+    layer.weights()
     layer.finish_loading()
     matmul, weight = layer._matmul, layer._tensors["weight"]
     layer.open_for_loading()
@@ -203,7 +260,7 @@ def test_ranks_of_a_divided_layer_cover_the_layer(linear_format: LinearFormat, a
     x = torch.randn(5, 8)
     results: list[Tensor] = []
     for shard in (Shard(), Shard(0, 2), Shard(1, 2)):
-        placement = Placement(dtype=torch.float32, device=CPU, linear_format=linear_format, shard=shard)
+        placement = Placement(dtype=torch.float32, device=CPU, format_of=lambda name: linear_format, shard=shard)
         layer = Linear(8, parts, placement, bias=has_bias, divided=axis)
         for name, target in layer.weights("").items():
             tensor = tensors.setdefault(name, torch.randn(target.shape))
@@ -236,7 +293,7 @@ def test_rank_loads_its_heads_from_the_checkpoint(
     stored = Stored(order, is_transposed)
 
     def layer_of(shard: Shard) -> Linear:
-        placement = Placement(dtype=torch.float32, device=CPU, linear_format=PLAIN, shard=shard)
+        placement = Placement(dtype=torch.float32, device=CPU, format_of=plain, shard=shard)
         layer = Linear(8, parts, placement, bias=True, divided="outputs", units=heads, stored=stored)
         read_all(read_headers(tmp_path, ""), layer.weights(""), lambda done, total: None)
         layer.finish_loading()

@@ -73,7 +73,9 @@ for length in range(1, 2049):
     assert attention_kernels.num_splits(length) == sum(start < length for start in starts), length
 # one program per row and kv head if there are many short rows, more if a row may be long
 shared = triton_attention._Shared(
-    AttentionShape(num_layers=1, num_heads=32, num_kv_heads=8, head_size=128, scale=1.0), [], []
+    AttentionShape(num_layers=1, num_heads=32, num_kv_heads=8, head_size=128, scale=1.0),
+    [torch.zeros(2, 1, 8, PAGE_SIZE, 128).unbind(0)],
+    [],
 )
 counts = [shared.num_programs(*case) for case in ((1, 96), (4, 3), (32, 4), (32, 96), (127, 96), (128, 96))]
 assert counts == [32, 3, 1, 8, 8, 1], counts

@@ -156,3 +156,21 @@ def test_unsupported_gpt_oss_values_are_refused_by_name(field: str, value: objec
     config |= {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}, field: value}
     with pytest.raises(ValueError, match=field):
         models.build(config, options())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config_type", "changes", "field"),
+    [
+        ("mixtral", MixtralConfig, {"num_local_experts": 0}, "num_local_experts 0 is not implemented"),
+        ("mixtral", MixtralConfig, {"num_experts_per_tok": 9}, "num_experts_per_tok 9 .*1 to 8"),
+        ("qwen2_moe", Qwen2MoeConfig, {"decoder_sparse_step": 0}, "decoder_sparse_step 0 .*at least 1"),
+        ("qwen3_moe", Qwen3MoeConfig, {"num_experts": 0}, "num_experts 0 "),
+        ("qwen3_moe", Qwen3MoeConfig, {"num_experts": None, "num_local_experts": 2}, "num_experts_per_tok 3 .*1 to 2"),
+    ],
+)
+def test_experts_that_cannot_be_chosen_are_refused(
+    model_type: str, config_type: Callable[..., PreTrainedConfig], changes: dict[str, object], field: str
+) -> None:
+    config = {**config_type(**SIZES).to_dict(), "model_type": model_type, **changes}
+    with pytest.raises(ValueError, match=field):
+        models.build(config, options())

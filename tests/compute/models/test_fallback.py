@@ -393,7 +393,7 @@ def test_code_that_mixes_tokens_is_refused(
         ({"num_attention_heads": 5}, "hidden size .* heads"),
         ({"hidden_act": "no_such_act"}, "does not build .*no_such_act"),
         ({"num_hidden_layers": 4}, "missing: model.layers.3.input_layernorm.weight"),
-        ({"intermediate_size": 81}, "the model wants"),
+        ({"intermediate_size": 81}, "and the model expects"),
         ({"intermediate_size": 0}, "layers.0.mlp.gate_proj.weight would be empty, .*0"),
     ],
 )

@@ -69,7 +69,7 @@ def test_adapters_match_merged_weights(kind: str, tmp_path: Path) -> None:
     expected = [continued(model, num_tokens=3) for model in models]
     runner = build(with_adapters(by_transformers(make_settings(tmp_path / "model"))), lambda _: None)
     for slot, path in enumerate(folders, 1):
-        runner.place_adapter(slot, runner.read_adapter(adapter(path, slot))).result(timeout=60)
+        runner.adapters.place(slot, runner.adapters.read(adapter(path, slot))).result(timeout=60)
     seen: list[torch.Tensor] = []
     compute_logits = runner._model.compute_logits
 
@@ -92,7 +92,7 @@ def test_adapter_of_nonlinear_layers_is_refused(tmp_path: Path) -> None:
     path = save_adapter(other, tmp_path / "adapter", target_modules=["gate_proj"])
     runner = build(with_adapters(by_transformers(make_settings(tmp_path / "model"))), lambda _: None)
     with pytest.raises(ValueError, match=r"gate_proj; what works in this base model: down_proj, k_proj"):
-        runner.read_adapter(adapter(path))
+        runner.adapters.read(adapter(path))
     assert base.config.model_type == "nemotron"
 
 

@@ -18,7 +18,7 @@ from aioengine.families._config import Task
 from aioengine.layers.placement import Placement
 from aioengine.models._fallback import TransformersModel, build_module
 from aioengine.models._fallback_swaps import find_gated, find_norm
-from aioengine.quantization.plain import PLAIN
+from aioengine.quantization.plain import plain
 from tests.compute.models.test_fallback import SIZES, load, save
 from tests.compute.stepping import Stepper, options
 
@@ -31,7 +31,7 @@ SMALL: Any = SIZES
 
 
 def placement(dtype: torch.dtype) -> Placement:
-    return Placement(dtype=dtype, device=torch.device("cpu"), linear_format=PLAIN)
+    return Placement(dtype=dtype, device=torch.device("cpu"), format_of=plain)
 
 
 class WideNorm(nn.Module):

@@ -18,7 +18,7 @@ from PIL import Image, ImageDraw
 
 from aioengine import Engine
 from aioengine.cli import commands
-from aioengine.media._base import find_image_model
+from aioengine.media.tokens._base import find_image_model
 from tests.kit.image_models import FAMILIES, add_image_files
 from tests.kit.tiny_sizes import VOCAB_SIZE
 from tests.kit.vision_models import GREEDY, IMAGE, clear_tokens, save_vision_model

@@ -12,12 +12,12 @@ import pytest
 import torch
 from PIL import Image
 
-from aioengine.media._base import find_image_model
+from aioengine.media.service import resizing
+from aioengine.media.service.processors import value_table, with_bytes
+from aioengine.media.service.resizing import DeviceResize
+from aioengine.media.tokens._base import find_image_model
 from aioengine.models._image_pixels import looked_up, resized
 from aioengine.models._qwen_tower import cut
-from aioengine.processes import resampling
-from aioengine.processes.image_arrays import LatePictures, faster
-from aioengine.processes.picture_bytes import bytes_of
 from tests.kit.image_models import FAMILIES, write_image_folder
 
 SIZES = [(90, 50), (20, 20), (64, 97), (700, 520)]
@@ -35,7 +35,7 @@ def processors(model_type: str, options: dict[str, object], folder: Path) -> tup
     assert model is not None
     module, _, name = model.processor.partition(":")
     kind = getattr(importlib.import_module(module), name)
-    return kind.from_dict(dict(model.settings)), faster(kind).from_dict(dict(model.settings))
+    return kind.from_dict(dict(model.settings)), with_bytes(kind).from_dict(dict(model.settings))
 
 
 @pytest.mark.parametrize("model_type", ["llava", "qwen2_vl", "smolvlm"])
@@ -68,7 +68,7 @@ def test_padding_is_zero_after_normalization(tmp_path: Path) -> None:
 
 def test_resize_on_device_matches_pillow() -> None:
     """Sizes grow and shrink, with extreme aspect ratios."""
-    rows_first = resampling.find_order()
+    rows_first = resizing.find_order()
     assert rows_first is not None
     draw = np.random.default_rng(1)
     sizes = [
@@ -85,7 +85,7 @@ def test_resize_on_device_matches_pillow() -> None:
         picture = draw.integers(0, 256, (height, width, 3), dtype=np.uint8)
         is_first = rows_first(height, width, new_height, new_width)
         num_rows_first += is_first
-        passes = {"row": resampling.taps(height, new_height), "column": resampling.taps(width, new_width)}
+        passes = {"row": resizing.taps(height, new_height), "column": resizing.taps(width, new_width)}
         arrays = {
             f"{name}_{part}": torch.tensor(value)
             for name, found in passes.items()
@@ -97,36 +97,38 @@ def test_resize_on_device_matches_pillow() -> None:
     assert int(PIL.__version__.partition(".")[0]) < 13 or 0 < num_rows_first < len(sizes)
 
 
+def device_resize(plain: Any) -> DeviceResize:
+    rows_first = resizing.find_order()
+    assert rows_first is not None
+    smart_resize = importlib.import_module(type(plain).__module__).smart_resize
+    return DeviceResize(plain, value_table(plain), smart_resize, rows_first)
+
+
 @pytest.mark.parametrize("options", [{}, {"do_normalize": False}, {"resample": 2}, {"do_resize": False}])
 def test_late_resize_gives_same_values(options: dict[str, object], tmp_path: Path) -> None:
     plain, _ = processors("qwen2_vl", options, tmp_path)
-    kind, rows_first = type(plain), resampling.find_order()
-    assert rows_first is not None
-    late = LatePictures(kind, plain.to_dict(), importlib.import_module(kind.__module__).smart_resize, rows_first)
+    resize = device_resize(plain)
     is_late = not options.keys() & {"do_normalize", "resample"}
     for width, height in ((64, 64), (56, 80)) if "do_resize" in options else SIZES:
-        found = late.beside(height, width)
+        found = resize.arrays(height, width)
         assert (found is not None) == (is_late and height * width < 64 * 64 * 4), "a large one is resized before"
         if found is None:
             continue
         wanted = plain(picture(width, height), return_tensors="np")
         arrays = {name: torch.tensor(array) for name, array in found.items()}
-        for stored in (np.asarray(picture(width, height)), bytes_of(picture(width, height))):
-            arrays["picture"] = torch.tensor(stored)
-            values = looked_up(resized(arrays, rows_first=bool(found["rows_first"])), arrays["table"])
-            patches = cut(values, size=plain.patch_size, merge=plain.merge_size, frames=2).numpy()
-            assert np.array_equal(patches, wanted["pixel_values"])
+        arrays["picture"] = torch.tensor(np.asarray(picture(width, height)))
+        values = looked_up(resized(arrays, rows_first=bool(found["rows_first"])), arrays["table"])
+        patches = cut(values, size=plain.patch_size, merge=plain.merge_size, frames=2).numpy()
+        assert np.array_equal(patches, wanted["pixel_values"])
         assert np.array_equal(found["image_grid_thw"], wanted["image_grid_thw"])
-        assert late.beside(height, width) is found, "it depends on the size alone"
+        assert resize.arrays(height, width) is found, "it depends on the size alone"
 
 
 def test_late_resize_refuses_sizes_that_the_processor_refuses(tmp_path: Path) -> None:
     plain, _ = processors("qwen2_vl", {}, tmp_path)
-    smart_resize = importlib.import_module(type(plain).__module__).smart_resize
-    late = LatePictures(type(plain), plain.to_dict(), smart_resize, lambda *_: False)
     for _ in range(2):
         with pytest.raises(ValueError, match="aspect ratio"):
-            late.beside(1, 300)
+            device_resize(plain).arrays(1, 300)
 
 
 @pytest.mark.parametrize("options", [{}, {"do_normalize": False}])
@@ -140,23 +142,6 @@ def test_unresized_picture_must_consist_of_whole_patches(options: dict[str, obje
     assert fast(picture(48, 40), return_tensors="np")["image_grid_thw"].tolist() == [[1, 10, 12]]
 
 
-def test_picture_bytes_stay_valid_while_in_use() -> None:
-    for size in [*SIZES, (1, 1), (2048, 2048), (2049, 2048)]:
-        found = bytes_of(picture(*size))
-        others = [Image.new("RGB", size) for _ in range(3)]  # would take memory that was given back
-        assert np.array_equal(found[..., :3], np.asarray(picture(*size)))
-        assert others
-
-
-def test_picture_bytes_are_copied_if_pillow_exports_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    is_lent = hasattr(Image.new("RGB", (1, 1)).im, "__arrow_c_array__")
-    assert bytes_of(picture(9, 5)).shape == (5, 9, 4 if is_lent else 3)
-    monkeypatch.setattr(Image.core, "get_alignment", lambda: 16)  # as PILLOW_ALIGNMENT=16 has it
-    found = bytes_of(picture(9, 5))
-    assert found.shape == (5, 9, 3)
-    assert np.array_equal(found, np.asarray(picture(9, 5)))
-
-
 def test_unknown_pass_order_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image.Image, "resize", lambda image, size, *_: Image.new("L", size))
-    assert resampling.find_order() is None
+    assert resizing.find_order() is None

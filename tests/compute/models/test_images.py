@@ -170,7 +170,7 @@ def test_features_beyond_the_limit_are_recomputed(llava: Saved, encoded: Counter
     prompt = prompt_of(TEXTS[0], llava.pictures.draw(), TEXTS[1])
     check(llava, prompt, run(world, [prompt])[0])
     assert encoded.total() == 3, "a run for each of the chunks with a part of the image"
-    assert not images._kept
+    assert not images._cache
 
 
 def test_preempted_requests_give_same_tokens(llava: Saved, encoded: Counter[tuple[int, ...]]) -> None:
@@ -342,10 +342,10 @@ def test_forced_tokens_have_correct_positions(model_type: str, tmp_path: Path) -
     prompt = prompt_of(TEXTS[1], saved.pictures.draw(8, 12), TEXTS[0])
     grammar = grammar_of(regex="(aabbccdd|ddccbbaa)([a-d]eeeeff){3}[a-d]{4}!")
     found: list[list[int]] = []
-    for min_jump, depth, chunk_tokens in ((1_000_000, 0, 64), (2, 0, 64), (2, 1, 7)):
+    for min_forced, depth, chunk_tokens in ((1_000_000, 0, 64), (2, 0, 64), (2, 1, 7)):
         world = saved.world(depth=depth, chunk_tokens=chunk_tokens)
         world.runner.use_grammars(Grammars(str(FOLDER), VOCAB_SIZE))
-        world.runner._constrained.min_jump = min_jump
+        world.runner._constrained.min_forced = min_forced
         sampling = Sampling(3, temperature=0.0, grammar=grammar)
         uid = world.submit(prompt.token_ids, sampling, media=prompt.media, max_new_tokens=60)
         world.run()

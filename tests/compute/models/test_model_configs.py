@@ -12,12 +12,12 @@ from transformers import AutoConfig, LlamaConfig, MistralConfig, MixtralConfig, 
 
 from aioengine import models, plugins
 from aioengine.api.args import engine_config
-from aioengine.families._memory import active_parameters, kv_numbers, num_parameters, state_bytes
-from aioengine.families._tensors import adaptable_layers, is_ignored, tensor_shapes
+from aioengine.families._tensors import adaptable_layers, checkpoint_tensors, is_ignored
 from aioengine.model_files.model_folder import _context_length, supported_model_types
 from aioengine.models._base import StatefulModel
 from aioengine.models._decoder import DecoderModel
-from aioengine.runner.device_memory import kv_bytes_per_token
+from aioengine.runner.device_memory import kv_cache_of
+from aioengine.settings.memory_model import active_parameters, kv_cache, num_parameters, state_bytes
 from tests.compute.stepping import options
 from tests.kit import decoders
 from tests.kit.hub_configs import HUB
@@ -106,7 +106,10 @@ def test_tensor_shapes_match_the_tensors_that_models_load(case: str, architectur
     model = models.build(config, options())
     assert isinstance(model, DecoderModel)
     decoder = plugins.load("families", config["model_type"]).read(config)
-    assert tensor_shapes(decoder) == {name: target.shape for name, target in model.weights().items()}
+    specs = checkpoint_tensors(decoder)
+    assert {name: spec.shape for name, spec in specs.items()} == {
+        name: target.shape for name, target in model.weights().items()
+    }
     for name in ("lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq", "model.norm.weight"):
         assert is_ignored(decoder, name) == model.is_ignored(name)
     parts = [
@@ -120,7 +123,7 @@ def test_tensor_shapes_match_the_tensors_that_models_load(case: str, architectur
     assert num_parameters(decoder) == sum(
         count * per_entry.get(name.rpartition("_")[2], 1) for name, count in numbers.items()
     )
-    assert kv_numbers(decoder) == kv_bytes_per_token(model.attention_shape, torch.int8)
+    assert kv_cache(decoder, 512) == kv_cache_of(model.attention_shape)
     states = model.state_shape.num_bytes if isinstance(model, StatefulModel) else 0
     assert state_bytes(decoder, model.dtype.itemsize) == states
 
@@ -128,7 +131,7 @@ def test_tensor_shapes_match_the_tensors_that_models_load(case: str, architectur
 @pytest.mark.parametrize("name", ["gemma-2-2b-it", "DeepSeek-V2-Lite"])
 def test_active_parameters_count_only_selected_experts(name: str) -> None:
     config = plugins.load("families", HUB[name]["model_type"]).read(HUB[name])
-    numbers = {name: math.prod(shape) for name, shape in tensor_shapes(config).items()}
+    numbers = {name: math.prod(spec.shape) for name, spec in checkpoint_tensors(config).items()}
     top_k = HUB[name].get("num_experts_per_tok", 0)
     idle = [count for name, count in numbers.items() if (found := EXPERT.search(name)) and int(found[1]) >= top_k]
     assert bool(idle) == (name == "DeepSeek-V2-Lite")

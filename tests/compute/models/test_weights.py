@@ -173,8 +173,8 @@ def test_damaged_missing_and_duplicate_files_are_refused(tmp_path: Path) -> None
 
 
 def test_folder_without_safetensors_is_refused_with_alternatives(tmp_path: Path) -> None:
-    check_refused(tmp_path / "none", "holds no weights")
-    check_refused(tmp_path, "holds no weights", "safetensors")
+    check_refused(tmp_path / "none", "has no weights")
+    check_refused(tmp_path, "has no weights", "safetensors")
     (tmp_path / "pytorch_model.bin").touch()
     check_refused(tmp_path, "pytorch_model.bin, which is not read", "save_pretrained")
     with pytest.raises(ValueError, match="load_format 'pt' is not known; what works: auto, safetensors, gguf, dummy"):
@@ -185,7 +185,7 @@ def test_folder_without_safetensors_is_refused_with_alternatives(tmp_path: Path)
 def test_large_tensors_are_read_in_pieces_by_several_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: torch.dtype
 ) -> None:
-    monkeypatch.setattr(weight_reading, "ALONE_BYTES", 0)
+    monkeypatch.setattr(weight_reading, "SMALL_BYTES", 0)
     monkeypatch.setattr(weight_reading, "PIECE_BYTES", 24)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     given = tensors()
@@ -223,7 +223,7 @@ def test_weights_that_overflow_the_dtype_are_refused(tmp_path: Path) -> None:
 def test_files_that_change_during_loading_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone_bytes: int
 ) -> None:
-    monkeypatch.setattr(weight_reading, "ALONE_BYTES", alone_bytes)
+    monkeypatch.setattr(weight_reading, "SMALL_BYTES", alone_bytes)
     path = tmp_path / "model.safetensors"
     save_file(tensors(), path)
     whole = path.read_bytes()
@@ -356,5 +356,5 @@ def test_slices_of_tensors_load_along_any_dimension(load_format: str, tmp_path: 
     assert torch.equal(torch.cat([half.up for half in halves]), whole.fused[:2])
     assert torch.equal(torch.cat([half.down for half in halves], dim=1), whole.fused[2:])
     save_file({**given, "up.weight": torch.ones(1, 4)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"up\.weight has shape \[1, 4\], the model wants \[2, 4\]"):
+    with pytest.raises(ValueError, match=r"up\.weight has shape \[1, 4\], and the model expects \[2, 4\]"):
         load(Half(1), tmp_path)

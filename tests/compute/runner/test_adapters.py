@@ -92,9 +92,10 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def runner_with(case: Case) -> ModelRunner:
     """With the adapters in slots 1 to 3."""
     runner = build(case.settings, lambda _: None)
-    assert runner.num_adapter_slots == NUM_SLOTS
+    assert runner.adapters is not None
+    assert runner.adapters.num_slots == NUM_SLOTS
     for slot, path in enumerate(case.adapters, 1):
-        runner.place_adapter(slot, runner.read_adapter(adapter(path, slot))).result(timeout=60)
+        runner.adapters.place(slot, runner.adapters.read(adapter(path, slot))).result(timeout=60)
     return runner
 
 
@@ -169,7 +170,7 @@ def test_layers_that_a_checkpoint_stores_in_another_order_or_fused(case: str, tm
     path = save_adapter(base, tmp_path / "adapter", target_modules=modules if is_hybrid else "all-linear")
     settings = small_settings(path=str(tmp_path / "model"), load_format="auto", context_length=128, page_size=4)
     runner = build(with_adapters(settings), lambda _: None)
-    runner.place_adapter(1, runner.read_adapter(adapter(path))).result(timeout=60)
+    runner.adapters.place(1, runner.adapters.read(adapter(path))).result(timeout=60)
     prompts = [[(7 * i + 3 * j) % 90 + 1 for j in range(3 + 5 * i)] for i in range(4)]
     found = generate(runner, [opened(i, i % 2, prompt) for i, prompt in enumerate(prompts)])
     before = [greedy(base, prompt) for prompt in prompts]
@@ -194,9 +195,9 @@ def test_a_slot_takes_one_adapter_after_another(llama: tuple[Path, Path], tmp_pa
     runner = build(with_adapters(make_settings(folder)), lambda _: None)
     tokens: list[list[int]] = []
     for number, path in enumerate([first, second, first], 1):
-        host = runner.read_adapter(adapter(path, number))
+        host = runner.adapters.read(adapter(path, number))
         assert host.num_bytes > 0
-        runner.place_adapter(2, host).result(timeout=60)
+        runner.adapters.place(2, host).result(timeout=60)
         tokens += generate(runner, [opened(0, 2, PROMPTS[4])])
     assert tokens[0] == tokens[2] != tokens[1]
     with torch.inference_mode():
@@ -207,7 +208,7 @@ def test_a_slot_takes_one_adapter_after_another(llama: tuple[Path, Path], tmp_pa
 def test_logprobs_of_a_prompt_are_those_of_merged_weights(llama: tuple[Path, Path]) -> None:
     folder, path = llama
     runner = build(with_adapters(make_settings(folder)), lambda _: None)
-    runner.place_adapter(3, runner.read_adapter(adapter(path))).result(timeout=60)
+    runner.adapters.place(3, runner.adapters.read(adapter(path))).result(timeout=60)
     rules = LogprobRules(start=0)
     prompt = PROMPTS[6]
     row = msgspec.structs.replace(opened(0, 3, prompt), logprobs=rules)
@@ -235,9 +236,9 @@ def test_logprobs_of_a_prompt_are_those_of_merged_weights(llama: tuple[Path, Pat
 def test_a_preempted_request_goes_on_with_its_adapter_in_another_slot(llama: tuple[Path, Path]) -> None:
     folder, path = llama
     runner = build(with_adapters(make_settings(folder)), lambda _: None)
-    host = runner.read_adapter(adapter(path))
+    host = runner.adapters.read(adapter(path))
     for slot in (1, 3):
-        runner.place_adapter(slot, host).result(timeout=60)
+        runner.adapters.place(slot, host).result(timeout=60)
     prompt = PROMPTS[3]
     (whole,) = generate(runner, [opened(0, 1, prompt)], num_tokens=6)
     (rest,) = generate(runner, [opened(0, 3, [*prompt, *whole[:3]])], num_tokens=3)
@@ -256,18 +257,18 @@ def test_numbers_that_are_not_finite_are_refused(llama: tuple[Path, Path], tmp_p
     change_tensors(path, {name: wrong})
     runner = build(with_adapters(make_settings(folder)), lambda _: None)
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj\.lora_B\.weight has numbers that are not finite"):
-        runner.read_adapter(adapter(path))
+        runner.adapters.read(adapter(path))
 
 
 def test_what_cannot_be_read_or_placed(llama: tuple[Path, Path], tmp_path: Path) -> None:
     folder, path = llama
     runner = build(with_adapters(make_settings(folder), max_rank=2, modules=("q_proj",)), lambda _: None)
     with pytest.raises(ValueError, match="rank 4, and max_lora_rank is 2"):
-        runner.read_adapter(adapter(path))
+        runner.adapters.read(adapter(path))
     with pytest.raises(ValueError, match="missing' is no folder"):
-        runner.read_adapter(adapter(tmp_path / "missing"))
+        runner.adapters.read(adapter(tmp_path / "missing"))
     failed = runner.collect(runner.launch(Plan([Row(0, 0, 3, TOKENS, [1, 2, 3])], [opened(0, 4, [1, 2, 3])]))).failed
-    assert "adapter slot 4 of 3" in failed[0]
+    assert "adapter slot must be at most 3, got 4" in failed[0]
 
 
 def test_modules_that_no_adapter_may_change(llama: tuple[Path, Path], tmp_path: Path) -> None:
@@ -275,7 +276,7 @@ def test_modules_that_no_adapter_may_change(llama: tuple[Path, Path], tmp_path: 
     base = AutoModelForCausalLM.from_pretrained(folder)
     path = save_adapter(base, tmp_path, target_modules=["k_proj", "up_proj"])
     runner = build(with_adapters(make_settings(folder), modules=("k_proj", "up_proj")), lambda _: None)
-    runner.place_adapter(1, runner.read_adapter(adapter(path))).result(timeout=60)
+    runner.adapters.place(1, runner.adapters.read(adapter(path))).result(timeout=60)
     with torch.inference_mode():
         expected, _ = continued(merged(base, path))
     assert generate(runner, [opened(i, 1, prompt) for i, prompt in enumerate(PROMPTS)]) == expected
@@ -293,7 +294,7 @@ def test_the_text_part_of_a_model_that_reads_images(model_type: str, tmp_path: P
     base = save_vision_model(model_type, tmp_path / "model")
     folder = save_adapter(base, tmp_path / "adapter", target_modules=r".*language_model.*\.(q_proj|o_proj|up_proj)")
     runner = build(with_adapters(make_settings(tmp_path / "model")), lambda _: None)
-    runner.place_adapter(1, runner.read_adapter(adapter(folder))).result(timeout=60)
+    runner.adapters.place(1, runner.adapters.read(adapter(folder))).result(timeout=60)
     found = [generate(runner, [opened(i, slot, prompt) for i, prompt in enumerate(PROMPTS)]) for slot in (0, 1)]
     with torch.inference_mode():
         expected = [continued(base)[0], continued(merged(base, folder))[0]]
@@ -302,5 +303,5 @@ def test_the_text_part_of_a_model_that_reads_images(model_type: str, tmp_path: P
     towers = save_adapter(
         save_vision_model(model_type, tmp_path / "again"), tmp_path / "towers", target_modules="all-linear"
     )
-    with pytest.raises(ValueError, match="only the text part of a model that reads images is adapted"):
-        runner.read_adapter(adapter(towers))
+    with pytest.raises(ValueError, match="only the text part of a model with images can be adapted"):
+        runner.adapters.read(adapter(towers))

@@ -18,7 +18,7 @@ from aioengine.constraints.grammars import Grammars
 from aioengine.protocol.messages import LAST_STATES, FinishCode, Grammar, Sampling
 from aioengine.protocol.packed_logprobs import LogprobRules
 from aioengine.runner import constrained_rows
-from aioengine.runner.graphs.spread import can_spread
+from aioengine.runner.graphs.expanded_rows import can_expand
 from aioengine.runner.logits import LogitsRow
 from aioengine.runner.logits.grammar import GrammarMask
 from tests.compute.interpreted import run_interpreted
@@ -48,7 +48,7 @@ SAMPLINGS = [
     Sampling(index, temperature=1.0, grammar=GRAMMARS[index % 4] if index % 4 < 3 else None) for index in range(10)
 ]
 PROMPTS = [[index + 1] * (index + 3) for index in range(10)]
-NO_JUMPS = 1_000_000
+NOT_FORCED = 1_000_000
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +58,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def make_world(folder: Path, *, depth: int, min_jump: int = NO_JUMPS, max_tokens: int = 1_000) -> World:
+def make_world(folder: Path, *, depth: int, min_forced: int = NOT_FORCED, max_tokens: int = 1_000) -> World:
     world = World(make_settings(folder, depth=depth, chunk_tokens=64))
     world.runner.use_grammars(Grammars(str(FOLDER), VOCAB_SIZE))
-    world.runner._constrained.min_jump = min_jump
+    world.runner._constrained.min_forced = min_forced
     world.runner._constrained.max_tokens = max_tokens
     return world
 
@@ -92,20 +92,21 @@ def alone(folder: Path) -> list[list[int]]:
 
 @pytest.mark.parametrize(("depth", "preempts_every"), [(0, 0), (1, 0), (2, 0), (0, 4), (1, 4), (2, 3)])
 @pytest.mark.parametrize(
-    ("min_jump", "max_tokens", "has_logprobs"), [(2, 1_000, False), (4, 24, True), (NO_JUMPS, 1_000, False)]
+    ("min_forced", "max_tokens", "has_logprobs"),
+    [(2, 1_000, False), (1, 1_000, True), (4, 24, True), (NOT_FORCED, 1_000, False)],
 )
 def test_answers_are_those_of_each_alone(
     folder: Path,
     alone: list[list[int]],
     depth: int,
     preempts_every: int,
-    min_jump: int,
+    min_forced: int,
     max_tokens: int,
     has_logprobs: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("aioengine.constraints.grammars._MIN_BESIDE", 2)
-    world = make_world(folder, depth=depth, min_jump=min_jump, max_tokens=max_tokens)
+    world = make_world(folder, depth=depth, min_forced=min_forced, max_tokens=max_tokens)
     if has_logprobs:  # of a step, which then follows its constraints when it is launched
         world.submit([3, 4], SAMPLINGS[0], max_new_tokens=30, logprobs=LogprobRules(num_top=1))
     uids = answer_all(world, preempts_every)
@@ -132,23 +133,25 @@ class MaskedGraphs:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self.num_drawn = 0
-        self.num_spread = 0
+        self.num_expanded = 0
 
     def padded(self, num_rows: int) -> int:
         return num_rows
 
     def fits(self, rows: StepRows) -> bool:
-        return can_spread(rows)
+        return can_expand(rows)
 
     def replay(self, rows: StepRows, sampled: SampledRows, *, when_ready: Callable[[], None]) -> SimpleNamespace:
         when_ready()
         runner = self._runner
         inputs, batch = runner._inputs.build(runner._model, rows, None, num_outputs=int(rows.token_ends[-1]))
-        lasts = (rows.token_ends - 1).tolist() if rows.known_ids.size else None
-        self.num_spread += lasts is not None
+        last_indices = (rows.token_ends - 1).tolist() if rows.known_ids.size else None
+        self.num_expanded += last_indices is not None
         runner._attention.prepare(batch)
         hidden = runner._model.forward(inputs, runner._attention)
-        return SimpleNamespace(hidden=hidden, sampled=sampled, token_ids=None, needs_masks=True, lasts=lasts)
+        return SimpleNamespace(
+            hidden=hidden, sampled=sampled, token_ids=None, needs_masks=True, last_indices=last_indices
+        )
 
     def logits(self, step: SimpleNamespace) -> torch.Tensor:
         return self._runner._model.compute_logits(step.hidden)
@@ -158,23 +161,25 @@ class MaskedGraphs:
         records = step.sampled.records.copy()
         records["processors"] = 0
         rows = dataclasses.replace(step.sampled, records=records)
-        token_ids = self._runner._sampler.sample(logits if step.lasts is None else logits[step.lasts], rows)
+        token_ids = self._runner._sampler.sample(
+            logits if step.last_indices is None else logits[step.last_indices], rows
+        )
         self._runner._table.write_tokens(rows, token_ids)
         return token_ids
 
 
-@pytest.mark.parametrize(("depth", "preempts_every"), [(0, 0), (1, 0), (1, 4)])
+@pytest.mark.parametrize(("depth", "preempts_every"), [(0, 0), (1, 0), (1, 4), (2, 3)])
 def test_answers_are_the_same_where_masks_are_set_in_the_logits_of_graphs(
     folder: Path, alone: list[list[int]], depth: int, preempts_every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("aioengine.constraints.grammars._MIN_BESIDE", 2)
-    world = make_world(folder, depth=depth, min_jump=2)
+    world = make_world(folder, depth=depth, min_forced=2)
     graphs = MaskedGraphs(world.runner)
     monkeypatch.setattr(world.runner, "_graphs", graphs)
     uids = answer_all(world, preempts_every)
     assert [world.outputs[uid] for uid in uids] == alone
     assert graphs.num_drawn > 10
-    assert graphs.num_spread > 2
+    assert graphs.num_expanded > 2
 
 
 class Answer(NamedTuple):
@@ -190,13 +195,13 @@ def answer_of(
     regex: str,
     *,
     depth: int,
-    min_jump: int,
+    min_forced: int,
     max_tokens: int = 1_000,
     max_new_tokens: int = 60,
     logprobs: LogprobRules | None = None,
     sampling: Sampling | None = None,
 ) -> Answer:
-    world = make_world(folder, depth=depth, min_jump=min_jump, max_tokens=max_tokens)
+    world = make_world(folder, depth=depth, min_forced=min_forced, max_tokens=max_tokens)
     sampling = replace(sampling or Sampling(5, temperature=1.0), grammar=grammar_of(regex=regex))
     uid = world.submit([1, 2, 3], sampling, max_new_tokens=max_new_tokens, logprobs=logprobs)
     world.run()
@@ -208,8 +213,8 @@ def answer_of(
 @pytest.mark.parametrize("end", ["", "[cd]"])
 def test_forced_tokens_take_no_steps_of_their_own(folder: Path, end: str, depth: int) -> None:
     regex = "[ab]hello, these words are forced" + end
-    plain = answer_of(folder, regex, depth=depth, min_jump=NO_JUMPS)
-    jumped = answer_of(folder, regex, depth=depth, min_jump=4)
+    plain = answer_of(folder, regex, depth=depth, min_forced=NOT_FORCED)
+    jumped = answer_of(folder, regex, depth=depth, min_forced=4)
     assert re.fullmatch(regex, text_of(plain.ids))
     assert jumped[:2] == plain[:2]
     assert jumped.code is FinishCode.STOP
@@ -217,20 +222,20 @@ def test_forced_tokens_take_no_steps_of_their_own(folder: Path, end: str, depth:
     assert num_forced > 10
     in_vain = depth if end else 0  # in flight when the jump is known
     assert plain.num_steps - jumped.num_steps == num_forced - in_vain
-    assert answer_of(folder, regex, depth=depth, min_jump=4, max_tokens=8)[:2] == plain[:2]
+    assert answer_of(folder, regex, depth=depth, min_forced=4, max_tokens=8)[:2] == plain[:2]
     for max_new_tokens in (2, num_forced, num_forced + 1):
-        plain = answer_of(folder, regex, depth=depth, min_jump=NO_JUMPS, max_new_tokens=max_new_tokens)
-        jumped = answer_of(folder, regex, depth=depth, min_jump=4, max_new_tokens=max_new_tokens)
+        plain = answer_of(folder, regex, depth=depth, min_forced=NOT_FORCED, max_new_tokens=max_new_tokens)
+        jumped = answer_of(folder, regex, depth=depth, min_forced=4, max_new_tokens=max_new_tokens)
         assert jumped[:2] == plain[:2]
 
 
 def test_a_jump_has_more_tokens_in_a_step_of_more_rows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     regex = "[ab]hello, these words are forced"
     monkeypatch.setattr(constrained_rows, "ROWS_PER_TOKEN", 1)  # one token more in a step of one row
-    num_steps = answer_of(folder, regex, depth=0, min_jump=NO_JUMPS).num_steps
+    num_steps = answer_of(folder, regex, depth=0, min_forced=NOT_FORCED).num_steps
     num_forced = num_steps - 1
-    assert answer_of(folder, regex, depth=0, min_jump=num_forced).num_steps == num_steps
-    assert answer_of(folder, regex, depth=0, min_jump=num_forced - 1).num_steps == 1
+    assert answer_of(folder, regex, depth=0, min_forced=num_forced).num_steps == num_steps
+    assert answer_of(folder, regex, depth=0, min_forced=num_forced - 1).num_steps == 1
 
 
 @pytest.mark.parametrize(
@@ -249,8 +254,8 @@ def test_what_needs_the_logits_of_each_token_does_not_jump(
     folder: Path, sampling: Sampling, logprobs: LogprobRules | None
 ) -> None:
     regex = "hello, these words are forced"
-    plain = answer_of(folder, regex, depth=1, min_jump=NO_JUMPS, sampling=sampling, logprobs=logprobs)
-    assert answer_of(folder, regex, depth=1, min_jump=4, sampling=sampling, logprobs=logprobs) == plain
+    plain = answer_of(folder, regex, depth=1, min_forced=NOT_FORCED, sampling=sampling, logprobs=logprobs)
+    assert answer_of(folder, regex, depth=1, min_forced=4, sampling=sampling, logprobs=logprobs) == plain
     assert plain.num_steps >= len(plain.ids)
 
 

@@ -102,13 +102,13 @@ def test_a_row_that_fails_ends_alone(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("tests.kit.nothing:Force", "cannot be made: ModuleNotFoundError: No module named 'tests.kit.nothing'"),
+        ("tests.kit.nothing:Force", "cannot be created: ModuleNotFoundError: No module named 'tests.kit.nothing'"),
         (
             "tests.kit.processors:Nothing",
             "does not exist; classes with apply in tests.kit.processors: Force, Add, Broken$",
         ),
         ("tests.kit.processors:NoProcessor", r"has no method apply\(logits, params\)"),
-        ("tests.kit.processors:FORCE", "is no class, but 'tests.kit.processors:Force'; classes with apply"),
+        ("tests.kit.processors:FORCE", "is not a class but 'tests.kit.processors:Force'; classes with apply"),
         ("tests.kit.waiting:None", "does not exist; classes with apply in tests.kit.waiting: none$"),
     ],
 )

@@ -47,7 +47,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Saved(folder, save_model(request.param, folder))
 
 
-def check(saved: Saved, world: World, uid: int, prompt: list[int], *, gives_all: bool) -> None:
+def check(saved: Saved, world: World, uid: int, prompt: list[int], *, returns_all: bool) -> None:
     """Each token has its extra once, and they are the model's numbers."""
     output = world.outputs[uid]
     expected = saved.expected(prompt + output)
@@ -58,7 +58,7 @@ def check(saved: Saved, world: World, uid: int, prompt: list[int], *, gives_all:
         start = starts[extra.kind] + extra.index
         positions += range(start, start + len(found))
         torch.testing.assert_close(found, expected[start : start + len(found)], atol=1e-4, rtol=1e-4)
-    first = 0 if gives_all else len(prompt) - 1
+    first = 0 if returns_all else len(prompt) - 1
     assert sorted(positions) == list(range(first, len(prompt) + len(output) - 1))
 
 
@@ -69,8 +69,8 @@ def test_they_are_those_of_transformers_beside_rows_without(saved: Saved, chunk_
     prompts = [PROMPT, [8], PROMPT[:20], PROMPT]
     uids = [world.submit(prompt, sampling) for prompt, sampling in zip(prompts, [ALL, ALL, LAST, LAST], strict=True)]
     assert world.answers([PROMPT, [5, 6]], [PLAIN, Sampling(9)]) == plain
-    for uid, prompt, gives_all in zip(uids, prompts, [True, True, False, False], strict=True):
-        check(saved, world, uid, prompt, gives_all=gives_all)
+    for uid, prompt, returns_all in zip(uids, prompts, [True, True, False, False], strict=True):
+        check(saved, world, uid, prompt, returns_all=returns_all)
     assert (world.num_cached[uids[0]], world.num_cached[uids[3]]) == (0, 40)
     assert all(world.extras[uid] == [] for uid in world.extras.keys() - set(uids))
     world.answers([[5, 6]], [PLAIN])  # its plan reports the end of the requests before it
@@ -85,7 +85,7 @@ def test_they_survive_preemption(saved: Saved) -> None:
     assert world.num_preemptions > 0
     for uid, prompt in zip(uids, prompts, strict=True):
         assert len(world.outputs[uid]) == 40
-        check(saved, world, uid, prompt, gives_all=True)
+        check(saved, world, uid, prompt, returns_all=True)
 
 
 def test_they_come_beside_logprobs_of_the_same_prompt(saved: Saved) -> None:

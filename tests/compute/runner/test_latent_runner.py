@@ -63,7 +63,7 @@ def test_adapters_of_all_that_reads_the_stream(saved: Saved, tmp_path: Path) -> 
     base = AutoModelForCausalLM.from_pretrained(saved.folder).eval()
     path = save_adapter(base, tmp_path / "adapter", target_modules=ADAPTED)
     runner = build(with_adapters(make_settings(saved.folder)), lambda _: None)
-    runner.place_adapter(1, runner.read_adapter(adapter(path))).result(timeout=60)
+    runner.adapters.place(1, runner.adapters.read(adapter(path))).result(timeout=60)
     with torch.inference_mode():
         expected, _ = continued(merged(base, path))
     slots = [i % 2 for i in range(len(PROMPTS))]
@@ -80,4 +80,4 @@ def test_an_adapter_of_the_expansion_is_refused_by_name(saved: Saved, tmp_path: 
     runner = build(with_adapters(make_settings(saved.folder)), lambda _: None)
     assert read_folder(path)
     with pytest.raises(ValueError, match="kv_b_proj"):
-        runner.read_adapter(adapter(path))
+        runner.adapters.read(adapter(path))

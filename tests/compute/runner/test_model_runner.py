@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from aioengine.protocol.messages import FinishCode, Grammar, Sampling
 from aioengine.runner.build import build
-from aioengine.runner.model_runner import _why_bad
+from aioengine.runner.model_runner import _failure_reason
 from aioengine.runner.rows import RequestRow
 from aioengine.scheduler.plan import NOTHING, TOKENS, NewRow, Plan, Row
 from tests.compute.runner_world import FAMILIES, World, make_settings, save_model
@@ -110,14 +110,14 @@ def test_allowed_tokens_alone_are_drawn_and_a_request_without_any_fails_alone(qw
     assert answers[2] == World(make_settings(qwen)).answers(PROMPTS[2:3], SAMPLINGS[:1])[0]
     assert (world.outputs[stuck], world.ended[stuck].code) == ([9], FinishCode.FAILED)
     assert world.ended[stuck].message.startswith(
-        "no token is left to draw by allowed_token_ids and bad_words together; or the model produced non-finite values"
+        "no token is allowed by allowed_token_ids and bad_words together; or the model produced non-finite values"
     )
 
 
 def test_a_request_without_any_token_left_names_its_constraint_too() -> None:
     grammar = Grammar("regex", "a", parameter="regex='a'")
     request = RequestRow(0, 0, Sampling(0, allowed_token_ids=(9,), grammar=grammar), 1, None, [])
-    assert _why_bad(request).startswith("no token is left to draw by allowed_token_ids and regex='a' together; or ")
+    assert _failure_reason(request).startswith("no token is allowed by allowed_token_ids and regex='a' together; or ")
 
 
 def test_preemption_and_resumption_change_nothing(qwen: Path) -> None:

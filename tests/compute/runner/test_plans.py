@@ -33,7 +33,7 @@ def num_parameters(model: Any, prefixes: tuple[str, ...]) -> int:
 
 
 @pytest.mark.parametrize("model_type", MODELS)
-def test_towers_of_folders_with_sizes_of_their_own(model_type: str, tmp_path: Path) -> None:
+def test_plan_counts_the_parameters_of_vision_models(model_type: str, tmp_path: Path) -> None:
     theirs = save_vision_model(model_type, tmp_path)
     (tmp_path / "model.safetensors").unlink()
     plan = aioengine.plan(tmp_path, device="cpu", dtype="float32")
@@ -52,21 +52,21 @@ def test_towers_of_folders_with_sizes_of_their_own(model_type: str, tmp_path: Pa
         },
     ],
 )
-def test_towers_of_configs_that_leave_fields_out(config: dict[str, Any]) -> None:
+def test_towers_have_the_default_sizes_of_transformers(config: dict[str, Any]) -> None:
     theirs = AutoConfig.for_model(**config)
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(theirs)
     assert num_tower_parameters(config, theirs.text_config.hidden_size) == num_parameters(model, TOWERS)
 
 
-def test_a_tower_that_cannot_be_is_refused() -> None:
+def test_impossible_tower_is_refused() -> None:
     config = {"model_type": "qwen2_vl", "vision_config": {"depth": "many"}}
     with pytest.raises(ValueError, match="vision_config.*depth"):
         num_tower_parameters(config, 8)
 
 
 @pytest.mark.parametrize(("modules", "rank"), [((), 20), (("q_proj", "down_proj"), 16)])
-def test_slots_of_adapters_take_what_was_planned(modules: tuple[str, ...], rank: int, tmp_path: Path) -> None:
+def test_plan_has_the_size_of_adapter_slots(modules: tuple[str, ...], rank: int, tmp_path: Path) -> None:
     save_model("llama", tmp_path)
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_total_tokens": 1024}
     plan = aioengine.plan(

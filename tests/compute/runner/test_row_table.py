@@ -46,7 +46,7 @@ def test_no_more_requests_are_open_than_there_are_slots() -> None:
     place = table.last_tokens.data_ptr()
     for uid in (1, 2):
         table.open(NewRow(uid, Sampling(0), 1, [1], [uid]))
-    with pytest.raises(ValueError, match="2 requests are open, and no more can be"):
+    with pytest.raises(ValueError, match="2 requests are open, which is the maximum"):
         table.open(NewRow(3, Sampling(0), 1, [1], [3]))
     assert table.requests.keys() == {1, 2}
     table.close(1)

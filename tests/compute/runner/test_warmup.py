@@ -15,7 +15,7 @@ from aioengine.layers.linear import Linear
 from aioengine.protocol.messages import Progress
 from aioengine.runner import warmup
 from aioengine.runner.build import build
-from aioengine.runner.graphs.ladder import MAX_WHOLE_TOKENS
+from aioengine.runner.graphs.ladder import MAX_ENCODER_TOKENS
 from aioengine.runner.model_runner import ModelRunner, Ticket
 from aioengine.runner.warmup import WarmupLimits, run_warmup_steps
 from aioengine.scheduler.plan import NOTHING, TOKENS, Plan, StepResult
@@ -136,7 +136,7 @@ def test_the_longest_graph(graphs: int, longest: int) -> None:
     assert few == (settings.scheduler.max_step_tokens if graphs else 0)
     encoder = msgspec.structs.replace(settings.runner, attention_backend=PACKED)
     whole = warmup.longest_graph(msgspec.structs.replace(settings, runner=encoder), 2_000_000)
-    assert whole == (MAX_WHOLE_TOKENS if graphs else 0)
+    assert whole == (MAX_ENCODER_TOKENS if graphs else 0)
 
 
 def test_token_counts_of_steps_without_graphs() -> None:

@@ -3,26 +3,27 @@ from __future__ import annotations
 import json
 
 import pytest
-from msgspec import Struct
 
-from aioengine.api.answers import BatchOutput, FinishReason, RowFacts, answer, chunk, error, finish_reason
+from aioengine.api.answers import Answer, BatchOutput, FinishReason, error, finish_reason
 from aioengine.errors import RequestError, RequestTooLargeError
+from aioengine.frontend.calls.call import CallRow
 from aioengine.protocol.messages import End, FinishCode
+from tests.kit.calls import add_row, make_call
 
 
-class Piece(Struct):
-    """What a row has to give."""
-
-    text: str
-    token_ids: list[int]
-    text_offset: int
-    token_offset: int
-    finished: End | None
-    delivered_at: float
-    error: None = None
+def answer_of(text: str, token_ids: list[int], end: End, delivered_at: float, position: int = 0) -> Answer:
+    """The answer of a row of a call at 10 s."""
+    row = a_row(position, is_queued=True)
+    row.put(text, token_ids)
+    row.call.end_row(row, end, delivered_at)
+    answer = row.call.results[position]
+    assert isinstance(answer, dict)
+    return answer
 
 
-FACTS = RowFacts(rid="x", index=None, seed=5, called_at=10.0, tokenize_s=1.0, prompt_token_ids=[1, 2, 3])
+def a_row(position: int = 0, *, is_stream: bool = False, **fields: object) -> CallRow:
+    call = make_call(3, called_at=10.0, is_stream=is_stream)
+    return add_row(call, position, seed=5, tokenize_s=1.0, prompt_token_ids=[1, 2, 3], **fields)
 
 
 def finished(code: FinishCode, **fields: object) -> End:
@@ -76,14 +77,17 @@ class TestFinishReason:
 
 class TestDicts:
     def test_the_keys_of_a_chunk_before_the_last(self) -> None:
-        made = chunk(FACTS, Piece("new", [7, 8], text_offset=4, token_offset=3, finished=None, delivered_at=0.0))
-        assert made == {
+        row = a_row(is_stream=True, index=None)
+        row.put("four", [4, 5, 6])
+        row.take()
+        row.put("new", [7, 8])
+        assert row.take() == {
             "text": "new",
             "output_ids": [7, 8],
             "text_offset": 4,
             "token_offset": 3,
             "meta_info": {
-                "id": "x",
+                "id": "x_0",
                 "finish_reason": None,
                 "prompt_tokens": 3,
                 "completion_tokens": 5,
@@ -101,7 +105,7 @@ class TestDicts:
         end = finished(
             FinishCode.STOP, matched=0, num_cached=2, num_preemptions=1, admitted_at=12.0, first_token_at=15.0
         )
-        made = answer(FACTS, Piece("all", [7], 0, 0, end, delivered_at=20.5))
+        made = answer_of("all", [7], end, 20.5)
         assert "index" not in made
         assert "prompt_token_ids" not in made
         info = made["meta_info"]
@@ -120,19 +124,20 @@ class TestDicts:
         }
 
     def test_index_and_prompt_are_there_if_asked_for(self) -> None:
-        facts = RowFacts(rid="x", index=3, seed=0, called_at=0.0, prompt_token_ids=[1], shows_prompt=True)
-        made = chunk(facts, Piece("", [], 0, 0, None, 0.0))
-        assert made["index"] == 3
-        assert made["prompt_token_ids"] == [1]
+        row = a_row(2, is_stream=True, shows_prompt=True)
+        row.put("", [])
+        chunk = row.take()
+        assert chunk["index"] == 2
+        assert chunk["prompt_token_ids"] == [1, 2, 3]
 
     @pytest.mark.parametrize("reached", ["nothing", "admitted", "odd clocks"])
-    def test_timings_add_up_whatever_stage_was_reached(self, reached: str) -> None:
+    def test_timings_add_up_at_every_stage(self, reached: str) -> None:
         times: dict[str, object] = {
             "nothing": {},
             "admitted": {"admitted_at": 13.0},
             "odd clocks": {"admitted_at": 9.0, "first_token_at": 25.0},
         }[reached]  # type: ignore[assignment]
-        made = answer(FACTS, Piece("", [], 0, 0, finished(FinishCode.ABORT, **times), delivered_at=20.5))
+        made = answer_of("", [], finished(FinishCode.ABORT, **times), 20.5)
         timings = made["meta_info"]["timings"]
         stages = [timings[name] for name in ("tokenize_s", "queue_s", "prefill_s", "decode_s", "deliver_s")]  # type: ignore[literal-required]
         assert min(stages) >= 0
@@ -141,11 +146,7 @@ class TestDicts:
 
 class TestBatchOutput:
     OUTS = BatchOutput(
-        answer(
-            RowFacts(rid=f"x_{number}", index=number, seed=number, called_at=0.0),
-            Piece(f"text {number}", [number] * number, 0, 0, finished(FinishCode.LENGTH), 1.0),
-        )
-        for number in range(3)
+        answer_of(f"text {number}", [number] * number, finished(FinishCode.LENGTH), 21.0, number) for number in range(3)
     )
 
     def test_it_is_a_list_of_dicts(self) -> None:

@@ -175,7 +175,7 @@ def test_misspelled_arguments_of_missing_features_name_the_feature() -> None:
 
 
 @pytest.mark.parametrize("alias", ALIASES)
-def test_aliases_mean_the_same_and_may_not_stand_beside_the_name(alias: str) -> None:
+def test_aliases_mean_the_same_and_exclude_the_name(alias: str) -> None:
     name = ALIASES[alias]
     number = 5.5 if name == "stall_timeout" else 0.5
     value = {int: 7, float: number, bool: True, str: "x"}[ARGUMENTS[name].read]
@@ -184,7 +184,7 @@ def test_aliases_mean_the_same_and_may_not_stand_beside_the_name(alias: str) -> 
         engine_config(None, {name: value, alias: value})
 
 
-def test_the_model_may_be_given_once() -> None:
+def test_the_model_may_be_set_only_once() -> None:
     assert engine_config("a", {}) == engine_config(None, {"model": "a"})
     with pytest.raises(ValueError, match="model_path is given twice"):
         engine_config("a", {"model_path": "b"})
@@ -237,9 +237,9 @@ def test_arguments_without_meaning_give_one_warning_that_names_them() -> None:
 
 
 class TestTypes:
-    """The constructor's arguments, as type checkers, editors and ``help`` see them, are those of the table."""
+    """Type checkers, editors and ``help`` see the arguments of the table."""
 
-    def test_the_typed_names_are_those_that_work(self) -> None:
+    def test_typed_names_are_the_arguments_that_work(self) -> None:
         assert set(get_type_hints(EngineArguments)) == (set(ARGUMENTS) | set(ALIASES)) - {"model_path"}
         own = [name for name in get_type_hints(EngineArguments) if name not in ALIASES]
         assert own == [name for name in ARGUMENTS if name != "model_path"]
@@ -262,7 +262,7 @@ class TestTypes:
         assert f" {name}: {ARGUMENTS[name].description}" in lines
         assert Engine.__init__.__doc__ == AsyncEngine.__init__.__doc__ == EngineArguments.__doc__
 
-    def test_the_defaults_given_are_the_defaults(self) -> None:
+    def test_passing_the_defaults_changes_nothing(self) -> None:
         given = {name: argument.default for name, argument in ARGUMENTS.items()}
         assert engine_config(None, given) == EngineConfig()
         assert all(argument.unset for argument in ARGUMENTS.values() if argument.default is None)
@@ -298,7 +298,7 @@ def test_a_dtype_of_torch_is_known_by_its_text() -> None:
         ([], []),
     ],
 )
-def test_adapters_are_given_in_any_of_their_forms(given: object, adapters: list[tuple[str, str, str, bool]]) -> None:
+def test_adapters_may_have_any_of_their_forms(given: object, adapters: list[tuple[str, str, str, bool]]) -> None:
     found = engine_config(None, {"lora_paths": given}).lora.adapters
     assert [(each.name, each.path, each.alias, each.is_pinned) for each in found] == adapters
 

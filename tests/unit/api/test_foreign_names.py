@@ -1,4 +1,4 @@
-"""A name of another engine is answered with what to use here, wherever it is written."""
+"""The error for a name of another engine says which name to use here."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ async def test_unknown_arguments_of_methods_that_are_awaited_name_the_nearest() 
             await engine.async_score("a", ["b"], [1], softmax=True)  # type: ignore[call-arg]
 
 
-def test_a_plain_with_of_an_async_engine_says_which_to_write() -> None:
+def test_with_on_an_async_engine_raises_an_error_with_the_correct_form() -> None:
     message = "needs `async with`; for `with`, use Engine"
     with pytest.raises(TypeError, match=message), fake_async_engine():  # type: ignore[attr-defined]
         pass

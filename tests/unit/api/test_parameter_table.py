@@ -31,7 +31,7 @@ class MoreParams(SamplingParams, frozen=True, kw_only=True):
     part: float | UnsetType | None = other_name("share")
 
 
-def test_a_parameter_of_the_table_alone_reaches_the_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parameter_needs_only_a_row_to_reach_the_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     received: list[Sampling] = []
     launch = FakeRunner.launch
 

@@ -280,7 +280,13 @@ def test_defaults_of_a_model_fill_the_parameters_that_a_request_leaves_out(name:
 def test_the_repr_shows_the_parameters_that_were_given() -> None:
     assert repr(SamplingParams()) == "SamplingParams()"
     assert repr(SamplingParams(temperature=1.0, top_k=-1)) == "SamplingParams(temperature=1.0, top_k=-1)"
-    assert SamplingParams(temperature=1.0) == SamplingParams()
+
+
+@pytest.mark.parametrize(("name", "value"), [("temperature", 1.0), ("top_k", -1), ("max_new_tokens", 128)])
+def test_a_default_differs_from_the_same_number_in_a_request(name: str, value: object) -> None:
+    assert by_keyword({name: value}) == by_keyword({name: value})
+    assert by_keyword({name: value}) != SamplingParams()
+    assert SamplingParams(n=1) == SamplingParams()
 
 
 @pytest.mark.parametrize("given", [{}, {"temperature": 0.5, "top_p": 1}, {"stop": ["a"], "logit_bias": {5: 1}}])
@@ -293,7 +299,7 @@ def test_copies_look_the_same(given: dict[str, object], copied: Callable[[Sampli
     assert sampling(found, vocab_size=10, eos_token_ids=()) == sampling(params, vocab_size=10, eos_token_ids=())
 
 
-def test_copies_and_changed_copies_are_as_their_originals() -> None:
+def test_copies_and_changed_copies_equal_their_originals() -> None:
     params = SamplingParams(seed=7, stop=["a"], max_new_tokens=None)
     assert copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == params
     assert msgspec.structs.replace(params, temperature=0.5) == SamplingParams(
@@ -436,7 +442,7 @@ def test_parameters_are_converted_to_text_rules() -> None:
 
 
 class OtherStr(str):
-    """A string that is not a plain one, as those of numpy."""
+    """A subclass of str, like the strings of numpy."""
 
     __slots__ = ()
 
@@ -495,7 +501,7 @@ def test_values_of_other_types_are_kept_as_plain_ones_that_can_be_sent(
     msgspec.msgpack.encode([rules, sampling(made, vocab_size=100, eos_token_ids=())])
 
 
-def test_custom_params_are_what_their_json_is() -> None:
+def test_custom_params_are_decoded_from_their_json() -> None:
     given = {"a": (1, 2.5, None), "b": {3: "x"}}
     params = SamplingParams(custom_params=given)
     assert params.custom_params == {"a": [1, 2.5, None], "b": {"3": "x"}}

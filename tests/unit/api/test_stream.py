@@ -11,63 +11,35 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioengine.api.answers import RowFacts
 from aioengine.errors import EngineDeadError, RequestError
+from aioengine.frontend.calls.call import MAX_UNJOINED_TEXTS, CallRow, Wants
 from aioengine.frontend.calls.delivery import MAX_WOKEN, Router
-from aioengine.frontend.calls.outputs import MAX_UNJOINED_TEXTS, CallOutput, Cursor, EndOfOutput, RowStream, Wants
-from aioengine.frontend.calls.reader import Reader
+from aioengine.frontend.calls.reader import EndOfOutput
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import End, FinishCode, FirstToken, TextChunks
+from tests.kit.calls import Notes, add_row, make_call, make_reader
 
 if TYPE_CHECKING:
     from aioengine.api.answers import Chunk
 
 
-class Notes:
-    """What a reader asked of the engine."""
-
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-
-    def leave(self, cursor: Cursor) -> None:
-        self.asked.append("leave")
-
-    def check_waiting(self, *, blocks: bool) -> None:
-        """This thread can be woken."""
-
-    def leave_later(self, cursor: Cursor) -> None:
-        self.asked.append("leave_later")
-
-    def abort(self, output: CallOutput) -> None:
-        self.asked.append("abort")
-
-    def on_read(self, output: CallOutput) -> None:
-        self.asked.append("on_read")
-
-
 class Slot:
-    """A call with its rows, its reader, and the notes of what the reader asked for."""
+    """A call with its rows, its reader, and the recorded requests of the reader."""
 
     def __init__(self, num_rows: int = 1, *, is_stream: bool = True, returns_exceptions: bool = False) -> None:
         self.notes = Notes()
-        self.output = CallOutput(
-            "x", num_rows, is_stream=is_stream, is_batch=num_rows > 1, returns_exceptions=returns_exceptions
-        )
+        self.call = make_call(num_rows, is_stream=is_stream, returns_exceptions=returns_exceptions)
         self.lock = threading.RLock()
-        self.reader = Reader(self.output.cursor, lock=self.lock, actions=self.notes)
-        self.rows = [self.output.add_row(position, _facts(position, num_rows)) for position in range(num_rows)]
+        self.reader = make_reader(self.call, self.notes, self.lock)
+        self.rows = [add_row(self.call, position) for position in range(num_rows)]
 
-    def put(self, row: RowStream, text: str, token_ids: list[int]) -> None:
+    def put(self, row: CallRow, text: str, token_ids: list[int]) -> None:
         """As a frame does it: put, then tell."""
         if row.put(text, token_ids):
-            self.output.cursor.wake()
+            self.call.wake()
 
-    def end(self, row: RowStream, code: FinishCode = FinishCode.LENGTH) -> None:
-        self.output.end_row(row, End(0, code, message="broke"), 1.0)
-
-
-def _facts(position: int, num_rows: int) -> RowFacts:
-    return RowFacts(rid=f"x_{position}", index=position if num_rows > 1 else None, seed=0, called_at=0.0)
+    def end(self, row: CallRow, code: FinishCode = FinishCode.LENGTH) -> None:
+        self.call.end_row(row, End(0, code, message="broke"), 1.0)
 
 
 def texts(count: int) -> list[str]:
@@ -149,7 +121,7 @@ class TestWaking:
         calls: list[int] = []
         assert not slot.reader.is_accepted()
         assert slot.reader.wait(lambda: calls.append(1), until_accepted=True)
-        slot.output.accept()
+        slot.call.accept()
         assert calls == [1]
         assert slot.reader.is_accepted()
         assert not slot.reader.wait(lambda: calls.append(2), until_accepted=True)
@@ -159,7 +131,7 @@ class TestErrors:
     def test_an_error_is_raised_after_the_text_that_is_ready(self) -> None:
         slot = Slot()
         slot.rows[0].put("a", [1])
-        slot.output.fail(EngineDeadError("scheduler", pid=1, exit_code=1))
+        slot.call.fail(EngineDeadError("scheduler", pid=1, exit_code=1))
         chunk = slot.reader.take()
         assert chunk is not None
         assert chunk["text"] == "a"
@@ -170,7 +142,7 @@ class TestErrors:
     def test_the_first_error_counts(self) -> None:
         slot = Slot(is_stream=False)
         slot.end(slot.rows[0], FinishCode.FAILED)
-        slot.output.fail(EngineDeadError("scheduler", pid=1, exit_code=1))
+        slot.call.fail(EngineDeadError("scheduler", pid=1, exit_code=1))
         with pytest.raises(RequestError):
             slot.reader.result()
 
@@ -197,24 +169,24 @@ class TestLeaving:
         slot.reader.abort()
         assert slot.notes.asked == []
 
-    def test_before_the_end_abort_leave_later_and_leave_are_sent(self) -> None:
+    def test_before_the_end_abort_and_the_first_leaving_are_sent(self) -> None:
         slot = Slot()
         slot.reader.abort()
         slot.reader.leave_later()
         slot.reader.leave()
-        assert slot.notes.asked == ["abort", "leave_later", "leave"]
+        assert slot.notes.asked == ["abort", "leave_later"]
 
     def test_reading_the_ends_of_rows_lets_later_rows_of_a_batch_start(self) -> None:
         slot = Slot(3)
-        slot.output.num_open = 5
-        slot.output.wants = Wants.ENDS
+        slot.call.num_open = 5
+        slot.call.wants = Wants.ENDS
         slot.rows[0].put("a", [1])
         slot.end(slot.rows[1])
-        assert slot.output.num_held == 3
+        assert slot.call.num_held == 3
         slot.reader.take()
         assert slot.notes.asked == []
         slot.reader.take()
-        assert slot.output.num_held == 2
+        assert slot.call.num_held == 2
         assert slot.notes.asked == ["on_read"]
 
 
@@ -266,9 +238,9 @@ class TestHandingOver:
         slot = Slot(is_stream=how != "end of the rows")
         waiter = await wait_here(slot)
         if how == "error":
-            slot.output.fail(EngineDeadError("scheduler", pid=1, exit_code=1))
+            slot.call.fail(EngineDeadError("scheduler", pid=1, exit_code=1))
         elif how == "leaving":
-            slot.output.cursor.wake()
+            slot.call.wake()
         else:
             slot.end(slot.rows[0])
         assert waiter.result() is None
@@ -276,7 +248,7 @@ class TestHandingOver:
 
 class TestRouter:
     def test_a_frame_reaches_its_rows(self) -> None:
-        slot, ended = Slot(3), list[RowStream]()
+        slot, ended = Slot(3), list[CallRow]()
         router = Router({}, slot.lock, ended.append)
         router.rows = dict(zip((7, 8, 9), slot.rows, strict=True))
         frame = TextChunks(

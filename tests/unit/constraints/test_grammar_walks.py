@@ -266,7 +266,7 @@ def test_a_grammar_whose_lexer_is_full_is_compiled_again(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("params", [{"regex": r"[^\s\S]"}, {"regex": "a[^\\w\\W]"}])
-def test_what_no_text_fits_is_refused_in_plain_words(params: dict[str, str]) -> None:
+def test_a_pattern_that_matches_no_text_is_refused(params: dict[str, str]) -> None:
     with pytest.raises(GrammarError) as raised:
         demo_grammars().open(grammar_of(**params), [], 0)
     assert str(raised.value) == "no text fits it: a part of it, such as an empty class, matches nothing"
@@ -279,7 +279,7 @@ def test_what_no_text_fits_is_refused_in_plain_words(params: dict[str, str]) -> 
         ({"required": ["a"], "properties": {"a": False}, "type": "object"}, "no value fits required property 'a': "),
     ],
 )
-def test_what_no_value_fits_is_refused_in_plain_words(schema: Schema, why: str) -> None:
+def test_a_schema_that_allows_no_value_is_refused(schema: Schema, why: str) -> None:
     with pytest.raises(GrammarError) as raised:
         demo_grammars().open(grammar_of(json_schema=schema), [], 0)
     assert str(raised.value) == f"{why}keywords contradict each other, or a pattern fits no text"

@@ -1,4 +1,4 @@
-"""The checker of JSON schemas: what is refused, by name and place, and what is left of the rest."""
+"""JSON schemas: keywords that are refused, with name and pointer, and the compiled schemas."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from aioengine.constraints.json_schema import MAX_BYTES, compiled
+from aioengine.constraints.json_schema import MAX_BYTES, compile_schema
 from aioengine.errors import UnsupportedSchemaError
 
 Schema = dict[str, Any]
 
 
 def made(schema: object) -> Schema:
-    return compiled(json.dumps(schema))
+    return compile_schema(json.dumps(schema))
 
 
 def closed(*names: str) -> Schema:
@@ -76,7 +76,9 @@ def closed(*names: str) -> Schema:
         (False, "", "false"),
     ],
 )  # fmt: skip
-def test_what_is_not_enforced_is_refused_with_its_place(schema: object, pointer: str, keyword: str) -> None:
+def test_keywords_that_are_not_enforced_are_refused_with_their_pointer(
+    schema: object, pointer: str, keyword: str
+) -> None:
     with pytest.raises(UnsupportedSchemaError) as caught:
         made(schema)
     assert (caught.value.pointer, caught.value.keyword) == (pointer, keyword)
@@ -98,15 +100,15 @@ def test_what_is_not_enforced_is_refused_with_its_place(schema: object, pointer:
         (5, "must be an object or a boolean"),
     ],
 )
-def test_what_is_no_schema_is_a_value_error(schema: object, match: str) -> None:
+def test_a_value_that_is_no_schema_raises_value_error(schema: object, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         made(schema)
 
 
 @pytest.mark.parametrize("text", ["{", "nonsense", "[" * 100_000, '{"const": NaN}', '{"const": 1' + "0" * 5000 + "}"])
-def test_what_is_no_json_is_a_value_error(text: str) -> None:
+def test_text_that_is_no_json_raises_value_error(text: str) -> None:
     with pytest.raises(ValueError, match="it is no JSON text"):
-        compiled(text)
+        compile_schema(text)
 
 
 def test_deep_and_long_schemas_are_refused_without_work() -> None:
@@ -132,7 +134,7 @@ def test_references_are_kept_and_their_targets_compiled_once() -> None:
     assert found["$defs"]["d0"]["properties"] == {"next": {"$ref": "#/$defs/d0"}}
 
 
-def test_a_one_of_whose_branches_exclude_each_other_is_an_any_of() -> None:
+def test_one_of_with_exclusive_branches_becomes_any_of() -> None:
     assert made({"oneOf": [{"type": "integer"}, {"type": "string"}]}) == {
         "anyOf": [{"type": "integer"}, {"type": "string"}]
     }
@@ -158,4 +160,4 @@ def test_bounds_include_their_value() -> None:
 
 def test_infinite_constants_are_refused() -> None:
     with pytest.raises(UnsupportedSchemaError, match="'const' at # has inf"):
-        compiled('{"const": 1e999}')
+        compile_schema('{"const": 1e999}')

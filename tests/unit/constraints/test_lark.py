@@ -51,7 +51,7 @@ def test_other_uses_of_their_characters_are_not(text: str) -> None:
         ('start: T\nT: "a" & "b"', "of terminals is not supported"),
     ],
 )  # fmt: skip
-def test_what_would_take_long_is_refused_before_it_is_compiled(text: str, why: str) -> None:
+def test_a_grammar_that_takes_long_is_refused_before_it_is_compiled(text: str, why: str) -> None:
     with pytest.raises(GrammarError, match=why):
         demo_grammars().compile(grammar_of(ebnf=text)).result(timeout=60)
 
@@ -135,7 +135,7 @@ def test_repetitions_of_repetitions_are_read_in_gbnf(text: str, fits: list[str],
         ('start: "a" & "b"', "'&' of terminals"),
     ],
 )
-def test_an_error_begins_with_what_is_wrong(text: str, why: str) -> None:
+def test_an_error_starts_with_the_reason(text: str, why: str) -> None:
     with pytest.raises(GrammarError) as caught:
         demo_grammars().compile(grammar_of(ebnf=text)).result(timeout=60)
     assert str(caught.value).startswith(why)

@@ -1,4 +1,4 @@
-"""The sampling parameters of structured output together, and what they become."""
+"""The sampling parameters of structured output, and their grammar."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from aioengine import SamplingParams
 from aioengine.constraints import parameters
-from aioengine.constraints.json_schema import compiled
+from aioengine.constraints.json_schema import compile_schema
 from aioengine.errors import UnsupportedSchemaError
 from aioengine.frontend.intake.request_checks import PromptRules, RequestChecks
 from aioengine.frontend.intake.requests import CallRequest, generate_request
@@ -161,7 +161,7 @@ def test_a_large_constraint_is_checked_in_the_call_and_the_others_later(constrai
 
 def test_equal_constraints_of_a_large_batch_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[object] = []
-    monkeypatch.setattr(parameters, "compiled", lambda text: checked.append(text) or compiled(text))
+    monkeypatch.setattr(parameters, "compile_schema", lambda text: checked.append(text) or compile_schema(text))
     schemas = [{"enum": [f"schema {number}", "x" * 16_000]} for number in range(32)]
     params = [{"json_schema": dict(schemas[row % 32])} for row in range(256)]
     request = generate_request(["a"] * 256, params, None, stream=False, options={})
@@ -187,7 +187,7 @@ MANY = list(range(140_000))
 
 
 @pytest.mark.parametrize("make", [of_shared_parts, of_itself, lambda: {"enum": MANY}])
-def test_constraints_that_are_too_large_fail_alone(make: Callable[[], dict[str, object]]) -> None:
+def test_a_constraint_that_is_too_large_fails_only_its_row(make: Callable[[], dict[str, object]]) -> None:
     params: list[object] = [{"json_schema": make()} for _ in range(5)]
     with pytest.raises(ValueError, match="more than 262,144 characters as JSON, or holds itself"):
         generate_request(["a"] * 5, params, None, stream=False, options={})
@@ -199,7 +199,7 @@ def test_constraints_that_are_too_large_fail_alone(make: Callable[[], dict[str, 
 
 def test_a_wrong_constraint_that_rows_share_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[object] = []
-    monkeypatch.setattr(parameters, "compiled", lambda text: checked.append(text) or compiled(text))
+    monkeypatch.setattr(parameters, "compile_schema", lambda text: checked.append(text) or compile_schema(text))
     params = [{"json_schema": {"not": {}}}] * 9
     request = generate_request(["a"] * 9, params, None, stream=False, options={"return_exceptions": True})
     assert all(isinstance(prompt, UnsupportedSchemaError) for prompt in request.prompts)
@@ -266,7 +266,7 @@ def test_refusals_name_the_parameter_and_its_value(params: Mapping[str, Any], wh
         SamplingParams(**params)
 
 
-def test_tags_allow_their_parts_alone() -> None:
+def test_tags_allow_only_their_parts() -> None:
     tag = {
         "format": {
             "type": "sequence",
@@ -343,7 +343,7 @@ def test_a_constraint_does_not_hold_its_caller_for_long(params: Mapping[str, Any
 @pytest.mark.parametrize(
     "params", [{"regex": r"\w" * 2000}, {"json_schema": {"anyOf": [{"pattern": r"\W" * 400}] * 8}}]
 )
-def test_what_would_take_long_to_compile_is_refused(params: Mapping[str, Any]) -> None:
+def test_constraints_that_take_long_to_compile_are_refused(params: Mapping[str, Any]) -> None:
     with pytest.raises(UnsupportedSchemaError, match="too many classes"):
         SamplingParams.parse(params)
 

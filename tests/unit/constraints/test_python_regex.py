@@ -40,7 +40,7 @@ def regex(pattern: str) -> Grammar:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_whatever_is_written_matches_the_whole_pattern(pattern: str) -> None:
+def test_generated_texts_match_the_whole_pattern(pattern: str) -> None:
     grammar = regex(pattern)
     for seed in range(6):
         ids, is_complete = walk(grammar, seed, max_tokens=40)
@@ -62,7 +62,7 @@ def test_whatever_is_written_matches_the_whole_pattern(pattern: str) -> None:
         (r"a{2,3}", ["a", "aa", "aaa", "aaaa"]),
     ],
 )
-def test_it_matches_what_python_matches(pattern: str, texts: list[str]) -> None:
+def test_translated_patterns_match_like_python(pattern: str, texts: list[str]) -> None:
     assert [accepts(regex(pattern), text) for text in texts] == [
         re.fullmatch(pattern, text) is not None for text in texts
     ]
@@ -77,7 +77,7 @@ LETTERS = "aKks\u017f\u212aéÉςσΣµμ\u039cİı1\u0666_ \x85\x1c\u2003Ľ-"
 @pytest.mark.parametrize(
     "part", [r"\w", r"\d", r"\s", r"[^\w]", r"[\w-]", "é", "[é]", "ς", "\u017f", "µ", "k", "[a-z]"]
 )
-def test_flags_of_groups_mean_what_they_do_in_python(flags: str, part: str) -> None:
+def test_flags_of_groups_have_the_meaning_of_python(flags: str, part: str) -> None:
     pattern = flags % part
     grammar = regex(pattern)
     for char in LETTERS:
@@ -129,14 +129,14 @@ def test_outputs_of_any_pattern_match_it(pattern: str, seed: int) -> None:
         (r"(?i)[à-ü]", "ignores case"),
     ],
 )
-def test_what_cannot_be_kept_is_refused(pattern: str, why: str) -> None:
+def test_parts_that_cannot_be_translated_are_refused(pattern: str, why: str) -> None:
     with pytest.raises(ValueError, match=why if "nested" not in why else "nested|recursion") as caught:
         translate(pattern, pointer="/properties/a/pattern")
     if isinstance(caught.value, UnsupportedSchemaError):
         assert (caught.value.pointer, caught.value.keyword) == ("/properties/a/pattern", "regex")
 
 
-def test_a_searched_pattern_may_stand_anywhere_and_is_ascii() -> None:
+def test_a_searched_pattern_may_match_anywhere_and_is_ascii() -> None:
     assert translate("a", pointer="", is_searched=True) == "(?s:.*)a(?s:.*)"
     assert translate("^a$", pointer="", is_searched=True) == "a"
     assert translate(r"^\d", pointer="", is_searched=True) == "[0-9](?s:.*)"

@@ -30,7 +30,7 @@ Format = dict[str, Any]
 
 
 def ends(given: Format, text: str, start: int, behind: list[str]) -> set[int]:
-    """Where the format may end that begins at ``start``. behind: the literals that come next, where these are known."""
+    """Return the possible ends of a format that starts at ``start``. behind: the next literals, if known."""
     kind = given["type"]
     if kind == "const_string":
         return literal([given["value"]], text, start)
@@ -63,14 +63,14 @@ def literal(texts: Iterable[str], text: str, start: int) -> set[int]:
 
 
 def free(text: str, start: int, excludes: Iterable[str], behind: Iterable[str]) -> set[int]:
-    """Free text ends before the first of ``behind``; with none, anywhere."""
+    """Free text ends before the first literal of ``behind``; without literals, anywhere."""
     if behind:
         return {end for end, _ in firsts(text, start, excludes, behind)}
     return {end for end in range(start, len(text) + 1) if not any(each in text[start:end] for each in excludes)}
 
 
 def firsts(text: str, start: int, excludes: Iterable[str], behind: Iterable[str]) -> set[tuple[int, str]]:
-    """Where the first of ``behind`` begins, and which it is; several where they end at the same place."""
+    """Return the start and the text of the first literal of ``behind``; several if they end at the same position."""
     found = {(at, each) for each in behind for at in range(start, len(text) + 1) if text.startswith(each, at)}
     first = min((at + len(each) for at, each in found), default=0)
     return {
@@ -248,7 +248,7 @@ PIECES = [
 
 
 def drawn_text(given: Format, drawn: random.Random) -> str:
-    """A text that fits the format, unless its free text has what may not be in it."""
+    """Return a text that matches the format, unless its free text has a forbidden part."""
     kind = given["type"]
     if kind == "const_string":
         return given["value"]
@@ -309,7 +309,7 @@ def can_be_completed(grammar: Grammar, ids: list[int], drawn: random.Random) -> 
     return False
 
 
-def test_outputs_are_valid_and_what_is_valid_can_be_written() -> None:
+def test_outputs_are_valid_and_valid_texts_are_accepted() -> None:
     counts = Counter[str]()
 
     @settings(deadline=None, max_examples=250)
@@ -413,7 +413,7 @@ def test_free_text_whose_place_is_seen_is_kept(given: Format, texts: list[str], 
         ({"type": "repeat", "min": 0, "max": 2000, "content": {"type": "const_string", "value": "a"}}, "/max", "2,000"),
     ],
 )  # fmt: skip
-def test_what_could_not_be_kept_is_refused_by_name(given: Format, pointer: str, match: str) -> None:
+def test_parts_that_cannot_be_enforced_are_refused_by_name(given: Format, pointer: str, match: str) -> None:
     with pytest.raises(UnsupportedSchemaError, match=match) as raised:
         SamplingParams(structural_tag={"format": given})
     assert raised.value.pointer.startswith(f"/format{pointer}")
@@ -435,7 +435,7 @@ def test_what_could_not_be_kept_is_refused_by_name(given: Format, pointer: str, 
         ),
     ],
 )
-def test_what_is_no_structural_tag_is_named(given: Format, match: str) -> None:
+def test_a_value_that_is_no_structural_tag_is_refused_with_its_pointer(given: Format, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         SamplingParams(structural_tag={"format": given})
 

@@ -1,4 +1,4 @@
-"""The ids that forced text is written with: those of the tokenizer, or of the longest tokens where it changes text."""
+"""Token ids of forced text: from the tokenizer, or from the longest tokens if the tokenizer changes the text."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def test_special_tokens_are_marked() -> None:
     assert TOKENS[5:] == [SPECIAL + b"ab", b"\xc3"]
 
 
-def test_the_tokenizer_writes_what_it_does_not_change() -> None:
+def test_text_that_the_tokenizer_does_not_change_is_tokenized_by_it() -> None:
     assert source_of([1, 2, 3])("abab") == [1, 2, 3]
 
 
-def test_the_longest_tokens_write_what_the_tokenizer_changes() -> None:
+def test_text_that_the_tokenizer_changes_is_tokenized_by_the_longest_tokens() -> None:
     for changed in ([], [1], [1, 1], [2, 3], [99]):
         assert source_of(changed)("ababb") == [3, 4]
 
 
-def test_text_is_written_up_to_what_no_token_has() -> None:
+def test_text_is_tokenized_up_to_a_character_without_a_token() -> None:
     assert source_of([])("abbcab") == [4]

@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 from aioengine import plugins
-from aioengine.media._base import ImageModel, ImageShape, read_image_model
-from aioengine.media._placing import check_count, image_ids, placed
+from aioengine.media.placeholders import check_count, image_ids, placed
+from aioengine.media.tokens._base import ImageModel, ImageShape, read_image_model
 from aioengine.tokenization.tokenizer import Tokenizer
 from tests.kit.image_models import FAMILIES, Family, token_id, write_image_folder
 
@@ -23,7 +23,7 @@ SIZES = [(90, 50), (20, 20), (64, 97)]
 
 def image_model(folder: Path) -> ImageModel:
     config = json.loads((folder / "config.json").read_text())
-    return read_image_model(folder, plugins.load("media", config["model_type"]), config)
+    return read_image_model(folder, plugins.load("media/tokens", config["model_type"]), config)
 
 
 def picture(width: int, height: int) -> Image.Image:
@@ -97,7 +97,7 @@ def test_expanded_ids_match_transformers(family: Family, tmp_path: Path, monkeyp
 
 
 def test_llava_1_5_has_576_features_at_336_pixels() -> None:
-    family = plugins.load("media", "llava")
+    family = plugins.load("media/tokens", "llava")
     vision = {"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14}
     for strategy, expected in (("default", 576), ("full", 577)):
         config = {"image_token_index": 32000, "vision_config": vision, "vision_feature_select_strategy": strategy}
@@ -116,7 +116,7 @@ def test_llava_1_5_has_576_features_at_336_pixels() -> None:
 )
 def test_unsupported_config_is_refused_by_name(model_type: str, config: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        plugins.load("media", model_type).read(config)
+        plugins.load("media/tokens", model_type).read(config)
 
 
 def test_unknown_processor_is_refused_by_name(tmp_path: Path) -> None:
@@ -174,7 +174,9 @@ def test_processor_with_other_image_size_than_the_tower_is_refused(
 
 
 def test_mismatched_number_of_images_is_reported() -> None:
-    tokens = [image_ids(plugins.load("media", "qwen2_vl")(9, 2).expansion(ImageShape(8, 8, (1, 4, 4))), 9, None)] * 2
+    tokens = [
+        image_ids(plugins.load("media/tokens", "qwen2_vl")(9, 2).expansion(ImageShape(8, 8, (1, 4, 4))), 9, None)
+    ] * 2
     for ids, count in (([1, 9, 2], 1), ([1, 9, 9, 9], 3), ([1], 0)):
         with pytest.raises(ValueError, match=rf"{count} image placeholders? \(token id 9\) for 2 images.*\(or 8, "):
             placed(ids, 9, tokens)
@@ -185,7 +187,7 @@ def test_mismatched_number_of_images_is_reported() -> None:
 
 def test_expansion_contains_all_tokens_of_an_image() -> None:
     around = token_id("<fake_token_around_image>")
-    family = plugins.load("media", "idefics3")(9, 8, 2)
+    family = plugins.load("media/tokens", "idefics3")(9, 8, 2)
     whole = image_ids(family.expansion(ImageShape(32, 32)), 9, lambda text: [around] * (1 + text.count("global")))
     assert placed([1, *whole.token_ids, 2], 9, [whole])[1] == [1]
     with pytest.raises(ValueError, match="but not the other tokens of the image"):

@@ -1,4 +1,4 @@
-"""Slots of adapters: who is placed, who waits, and that nobody waits for ever."""
+"""Slots of adapters: which adapters are placed, which requests wait, and no request waits forever."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Desk:
         self.slots.leave(uid)
 
     def assign(self, copies: tuple[Key, ...] = ALL) -> list[Key]:
-        """What was placed; everything is copied at once, and those who were released are admitted."""
+        """Place and copy adapters, admit the released requests, and return the placed adapters."""
         placed: list[Key] = []
         while True:
             assignments, released = assigned(self.slots, copies)
@@ -83,7 +83,7 @@ def test_an_adapter_is_placed_for_its_request_and_stays() -> None:
     assert desk.assign() == []
 
 
-def test_what_is_not_in_memory_holds_no_slot_up() -> None:
+def test_an_adapter_that_is_not_in_memory_blocks_no_slot() -> None:
     desk = Desk(1)
     desk.ask(1, A)
     desk.ask(2, B)
@@ -91,7 +91,7 @@ def test_what_is_not_in_memory_holds_no_slot_up() -> None:
     assert [key for _, key in desk.slots.claims()] == [A]
 
 
-def test_the_slot_used_least_recently_is_given_away() -> None:
+def test_the_least_recently_used_slot_is_replaced() -> None:
     desk = Desk(2)
     for uid, key in enumerate((A, B, A)):
         desk.ask(uid, key)
@@ -155,7 +155,7 @@ def test_only_as_many_slots_drain_as_adapters_wait() -> None:
     assert desk.running.keys() == {0, 1, 3, 4}
 
 
-def test_the_tenant_that_was_given_least_goes_first() -> None:
+def test_the_tenant_that_used_least_is_first() -> None:
     desk = Desk(1, tenants={"much": 100.0, "little": 1.0})
     desk.ask(0, A, "much")
     desk.assign()
@@ -168,7 +168,7 @@ def test_the_tenant_that_was_given_least_goes_first() -> None:
     assert desk.assign() == [D]
 
 
-def test_a_pinned_adapter_is_placed_without_requests_and_never_given_away() -> None:
+def test_a_pinned_adapter_is_placed_without_requests_and_keeps_its_slot() -> None:
     desk = Desk(2)
     desk.slots.pin(A, 1)
     desk.slots.pin(A, 2)
@@ -214,7 +214,7 @@ def test_a_copy_that_fails_leaves_an_empty_slot() -> None:
 
 
 def test_a_slot_of_released_requests_goes_to_one_that_ranks_before_them() -> None:
-    """They may wait long for pages, behind others; it must not."""
+    """Released requests may wait long for pages after other requests. The other adapter must not wait for them."""
     desk = Desk(1)
     desk.slots.wait(B, waiter(5))
     assigned(desk.slots, (B,))
@@ -228,7 +228,7 @@ def test_a_slot_of_released_requests_goes_to_one_that_ranks_before_them() -> Non
     desk.slots.check_integrity()
 
 
-def test_a_released_request_that_waits_again_is_in_line_alone() -> None:
+def test_a_released_request_that_waits_again_is_queued_once() -> None:
     desk = Desk(1)
     desk.slots.wait(A, waiter(5))
     assigned(desk.slots, ALL)
@@ -241,7 +241,7 @@ def test_a_released_request_that_waits_again_is_in_line_alone() -> None:
 
 @pytest.mark.parametrize("num_slots", [1, 2, 8])
 @pytest.mark.parametrize("quantum", [1, 4])
-def test_a_crowd_over_many_adapters_is_served_and_nobody_is_overtaken_for_ever(num_slots: int, quantum: int) -> None:
+def test_all_requests_of_many_adapters_are_served(num_slots: int, quantum: int) -> None:
     """Four run at a time; the requests that wait are overtaken by few that came later."""
     numbers = random.Random(num_slots)
     desk = Desk(num_slots, quantum=quantum)
@@ -268,7 +268,7 @@ STEPS = st.lists(
 
 
 class Events:
-    """Random events, of which those that cannot happen now do nothing."""
+    """Random events. Events that are impossible in the current state do nothing."""
 
     def __init__(self, num_slots: int, quantum: int) -> None:
         self.desk = Desk(num_slots, quantum=quantum)

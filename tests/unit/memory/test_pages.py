@@ -9,11 +9,6 @@ from hypothesis import strategies as st
 from aioengine.memory.prefix_cache import PageAllocator
 
 
-def test_a_pool_has_at_least_one_page() -> None:
-    with pytest.raises(ValueError, match="num_pages must be at least 1, not 0"):
-        PageAllocator(0)
-
-
 def test_pages_are_handed_out_in_order_and_the_last_returned_first() -> None:
     pages = PageAllocator(5)
     assert pages.allocate(3) == [0, 1, 2]

@@ -194,7 +194,7 @@ def answered(cache: PrefixCache, session: int, token_ids: list[int]) -> None:
     cache.unlock(allocation)
 
 
-def test_pinned_pages_are_evicted_last_and_those_of_the_session_idle_for_longest_first() -> None:
+def test_pinned_pages_of_the_least_recently_used_session_are_evicted_first() -> None:
     cache = PrefixCache(num_pages=8, page_size=1)
     answered(cache, 1, [1, 10])
     answered(cache, 2, [2, 20])
@@ -235,7 +235,7 @@ def test_turns_and_branches_of_a_session_share_their_pins() -> None:
     assert (cache.num_free, cache.num_pinned) == (16, 0)
 
 
-def test_what_is_invalid_stays_where_a_session_has_pinned_it() -> None:
+def test_invalid_pages_that_a_session_pinned_stay() -> None:
     cache = PrefixCache(num_pages=8, page_size=2)
     first, second = open_(cache, [1]), open_(cache, [1])
     cache.insert(first, [1, 2], 2)
@@ -262,7 +262,7 @@ def test_invalid_pages_are_removed_unless_others_use_them() -> None:
     assert cache.num_cached == 2
 
 
-def test_invalid_pages_below_which_others_left_pages_are_kept() -> None:
+def test_invalid_pages_with_valid_pages_below_them_stay() -> None:
     cache = PrefixCache(num_pages=8, page_size=2)
     invalid = open_(cache, [1, 2, 3, 4, 5, 6, 7, 8])
     cache.insert(invalid, [1, 2, 3, 4, 5, 6, 7, 8], 6)

@@ -8,7 +8,7 @@ from aioengine.memory.radix import Node, RadixTree
 
 
 def grow(tree: RadixTree, token_ids: list[int], first_page: int) -> list[Node]:
-    """Add what is missing of ``token_ids`` and return the whole path, unlocked."""
+    """Add the missing nodes of ``token_ids`` and return the whole path, unlocked."""
     path: list[Node] = []
     parent = tree.root
     for index, key in enumerate(tree.keys(token_ids)):
@@ -28,11 +28,6 @@ def evict_all(tree: RadixTree) -> list[int]:
     while (node := tree.evict()) is not None:
         pages.append(node.page)
     return pages
-
-
-def test_a_page_has_at_least_one_token() -> None:
-    with pytest.raises(ValueError, match="page_size must be at least 1, not 0"):
-        RadixTree(0)
 
 
 def test_keys_are_the_tokens_of_full_pages() -> None:

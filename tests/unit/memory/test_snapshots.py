@@ -1,4 +1,4 @@
-"""Snapshots of states in the prefix cache: what a request begins with is what its tokens have left there."""
+"""Snapshots of states in the prefix cache: a request starts with the state of its own tokens."""
 
 from __future__ import annotations
 
@@ -132,12 +132,7 @@ class Storm(RuleBasedStateMachine):
 TestStorm = Storm.TestCase
 
 
-def test_span_must_be_a_multiple_of_the_page_size() -> None:
-    with pytest.raises(ValueError, match="span must be a multiple of the page size, 4; got 6"):
-        Snapshots(3, span=6, page_size=4)
-
-
-def test_of_a_request_the_newest_snapshots_stay() -> None:
+def test_the_newest_snapshots_of_a_request_stay() -> None:
     world = World(make_cache(num_snapshots=9))
     request = world.open([1])
     assert request is not None

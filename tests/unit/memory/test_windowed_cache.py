@@ -106,11 +106,10 @@ class Machine(RuleBasedStateMachine):
         return [page for page, node in pages if node is None and page != RELEASED]
 
     def _check_seen(self, one: Running) -> None:
-        """The last token may be computed again, and sees what it saw."""
+        """The next token finds all pages in its window."""
         size, num_groups = self.groups.page_size, self.groups.num_groups
         for group, window in enumerate(self.groups.windows):
-            position = one.num_computed - (one.num_computed > one.allocation.num_matched * size)
-            first = 0 if window is None else max(0, position - window + 1)
+            first = 0 if window is None else max(0, one.num_computed - window + 1)
             for index in range(first // size, -(-one.num_computed // size)):
                 found_group, tokens = self.written[one.allocation.pages[index * num_groups + group]]
                 assert found_group == group

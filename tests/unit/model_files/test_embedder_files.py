@@ -57,7 +57,7 @@ def pooling_of(folder: Path, family: object = bert, **raw: object) -> PoolingSet
     ],
 )
 @pytest.mark.parametrize("is_normalized", [True, False])
-def test_modules_say_how_texts_are_pooled(
+def test_pooling_is_read_from_modules(
     switches: dict[str, object], kind: str, is_normalized: bool, tmp_path: Path
 ) -> None:
     assert not is_embedder(tmp_path)
@@ -68,7 +68,7 @@ def test_modules_say_how_texts_are_pooled(
     assert (found.kind, found.is_normalized) == (kind, is_normalized)
 
 
-def test_prompts_and_the_longest_text(tmp_path: Path) -> None:
+def test_prompts_and_text_limits_are_read(tmp_path: Path) -> None:
     write(
         tmp_path,
         sentence_bert_config={"max_seq_length": 64, "do_lower_case": True},
@@ -79,7 +79,7 @@ def test_prompts_and_the_longest_text(tmp_path: Path) -> None:
     assert (found.prompts, found.default_prompt) == ({"query": "q: ", "document": ""}, "query")
 
 
-def test_without_these_files_encoders_give_the_mean_and_decoders_the_last_token(tmp_path: Path) -> None:
+def test_default_pooling_is_mean_for_encoders_and_last_token_for_decoders(tmp_path: Path) -> None:
     assert pooling_of(tmp_path) == PoolingSettings(kind="mean", is_normalized=False)
     assert pooling_of(tmp_path, qwen3) == PoolingSettings(kind="last", is_normalized=True)
     assert pooling_of(tmp_path, qwen3, architectures=["Qwen3ForCausalLM"]) == PoolingSettings()
@@ -98,7 +98,7 @@ def test_without_these_files_encoders_give_the_mean_and_decoders_the_last_token(
         ({"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"}}, True, 2),
     ],
 )
-def test_the_activation_of_a_cross_encoder(
+def test_activation_of_a_cross_encoder_is_read(
     raw: dict[str, object], has_sigmoid: bool, num_labels: int, tmp_path: Path
 ) -> None:
     found = pooling_of(tmp_path, architectures=["BertForSequenceClassification"], **raw)
@@ -131,13 +131,13 @@ def test_the_activation_of_a_cross_encoder(
         ({"modules": {}}, "modules.json"),
     ],
 )
-def test_what_is_not_implemented_is_named(files: dict[str, object], message: str, tmp_path: Path) -> None:
+def test_unsupported_values_are_named(files: dict[str, object], message: str, tmp_path: Path) -> None:
     write(tmp_path, **files)
     with pytest.raises(ValueError, match=message):
         pooling_of(tmp_path)
 
 
-def test_another_activation_is_refused(tmp_path: Path) -> None:
+def test_unsupported_activation_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"activation_fn 'torch.Tanh' is not implemented"):
         pooling_of(
             tmp_path,

@@ -50,7 +50,7 @@ def test_special_files_are_not_read(kind: str, tmp_path: Path, monkeypatch: pyte
             read(path)
 
 
-def test_the_largest_template_is_read(tmp_path: Path) -> None:
+def test_largest_template_is_read(tmp_path: Path) -> None:
     file = tmp_path / "it.jinja"
     file.write_text("x" * MAX_TEMPLATE_BYTES)
     assert len(checked_template(str(file))) == MAX_TEMPLATE_BYTES
@@ -69,7 +69,7 @@ def test_the_largest_template_is_read(tmp_path: Path) -> None:
         ("[" * 100_000, "Input data was truncated|it is nested too deeply"),
     ],
 )
-def test_values_that_json_has_not_are_named(value: str, message: str, tmp_path: Path) -> None:
+def test_values_outside_of_json_are_named(value: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(f'{{"hidden_size": 1, "rms_norm_eps": {value}, "vocab_size": 1}}')
     with pytest.raises(ValueError, match=message) as caught:

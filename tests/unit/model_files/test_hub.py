@@ -37,9 +37,7 @@ def double(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubDoubl
         yield serving
 
 
-def test_wanted_files_are_fetched_once_and_found_again_without_the_hub(
-    double: HubDouble, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_downloaded_once_and_found_offline(double: HubDouble, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = {name for name in FILES if name.endswith((".json", ".safetensors"))}
     folder = Path(locate("owner/name", download_dir="cache", argument="tokenizer_path"))
     assert {file.name for file in folder.iterdir()} == TOKENIZER_FILES
@@ -52,7 +50,7 @@ def test_wanted_files_are_fetched_once_and_found_again_without_the_hub(
     assert Path(locate("owner/name", download_dir="cache")) == folder
 
 
-def test_for_a_plan_config_files_alone_are_fetched(double: HubDouble, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_config_files_are_downloaded_for_a_plan(double: HubDouble, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         folder = Path(locate("owner/name", download_dir="cache", configs_only=True))
         assert [file.name for file in folder.iterdir()] == ["config.json"]
@@ -60,14 +58,12 @@ def test_for_a_plan_config_files_alone_are_fetched(double: HubDouble, monkeypatc
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
-def test_shapes_of_weights_are_read_from_the_headers_of_their_files(
-    double: HubDouble, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weight_shapes_are_read_from_headers(double: HubDouble, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [{"a": np.zeros((2, 3), np.float32)}, {f"b.{each}": np.zeros(each, np.float16) for each in range(3000)}]
     files = {f"model-{number}.safetensors": save(named) for number, named in enumerate(tensors)}
     index = {"weight_map": {name: file for file, named in zip(files, tensors, strict=True) for name in named}}
     shapes = {name: each.shape for named in tensors for name, each in named.items()}
-    with pytest.raises(ValueError, match=r"'owner/name' has no \*.safetensors files; other forms are not read"):
+    with pytest.raises(ValueError, match=r"'owner/name' has no \*.safetensors files; other formats are not read"):
         hub.weight_shapes("owner/name", revision=None)
     double.files = files | {"model.safetensors.index.json": json.dumps(index).encode()}
     assert hub.weight_shapes("owner/name", revision=None) == shapes
@@ -79,41 +75,41 @@ def test_shapes_of_weights_are_read_from_the_headers_of_their_files(
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{filename}")
     with pytest.raises(
-        ValueError, match="no such folder in .*, and the model's files could not be fetched from http://127"
+        ValueError, match="no such folder in .*, and the model's files could not be downloaded from http://127"
     ):
         hub.weight_shapes("owner/name", revision=None)
 
 
-def test_a_file_that_cannot_be_fetched_is_an_error(double: HubDouble, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_download_is_an_error(double: HubDouble, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: object, filename: str, **__: object) -> None:
         raise OSError(f"no space left for {filename}")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
-    with pytest.raises(ValueError, match=r"could not be fetched from http://127.*: no space left for .*disk"):
+    with pytest.raises(ValueError, match=r"could not be downloaded from http://127.*: no space left for .*disk"):
         locate("owner/name", download_dir="cache")
 
 
-def test_without_a_network_the_error_says_what_was_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_error_without_network_says_which_places_were_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=r"'owner/name': there is no such folder in .*HF_HUB_OFFLINE is set") as caught:
         locate("owner/name", download_dir=str(tmp_path), revision="main")
     assert caught.value.__cause__ is not None
-    assert str(caught.value).endswith("; unset it, or give the path of a folder that has them")
+    assert str(caught.value).endswith("; unset it, or give the path of a folder with the files")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(ValueError, match=f"no such folder in .*, the cache '{tmp_path}' lacks files of") as caught:
         locate("owner/name", download_dir=str(tmp_path))
-    assert "could not be fetched from http://127.0.0.1:9: ConnectError: " in str(caught.value)
+    assert "could not be downloaded from http://127.0.0.1:9: ConnectError: " in str(caught.value)
     assert str(caught.value).endswith(
-        "; check the network and the disk of this machine, or give the path of a folder that has them"
+        "; check the network and the disk of this machine, or give the path of a folder with the files"
     )
 
 
 @pytest.mark.parametrize("is_off", [False, True])
 @pytest.mark.parametrize("progress", [False, True])
 @pytest.mark.usefixtures("double")
-def test_a_download_shows_bars_as_asked_and_leaves_those_of_the_program_as_they_were(
+def test_progress_bars_follow_the_argument_and_the_program(
     is_off: bool, progress: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: set[bool] = set()

@@ -51,20 +51,20 @@ def test_facts_of_a_model_folder(tmp_path: Path) -> None:
     assert (facts.tokenizer_path, facts.weights.missing) == (str(tmp_path), None)
 
 
-def test_facts_of_a_model_that_transformers_computes(tmp_path: Path) -> None:
+def test_facts_of_a_model_in_transformers_code(tmp_path: Path) -> None:
     """The sizes have the names that its config.json gives them."""
     config = {"model_type": "gpt9", "architectures": ["GPT9ForCausalLM"], "vocab_size": 90, "n_embd": 48, "n_layer": 3}
     given: dict[str, Any] = {**dict.fromkeys(CONFIG), **config, "n_head": 6, "n_positions": 70}
     facts = read_facts(folder(tmp_path, {"model.safetensors": None}, **given))
     assert (facts.implementation, facts.context_length, facts.vocab_size) == ("transformers", 70, 90)
     assert (facts.hidden_size, facts.num_layers, facts.heads.num_heads, facts.heads.head_dim) == (48, 3, 6, 8)
-    with pytest.raises(ValueError, match="type 'gpt9' has no code.*model_impl='auto'.*llama, .*qwen3"):
+    with pytest.raises(ValueError, match="type 'gpt9' is not implemented.*model_impl='auto'.*llama, .*qwen3"):
         find_facts(ModelConfig(path=str(tmp_path), load_format="dummy", implementation="aioengine"))
     with pytest.raises(ValueError, match=r"'gpt9', as model_impl='transformers' reads it: .*missing .*hidden_size"):
         read_facts(folder(tmp_path, {"model.safetensors": None}, **{**given, "n_embd": None}))
     (tmp_path / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
     path = folder(tmp_path, {"model.safetensors": None}, **{**given, "n_layer": 16_384})
-    with pytest.raises(ValueError, match="they are 0 tensors, for num_hidden_layers=16384"):
+    with pytest.raises(ValueError, match="they have only 0 tensors, for num_hidden_layers=16384"):
         find_facts(ModelConfig(path=path))
 
 
@@ -77,7 +77,7 @@ def test_facts_of_a_model_that_transformers_computes(tmp_path: Path) -> None:
         ({"parts": [[{"logit_scale": {"__float__": "NaN"}}]]}, "logit_scale .* is not implemented; .* a number"),
     ],
 )
-def test_numbers_with_which_transformers_would_compute_nothing(
+def test_invalid_numbers_for_transformers_code_are_refused(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     path = folder(tmp_path, **changes, time_step_limit=[0.0, {"__float__": "Infinity"}])
@@ -107,7 +107,7 @@ def test_numbers_with_which_transformers_would_compute_nothing(
     ],
 )
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
-def test_the_context_with_rope_scaling(tmp_path: Path, key: str, rope: object, expected: int) -> None:
+def test_context_length_includes_rope_scaling(tmp_path: Path, key: str, rope: object, expected: int) -> None:
     assert read_facts(folder(tmp_path, **{key: rope})).context_length == expected
 
 
@@ -133,7 +133,7 @@ def test_both_spellings_of_the_dtype_are_read(tmp_path: Path, key: str, word: st
         ({"torch_dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not implemented"),
     ],
 )
-def test_models_that_cannot_be_served(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+def test_unsupported_models_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_facts(folder(tmp_path, **changes))
 
@@ -150,7 +150,9 @@ def test_models_that_cannot_be_served(tmp_path: Path, changes: dict[str, object]
         ("gemma3", {"hidden_size": 80}, "hidden size 80 is not divisible by 12 heads"),
     ],
 )
-def test_towers_that_cannot_be(model_type: str, tower: dict[str, object], message: str, tmp_path: Path) -> None:
+def test_impossible_vision_towers_are_refused(
+    model_type: str, tower: dict[str, object], message: str, tmp_path: Path
+) -> None:
     text = {"head_dim": 16, **{name: size for name, size in CONFIG.items() if isinstance(size, int)}}
     text["rope_parameters"] = {"rope_type": "default", "mrope_section": [2, 3, 3]} if "qwen" in model_type else None
     images = {"architectures": ["AnyForConditionalGeneration"], "text_config": text, "image_token_id": 7}
@@ -170,14 +172,14 @@ def test_towers_that_cannot_be(model_type: str, tower: dict[str, object], messag
         ({"config.json": "[]"}, "cannot be read"),
     ],
 )
-def test_folders_of_another_kind(tmp_path: Path, files: dict[str, str], message: str) -> None:
+def test_other_folders_are_refused_with_a_hint(tmp_path: Path, files: dict[str, str], message: str) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=message):
         read_facts(str(tmp_path))
 
 
-def test_a_folder_one_level_too_high_names_the_inner_one(tmp_path: Path) -> None:
+def test_error_names_the_inner_model_folder(tmp_path: Path) -> None:
     (tmp_path / "inner").mkdir()
     with pytest.raises(ValueError, match="did you mean '.*/inner'"):
         read_facts(str(Path(folder(tmp_path / "inner")).parent))
@@ -191,7 +193,7 @@ def test_a_folder_one_level_too_high_names_the_inner_one(tmp_path: Path) -> None
         ({"model.pth": ""}, "model.pth"),
     ],
 )
-def test_missing_weights_are_a_fact(tmp_path: Path, files: dict[str, str], message: str) -> None:
+def test_facts_say_why_weights_are_missing(tmp_path: Path, files: dict[str, str], message: str) -> None:
     facts = read_facts(folder(tmp_path, {"model.safetensors": None, **files}))
     assert facts.weights.missing is not None
     with pytest.raises(ValueError, match=message):
@@ -205,13 +207,13 @@ def test_missing_weights_are_a_fact(tmp_path: Path, files: dict[str, str], messa
         ("x; import os #ForCausalLM", "AutoModelForCausalLM"),
     ],
 )
-def test_weights_are_converted_with_the_class_that_saved_them(tmp_path: Path, architecture: str, shown: str) -> None:
+def test_conversion_command_uses_the_class_in_config_json(tmp_path: Path, architecture: str, shown: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
     (tmp_path / "pytorch_model.bin").touch()
     assert f'python -c "from transformers import {shown} as M; M.from_pretrained(' in (missing_weights(tmp_path) or "")
 
 
-def test_sampling_defaults_are_those_of_generation_config(tmp_path: Path) -> None:
+def test_sampling_defaults_come_from_generation_config(tmp_path: Path) -> None:
     written = {"do_sample": False, "temperature": 0.6, "top_k": 20, "top_p": None, "max_new_tokens": 5}
     path = folder(tmp_path, {"generation_config.json": written})
     facts = read_facts(path)
@@ -231,7 +233,7 @@ def test_sampling_defaults_out_of_range_are_left_out(tmp_path: Path) -> None:
         assert words in facts.warning
 
 
-def test_the_tokenizer_may_be_in_another_folder(tmp_path: Path) -> None:
+def test_tokenizer_may_be_in_another_folder(tmp_path: Path) -> None:
     (tmp_path / "words").mkdir()
     path = folder(tmp_path, {"tokenizer.json": None})
     assert read_facts(path).tokenizer_path is None
@@ -245,12 +247,12 @@ def test_folders_are_located_or_refused_with_a_hint(tmp_path: Path, monkeypatch:
     (tmp_path / "file").write_text("")
     assert locate(None) == str(model_folder.DEMO_MODEL)
     assert locate("model") == locate(str(tmp_path / "model")) == str(tmp_path / "model")
-    with pytest.raises(ValueError, match="'./modell': there is no such folder; '.' holds the folders model"):
+    with pytest.raises(ValueError, match="'./modell': there is no such folder; '.' has the folders model"):
         locate("./modell")
-    with pytest.raises(ValueError, match="is a file; give the folder"):
+    with pytest.raises(ValueError, match="is a file; give its folder"):
         locate("file")
     (tmp_path / "\x1b[31m").mkdir()
-    with pytest.raises(ValueError, match=r"'\.' holds the folders '\\x1b\[31m', model"):
+    with pytest.raises(ValueError, match=r"'\.' has the folders '\\x1b\[31m', model"):
         locate("./modell")
     with pytest.raises(ValueError, match="tokenizer_path './words': there is no such folder"):
         locate("./words", argument="tokenizer_path")
@@ -268,14 +270,14 @@ def test_files_that_cannot_be_looked_up_are_named(tmp_path: Path, name: str) -> 
         find_facts(ModelConfig(path=path))
 
 
-def test_the_hint_leaves_out_what_cannot_be_looked_up(tmp_path: Path) -> None:
+def test_hint_leaves_out_unreadable_entries(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "link").symlink_to("x" * 1000)
-    with pytest.raises(ValueError, match="holds the folders model$"):
+    with pytest.raises(ValueError, match="has the folders model$"):
         locate(str(tmp_path / "modell"))
 
 
-def test_a_tokenizer_of_the_hub_is_fetched_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tokenizer_is_downloaded_without_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[tuple[str, object, object]] = []
 
     def download(name: str, **options: object) -> str:
@@ -296,7 +298,7 @@ def test_hub_ids(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["/a/b", "./a", "../a", "~/a", "a/b/c", "a//b", "", "a b", "a/", "C:\\x"])
-def test_paths_are_no_hub_ids(name: str) -> None:
+def test_paths_are_not_hub_ids(name: str) -> None:
     assert not model_folder.may_be_hub_id(name)
 
 
@@ -304,7 +306,7 @@ def test_paths_are_no_hub_ids(name: str) -> None:
     ("wish", "is_terminal", "expected"),
     [(None, True, True), (None, False, False), (False, True, False), (True, False, True)],
 )
-def test_downloads_have_a_bar_on_a_terminal_or_where_asked_for(
+def test_downloads_show_a_progress_bar_on_a_terminal_or_on_request(
     wish: bool | None, is_terminal: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[object] = []

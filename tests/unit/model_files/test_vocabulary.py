@@ -20,13 +20,13 @@ from aioengine.tokenization.tokenizer import Tokenizer as OwnTokenizer
 DEMO = Path(aioengine.__file__).parent / "demo"
 
 
-def test_the_vocabulary_size_of_the_demo_model() -> None:
+def test_vocabulary_size_of_the_demo_model() -> None:
     ids = Tokenizer.from_file(str(DEMO / "tokenizer.json")).get_vocab(with_added_tokens=True).values()
     assert num_token_ids(str(DEMO)) == max(ids) + 1
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_tokenizer_that_changed_since_the_engine_was_made_is_refused(name: str, tmp_path: Path) -> None:
+def test_tokenizer_that_changed_after_the_constructor_is_refused(name: str, tmp_path: Path) -> None:
     shutil.copytree(DEMO, tmp_path / "m")
     config = engine_config(str(tmp_path / "m"), {"device": "cpu"})
     blueprint = blueprint_of(config)
@@ -59,7 +59,7 @@ def test_vocabularies_may_be_maps_or_lists_with_added_tokens(
     assert num_token_ids(str(tmp_path)) == expected
 
 
-def test_files_that_are_no_tokenizer_are_refused(tmp_path: Path) -> None:
+def test_invalid_tokenizer_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot read .*tokenizer\.json"):
         num_token_ids(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -81,16 +81,14 @@ ADDED = {"content": "<end>", "special": True}
         {},
     ],
 )
-def test_tokens_that_other_files_add_are_counted_as_the_tokenizer_counts_them(
-    tmp_path: Path, files: dict[str, object]
-) -> None:
+def test_tokens_added_by_other_files_are_counted_like_the_tokenizer(tmp_path: Path, files: dict[str, object]) -> None:
     shutil.copy(DEMO / "tokenizer.json", tmp_path)
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
     assert num_token_ids(str(tmp_path)) == OwnTokenizer(tmp_path).vocab_size
 
 
-def test_added_tokens_of_another_form_are_an_error_that_names_the_file(tmp_path: Path) -> None:
+def test_invalid_added_tokens_are_refused_with_the_file_name(tmp_path: Path) -> None:
     shutil.copy(DEMO / "tokenizer.json", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"3072": "<end>"}}')
     with pytest.raises(ValueError, match=r"added_tokens_decoder in .*tokenizer_config\.json"):

@@ -41,13 +41,13 @@ def picture(cache: PrefixCache) -> object:
     return of(tree.root), unlocked, list(cache._allocator._free), tree.num_nodes
 
 
-def test_a_request_alone_needs_only_the_pages_of_its_prompt() -> None:
+def test_a_single_request_needs_only_the_pages_of_its_prompt() -> None:
     cache = PrefixCache(num_pages=3, page_size=PAGE)
     assert ask(cache, request_of(1, [1] * 12), []) == Match([], None)
     assert ask(cache, request_of(2, [1] * 13), []) is Refusal.FULL
 
 
-def test_beside_others_pages_for_some_steps_of_each_request_are_reserved() -> None:
+def test_pages_for_some_steps_of_each_running_request_are_reserved() -> None:
     for num_pages, answer in [(9, Refusal.FULL), (10, Match([], None))]:
         cache = PrefixCache(num_pages=num_pages, page_size=PAGE)
         other = running(cache, 1, [1, 2], num_computed=2)
@@ -102,7 +102,7 @@ def test_a_request_does_not_wait_for_a_prefix_whose_request_has_ended() -> None:
     assert len(answer.path) == 2
 
 
-def test_with_many_partial_prompts_only_those_that_fit_this_step_are_admitted() -> None:
+def test_with_many_partial_prompts_only_short_prompts_are_admitted() -> None:
     cache = PrefixCache(num_pages=1000, page_size=PAGE)
     admission = Admission(cache, 64)
     assert admission.ask(request_of(1, [1] * 65), [], left=64, num_partial=MAX_PARTIAL) is Refusal.LATER

@@ -1,4 +1,4 @@
-"""Everybody gets the share of their weight, whatever they ask for."""
+"""Each tenant gets the share of its weight, independent of its requests."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_tenants_without_requests_and_debt_are_forgotten(visits: list[tuple[str,
 
 
 @pytest.mark.parametrize("tenant", ["", "a"])
-def test_one_tenant_alone_keeps_the_order(tenant: str) -> None:
+def test_a_single_tenant_keeps_the_order(tenant: str) -> None:
     tenants = Tenants({})
     requests = [request_of(uid, tenant, 10) for uid in (3, 1, 2)]
     for _ in requests:
@@ -113,7 +113,7 @@ def test_one_tenant_alone_keeps_the_order(tenant: str) -> None:
     assert [request.uid for request in tenants.in_turn(requests)] == [3, 1, 2]
 
 
-def test_of_many_absent_tenants_those_with_the_largest_debt_are_kept() -> None:
+def test_inactive_tenants_with_the_largest_times_are_kept() -> None:
     tenants = Tenants({})
     tenants.enter("stays")
     for number in range(3 * MAX_AWAY):

@@ -18,25 +18,25 @@ GROUPS = st.builds(
 )
 
 
-def test_layers_are_divided_into_groups_of_as_many_as_attend_to_all() -> None:
+def test_groups_have_as_many_layers_as_the_group_of_the_largest_window() -> None:
     assert layer_groups((5, 5, None, 5, 5, None)) == (((2, 5), (0, 1), (3, 4)), (None, 5, 5))
     assert layer_groups((3, 9)) == (((1,), (0,)), (9, 3))
     assert layer_groups((None, None)) == (((0, 1),), ())
     assert layer_groups(()) == ((), ())
 
 
-def test_layers_whose_groups_would_waste_memory_have_one_page_table() -> None:
+def test_layers_share_one_page_table_if_groups_would_waste_memory() -> None:
     assert layer_groups((None, None, None, None, 5)) == (((0, 1, 2, 3), (4,)), ())
 
 
-def test_without_windows_the_pages_are_those_of_all_tokens() -> None:
+def test_requests_need_pages_for_all_tokens_without_windows() -> None:
     groups = PageGroups(windows=(None,), page_size=16)
     assert [groups.pages_for(count) for count in (0, 1, 16, 17, 1000)] == [0, 1, 1, 2, 63]
     assert groups.tokens_in(100, 500) == 1600
     assert groups.pages_in(1601, 500) == 101
 
 
-def test_windows_bound_the_pages_of_a_request() -> None:
+def test_windows_limit_the_pages_of_a_request() -> None:
     groups = PageGroups(windows=(None, 1024, 1024), page_size=16)
     assert groups.pages_for(512) == 3 * 32
     assert groups.pages_for(131_072) == 8192 + 2 * (1024 // 16 + 2)
@@ -44,7 +44,7 @@ def test_windows_bound_the_pages_of_a_request() -> None:
 
 
 @given(groups=GROUPS, context_length=st.integers(1, 200), num_pages=st.integers(0, 400))
-def test_a_pool_of_as_many_tokens_has_as_much_room(groups: PageGroups, context_length: int, num_pages: int) -> None:
+def test_tokens_in_is_the_inverse_of_pages_in(groups: PageGroups, context_length: int, num_pages: int) -> None:
     tokens = groups.tokens_in(num_pages, context_length)
     needed = groups.pages_in(tokens, context_length)
     assert needed <= num_pages
@@ -53,7 +53,7 @@ def test_a_pool_of_as_many_tokens_has_as_much_room(groups: PageGroups, context_l
 
 
 @given(groups=GROUPS, length=st.integers(1, 120), chunk=st.integers(1, 9))
-def test_a_request_gets_to_its_end_with_these_pages(groups: PageGroups, length: int, chunk: int) -> None:
+def test_request_completes_with_the_pages_for_its_length(groups: PageGroups, length: int, chunk: int) -> None:
     """It computes ``min_tokens`` or fewer at a time, and has what it may compute again."""
     chunk = min(chunk, groups.min_tokens)
     computed, room, firsts, most = 0, 0, [0] * groups.num_groups, 0
@@ -69,6 +69,6 @@ def test_a_request_gets_to_its_end_with_these_pages(groups: PageGroups, length: 
 
 
 @pytest.mark.parametrize("windows", [(), (0,), (None, -3)])
-def test_windows_that_cannot_be_are_refused(windows: tuple[int | None, ...]) -> None:
-    with pytest.raises(ValueError, match="there must be windows"):
+def test_impossible_windows_are_refused(windows: tuple[int | None, ...]) -> None:
+    with pytest.raises(ValueError, match="windows must not be empty"):
         PageGroups(windows=windows, page_size=16)

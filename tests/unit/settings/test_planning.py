@@ -41,7 +41,7 @@ def folder(path: Path, **changes: object) -> Path:
     return path
 
 
-def test_a_large_model_on_another_machine(tmp_path: Path) -> None:
+def test_plan_of_a_large_model_on_another_machine(tmp_path: Path) -> None:
     plan = aioengine.plan(folder(tmp_path), device_memory="80GiB")
     assert (plan.model_type, plan.architecture, plan.implementation) == ("llama", "LlamaForCausalLM", "aioengine")
     assert (plan.device, plan.dtype, plan.device_memory) == ("cuda", "bfloat16", 80 * GIB)
@@ -66,14 +66,14 @@ def test_a_large_model_on_another_machine(tmp_path: Path) -> None:
     assert sum(sizes) == pytest.approx(80, abs=0.25)  # each is rounded to 0.1 GiB
 
 
-def test_a_plan_for_a_gpu_computes_float32_checkpoints_in_16_bits(tmp_path: Path) -> None:
+def test_gpu_computes_float32_checkpoints_in_16_bits(tmp_path: Path) -> None:
     plan = aioengine.plan(folder(tmp_path, dtype=None), device_memory="80GiB")
     assert (plan.dtype, plan.weights_bytes) == ("bfloat16", 2 * plan.num_parameters)
     kept = aioengine.plan(tmp_path, device_memory="80GiB", dtype="float32")
     assert (kept.dtype, kept.weights_bytes) == ("float32", 4 * plan.num_parameters)
 
 
-def test_a_folder_whose_weights_are_refused(tmp_path: Path) -> None:
+def test_plan_says_why_weights_would_be_refused(tmp_path: Path) -> None:
     (folder(tmp_path) / "pytorch_model.bin").touch()
     plan = aioengine.plan(tmp_path, device_memory="80GiB")
     assert plan.fits
@@ -84,7 +84,7 @@ def test_a_folder_whose_weights_are_refused(tmp_path: Path) -> None:
         assert "refuse" not in str(found)
 
 
-def test_the_states_of_a_cpu_are_part_of_the_rest(tmp_path: Path) -> None:
+def test_rest_includes_recurrent_states(tmp_path: Path) -> None:
     lfm2 = {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "block_auto_adjust_ff_dim": False}
     changes = {**lfm2, "layer_types": ["conv", "full_attention"] * 16}
     plan = aioengine.plan(folder(tmp_path, **changes), device="cpu", device_memory="80GiB", max_total_tokens=8192)
@@ -103,7 +103,7 @@ def test_windows_save_memory_of_long_requests(tmp_path: Path) -> None:
     assert "16.1 KiB a token" in str(found)
 
 
-def test_the_attention_is_one_that_can_compute_the_model(tmp_path: Path) -> None:
+def test_attention_backend_can_compute_the_model(tmp_path: Path) -> None:
     latent = {
         "architectures": ["YoutuForCausalLM"], "model_type": "youtu", "num_key_value_heads": 32, "q_lora_rank": None,
     }  # fmt: skip
@@ -114,7 +114,7 @@ def test_the_attention_is_one_that_can_compute_the_model(tmp_path: Path) -> None
         assert aioengine.plan(path, device_memory="80GiB").attention_backend == of_gpu
 
 
-def test_a_device_that_is_too_small(tmp_path: Path) -> None:
+def test_plan_for_a_device_that_is_too_small(tmp_path: Path) -> None:
     plan = aioengine.plan(folder(tmp_path, max_position_embeddings=131072), device_memory=24 * 10**9)
     assert (plan.fits, plan.max_requests, plan.kv_pool_bytes, plan.max_total_tokens) == (False, 0, 0, 0)
     assert 0 <= plan.longest_context < 131072
@@ -128,7 +128,7 @@ def test_a_device_that_is_too_small(tmp_path: Path) -> None:
     assert cpu.max_requests == 0  # the pool that was asked for is smaller than one context
 
 
-def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_for_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = aioengine.plan(device="cpu")
     assert plan.model_path == str(DEMO_MODEL)
     assert plan.device_memory == pytest.approx(machine.free_host_memory(), rel=0.5)
@@ -148,11 +148,11 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert aioengine.plan().device_memory == 2000 << 20
     smi.write_text("#!/bin/sh\nexit 9\n")
-    with pytest.raises(ValueError, match="memory of this machine's 1 GPU cannot be found out.*device_memory"):
+    with pytest.raises(ValueError, match="report the memory of this machine's 1 GPU.*give device_memory"):
         aioengine.plan()
 
 
-def test_the_model_of_an_embedder_keeps_no_keys(tmp_path: Path) -> None:
+def test_embedder_has_no_kv_cache(tmp_path: Path) -> None:
     config = {"architectures": ["BertModel"], "model_type": "bert", "vocab_size": 3000, "hidden_size": 64}
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
     (tmp_path / "config.json").write_text(json.dumps({**config, **sizes, "max_position_embeddings": 128}))
@@ -162,7 +162,7 @@ def test_the_model_of_an_embedder_keeps_no_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["", "80 apples", 0, -5, True, 1.5, "9999999TB", "9" * 5000])
-def test_sizes_that_are_refused(value: object) -> None:
+def test_invalid_device_memory_is_refused(value: object) -> None:
     with pytest.raises((TypeError, ValueError), match="device_memory"):
         planning.plan(device_memory=value)  # type: ignore[arg-type]
 
@@ -170,11 +170,11 @@ def test_sizes_that_are_refused(value: object) -> None:
 @pytest.mark.parametrize(
     ("text", "size"), [("80GiB", 80 << 30), ("1.5 g", 1_500_000_000), ("24 GB", 24 * 10**9), (7, 7), ("7", 7)]
 )
-def test_sizes(text: int | str, size: int) -> None:
+def test_device_memory_may_be_a_number_or_text_with_a_unit(text: int | str, size: int) -> None:
     assert planning.read_size(text) == size
 
 
-def test_what_an_engine_refuses_is_refused(tmp_path: Path) -> None:
+def test_plan_refuses_the_same_arguments_as_an_engine(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="hidden_act"):
         aioengine.plan(folder(tmp_path, hidden_act="swiglu"))
     with pytest.raises(ValueError, match="context_length must be at most 8192"):
@@ -183,7 +183,7 @@ def test_what_an_engine_refuses_is_refused(tmp_path: Path) -> None:
         aioengine.plan(tmp_path, no_such=1)  # type: ignore[call-arg]
 
 
-def test_of_a_model_on_the_hub_config_files_alone_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_downloads_only_config_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
 
     def download(name: str, **options: object) -> str:
@@ -197,7 +197,7 @@ def test_of_a_model_on_the_hub_config_files_alone_are_fetched(tmp_path: Path, mo
     assert "refuse" not in plan.reason  # weights on the hub are not looked at
 
 
-def test_of_a_model_that_transformers_computes_the_headers_of_weights_too(
+def test_plan_downloads_headers_of_weights_for_transformers_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shapes = {"model.embed_tokens.weight": (128256, 64), "model.layers.0.self_attn.q_proj.weight": (64, 64)}
@@ -212,11 +212,11 @@ def test_of_a_model_that_transformers_computes_the_headers_of_weights_too(
     plan = aioengine.plan("owner/name", device_memory="80GiB", revision="main")
     assert asked == [("owner/name", "main")]
     assert (plan.implementation, plan.num_parameters) == ("transformers", 128256 * 64 + 64 * 64)
-    with pytest.raises(ValueError, match="size of its weights is found in their files: .*holds no weights"):
+    with pytest.raises(ValueError, match="size of its weights is found in their files: .*has no weights"):
         aioengine.plan(tmp_path, device_memory="80GiB")
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_command_prints_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(folder(tmp_path))
     assert main(["info", path, "--device-memory", "80GiB", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -233,7 +233,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["info", str(tmp_path / "none")]) == 1
 
 
-def test_torch_is_not_imported() -> None:
+def test_plan_does_not_import_torch() -> None:
     code = "import sys, aioengine; print(aioengine.plan(device='cpu')); assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "Qwen3ForCausalLM" in done.stdout

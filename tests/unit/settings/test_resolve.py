@@ -35,7 +35,7 @@ def settings(model: ModelFacts = MODEL, machine: DeviceFacts = MACHINE, **argume
     return resolve(engine_config(None, arguments), model, machine)
 
 
-def test_the_defaults() -> None:
+def test_defaults_on_a_cpu() -> None:
     found = settings()
     assert (found.model.path, found.model.dtype, found.model.load_format) == ("/model", "bfloat16", "safetensors")
     assert (found.model.context_length, found.scheduler.context_length, found.model.vocab_size) == (1000, 1000, 300)
@@ -46,7 +46,7 @@ def test_the_defaults() -> None:
     assert (found.text.tokenizer_path, found.random_seed, found.log_level) == ("/words", 99, "error")
 
 
-def test_tiny_models_are_computed_by_one_thread() -> None:
+def test_tiny_models_use_one_thread() -> None:
     tiny = replace(MODEL, hidden_size=256, num_layers=6, vocab_size=4096)
     small = replace(MODEL, hidden_size=896, num_layers=24, vocab_size=151_936)
     assert settings(tiny).runner.num_threads == 1
@@ -71,7 +71,7 @@ def test_resolved_settings_have_no_auto_and_survive_encoding() -> None:
         ("float32", "bfloat16", True, "float32"),
     ],
 )
-def test_the_dtype_is_that_of_the_weights_or_supported(
+def test_auto_dtype_is_the_dtype_of_the_weights_if_supported(
     wanted: str, checkpoint: str, has_bfloat16: bool, expected: str
 ) -> None:
     found = settings(replace(MODEL, dtype=checkpoint), replace(MACHINE, cpu_bfloat16=has_bfloat16), dtype=wanted)
@@ -95,7 +95,7 @@ def test_auto_dtype_on_a_gpu_has_16_bits(is_encoder: bool, checkpoint: str, want
     assert (found.model.dtype, found.model.checkpoint_dtype) == (expected, checkpoint)
 
 
-def test_sizes_given_and_their_effect_on_others() -> None:
+def test_sizes_affect_the_defaults_of_other_sizes() -> None:
     assert settings(max_total_tokens=100, page_size=16).memory.num_pages == 6
     assert settings(context_length=10).scheduler.context_length == 10
     assert settings(chunked_prefill_size=-1).scheduler.chunk_tokens == 1000
@@ -125,7 +125,7 @@ def test_defaults_on_a_gpu() -> None:
     assert settings(model, machine, dtype="half").model.dtype == "float16"
 
 
-def test_steps_of_embedders_on_a_gpu_hold_more_tokens_the_smaller_the_model() -> None:
+def test_smaller_embedders_have_larger_steps_on_a_gpu() -> None:
     machine = replace(MACHINE, num_gpus=1, has_triton=True)
     base = replace(MODEL, task="embed", is_causal=False, vocab_size=30_522, hidden_size=768, num_layers=12)
     large, largest = replace(base, hidden_size=1024, num_layers=24), replace(base, hidden_size=4096, num_layers=36)
@@ -135,7 +135,7 @@ def test_steps_of_embedders_on_a_gpu_hold_more_tokens_the_smaller_the_model() ->
     assert settings(base, machine, device="cpu").scheduler.chunk_tokens == 512
 
 
-def test_the_attention_backend_fits_the_model() -> None:
+def test_attention_backend_fits_the_model() -> None:
     machine = replace(MACHINE, num_gpus=1, has_triton=True)
 
     def backends(model: ModelFacts = MODEL, **arguments: object) -> tuple[str, str]:
@@ -146,6 +146,14 @@ def test_the_attention_backend_fits_the_model() -> None:
     assert backends(attention_backend="flashinfer") == ("flashinfer", "")
     assert backends(attention_backend="torch") == ("torch", "")
     assert backends(dtype="float32") == ("triton", "triton")
+    latent, soft_cap = replace(MODEL, is_latent=True), replace(MODEL, has_soft_cap=True)
+    assert backends(latent) == ("triton", "triton")
+    assert backends(soft_cap) == ("flashinfer", "triton")
+    for model in (latent, soft_cap):
+        assert settings(model).runner.attention_backend == "torch"
+        assert settings(model, attention_backend="fused").runner.attention_backend == "torch"
+    with pytest.raises(ValueError, match="'flashinfer' has no latent attention.*'triton', 'torch' and 'auto' work"):
+        backends(latent, attention_backend="flashinfer")
     assert settings(startup_timeout=100).runner.compile_timeout_s == pytest.approx(90)
 
 
@@ -165,12 +173,12 @@ def test_deterministic_inference_chooses_batch_invariance() -> None:
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "triton"])
-def test_backends_of_a_gpu_need_one(backend: str) -> None:
+def test_gpu_backends_are_refused_on_a_cpu(backend: str) -> None:
     with pytest.raises(ValueError, match=f"attention_backend='{backend}' needs an NVIDIA GPU"):
         settings(attention_backend=backend)
 
 
-def test_the_backend_of_a_cpu_needs_one() -> None:
+def test_cpu_backend_is_refused_on_a_gpu() -> None:
     assert settings(attention_backend="fused").runner.attention_backend == "fused"
     with pytest.raises(ValueError, match="attention_backend='fused' is for the CPU"):
         settings(machine=replace(MACHINE, num_gpus=1, has_triton=True), attention_backend="fused")
@@ -197,7 +205,7 @@ def test_inconsistent_settings_are_refused() -> None:
         settings(replace(MODEL, tokenizer_path=None), tokenizer_path="elsewhere")
     with pytest.raises(ValueError, match="no weights here"):
         settings(replace(MODEL, weights=StoredWeights(missing="no weights here")))
-    with pytest.raises(ValueError, match="load_format='gguf', and '/model' is no GGUF file"):
+    with pytest.raises(ValueError, match="load_format='gguf', but '/model' is no GGUF file"):
         settings(load_format="gguf")
     assert (
         settings(replace(MODEL, weights=StoredWeights(missing="x")), load_format="dummy").model.load_format == "dummy"
@@ -211,14 +219,14 @@ def test_inconsistent_settings_are_refused() -> None:
         (1024, {}, "power of two from 1 to 512"),
     ],
 )
-def test_page_sizes_that_the_cpu_backend_does_not_support_are_refused(
+def test_page_sizes_that_fused_does_not_support_are_refused(
     page_size: int, arguments: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         settings(page_size=page_size, **arguments)
 
 
-def test_page_sizes_of_the_other_backends() -> None:
+def test_other_backends_support_all_page_sizes() -> None:
     gpu = replace(MACHINE, num_gpus=1, has_triton=True)
     assert settings(machine=gpu, page_size=3).memory.page_size == 3
     assert settings(machine=gpu, page_size=1024, attention_backend="triton").memory.page_size == 1024
@@ -237,7 +245,7 @@ def lora_of(folders: list[AdapterFolder], **arguments: object) -> LoraSettings |
     return resolve(engine_config(None, arguments), ADAPTED, MACHINE, folders).runner.lora
 
 
-def test_adapters_of_the_start_say_ranks_and_modules(tmp_path: Path) -> None:
+def test_ranks_and_modules_come_from_adapters_in_lora_paths(tmp_path: Path) -> None:
     layers = {name: shape for name, shape in LAYERS.items() if "q_proj" in name}
     folders = [
         read_folder(write_adapter(tmp_path / "a", rank=4, layers=layers)),
@@ -252,7 +260,7 @@ def test_adapters_of_the_start_say_ranks_and_modules(tmp_path: Path) -> None:
     )
 
 
-def test_without_adapters_of_the_start_their_bounds_are_needed() -> None:
+def test_ranks_and_modules_are_required_without_lora_paths() -> None:
     assert lora_of([]) is lora_of([], enable_lora=False) is lora_of([], max_lora_rank=8) is None
     bounds = {"max_lora_rank": 8, "lora_target_modules": ["qkv_proj"], "max_loras_per_batch": 2, "max_loaded_loras": 3}
     assert lora_of([], enable_lora=True, **bounds) == LoraSettings(
@@ -265,20 +273,23 @@ def test_without_adapters_of_the_start_their_bounds_are_needed() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"enable_lora": False, "lora_paths": ["a=/a"]}, "lora_paths is given with enable_lora=False"),
+        ({"enable_lora": False, "lora_paths": ["a=/a"]}, "lora_paths is set, but enable_lora=False"),
         ({"max_loaded_loras": 3, "max_loras_per_batch": 4}, "at least max_loras_per_batch=4, got 3"),
-        ({"lora_target_modules": ["q_proj", "x_proj"]}, "'x_proj', which this model has not; it has k_proj, q_proj"),
+        (
+            {"lora_target_modules": ["q_proj", "x_proj"]},
+            "'x_proj', which this model does not have; what works: k_proj, q_proj",
+        ),
         (
             {"lora_paths": [{"lora_name": "a", "lora_path": "/a", "pinned": True}], "max_loras_per_batch": 1},
-            "1 pinned adapter, and max_loras_per_batch=1",
+            "1 pinned adapter; max_loras_per_batch=1 must be larger",
         ),
     ],
 )
-def test_bounds_of_adapters_that_do_not_fit_together(arguments: dict[str, object], words: str) -> None:
+def test_inconsistent_adapter_limits_are_refused(arguments: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         lora_of([], **{"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": "all", **arguments})
 
 
-def test_models_that_attend_in_both_directions_have_no_adapters() -> None:
-    with pytest.raises(ValueError, match="attend to all"):
+def test_adapters_are_refused_for_bidirectional_models() -> None:
+    with pytest.raises(ValueError, match="attend in both directions"):
         settings(replace(MODEL, is_causal=False), enable_lora=True, max_lora_rank=8, lora_target_modules="all")

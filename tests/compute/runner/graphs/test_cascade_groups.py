@@ -11,7 +11,7 @@ import torch
 from aioengine.attention._base import AttentionShape, CascadeLimits, kv_pool_shape
 from aioengine.attention.torch import TorchAttention
 from aioengine.protocol.messages import Sampling
-from aioengine.runner.graphs.cascade import Group, SharedPrefixes, find_groups
+from aioengine.runner.graphs.cascade import CascadeGroup, SharedPrefixes, find_groups
 from aioengine.runner.inputs import InputBuilder
 from aioengine.runner.page_tables import PageTables
 from aioengine.runner.rows import RowTable
@@ -21,14 +21,16 @@ from tests.compute.stepping import make_batch, write_and_attend
 WORTH = CascadeLimits(min_rows=2, min_saved=3, max_groups=4)
 
 
-def groups(tables: list[list[int]], worth: CascadeLimits = WORTH, *, num_full: list[int] | None = None) -> list[Group]:
+def groups(
+    tables: list[list[int]], limits: CascadeLimits = WORTH, *, num_full: list[int] | None = None
+) -> list[CascadeGroup]:
     width = max(map(len, tables))
     pages = np.array([table + [0] * (width - len(table)) for table in tables], dtype=np.int32)
     full = [len(table) for table in tables] if num_full is None else num_full
-    return find_groups(pages, np.array(full), worth)
+    return find_groups(pages, np.array(full), limits)
 
 
-def shown(found: list[Group]) -> list[tuple[list[int], int]]:
+def shown(found: list[CascadeGroup]) -> list[tuple[list[int], int]]:
     return [(sorted(group.rows.tolist()), group.num_pages) for group in found]
 
 
@@ -84,10 +86,10 @@ def test_groups_are_what_they_say(seed: int) -> None:
     tables = [[*stems[generator.integers(3)][: generator.integers(1, 7)], 100 + row] for row in range(30)]
     found = groups(tables)
     check(tables, found)
-    assert [group.num_spared for group in found] == sorted((group.num_spared for group in found), reverse=True)
+    assert [group.num_saved for group in found] == sorted((group.num_saved for group in found), reverse=True)
 
 
-def check(tables: list[list[int]], found: list[Group]) -> None:
+def check(tables: list[list[int]], found: list[CascadeGroup]) -> None:
     seen: set[int] = set()
     for group in found:
         rows = group.rows.tolist()
@@ -95,7 +97,7 @@ def check(tables: list[list[int]], found: list[Group]) -> None:
         seen |= set(rows)
         assert len({tuple(tables[row][: group.num_pages]) for row in rows}) == 1
         assert all(len(tables[row]) >= group.num_pages for row in rows)
-        assert group.num_spared >= WORTH.min_saved
+        assert group.num_saved >= WORTH.min_saved
 
 
 def test_the_rows_of_a_step_in_their_new_order() -> None:

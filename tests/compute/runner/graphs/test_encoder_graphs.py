@@ -74,12 +74,12 @@ def model(folder: Path) -> Model:
     return built
 
 
-@pytest.mark.parametrize("gives_all", [False, True])
+@pytest.mark.parametrize("returns_all", [False, True])
 @torch.inference_mode()
-def test_steps_of_all_sizes(model: Model, gives_all: bool) -> None:
+def test_steps_of_all_sizes(model: Model, returns_all: bool) -> None:
     pool = torch.empty(0)
     attention = Capturable(model.attention_shape, pool)
-    graphs = EncoderGraphs(model, attention, max_rows=9, max_length=40, gives_all=gives_all)
+    graphs = EncoderGraphs(model, attention, max_rows=9, max_length=40, returns_all=returns_all)
     heard: list[tuple[int, int]] = []
     graphs.capture(50, lambda *done: heard.append(done))
     assert heard == [(1, 2), (2, 2)]
@@ -90,9 +90,9 @@ def test_steps_of_all_sizes(model: Model, gives_all: bool) -> None:
         if model.input_spec.token_types and len(lengths) == 2:
             inputs = replace(inputs, token_types=torch.arange(sum(lengths)) % 2)
         inputs = replace(inputs, token_ids=torch.randint(1, 90, inputs.positions.shape))
-        inputs = replace(inputs, outputs=None) if gives_all else inputs
+        inputs = replace(inputs, outputs=None) if returns_all else inputs
         reference.prepare(batch)
-        step = graphs.of_size(len(lengths), sum(lengths))
+        step = graphs.find(len(lengths), sum(lengths))
         assert step is not None
         torch.testing.assert_close(step.replay(inputs, batch), model.forward(inputs, reference), rtol=1e-4, atol=1e-5)
 
@@ -103,7 +103,7 @@ def test_a_runner_gives_the_same_vectors(folder: Path, kind: str) -> None:
     expected = world.vectors_of(PROMPTS), world.vectors_of([[7], [8]])
     shape = world.runner._model.attention_shape
     attention = Capturable(shape, torch.empty(0))
-    graphs = EncoderGraphs(world.runner._model, attention, max_rows=9, max_length=130, gives_all=kind == "mean")
+    graphs = EncoderGraphs(world.runner._model, attention, max_rows=9, max_length=130, returns_all=kind == "mean")
     with torch.inference_mode():
         graphs.capture(64, lambda *_: None)
     world.runner.prompt_graphs = graphs
@@ -115,10 +115,10 @@ def test_a_runner_gives_the_same_vectors(folder: Path, kind: str) -> None:
 @torch.inference_mode()
 def test_what_does_not_fit(model: Model) -> None:
     attention = Capturable(model.attention_shape, torch.empty(0))
-    graphs = EncoderGraphs(model, attention, max_rows=100, max_length=130, gives_all=False)
-    assert graphs.of_size(1, 2) is None, "nothing is captured yet"
+    graphs = EncoderGraphs(model, attention, max_rows=100, max_length=130, returns_all=False)
+    assert graphs.find(1, 2) is None, "nothing is captured yet"
     graphs.capture(64, lambda *_: None)
-    assert graphs.of_size(1, 64) is not None
-    assert graphs.of_size(8, 8) is not None
-    assert graphs.of_size(1, 65) is None
-    assert graphs.of_size(9, 9) is None, "a graph has a row for every 16 tokens, and 8 at least"
+    assert graphs.find(1, 64) is not None
+    assert graphs.find(8, 8) is not None
+    assert graphs.find(1, 65) is None
+    assert graphs.find(9, 9) is None, "a graph has a row for every 16 tokens, and 8 at least"

@@ -7,14 +7,15 @@ import random
 import pytest
 
 from aioengine.frontend.calls import calls as calls_module
-from aioengine.frontend.calls.calls import Call, Calls, Name
-from aioengine.frontend.calls.overload import Reservation
+from aioengine.frontend.calls.call import Call, CallRow
+from aioengine.frontend.calls.calls import Calls
 from aioengine.frontend.intake.requests import generate_request
 
 
 def open_call(calls: Calls, prompt: object, **options: object) -> Call:
     params = options.pop("sampling_params", None)
-    call = Call(generate_request(prompt, params, None, stream=True, options=options), 0.0, Reservation())
+    call = Call(0.0)
+    call.begin(generate_request(prompt, params, None, stream=True, options=options), CallRow)
     calls.open(call)
     return call
 
@@ -26,12 +27,12 @@ def calls() -> Calls:
 
 def test_an_id_is_free_as_soon_as_its_call_is_over(calls: Calls) -> None:
     first = open_call(calls, ["a", "b"], rid="x")
-    first.output.num_open = 0
+    first.num_open = 0
     second = open_call(calls, "c", rid="x_1")
     calls.close(first)
     found = calls.find("x_1")
     assert found is not None
-    assert found.call is second
+    assert found[0] is second
     assert calls.find("x") is None
 
 
@@ -39,11 +40,11 @@ def test_a_batch_may_take_the_id_of_a_call_that_is_over_for_a_row(calls: Calls) 
     first = open_call(calls, "c", rid="x_1")
     with pytest.raises(ValueError, match="'x_1' is in use"):
         open_call(calls, ["a", "b"], rid="x")
-    first.output.mark_left(first.output.cursor)
+    first.is_left = True
     second = open_call(calls, ["a", "b"], rid="x")
     found = calls.find("x_1")
     assert found is not None
-    assert found.call is second
+    assert found[0] is second
 
 
 def test_opening_a_call_looks_up_few_ids_however_many_are_open(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +52,7 @@ def test_opening_a_call_looks_up_few_ids_however_many_are_open(calls: Calls, mon
     num_looked_up = 0
     plain = calls_module._find  # pyright: ignore[reportPrivateUsage]
 
-    def counting(names: dict[str, Name], rid: str) -> Name | None:
+    def counting(names: dict[str, tuple[Call, int]], rid: str) -> tuple[Call, range] | None:
         nonlocal num_looked_up
         num_looked_up += 1
         return plain(names, rid)
@@ -85,8 +86,8 @@ def test_an_id_conflicts_with_equal_ids_of_rows_in_either_order(calls: Calls) ->
 
 def test_an_id_that_can_be_attached_to_stays_taken(calls: Calls) -> None:
     first = open_call(calls, "a", rid="x", resume_ttl=1)
-    first.output.mark_left(first.output.cursor)
-    first.output.num_open = 0
+    first.is_left = True
+    first.num_open = 0
     with pytest.raises(ValueError, match="'x' is in use"):
         open_call(calls, "b", rid="x")
 
@@ -94,7 +95,7 @@ def test_an_id_that_can_be_attached_to_stays_taken(calls: Calls) -> None:
 def test_an_id_with_numbers_at_its_end_finds_the_rows_of_a_batch(calls: Calls) -> None:
     open_call(calls, ["a", "b"], rid="x", sampling_params={"n": 2})
     open_call(calls, "c", rid="x_9_y")
-    rows = {rid: list(found.rows) for rid in ("x", "x_1", "x_1_0", "x_9_y") if (found := calls.find(rid)) is not None}
+    rows = {rid: list(found[1]) for rid in ("x", "x_1", "x_1_0", "x_9_y") if (found := calls.find(rid)) is not None}
     assert rows == {"x": [0, 1, 2, 3], "x_1": [2, 3], "x_1_0": [2], "x_9_y": [0]}
     for odd in (
         "",

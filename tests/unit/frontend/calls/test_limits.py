@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioengine.errors import EngineClosedError, EngineOverloadedError
-from aioengine.frontend.calls.overload import PLACE_S, Place, QueueLimits, Reservation
+from aioengine.frontend.calls.call import Call
+from aioengine.frontend.calls.overload import RESERVED_S, QueuedCaller, QueueLimits
 from aioengine.settings.config import QueueConfig
 
 RUNNING, QUEUED = 1, 2
@@ -20,13 +21,13 @@ class World:
 
     def __init__(self, **bounds: int) -> None:
         self.limits = QueueLimits(QueueConfig(max_requests=QUEUED, **bounds), max_running=RUNNING, max_total_tokens=100)
-        self.opened: list[Reservation] = []
+        self.opened: list[Call] = []
         self.woken: list[int] = []
         self.gone: set[int] = set()
         self.now = 100.0
 
-    def enter(self, caller: int) -> Place:
-        place = Place(caller, partial(self.wake, caller))
+    def enter(self, caller: int) -> QueuedCaller:
+        place = QueuedCaller(caller, partial(self.wake, caller))
         self.limits.enter(place, self.now)
         return place
 
@@ -38,13 +39,13 @@ class World:
 
     def opens(self, caller: int = -1, *, num_bytes: int = 0) -> bool:
         """Open a call, unless it is refused."""
-        reservation = Reservation()
+        call = Call(0.0)
         try:
-            self.limits.reserve(reservation, caller)
+            self.limits.reserve(call, caller)
         except EngineOverloadedError:
             return False
-        self.limits.add_bytes(reservation, num_bytes)
-        self.opened.append(reservation)
+        self.limits.add_bytes(call, num_bytes)
+        self.opened.append(call)
         return True
 
     def close(self) -> None:
@@ -73,8 +74,8 @@ def test_a_place_that_is_not_used_in_time_goes_to_the_next_waiter() -> None:
     for caller in range(RUNNING + QUEUED + 1):
         world.enter(caller)
     assert world.woken == [0, 1, 2]
-    assert world.limits.due_at == world.now + PLACE_S
-    world.now += PLACE_S
+    assert world.limits.due_at == world.now + RESERVED_S
+    world.now += RESERVED_S
     world.limits.serve(world.now)
     assert world.woken == [0, 1, 2, 3]
     # Two of the three places are free again.
@@ -89,7 +90,7 @@ def test_a_place_is_not_given_to_a_waiter_that_cannot_be_woken() -> None:
     world.gone = {1, 2}
     world.close()
     assert world.woken == [3]
-    assert [place.is_given for place in places] == [False, False, True]
+    assert [place.has_capacity for place in places] == [False, False, True]
     assert world.limits.num_queued == 0
     for place in places:
         world.limits.remove(place, world.now)
@@ -101,7 +102,7 @@ def test_a_closed_engine_wakes_all_waiters_with_the_error() -> None:
     place = world.enter(1)
     error = EngineClosedError("closed")
     world.limits.refuse(error)
-    assert (place.is_given, place.error, world.woken, world.limits.num_queued) == (False, error, [1], 0)
+    assert (place.has_capacity, place.error, world.woken, world.limits.num_queued) == (False, error, [1], 0)
     with pytest.raises(EngineClosedError):
         world.opens(1)
     with pytest.raises(EngineClosedError):
@@ -116,7 +117,7 @@ def test_every_limit_refuses_calls_until_others_end(bounds: dict[str, int], word
     assert world.opens(0, num_bytes=7)
     world.limits.add_row(world.opened[0], 0, 150)
     with pytest.raises(EngineOverloadedError, match=words):
-        world.limits.reserve(Reservation(), 0)
+        world.limits.reserve(Call(0.0), 0)
     world.close()
     assert world.opens()
 
@@ -125,17 +126,17 @@ def test_every_limit_refuses_calls_until_others_end(bounds: dict[str, int], word
 def test_the_tokens_of_a_prompt_count_once_for_all_its_rows(ends_by_row: bool) -> None:
     world = World()
     assert world.opens()
-    [reservation] = world.opened
+    [call] = world.opened
     for prompt, num_tokens in ((0, 20), (0, 20), (1, 3)):
-        world.limits.add_row(reservation, prompt, num_tokens)
+        world.limits.add_row(call, prompt, num_tokens)
     assert world.limits.num_tokens == 23
     if ends_by_row:
-        world.limits.end_row(reservation, 0, 20, world.now)
+        world.limits.end_row(call, 0, 20, world.now)
         assert world.limits.num_tokens == 23
-        world.limits.end_row(reservation, 0, 20, world.now)
+        world.limits.end_row(call, 0, 20, world.now)
         assert world.limits.num_tokens == 3
     world.close()
-    world.limits.release(reservation, world.now)  # harmless twice
+    world.limits.release(call, world.now)  # harmless twice
     assert (world.limits.num_tokens, world.limits.num_calls) == (0, 0)
 
 
@@ -143,12 +144,12 @@ def test_rows_of_a_released_call_are_not_counted() -> None:
     """Its opening was interrupted, while the engine's thread was already starting its rows."""
     world = World()
     assert world.opens()
-    [reservation] = world.opened
-    world.limits.add_row(reservation, 0, 20)
+    [call] = world.opened
+    world.limits.add_row(call, 0, 20)
     world.close()
-    world.limits.add_row(reservation, 1, 3)
+    world.limits.add_row(call, 1, 3)
     for prompt, num_tokens in ((0, 20), (1, 3)):
-        world.limits.end_row(reservation, prompt, num_tokens, world.now)
+        world.limits.end_row(call, prompt, num_tokens, world.now)
     assert (world.limits.num_tokens, world.limits.num_calls) == (0, 0)
 
 
@@ -165,7 +166,7 @@ def test_a_waiter_is_woken_although_a_signal_handler_raises_meanwhile(is_refused
         act()
     place.wake = wake
     act()
-    assert (world.woken, place.is_given, world.limits.num_queued) == ([1], not is_refused, 0)
+    assert (world.woken, place.has_capacity, world.limits.num_queued) == ([1], not is_refused, 0)
 
 
 @pytest.mark.parametrize("is_refused", [False, True])
@@ -185,7 +186,7 @@ def test_a_waiter_may_leave_while_another_is_woken(is_refused: bool) -> None:
     else:
         world.close()
     assert (world.woken, world.limits.num_queued) == ([2], 0)
-    assert [place.is_given for place in places] == [False, not is_refused]
+    assert [place.has_capacity for place in places] == [False, not is_refused]
 
 
 def _interrupted() -> bool:
@@ -196,10 +197,10 @@ def test_a_caller_that_waits_twice_has_one_place() -> None:
     world = World()
     for caller in (1, 2, 1):
         world.enter(caller)
-        world.now += PLACE_S / 4
-    world.now += PLACE_S / 2  # the places of 2, and the first one of 1, are over
+        world.now += RESERVED_S / 4
+    world.now += RESERVED_S / 2  # the places of 2, and the first one of 1, are over
     world.limits.serve(world.now)
-    assert world.limits.due_at == world.now - PLACE_S / 4 - PLACE_S / 2 + PLACE_S
+    assert world.limits.due_at == world.now - RESERVED_S / 4 - RESERVED_S / 2 + RESERVED_S
     world.fill()
     assert [world.opens(caller) for caller in (2, 1, 1)] == [False, True, False]
 
@@ -207,7 +208,7 @@ def test_a_caller_that_waits_twice_has_one_place() -> None:
 @given(st.lists(st.tuples(st.sampled_from(["enter", "leave", "open", "close", "wait"]), st.integers(0, 7))))
 def test_counts_are_right_after_any_sequence_of_calls(acts: list[tuple[str, int]]) -> None:
     """A caller is in the queue once at a time."""
-    world, places = World(), dict[int, Place]()
+    world, places = World(), dict[int, QueuedCaller]()
     for act, caller in acts:
         if act == "enter" and caller not in places:
             places[caller] = world.enter(caller)
@@ -218,7 +219,7 @@ def test_counts_are_right_after_any_sequence_of_calls(acts: list[tuple[str, int]
         elif act == "close" and world.opened:
             world.close()
         elif act == "wait":
-            world.now += PLACE_S / 2
+            world.now += RESERVED_S / 2
             world.limits.serve(world.now)
         assert len(world.opened) == world.limits.num_calls == world.limits.num_bytes <= RUNNING + QUEUED
         if world.limits._excess() is None:  # pyright: ignore[reportPrivateUsage]
@@ -226,7 +227,7 @@ def test_counts_are_right_after_any_sequence_of_calls(acts: list[tuple[str, int]
     while world.opened:
         world.close()
     for _ in range(20):
-        world.now += PLACE_S
+        world.now += RESERVED_S
         world.limits.serve(world.now)
     assert world.limits.num_queued == 0
     assert world.opens()

@@ -11,12 +11,9 @@ from typing import Any
 
 import pytest
 
-from aioengine.api.answers import RowFacts
 from aioengine.errors import RequestError
+from aioengine.frontend.calls.call import CallRow
 from aioengine.frontend.calls.delivery import EXTRA_BYTES, MAX_EXTRA_BYTES, Router
-from aioengine.frontend.calls.outputs import CallOutput, RowStream
-from aioengine.frontend.calls.reader import Reader
-from aioengine.frontend.sessions.replay import AttachableOutput
 from aioengine.protocol.columns import HIDDEN_STATES, Extra, TokenColumns
 from aioengine.protocol.messages import LAST_STATES, End, FinishCode, TextChunks
 from aioengine.protocol.packed_logprobs import (
@@ -26,7 +23,7 @@ from aioengine.protocol.packed_logprobs import (
     LogprobRules,
     prompt_extras,
 )
-from tests.unit.api.test_stream import Notes
+from tests.kit.calls import add_row, make_call, make_reader
 
 RULES = LogprobRules(start=0, num_top=1_000)
 LARGE_PROMPT = MAX_EXTRA_BYTES // RULES.position_bytes
@@ -47,14 +44,11 @@ class World:
 
     def __init__(self, num_rows: int, num_prompt: int = 0, *, is_stream: bool = False) -> None:
         lock = threading.RLock()
-        self.output = CallOutput("x", num_rows, is_stream=is_stream, is_batch=True, returns_exceptions=False)
-        self.reader = Reader(self.output.cursor, lock=lock, actions=Notes())
-        self.ended: list[RowStream] = []
+        self.call = make_call(num_rows, is_batch=True, is_stream=is_stream)
+        self.reader = make_reader(self.call, lock=lock)
+        self.ended: list[CallRow] = []
         readers = [CountingReader(RULES, num_prompt) for _ in range(num_rows)]
-        rows = {
-            uid: self.output.add_row(uid, RowFacts(str(uid), uid, 0, 0.0, readers=(reader,)))
-            for uid, reader in enumerate(readers)
-        }
+        rows = {uid: add_row(self.call, uid, readers=(reader,)) for uid, reader in enumerate(readers)}
         self.router = Router(rows, lock, self.ended.append)
 
     def deliver(self, *frames: TextChunks) -> int:
@@ -159,7 +153,7 @@ async def test_a_stream_gets_each_chunk_with_its_entries() -> None:
 
 async def test_a_row_whose_logprobs_cannot_be_read_fails_alone() -> None:
     world = World(2, 4 * LARGE_PROMPT)
-    world.output.returns_exceptions = True
+    world.call.returns_exceptions = True
     broken = frame([0], 0, num_prompt=4 * LARGE_PROMPT)
     broken.tokens.extras[-2] = Extra(0, broken.tokens.extras[-2].index, PROMPT_LOGPROBS, b"123")
     world.deliver(broken, frame([1], 0, num_prompt=4 * LARGE_PROMPT, ends=True))
@@ -188,7 +182,7 @@ def test_an_answer_is_freed_as_soon_as_its_caller_drops_it(is_batch: bool) -> No
 
     world = World(1)
     world.deliver(frame([0], 0, ends=True))
-    world.output.is_batch = is_batch
+    world.call.request.gives_batch = is_batch
     found = world.reader.result()
     assert found is not None
     assert world.reader.result() is found
@@ -197,22 +191,19 @@ def test_an_answer_is_freed_as_soon_as_its_caller_drops_it(is_batch: bool) -> No
     freed = weakref.ref(watched)
     gc.disable()  # the parts of a call refer to each other: it takes a collection to free them
     try:
-        cursor = world.output.cursor
+        call = world.call
         del world, watched, found, answer
         assert freed() is None
-        assert cursor.is_over
+        assert call.is_over
     finally:
         gc.enable()
 
 
 def test_a_reader_of_a_log_keeps_the_last_state_whatever_the_size_of_chunks() -> None:
-    output = AttachableOutput("x")
-    row = output.add_row(0, RowFacts("x", None, 0, 0.0, states=LAST_STATES))
-    view = output.view
-    assert view is not None
+    row = add_row(make_call(is_stream=True, resume_ttl_s=1.0), states=LAST_STATES)
     for end in (31, 60):  # the second chunk has fewer tokens
-        for index in range(view.token_offset, end):
+        for index in range(row.token_offset, end):
             row.put_extra(Extra(0, index, HIDDEN_STATES, pack("<f", index)))
             row.put("a", index)
-        assert (end - 1, HIDDEN_STATES) in view.extras
-        assert view.take()["output_ids"][-1] == end - 1
+        assert (end - 1, HIDDEN_STATES) in row.extras
+        assert row.take()["output_ids"][-1] == end - 1

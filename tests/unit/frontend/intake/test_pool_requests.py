@@ -20,7 +20,7 @@ def texts(request: object) -> list[tuple[str, str | None]]:
 def test_encode_takes_a_text_or_a_list() -> None:
     one = encode_request("a text", None, {"dimensions": 3, "normalize": False, "truncate": True, "prompt_name": "q"})
     assert (one.is_batch, texts(one)) == (False, [("a text", None)])
-    assert one.given.pooled == Pooled(is_normalized=False, dimensions=3, truncates=True, prompt_name="q")
+    assert one.pooled == Pooled(is_normalized=False, dimensions=3, truncates=True, prompt_name="q")
     many = encode_request(["a", "", "é"], None, {})
     assert (many.is_batch, texts(many)) == (True, [("a", None), ("", None), ("é", None)])
     assert encode_request(None, [[1, 2], [3]], {}).num_prompts == 2
@@ -29,10 +29,10 @@ def test_encode_takes_a_text_or_a_list() -> None:
 def test_rerank_takes_a_query_and_documents_or_pairs() -> None:
     ranked = rerank_request("q", ["a", "b"], 1, {})
     assert texts(ranked) == [("q", "a"), ("q", "b")]
-    assert ranked.given.pooled == Pooled(is_normalized=False, gives_scores=True, is_ranked=True, top_n=1)
+    assert ranked.pooled == Pooled(is_normalized=False, gives_scores=True, is_ranked=True, top_n=1)
     pairs = rerank_request([["q", "a"], ("r", "b")], None, None, {"truncate": True})
     assert texts(pairs) == [("q", "a"), ("r", "b")]
-    assert pairs.given.pooled == Pooled(is_normalized=False, gives_scores=True, truncates=True)
+    assert pairs.pooled == Pooled(is_normalized=False, gives_scores=True, truncates=True)
 
 
 @pytest.mark.parametrize(

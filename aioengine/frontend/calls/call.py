@@ -1,0 +1,542 @@
+"""Call and CallRow: one call of the user with its rows, written by the engine's loop and read by one ``Reader``.
+
+Each row merges its unread output into one piece, so a slow reader costs only its text and never slows the engine. One
+lock, the engine's, protects all calls. The writer takes it once per frame, and no code waits while it holds it.
+
+A call is open, or *over* (``Call.is_over``) for one of three reasons. After the ready chunks its reader gets:
+
+    state      when                                               a stream      a whole answer
+    open       rows have no end yet (``num_open``)                waits         waits
+    finished   all rows have their ends                           its end       the answer
+    failed     ``error`` is set                                   the error     the error
+    left       ``is_left``: the rest has no reader                its end       RequestError
+
+A reader is open or closed. It is closed when it left, or when another reader attached to the call. A closed stream is
+at its end at once, even if chunks are ready. Reading ends by these methods of ``Reader``, which may be repeated:
+
+    method                 used for                              effect
+    abort                  abort()                               rows end with reason "abort"; the reader stays open
+    leave                  aclose(), close(), end of ``with``    closes the reader; the call is left: its rows end
+                                                                 without a reason, and unread chunks are freed
+    leave_later            finalizers, signal handlers           as ``leave``, later on the engine's loop: takes no lock
+    leave_for              an exception in a wait                ``leave``, or ``leave_later`` for GeneratorExit
+    leave_if_interrupted   an exception in ``take``              ``leave``, unless it is the error of the call itself
+
+An attachable call (``resume_ttl``) is not left with its reader: it continues, and another reader may attach.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from enum import IntEnum
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, cast
+
+from msgspec import Struct
+
+from aioengine.api import answers
+from aioengine.api.answers import ChunkInfo, ExtraReader, RowError
+from aioengine.protocol.columns import HIDDEN_STATES, Extra
+from aioengine.protocol.messages import LAST_STATES, End, FinishCode, FirstToken
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
+    from aioengine.api.answers import Answer, Chunk, MetaInfo, Timings
+    from aioengine.frontend.intake.requests import CallRequest
+
+MAX_UNJOINED_TEXTS = 64
+
+
+class LogprobCounter(Protocol):
+    """Counts the bytes reserved for logprobs (``QueueLimits``)."""
+
+    num_logprob_bytes: int
+
+
+class CallRow(Struct, eq=False):
+    """One row of a call, with its unread output. Under the engine's lock.
+
+    Attributes:
+        position: its index in the call. index: the same for chunks; None: the call has one row.
+        tokenize_s: how long its prompt took to become ids.
+        readers: read the logprobs and hidden states of the row.
+        states: which hidden states it returns (``Sampling.hidden_states``). newest_state: the last one, if only that
+            one is returned.
+        num_image_tokens: positions of the prompt that hold features of images.
+        info: the ``meta_info`` that all its chunks share.
+        uid: the engine's number of the row; -1: not submitted.
+        first_token: when and how the row began; None: it has no token yet.
+        text, more_texts: the unread text, in pieces.
+        unread: the unread ids. A single id is an int: a new list for each row of a frame would trigger garbage
+            collections.
+        extras: extras of unread tokens without a reader in ``readers``, by token index and kind. A repeated extra
+            replaces the first.
+        text_offset, token_offset: number of characters and ids that were read.
+        token_ids: the ids of the last chunk that was taken.
+        finished: its end; None: it runs. error: why it has no answer.
+        is_queued: whether it is in ``Call.ready``; always true if the call is no stream.
+        num_logprob_bytes: reserved for its logprobs (``QueueLimits.reserve_logprobs``).
+    """
+
+    call: Call
+    position: int
+    rid: str
+    index: int | None = None
+    seed: int = 0
+    tokenize_s: float = 0.0
+    prompt_token_ids: list[int] = []
+    shows_prompt: bool = False
+    readers: tuple[ExtraReader, ...] = ()
+    states: str = ""
+    num_image_tokens: int = 0
+    is_queued: bool = False
+    uid: int = -1
+    first_token: FirstToken | None = None
+    newest_state: Extra | None = None
+    info: ChunkInfo = {}  # type: ignore[typeddict-item]  # made below
+    text: str = ""
+    more_texts: list[str] = []
+    unread: int | list[int] = []
+    extras: dict[tuple[int, str], Extra] = {}
+    text_offset: int = 0
+    token_offset: int = 0
+    token_ids: list[int] = []
+    finished: End | None = None
+    delivered_at: float = 0.0
+    error: RowError | None = None
+    num_logprob_bytes: int = 0
+
+    keeps: ClassVar[bool] = False
+    """Whether output may be read again."""
+
+    def __post_init__(self) -> None:
+        self.info = {
+            "id": self.rid,
+            "finish_reason": None,
+            "prompt_tokens": len(self.prompt_token_ids),
+            "completion_tokens": 0,
+            "reasoning_tokens": 0,
+            "weight_version": answers.WEIGHT_VERSION,
+            "dp_rank": None,
+            "seed": self.seed,
+            "cached_tokens": 0,
+            "num_preemptions": 0,
+            "num_retractions": 0,
+        }
+        if self.states:
+            self.info["hidden_states"] = []
+        if self.num_image_tokens:
+            self.info["image_tokens"] = self.num_image_tokens
+
+    # ------------------------------------------------------------ written by the engine
+
+    def begin(self, first_token: FirstToken) -> None:
+        """Record that its prompt is computed."""
+        self.first_token = first_token
+        self.info["cached_tokens"] = first_token.num_cached
+
+    def preempt(self) -> None:
+        """Count a preemption."""
+        self.info["num_preemptions"] += 1
+        self.info["num_retractions"] += 1
+
+    def put(self, text: str, new: int | list[int]) -> bool:
+        """Add output before the end of the row; return whether to wake the reader (``Call.wake``).
+
+        ``new``: one id, or a list that the row keeps and changes.
+        """
+        if self.is_queued:
+            self._merge(text, new)
+            return False
+        self.text, self.unread = text, new
+        self.is_queued = True
+        self.call.ready.append(self)
+        return True
+
+    def put_extra(self, extra: Extra) -> None:
+        """Add an extra of a token, or of the prompt (with the first token), unless that token was read."""
+        for reader in self.readers:
+            if extra.kind in reader.kinds:
+                reader.read(extra)
+                return
+        if extra.index >= self.token_offset or not self.token_offset:
+            self.extras[extra.index, extra.kind] = extra
+        if self.states == LAST_STATES:
+            drop_old_states(self.extras, self.num_known())
+
+    def num_known(self) -> int:
+        """Return the number of its output tokens."""
+        num_unread = 1 if isinstance(self.unread, int) else len(self.unread)
+        return self.token_offset + (num_unread if self.is_queued else 0)
+
+    def failure(self, finished: End) -> RowError | None:
+        """Return the error that this end means; None: the row has an answer."""
+        return answers.error(finished)
+
+    def free_logprobs(self, num_kept: int = 0) -> None:
+        """Free the memory reserved for its logprobs, except ``num_kept`` bytes."""
+        num_bytes = max(0, self.num_logprob_bytes - num_kept)
+        self.num_logprob_bytes -= num_bytes
+        self.call.free_logprobs(num_bytes)
+
+    def _merge(self, text: str, new: int | list[int]) -> None:
+        """Append to the unread output."""
+        unread = self.unread if isinstance(self.unread, list) else [self.unread]
+        unread += new if isinstance(new, list) else [new]
+        self.unread = unread
+        if not self.text:
+            self.text = text
+        elif text:
+            self.more_texts.append(text)
+            if len(self.more_texts) >= max(MAX_UNJOINED_TEXTS, len(self.more_texts[0]) // MAX_UNJOINED_TEXTS):
+                self.more_texts = ["".join(self.more_texts)]
+
+    # ------------------------------------------------------------ read
+
+    def take(self) -> Chunk:
+        """Return all unread output as one chunk. The row was removed from ``Call.ready``."""
+        if isinstance(self.unread, int):
+            token_ids = self.token_ids = [self.unread]
+        else:
+            token_ids = self.join()
+        text, text_offset, token_offset = self.text, self.text_offset, self.token_offset
+        info = self.info.copy()
+        num_tokens = info["completion_tokens"] = token_offset + len(token_ids)
+        chunk: Chunk = {
+            "text": text,
+            "output_ids": token_ids,
+            "meta_info": info,
+            "text_offset": text_offset,
+            "token_offset": token_offset,
+        }
+        if self.index is not None:
+            chunk["index"] = self.index
+        if self.shows_prompt:
+            chunk["prompt_token_ids"] = self.prompt_token_ids
+        if self.finished is not None:
+            self._add_end(info, self.finished)
+        if self.extras or self.readers:
+            self._add_extras(chunk)
+        self.text_offset = text_offset + len(text)
+        self.token_offset = num_tokens
+        self.is_queued = False
+        if self.finished is not None:
+            self.call.num_held -= 1
+            self.free_logprobs()
+        return chunk
+
+    def answer(self) -> Answer:
+        """Return the whole output of a row that has ended."""
+        token_ids = self.join()
+        info = self.info.copy()
+        info["completion_tokens"] = len(token_ids)
+        if self.finished is not None:
+            self._add_end(info, self.finished)
+        answer: Answer = {"text": self.text, "output_ids": token_ids, "meta_info": cast("MetaInfo", info)}
+        if self.shows_prompt:
+            answer["prompt_token_ids"] = self.prompt_token_ids
+        if self.extras or self.readers:
+            self._add_extras(answer)
+        return answer
+
+    def join(self) -> list[int]:
+        """Join the unread texts; make and return the list of unread ids."""
+        if self.more_texts:
+            self.text += "".join(self.more_texts)
+            self.more_texts = []
+        self.token_ids = self.unread if isinstance(self.unread, list) else [self.unread]
+        return self.token_ids
+
+    def _add_extras(self, output: Answer | Chunk) -> None:
+        """Add logprobs, hidden states and other extras of the tokens of ``output``."""
+        info, token_offset = output["meta_info"], self.token_offset
+        end = token_offset + len(self.token_ids)
+        for reader in self.readers:
+            cast("dict[str, object]", info).update(reader.lists(token_offset, end, keeps=self.keeps))
+        extras = [extra for extra in self.extras.values() if extra.index < end]
+        if len(extras) == len(self.extras):
+            self.extras.clear()
+        for extra in extras if self.extras else ():
+            del self.extras[extra.index, extra.kind]
+        if self.states == LAST_STATES:
+            states = [extra for extra in extras if extra.kind == HIDDEN_STATES]
+            extras = [extra for extra in extras if extra.kind != HIDDEN_STATES]
+            if states:
+                self.newest_state = max(states, key=lambda state: state.index)
+                if info["finish_reason"] is not None:
+                    info["hidden_states"] = [answers.array(self.newest_state.data)]
+        if extras:
+            output["extras"] = extras
+
+    def _add_end(self, info: ChunkInfo, finished: End) -> None:
+        """Add the facts about the finished request.
+
+        If the frontend or the supervisor ended it, ``finished`` lacks its beginning, and ``first_token`` has it.
+        """
+        if self.newest_state is not None:
+            info["hidden_states"] = [answers.array(self.newest_state.data)]
+        info["finish_reason"] = answers.finish_reason(finished, info["completion_tokens"], self.error)
+        num_cached = info["cached_tokens"] = max(finished.num_cached, info["cached_tokens"])
+        info["cached_tokens_details"] = {"device": num_cached, "host": 0}
+        info["num_preemptions"] = info["num_retractions"] = max(finished.num_preemptions, info["num_preemptions"])
+        info["e2e_latency"] = self.delivered_at - self.call.called_at
+        info["timings"] = self._timings(finished)
+
+    def _timings(self, finished: End) -> Timings:
+        """Return the stages: each ends where the next one begins. A stage that was not reached ends with the row."""
+        called_at, delivered_at = self.call.called_at, self.delivered_at
+        begun_at = called_at + self.tokenize_s
+        ended_at = min(max(finished.ended_at, begun_at), delivered_at)
+        admitted_at, first_token_at = finished.admitted_at, finished.first_token_at
+        if self.first_token is not None:
+            admitted_at = self.first_token.admitted_at if admitted_at is None else admitted_at
+            first_token_at = self.first_token.first_token_at if first_token_at is None else first_token_at
+        queue_end = ended_at if admitted_at is None else min(max(admitted_at, begun_at), ended_at)
+        prefill_end = max(queue_end, ended_at if first_token_at is None else min(first_token_at, ended_at))
+        return {
+            "tokenize_s": self.tokenize_s,
+            "queue_s": queue_end - called_at - self.tokenize_s,
+            "prefill_s": prefill_end - queue_end,
+            "decode_s": ended_at - prefill_end,
+            "deliver_s": delivered_at - ended_at,
+            "first_token_s": None if first_token_at is None else first_token_at - called_at,
+            "total_s": delivered_at - called_at,
+        }
+
+
+def drop_old_states(extras: dict[tuple[int, str], Extra], num_known: int) -> None:
+    """Drop the hidden states of all tokens before the last of ``num_known`` tokens."""
+    for index, kind in list(extras):
+        if kind == HIDDEN_STATES and index < num_known - 1:
+            del extras[index, kind]
+
+
+ReadPosition = tuple[CallRow, int, int]
+"""A row, and how many of its characters and ids were read."""
+
+
+class Wants(IntEnum):
+    """When a reader calls ``ReaderActions.on_read``.
+
+    ENDS: when it has read the end of a row, because rows wait for ``num_held`` to fall. READS: at every read, because
+    its requests are suspended.
+    """
+
+    NOTHING = 0
+    ENDS = 1
+    READS = 2
+
+
+class Ending(NamedTuple):
+    """How the rows of an ended call end that were not started."""
+
+    code: FinishCode
+    matched: str | None = None
+    error: RowError | None = None
+
+
+class Call:
+    """One call of the user from its reservation to its end: its request, its part of the limits, and its rows.
+
+    Attributes:
+        number: counts the calls of the engine from 1; 0: not registered.
+        deadlines: absolute times, by their names in a finish reason. names: its ids in ``Calls``.
+        is_reserved: from ``QueueLimits.reserve`` to ``QueueLimits.release``.
+        num_bytes: bytes of its prompt. num_tokens: tokens of its prompts that the scheduler has.
+        num_rows_of: the number of rows that the scheduler has, by prompt.
+        num_started: rows that were started, in order. aborted: positions that were aborted before they were started.
+        ending: how all rows end that are not started yet; None: they may start.
+        is_encoding: some prompts are on the tokenizer's thread, or their rows start in the next turns of the loop.
+        is_accepted: its first rows are submitted. compiling: positions of the rows of a stream whose grammars are
+            compiled; the stream is accepted afterwards.
+        live: started rows without an end. num_open: rows without an end, started or not.
+        num_held: started rows whose end was not read, which limits the rows of a batch in flight.
+        results: answers or exceptions by position, if the call is no stream.
+        error: the error of the whole call. is_left: the rest of its output has no reader.
+        num_logprob_bytes: reserved for the logprobs of its rows. counter: counts them for the engine.
+        ready: rows of a stream with unread output. A new reader gets a new deque.
+        has_reader: False after the reader of an attachable call left.
+        waiter: the future of a reader that waits on the engine's loop. Its result is the next chunk, or None for any
+            other change.
+        wakers: callbacks of all other waiting readers.
+        wants: when the reader calls ``on_read``.
+        kept_row: the row of an attachable call.
+    """
+
+    __slots__ = (
+        "aborted", "called_at", "compiling", "counter", "deadlines", "ending", "error", "has_reader", "is_accepted",
+        "is_encoding", "is_left", "is_reserved", "is_stream", "kept_row", "live", "names", "num_bytes", "num_held",
+        "num_logprob_bytes", "num_open", "num_rows_of", "num_started", "num_tokens", "number", "ready", "request",
+        "results", "returns_exceptions", "rid", "row_type", "timer", "waiter", "wakers", "wants",
+    )  # fmt: skip
+
+    request: CallRequest
+    rid: str
+    is_stream: bool
+    returns_exceptions: bool
+    deadlines: dict[str, float]
+    row_type: type[CallRow]
+
+    def __init__(self, called_at: float) -> None:
+        self.called_at = called_at
+        self.number = 0
+        self.names: list[str] = []
+        self.timer: asyncio.TimerHandle | None = None
+        self.is_reserved = False
+        self.num_bytes = 0
+        self.num_tokens = 0
+        self.num_rows_of: dict[int, int] = {}
+        self.num_started = 0
+        self.aborted: set[int] = set()
+        self.ending: Ending | None = None
+        self.is_encoding = False
+        self.is_accepted = False
+        self.compiling: set[int] = set()
+        self.live: dict[int, CallRow] = {}
+        self.num_open = 0
+        self.num_held = 0
+        self.results: list[Answer | BaseException | None] = []
+        self.error: BaseException | None = None
+        self.is_left = False
+        self.num_logprob_bytes = 0
+        self.counter: LogprobCounter | None = None
+        self.ready: deque[CallRow] = deque()
+        self.has_reader = True
+        self.waiter: asyncio.Future[Chunk | None] | None = None
+        self.wakers: list[Callable[[], object]] = []
+        self.wants = Wants.NOTHING
+        self.kept_row: CallRow | None = None
+
+    def begin(self, request: CallRequest, row_type: type[CallRow]) -> None:
+        """Set the checked request of the call, and the class of its rows."""
+        self.request = request
+        self.row_type = row_type
+        self.rid = request.rid or os.urandom(16).hex()
+        self.is_stream = request.is_stream
+        self.returns_exceptions = request.returns_exceptions and request.gives_batch
+        self.num_open = request.num_rows
+        if not self.is_stream:
+            self.results = [None] * request.num_rows
+        self.deadlines = {}
+        for name, seconds in request.timeouts.items():
+            self.deadlines[name] = self.called_at + seconds
+
+    @property
+    def is_attachable(self) -> bool:
+        return self.request.resume_ttl_s is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the engine will add nothing more."""
+        return self.num_open == 0 or self.error is not None or self.is_left
+
+    @property
+    def state(self) -> str:
+        """One word for people."""
+        if self.is_left:
+            return "left"
+        return "failed" if self.error is not None else "running" if self.num_open else "finished"
+
+    @property
+    def read_position(self) -> ReadPosition | None:
+        """Where the reader of a stream reads next; None: it has read everything."""
+        if not self.is_stream:
+            return None
+        try:
+            row = self.ready[0]
+        except IndexError:  # not checked before: readers on other threads take rows meanwhile
+            return None
+        return row, row.text_offset, row.token_offset
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether its reader has something to take."""
+        return bool(self.ready) or (bool(self.results) and self.error is None and not self.is_left)
+
+    def row_rid(self, position: int) -> str:
+        """Return the id of a row: the id of the call, with the number of its prompt, then of its sample, appended."""
+        request, rid = self.request, self.rid
+        if not request.gives_batch:
+            return rid
+        prompt, sample = divmod(position, request.num_samples)
+        if request.is_batch:
+            own = "" if request.rids is None else request.rids[prompt]
+            rid = str(own) or f"{rid}_{prompt}"
+        return f"{rid}_{sample}" if request.num_samples > 1 else rid
+
+    def expired_deadline(self, now: float) -> str | None:
+        """Return the name of a deadline that has passed."""
+        return next((name for name, deadline in self.deadlines.items() if deadline <= now), None)
+
+    # ------------------------------------------------------------ rows, under the lock
+
+    def add_row(self, row: CallRow) -> None:
+        """Add the row that is started next."""
+        self.live[row.position] = row
+        self.num_held += 1
+        if self.request.resume_ttl_s is not None:
+            self.kept_row = row
+
+    def accept(self) -> None:
+        """Record that rows are submitted, unless that failed."""
+        if not self.is_accepted and self.error is None:
+            self.is_accepted = True
+            if self.is_stream:
+                self.wake()
+
+    def note_compiled(self, row: CallRow) -> None:
+        """The grammar of a row is compiled, or the row has ended before."""
+        self.compiling.discard(row.position)
+        if not self.compiling:
+            self.accept()
+
+    def end_row(self, row: CallRow, finished: End, delivered_at: float, error: RowError | None = None) -> None:
+        """End a row. ``error``: an error that the frontend itself found.
+
+        A row that failed ends the whole call, unless exceptions are returned in place.
+        """
+        if self.live.pop(row.position, None) is None:
+            return  # the call was settled already
+        row.finished = finished
+        row.delivered_at = delivered_at
+        row.error = row.failure(finished) if error is None else error
+        self.num_open -= 1
+        if row.error is not None and not self.returns_exceptions:
+            self.fail(row.error)
+        elif self.is_stream:
+            row.put("", [])
+            self.wake()
+            if self.compiling:
+                self.note_compiled(row)
+        else:
+            self.num_held -= 1
+            self.results[row.position] = row.error or row.answer()
+            if self.num_open == 0:
+                self.wake()
+
+    def fail(self, error: BaseException) -> None:
+        """End the call with an error. Ready chunks are read first."""
+        if self.error is None:
+            self.error = error
+            self.wake()
+
+    def wake(self) -> None:
+        """Wake the reader wherever it waits. ``waiter`` receives its chunk at once."""
+        waiter = self.waiter
+        if waiter is not None:
+            self.waiter = None
+            if not waiter.done():
+                waiter.set_result(self.ready.popleft().take() if self.ready else None)
+        if self.wakers:
+            wakers, self.wakers = self.wakers, []
+            for wake in wakers:
+                wake()
+
+    def free_logprobs(self, num_bytes: int | None = None) -> None:
+        """Free memory reserved for logprobs; None: all of it."""
+        if self.counter is not None:
+            freed = self.num_logprob_bytes if num_bytes is None else min(num_bytes, self.num_logprob_bytes)
+            self.num_logprob_bytes -= freed
+            self.counter.num_logprob_bytes -= freed

@@ -1,0 +1,1 @@
+"""The images of calls: reading them, and handing them to the media process."""

@@ -1,0 +1,1 @@
+"""The work of the media process: downloads, decoding and preparation of images."""

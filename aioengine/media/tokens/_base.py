@@ -1,0 +1,229 @@
+"""The interface of the plug-ins, and the settings of image processors in model folders. Torch-free.
+
+A prompt has one placeholder token per image. When the image is prepared and its size is known, the placeholder expands
+to the tokens that the model was trained with: one placeholder per feature, and in some models other tokens in between.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, Protocol, TypeVar, cast
+
+import msgspec
+from msgspec import Struct
+
+from aioengine import plugins
+from aioengine.api import checks
+from aioengine.model_files import folder_files
+from aioengine.settings.config import MediaConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+    from typing import Self
+
+ConfigType = TypeVar("ConfigType", bound=Struct)
+
+PROCESSORS: Final = {
+    "CLIPImageProcessor": "clip",
+    "Gemma3ImageProcessor": "gemma3",
+    "Idefics3ImageProcessor": "idefics3",
+    "LlavaImageProcessor": "llava",
+    "Qwen2VLImageProcessor": "qwen2_vl",
+    "SiglipImageProcessor": "siglip",
+    "SmolVLMImageProcessor": "smolvlm",
+}
+"""Supported image processors of transformers -> their module. The variants that need only Pillow are used."""
+
+_CUTS: Final = "Qwen2VLImageProcessor"
+"""The processor that cuts images into patches."""
+
+_PATCHES: Final = {
+    "patch_size": ("patch_size", 14),
+    "merge_size": ("spatial_merge_size", 2),
+    "temporal_patch_size": ("temporal_patch_size", 2),
+}
+"""Field of this processor -> (name in vision_config, default)."""
+
+_SIDES: Final = {
+    "CLIPImageProcessor": ("do_center_crop", "crop_size"),
+    "Gemma3ImageProcessor": ("do_resize", "size"),
+    "LlavaImageProcessor": ("do_center_crop", "crop_size"),
+    "SiglipImageProcessor": ("do_resize", "size"),
+}
+"""Processor that resizes or crops all images to one size -> (switch, field with the size)."""
+
+_USUAL_SIDE: Final = 224
+
+_FILES: Final = ("preprocessor_config.json", "processor_config.json")
+_MAX_SIZE: Final = 1 << 16
+
+
+class ImageShape(Struct, frozen=True, array_like=True, gc=False):
+    """The size of a prepared image.
+
+    Attributes:
+        height, width: in pixels, of the input of the vision tower: the image, or one tile.
+        grid: (frames, height, width) in patches, if the processor returns it.
+        tiles: (rows, columns) of tiles, in addition to the whole image; (0, 0) if it is not split.
+    """
+
+    height: int
+    width: int
+    grid: tuple[int, int, int] = (0, 0, 0)
+    tiles: tuple[int, int] = (0, 0)
+
+
+class Expansion(NamedTuple):
+    """The tokens of one image: the texts, with ``num_repeats`` placeholders between each two.
+
+    Texts are special tokens and line breaks. Two empty texts mean placeholders only.
+    """
+
+    texts: tuple[str, ...]
+    num_repeats: int
+
+    @property
+    def num_features(self) -> int:
+        return (len(self.texts) - 1) * self.num_repeats
+
+
+class ImageFamily(Protocol):
+    """How prompts of a model contain images.
+
+    Attributes:
+        placeholder_id: the placeholder token.
+        placeholder: its text in prompts, for error messages.
+        processor: the default image processor of transformers.
+        options: further arguments of its calls.
+    """
+
+    placeholder_id: int
+    placeholder: ClassVar[str]
+    processor: ClassVar[str]
+    options: ClassVar[Mapping[str, bool]]
+
+    @classmethod
+    def read(cls, config: Mapping[str, object]) -> Self:
+        """Read config.json. Raises ValueError, which names the field, for missing or unsupported values."""
+        ...
+
+    def in_text(self, text: str) -> str:
+        """Return the text of a prompt for the tokenizer."""
+        ...
+
+    def expansion(self, image: ImageShape) -> Expansion: ...
+
+
+class ImageModel(NamedTuple):
+    """The family of a model with images, and its image processor.
+
+    Attributes:
+        processor: the image processor of transformers, "module:class".
+        settings: its fields, from the model folder.
+        limits: limits of accepted images.
+    """
+
+    family: ImageFamily
+    processor: str
+    settings: dict[str, object]
+    limits: MediaConfig = MediaConfig()
+
+
+def find_image_model(folder: Path) -> ImageModel | None:
+    """Return the ``ImageModel`` of a folder; None for text-only models. Raises ValueError as ``read_image_model``."""
+    config = folder_files.read_object(folder / "config.json")
+    name = plugins.file_name(str(config.get("model_type")))
+    return (
+        read_image_model(folder, plugins.load("media/tokens", name), config)
+        if name in plugins.names("media/tokens")
+        else None
+    )
+
+
+def read_image_model(folder: Path, family: type[ImageFamily], config: Mapping[str, object]) -> ImageModel:
+    """Read the ``ImageModel`` from a model folder. ``config``: its config.json.
+
+    Raises ValueError if a file cannot be read, or names an unsupported image processor.
+    """
+    settings = dict(_settings(folder))
+    name = settings.get("image_processor_type") or family.processor
+    plain = str(name).removesuffix("Fast").removesuffix("Pil")
+    if plain not in PROCESSORS:
+        raise ValueError(
+            f"the images of {str(folder)!r} are prepared by {checks.shown(name)}, which is not supported; there are "
+            f"{', '.join(PROCESSORS)}"
+        )
+    if plain == _CUTS:
+        _check_patches(settings, config, folder)
+    elif plain in _SIDES:
+        _check_side(settings, config, folder, plain)
+    place = PROCESSORS[plain]
+    return ImageModel(
+        family=family.read(config),
+        processor=f"transformers.models.{place}.image_processing_pil_{place}:{plain}Pil",
+        settings=settings,
+    )
+
+
+def _check_patches(settings: Mapping[str, object], config: Mapping[str, object], folder: Path) -> None:
+    """Raise ValueError if the image processor cuts other patches than the vision tower reads."""
+    tower = _tower(config)
+    for name, (tower_name, default) in _PATCHES.items():
+        value = default if settings.get(name) is None else settings[name]
+        expected = tower.get(tower_name)
+        if expected is not None and value != expected:
+            raise ValueError(
+                f"the image processor of {str(folder)!r} has {name}={checks.shown(value)}, and the vision tower in its "
+                f"config.json {tower_name}={checks.shown(expected)}; copy {_FILES[0]} of the original model"
+            )
+
+
+def _check_side(settings: Mapping[str, object], config: Mapping[str, object], folder: Path, processor: str) -> None:
+    """Raise ValueError if a processor of ``_SIDES`` returns images of another size than the tower reads."""
+    switch, name = _SIDES[processor]
+    expected = _tower(config).get("image_size")
+    value = _USUAL_SIDE if settings.get(name) is None else settings[name]
+    sides = [value.get("height"), value.get("width")] if isinstance(value, dict) else value
+    sides = cast("list[object]", sides) if isinstance(sides, list) else [sides]
+    if (
+        expected is not None
+        and settings.get(switch) is not False
+        and any(side not in (None, expected) for side in sides)
+    ):
+        raise ValueError(
+            f"the image processor of {str(folder)!r} has {name}={checks.shown(value)}, and the vision tower in its "
+            f"config.json image_size={checks.shown(expected)}; copy {_FILES[0]} of the original model"
+        )
+
+
+def _tower(config: Mapping[str, object]) -> Mapping[str, object]:
+    vision = config.get("vision_config")
+    return cast("Mapping[str, object]", vision) if isinstance(vision, dict) else {}
+
+
+def _settings(folder: Path) -> Mapping[str, object]:
+    """Return the fields of the image processor, from its own file or from that of the whole processor."""
+    for name in _FILES:
+        fields = folder_files.read_object(folder / name)
+        part = fields.get("image_processor", fields if name == _FILES[0] else None)
+        if isinstance(part, dict) and part:
+            return cast("dict[str, object]", part)
+    raise ValueError(
+        f"{str(folder)!r} has neither {' nor '.join(_FILES)}, which say how its images are prepared; "
+        "copy the one of the original model"
+    )
+
+
+def decoded(config: Mapping[str, object], kind: type[ConfigType]) -> ConfigType:
+    """Read config.json into a Struct. Raises ValueError, which names the wrong field."""
+    try:
+        return msgspec.convert(config, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"config.json: {error}") from error
+
+
+def size_of(name: str, value: int) -> int:
+    """Return ``value``. Raises ValueError if it is out of range for a size."""
+    if not 1 <= value <= _MAX_SIZE:
+        raise ValueError(f"config.json: {name} must be from 1 to {_MAX_SIZE}, got {value}")
+    return value

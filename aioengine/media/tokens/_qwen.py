@@ -1,0 +1,46 @@
+"""Qwen's models: images keep their aspect ratio, and ``merge_size`` x ``merge_size`` patches become one token.
+
+Prompts contain ``<|vision_start|><|image_pad|><|vision_end|>``. The middle token is the placeholder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Self
+
+from msgspec import Struct
+
+from aioengine.media.tokens._base import Expansion, ImageShape, decoded, size_of
+
+
+class _QwenVisionFields(Struct, frozen=True):
+    spatial_merge_size: int = 2
+
+
+class _QwenFields(Struct, frozen=True):
+    image_token_id: int = 151_655
+    vision_config: _QwenVisionFields = _QwenVisionFields()
+
+
+class QwenImages(Struct, frozen=True):
+    """``merge_size``: side of the square of patches that become one token."""
+
+    placeholder_id: int
+    merge_size: int
+
+    placeholder: ClassVar[str] = "<|vision_start|><|image_pad|><|vision_end|>"
+    processor: ClassVar[str] = "Qwen2VLImageProcessor"
+    options: ClassVar[Mapping[str, bool]] = {}
+
+    @classmethod
+    def read(cls, config: Mapping[str, object]) -> Self:
+        found = decoded(config, _QwenFields)
+        merge_size = size_of("vision_config.spatial_merge_size", found.vision_config.spatial_merge_size)
+        return cls(placeholder_id=found.image_token_id, merge_size=merge_size)
+
+    def in_text(self, text: str) -> str:
+        return text
+
+    def expansion(self, image: ImageShape) -> Expansion:
+        frames, height, width = image.grid
+        return Expansion(("", ""), frames * height * width // self.merge_size**2)

@@ -1,0 +1,53 @@
+"""Gemma 3: all images have one size and 256 tokens, without "pan and scan", which is the default of transformers.
+
+Prompts contain ``<start_of_image>``. Line breaks and the tokens around an image are added before tokenization, because
+adjacent line breaks merge into one token. ``<image_soft_token>`` is the placeholder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Self
+
+from msgspec import Struct
+
+from aioengine.media.tokens._base import Expansion, ImageShape, decoded, size_of
+
+_START = "<start_of_image>"
+_TOKEN = "<image_soft_token>"
+
+
+class _Gemma3Fields(Struct, frozen=True):
+    image_token_index: int | None = None
+    image_token_id: int | None = None
+    mm_tokens_per_image: int = 256
+
+
+class Gemma3Images(Struct, frozen=True):
+    """``num_tokens``: tokens per image."""
+
+    placeholder_id: int
+    num_tokens: int
+
+    placeholder: ClassVar[str] = _START
+    processor: ClassVar[str] = "Gemma3ImageProcessor"
+    options: ClassVar[Mapping[str, bool]] = {"do_pan_and_scan": False}
+
+    @classmethod
+    def read(cls, config: Mapping[str, object]) -> Self:
+        found = decoded(config, _Gemma3Fields)
+        image_token_id = found.image_token_index if found.image_token_id is None else found.image_token_id
+        return cls(
+            placeholder_id=262_144 if image_token_id is None else image_token_id,
+            num_tokens=size_of("mm_tokens_per_image", found.mm_tokens_per_image),
+        )
+
+    def in_text(self, text: str) -> str:
+        has_all = _TOKEN in text  # the caller wrote the expanded form
+        return text if has_all else text.replace(_START, f"\n\n{_START}{_TOKEN}<end_of_image>\n\n")
+
+    def expansion(self, image: ImageShape) -> Expansion:
+        return Expansion(("", ""), self.num_tokens)
+
+
+PLUGIN = Gemma3Images

@@ -1,0 +1,265 @@
+"""How an engine divides the memory of a device: the sizes and formulas of ``plan`` and the runner. Torch-free.
+
+Sizes are in bytes; ``numbers`` are elements of the model's dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from msgspec import Struct
+
+from aioengine.families._block_config import MambaConfig, ShortConvConfig
+from aioengine.families._config import DecoderConfig
+from aioengine.families._tensors import checkpoint_tensors
+from aioengine.families._towers import num_tower_parameters
+from aioengine.families._vision import VisionConfig
+from aioengine.settings.page_groups import PageGroups, layer_groups
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from aioengine.families._config import TransformerConfig
+    from aioengine.settings.config import Settings
+
+DTYPE_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
+_GIB: Final = 1 << 30
+
+GRAPH_BYTES: Final = 2 * _GIB
+"""Reserved on a GPU for kernel workspaces and for CUDA graphs of decode steps. The graphs share a pool of about the
+size of one step.
+"""
+
+GPU_FEATURE_BYTES: Final = _GIB
+CPU_FEATURE_BYTES: Final = 256 << 20
+"""Limits of cached image features. 1 GiB is enough for about a hundred images of one megapixel for a 7B model."""
+
+SAMPLED_ROWS: Final = 256
+"""Rows that the sampler processes at once. This bounds the memory of their fp32 logits."""
+
+SNAPSHOTS_PER_ROW: Final = 16
+"""Maximum number of state snapshots per running request."""
+
+_STREAMS: Final = 3
+"""Tensors [T, D] that are alive at a time in a block: residual stream, its update, and the norm's output."""
+
+
+# ---------------------------------------------------------------- weights and activations
+
+
+def num_parameters(config: TransformerConfig, raw: Mapping[str, object] | None = None) -> int:
+    """Return the number of parameters. MXFP4 experts count as dequantized.
+
+    Args:
+        raw: config.json, to count a vision tower too; None: without the tower.
+    """
+    count = sum(spec.num_parameters for spec in checkpoint_tensors(config).values())
+    if raw is not None and isinstance(config, VisionConfig):
+        count += num_tower_parameters(raw, config.hidden_size)
+    return count
+
+
+def active_parameters(config: TransformerConfig) -> int:
+    """Return the number of parameters that one token uses: only ``top_k`` of the experts."""
+    count = num_parameters(config)
+    if isinstance(config, DecoderConfig):
+        for experts in map(config.experts_of, range(config.num_layers)):
+            if experts is not None:
+                count -= (experts.num_experts - experts.top_k) * 3 * experts.inner_size * config.hidden_size
+    return count
+
+
+def step_numbers(config: TransformerConfig) -> int:
+    """Estimate the elements per token that are alive at a time in a step, without logits."""
+    heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_size  # q, k, v and the attention output
+    is_gated = not isinstance(config, DecoderConfig) or config.mlp.is_gated
+    inner = (2 + is_gated) * config.intermediate_size
+    if isinstance(config, DecoderConfig) and (experts := config.experts) is not None:
+        inner = max(inner, experts.top_k * (3 * experts.inner_size + config.hidden_size))
+    return _STREAMS * config.hidden_size + max(heads, inner)
+
+
+def reserved_bytes(step_bytes: int, *, max_running: int, vocab_size: int) -> int:
+    """Return the memory that a GPU engine keeps free beside weights and pool, without images.
+
+    Args:
+        step_bytes: peak memory of the largest step.
+    """
+    counts = 4 * max_running * vocab_size  # token counts of penalties; a table that grows exists twice for a moment
+    return with_margin(step_bytes) + 2 * counts + GRAPH_BYTES
+
+
+def with_margin(step_bytes: int) -> int:
+    """Add a quarter, because steps of different sizes fragment the memory."""
+    return step_bytes + step_bytes // 4
+
+
+# ---------------------------------------------------------------- KV cache and states
+
+
+class KVCache(Struct, frozen=True, kw_only=True):
+    """The sizes of a model's KV cache.
+
+    Attributes:
+        num_layers: layers with a KV cache.
+        numbers: elements per token in each of these layers.
+        windows: the window of each of these layers; empty if no layer has one.
+    """
+
+    num_layers: int
+    numbers: int
+    windows: tuple[int | None, ...] = ()
+
+    @property
+    def numbers_per_token(self) -> int:
+        """Elements per token in all layers."""
+        return self.num_layers * self.numbers
+
+    def pages(self) -> tuple[int, tuple[int | None, ...]]:
+        """Return the elements per token in a page, and the window of each page group (``PageGroups``)."""
+        groups, windows = layer_groups(self.windows)
+        return (len(groups[0]) * self.numbers, windows) if windows else (self.numbers_per_token, (None,))
+
+
+def kv_cache(config: TransformerConfig, context_length: int) -> KVCache:
+    """Return the KV cache of requests of up to ``context_length`` tokens. A model that is not causal has none."""
+    decoder = config if isinstance(config, DecoderConfig) else None
+    num_states = sum(map(decoder.keeps_state, range(config.num_layers))) if decoder is not None else 0
+    sides = 1 if decoder is not None and decoder.attention.latent is not None else 2  # a latent vector; or k and v
+    windows = tuple(None if window is None or window >= context_length else window for window in config.windows)
+    return KVCache(
+        num_layers=config.num_layers - num_states if config.is_causal else 0,
+        numbers=sides * config.num_kv_heads * config.head_size,
+        windows=windows if config.is_causal and any(windows) else (),
+    )
+
+
+class StateSpec(NamedTuple):
+    """A tensor of a layer's recurrent state of one request. It has the model's dtype unless ``in_fp32``."""
+
+    shape: tuple[int, ...]
+    in_fp32: bool = False
+
+
+def state_specs(config: DecoderConfig) -> tuple[StateSpec, ...]:
+    """Return the tensors of a recurrent layer: last inputs of the convolution, and for all but LFM2 one matrix per
+    head.
+    """
+    net = config.stateful
+    if net is None:
+        return ()
+    if isinstance(net, ShortConvConfig):
+        return (StateSpec((net.width - 1, config.hidden_size)),)
+    num_heads = net.num_heads if isinstance(net, MambaConfig) else net.num_value_heads
+    convolution, matrices = (net.width - 1, net.num_channels), (num_heads, net.key_size, net.value_size)
+    return StateSpec(convolution), StateSpec(matrices, in_fp32=True)
+
+
+def state_bytes(config: TransformerConfig, itemsize: int) -> int:
+    """Return the bytes of the recurrent states of one request. ``itemsize``: of the model's dtype."""
+    if not isinstance(config, DecoderConfig) or config.stateful is None:
+        return 0
+    sizes = [math.prod(spec.shape) * (4 if spec.in_fp32 else itemsize) for spec in state_specs(config)]
+    return len(config.stateful.layers) * sum(sizes)
+
+
+# ---------------------------------------------------------------- the pool
+
+
+class PoolFit(NamedTuple):
+    """How KV pages, states and snapshots share the memory of the pool.
+
+    Attributes:
+        num_rows: requests that can run at once; 0 if not even one state fits.
+        num_snapshots: snapshots of states.
+        left: bytes that remain for KV pages.
+        num_pages: pages of the KV pool; 0 if a pool of the requested size does not fit.
+    """
+
+    num_rows: int
+    num_snapshots: int
+    left: int
+    num_pages: int
+
+
+class PoolDemand(Struct, frozen=True, kw_only=True):
+    """What an engine stores in the pool.
+
+    Attributes:
+        num_tokens: the requested size of the KV pool in tokens; None: as many as fit and can be used.
+        groups: the page groups of the model.
+        page_bytes: of a page of one group.
+        context_length: tokens of the longest request.
+        max_running: requests that run at once if memory suffices.
+        state_bytes: of the recurrent states of one request; 0 for a model without.
+        has_snapshots: states are saved for the prefix cache.
+    """
+
+    num_tokens: int | None
+    groups: PageGroups
+    page_bytes: int
+    context_length: int
+    max_running: int
+    state_bytes: int = 0
+    has_snapshots: bool = False
+
+    @classmethod
+    def of(cls, settings: Settings, cache: KVCache, *, itemsize: int, state_bytes: int) -> PoolDemand:
+        """Return the demand of an engine. ``itemsize``: of the dtype of the KV cache."""
+        page_size, num_pages = settings.memory.page_size, settings.memory.num_pages
+        numbers, windows = cache.pages()
+        return cls(
+            num_tokens=None if num_pages is None else num_pages * page_size,
+            groups=PageGroups(windows=windows, page_size=page_size, min_tokens=settings.scheduler.min_tokens),
+            page_bytes=numbers * itemsize * page_size,
+            context_length=settings.model.context_length,
+            max_running=settings.scheduler.max_running,
+            state_bytes=state_bytes,
+            has_snapshots=settings.scheduler.prefix_cache,
+        )
+
+    def pages_in(self, num_tokens: int) -> int:
+        """Return the pages for this many tokens of requests of the context length."""
+        return self.groups.pages_in(num_tokens, self.context_length)
+
+    def tokens_in(self, num_pages: int) -> int:
+        """Return the tokens of requests of the context length that fit into this many pages."""
+        return self.groups.tokens_in(max(num_pages, 0), self.context_length)
+
+    def state_limit(self, num_bytes: int) -> int:
+        """Return the part of ``num_bytes`` that states may use: half, or what a pool of a requested size leaves."""
+        if self.num_tokens is None:
+            return num_bytes // 2
+        return num_bytes - self.pages_in(self.num_tokens) * self.page_bytes
+
+    def fit(self, num_bytes: int) -> PoolFit:
+        """Divide ``num_bytes``.
+
+        States use at most half of the memory, and snapshots a quarter of the rest. Both leave the pages of a requested
+        size, and snapshots leave the pages of one context. One more state is for padding rows of CUDA graphs.
+        """
+        num_rows, num_snapshots, left = self.max_running, 0, num_bytes
+        requested = None if self.num_tokens is None else self.pages_in(self.num_tokens)
+        if self.state_bytes:
+            num_rows = max(min(num_rows, self.state_limit(num_bytes) // self.state_bytes - 1), 0)
+            left -= (num_rows + 1) * self.state_bytes
+        if self.state_bytes and self.has_snapshots:
+            kept = self.pages_in(self.context_length) if requested is None else requested
+            limit = min(left // 4, left - kept * self.page_bytes)
+            num_snapshots = max(min(SNAPSHOTS_PER_ROW * num_rows, limit // self.state_bytes), 0)
+            left -= num_snapshots * self.state_bytes
+        if requested is not None:
+            num_pages = requested if requested * self.page_bytes <= left else 0
+        else:
+            most = self.pages_in(self.context_length * self.max_running)
+            num_pages = max(min(left // self.page_bytes, most), 0) if self.page_bytes else most
+        return PoolFit(num_rows, num_snapshots, left, num_pages)
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Return "1.5 GiB", "300.0 MiB" or "12.0 KiB"."""
+    for unit, size in (("GiB", _GIB), ("MiB", 1 << 20)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.1f} {unit}"
+    return f"{num_bytes / 1024:,.1f} KiB"

@@ -1,0 +1,62 @@
+"""Calls without an engine: a call, its rows, and a reader that records what it asks of the engine."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from aioengine.frontend.calls.call import Call, CallRow
+from aioengine.frontend.calls.reader import Reader
+from aioengine.frontend.calls.row_types import row_type
+from aioengine.frontend.intake.prompts import text_prompt
+from aioengine.frontend.intake.requests import CallRequest
+
+if TYPE_CHECKING:
+    from collections import deque
+
+
+class Notes:
+    """The requests of a reader to the engine."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def leave(self, call: Call, ready: deque[CallRow]) -> None:
+        self.asked.append("leave")
+
+    def check_waiting(self, *, blocks: bool) -> None:
+        """This thread can be woken."""
+
+    def leave_later(self, call: Call, ready: deque[CallRow]) -> None:
+        self.asked.append("leave_later")
+
+    def abort(self, call: Call) -> None:
+        self.asked.append("abort")
+
+    def on_read(self, call: Call) -> None:
+        self.asked.append("on_read")
+
+
+def make_call(num_rows: int = 1, called_at: float = 0.0, *, is_batch: bool | None = None, **fields: Any) -> Call:
+    """Return a call with these fields of its request."""
+    is_batch = num_rows > 1 if is_batch is None else is_batch
+    request = CallRequest("prompt", ["a"] * num_rows, text_prompt, is_batch=is_batch, **fields)
+    request.num_prompts = request.num_rows = num_rows
+    request.gives_batch = is_batch
+    call = Call(called_at)
+    call.begin(request, row_type(request))
+    return call
+
+
+def add_row(call: Call, position: int = 0, **fields: Any) -> CallRow:
+    """Start a row of a call."""
+    index = position if call.request.gives_batch else None
+    row = call.row_type(
+        call, position, **{"rid": f"x_{position}", "index": index, "is_queued": not call.is_stream} | fields
+    )
+    call.add_row(row)
+    return row
+
+
+def make_reader(call: Call, notes: Notes | None = None, lock: threading.RLock | None = None) -> Reader:
+    return Reader(call, call.ready, lock=lock or threading.RLock(), actions=notes or Notes())

@@ -1,0 +1,156 @@
+"""Pictures of all kinds become RGB; those that are broken or too large are refused."""
+
+from __future__ import annotations
+
+import io
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from aioengine.media import pictures
+
+MAX_PIXELS = 10_000
+COLORS = np.arange(12 * 9 * 3, dtype=np.uint8).reshape(9, 12, 3)
+RGB = Image.fromarray(COLORS)
+
+
+def saved(image: Image.Image, kind: str, **options: object) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def read(data: bytes) -> Image.Image:
+    return pictures.decode(pictures.open_picture(io.BytesIO(data), MAX_PIXELS))
+
+
+def pixels(image: Image.Image) -> np.ndarray:
+    assert image.mode == "RGB"
+    return np.asarray(image)
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return len(data).to_bytes(4) + kind + data + zlib.crc32(kind + data).to_bytes(4)
+
+
+def png(width: int, height: int, data: bytes = b"") -> bytes:
+    """A PNG of 8-bit RGB that may lie about its size."""
+    header = width.to_bytes(4) + height.to_bytes(4) + bytes([8, 2, 0, 0, 0])
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(data)) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "PPM"])
+def test_rgb_stays_as_it_is(kind: str) -> None:
+    assert np.array_equal(pixels(read(saved(RGB, kind))), COLORS)
+
+
+@pytest.mark.parametrize("mode", ["L", "1", "LA", "RGBA", "P", "CMYK", "YCbCr", "HSV", "F", "PA"])
+def test_other_modes_become_rgb_as_pillow_converts_them(mode: str) -> None:
+    odd = RGB.convert("RGBA").convert(mode) if mode == "PA" else RGB.convert(mode)
+    expected = odd.convert("RGBA").convert("RGB") if mode in ("P", "PA") else odd.convert("RGB")
+    assert np.array_equal(pixels(pictures.decode(odd)), np.asarray(expected))
+
+
+def test_a_cmyk_jpeg_and_a_palette_with_alpha_are_read() -> None:
+    assert pixels(read(saved(RGB.convert("CMYK"), "JPEG"))).shape == (9, 12, 3)
+    palette = RGB.quantize(16)
+    assert np.array_equal(pixels(read(saved(palette, "PNG", transparency=0))), np.asarray(palette.convert("RGB")))
+    assert np.array_equal(
+        pixels(read(saved(palette, "PNG", transparency=bytes(16)))), np.asarray(palette.convert("RGB"))
+    )
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_upper_8_of_16_bits_are_kept(kind: str) -> None:
+    deep = np.linspace(0, 65535, 108, dtype=np.uint16).reshape(9, 12)
+    found = pixels(read(saved(Image.fromarray(deep), kind)))
+    assert np.array_equal(found[..., 0], (deep >> 8).astype(np.uint8))
+    assert np.array_equal(found[..., 0], found[..., 2])
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation_is_applied(orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    turned = pixels(read(saved(RGB, "PNG", exif=exif)))
+    assert turned.shape[:2] == ((12, 9) if orientation > 4 else (9, 12))
+    expected = {1: COLORS, 3: COLORS[::-1, ::-1], 6: np.rot90(COLORS, -1), 8: np.rot90(COLORS)}
+    assert np.array_equal(turned, expected.get(orientation, turned))
+
+
+@pytest.mark.parametrize("kind", ["GIF", "PNG", "TIFF"])
+def test_first_frame_of_an_animation_is_read(kind: str) -> None:
+    frames = [Image.new("RGB", (12, 9), color) for color in ("red", "blue")]
+    found = pixels(read(saved(frames[0], kind, save_all=True, append_images=frames[1:])))
+    assert found[0, 0].tolist() == [255, 0, 0]
+
+
+def test_the_smallest_picture_is_read() -> None:
+    assert pixels(read(saved(Image.new("RGB", (1, 1), "red"), "PNG"))).tolist() == [[[255, 0, 0]]]
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "no picture in a format that is read"),
+        (b"hello", "no picture"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", "no picture"),
+        (b"\x89PNG\r\n\x1a\n", "no picture|header cannot be read"),
+        (png(100_000, 100_000), "max_image_pixels=10000"),
+        (png(101, 100), r"101 x 100 pixels, and max_image_pixels=10000"),
+        (png(100, 100, bytes(500)), "cannot be decoded"),
+        (saved(RGB, "PNG")[:-30], "cannot be decoded"),
+        (saved(RGB, "JPEG")[:-30], "cannot be decoded"),
+        (saved(RGB, "GIF")[:60], "no picture|cannot be decoded|header cannot be read"),
+    ],
+)
+def test_incomplete_picture_is_refused(data: bytes, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        read(data)
+
+
+@pytest.mark.parametrize("size", [(1, 201), (402, 2), (1, 9_999)])
+def test_thin_lines_are_refused(size: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="one side may be 200 times the other at most"):
+        read(saved(Image.new("L", size), "PNG"))
+    assert read(saved(Image.new("L", (200, 1)), "PNG")).size == (200, 1)
+
+
+def many_parts(kind: str) -> bytes:
+    """A small picture with hundreds of thousands of bytes in tiny parts, or in one that Pillow reads byte by byte."""
+    file = saved(RGB, kind)
+    if kind == "PPM":
+        return file[:3] + b"#" + b"x" * 200_000 + b"\n" + file[3:]
+    if kind == "PNG":
+        return file[:33] + chunk(b"abCd", b"") * 20_000 + file[33:]
+    if kind == "JPEG":
+        return file[:2] + b"\xff" * 200_000 + file[2:]
+    place = file.index(b"\x2c", 13)
+    return file[:place] + b"\x21\xfe" + b"\x01c" * 100_000 + b"\0" + file[place:]
+
+
+@pytest.mark.parametrize("kind", ["PPM", "PNG", "JPEG", "GIF"])
+def test_files_of_very_many_tiny_parts_are_refused(kind: str) -> None:
+    with pytest.raises(ValueError, match="more parts than its length explains"):
+        read(many_parts(kind))
+
+
+def test_a_large_file_may_have_as_many_parts_as_its_length_explains() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (600, 600, 3), dtype=np.uint8)
+    file = saved(Image.fromarray(noise), "PNG")
+    assert len(file) > 1_000_000
+    picture = pictures.decode(pictures.open_picture(io.BytesIO(file), noise.size))
+    assert np.array_equal(pixels(picture), noise)
+
+
+def test_chunks_behind_the_pixels_count_too() -> None:
+    file = saved(RGB, "PNG")
+    with pytest.raises(ValueError, match="more parts than its length explains"):
+        read(file[:-12] + chunk(b"abCd", b"") * 20_000 + file[-12:])
+
+
+def test_pixels_written_as_text_are_refused() -> None:
+    with pytest.raises(ValueError, match="a PPM whose pixels are text"):
+        read(b"P3\n1 1\n255\n1 2 3\n")
