@@ -13,8 +13,8 @@ import pytest
 from msgspec.structs import asdict, replace
 
 from aioengine.model_files import adapter_folder
-from aioengine.processes import adapter_loading
 from aioengine.protocol.messages import LOAD_ADAPTER, UNLOAD_ADAPTER, Adapter, Control, FinishCode, Limits, Reply
+from aioengine.scheduler import adapter_loading
 from aioengine.scheduler.adapter_loading import Adapters, Copies
 from aioengine.scheduler.core import SchedulerCore
 from aioengine.scheduler.gates import Gate

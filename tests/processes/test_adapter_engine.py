@@ -152,7 +152,9 @@ def test_one_slot_and_few_pages_change_nothing_and_a_folder_deleted_since_fails_
         assert ids_of(engine, PROMPTS[:1], str(case.folders["all"])) == case.expected["all"][:1]
         for file in folder.iterdir():
             file.unlink()
-        with pytest.raises(RequestError, match=r"'adapter': adapter '.*short-lived': .*no adapter_config.json"):
+        with pytest.raises(
+            RequestError, match=r"'adapter': adapter '.*short-lived': adapter_config.json in .* was removed"
+        ):
             ids_of(engine, PROMPTS[:1], "short-lived")
         assert ids_of(engine, PROMPTS[:1], "some") == case.expected["some"][:1]
 
