@@ -25,6 +25,7 @@ from aioengine.frontend.loaded_adapters import UNLOAD_TIMEOUT_S
 from aioengine.frontend.progress import ProgressBars
 from aioengine.frontend.sessions.sessions import SessionOpening
 from aioengine.frontend.startup import parts_of, start_frontend
+from aioengine.supervision.tasks import runs_here
 
 if TYPE_CHECKING:
     import os
@@ -258,7 +259,7 @@ class EngineFace(ABC):
     def _open(self, make_request: Callable[[], CallRequest]) -> Generation[Answer] | Generation[BatchOutput] | Stream:
         frontend = self._running()
         reader = frontend.open(make_request)
-        if reader.is_stream:
+        if reader.call.is_stream:
             return Stream(reader, home=frontend.loop, is_bound=self._is_bound, owner=self)
         return Generation[Answer](reader, home=frontend.loop, is_bound=self._is_bound, owner=self)
 
@@ -390,8 +391,8 @@ class AsyncEngine(EngineFace):
     def _running(self) -> Frontend:
         """Return the started frontend; raise ``WrongLoopError`` on another loop."""
         frontend = self._anywhere()
-        if self._run is not None:
-            callers.refuse_other_loop(self._run.loop)
+        if not runs_here(frontend.loop):
+            raise callers.wrong_loop()
         return frontend
 
     def _anywhere(self) -> Frontend:

@@ -2,9 +2,8 @@
 
 Rows whose keys and values are all computed in this step ("fresh" rows) read them from the step's tensors, which is a
 fifth faster than from pages. Other rows read pages. In cascade attention, decode rows attend to their shared first
-pages
-in one non-causal prefill; the decode kernel merges the result. Prefill rows with shared first pages do the same, with
-keys and values that are first copied from the pages.
+pages in one non-causal prefill; the decode kernel merges the result. Prefill rows with shared first pages do the same,
+with keys and values that are first copied from the pages.
 
 T packed tokens, R rows, H query heads, K kv heads, E head size, N pages of the pool, S page size.
 """

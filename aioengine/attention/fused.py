@@ -2,11 +2,9 @@
 
 As in ``attention/torch.py``, the result of a token has the same bits alone, in any batch, in a decode step and in any
 prefill chunk. Keys are processed in chunks of ``CHUNK`` positions aligned from position 0. The kernel returns the
-output
-of a chunk and the logarithm of its sum of exponentials. The chunks of a token are merged in an order that chunks
-without
-weight do not change. ``find_limits`` tries which numbers of query rows and positions give the bits of a full chunk; if
-there are none, ``attention/torch.py`` is used instead.
+output of a chunk and the logarithm of its sum of exponentials. The chunks of a token are merged in an order that chunks
+without weight do not change. ``find_limits`` tries which numbers of query rows and positions give the bits of a full
+chunk; if there are none, ``attention/torch.py`` is used instead.
 
 T packed tokens, R rows, H query heads, K kv heads, G query heads per kv head, E head size, U units, C positions of a
 chunk, N pages of the pool, S page size, P pages of a chunk, M padded query rows per kv head, X chunks of the longest
@@ -78,8 +76,7 @@ def _matches(rows: int, width: int, head_size: int, dtype: torch.dtype) -> bool:
     """Return whether multiples of ``rows`` queries over ``width`` positions give the bits of many over a full chunk.
 
     The values of the second half of the positions cancel those of the first half. Only the rounding error remains,
-    which
-    reveals another summation order. With the large scale a row attends to one key, which reveals its score.
+    which reveals another summation order. With the large scale a row attends to one key, which reveals its score.
     """
     generator = torch.Generator().manual_seed(0)
     queries = torch.randn(2, 2, MOST_ROWS, head_size, generator=generator).to(dtype)

@@ -47,8 +47,7 @@ LONG_ROW_PROGRAMS = 8
 """Minimum programs per pair if rows may be long: one long row among short rows would finish much later than they do."""
 MANY_PROGRAMS = 1024
 """With this number of pairs or more, long rows have one program too: merging splits would cost short rows a tenth of
-the
-attention time on an H200.
+the attention time on an H200.
 """
 MAX_SPLITS_BYTES = 256 << 20
 """Limit of the results of splits before they are merged."""

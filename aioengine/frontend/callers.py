@@ -1,4 +1,4 @@
-"""Where a call comes from: its process, loop, task or thread, and the places in which none may start."""
+"""Callers: the process, loop, task or thread of a call, and the reasons to refuse it there."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 MAX_FRAMES: Final = 150
-"""Stack frames that starting a call may need, with a margin; a test measures it."""
+"""Stack frames that a call may need to start, with a margin. A test measures them."""
 
 
 def running_loop() -> asyncio.AbstractEventLoop:
-    """The asyncio event loop that runs on this thread.
+    """Return the asyncio event loop of this thread.
 
     Raises:
-        WrongLoopError: there is none, as under trio.
+        WrongLoopError: none is running (under trio, for example).
     """
     try:
         return asyncio.get_running_loop()
@@ -36,26 +36,26 @@ def running_loop() -> asyncio.AbstractEventLoop:
         ) from None
 
 
-def refuse_other_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Raise WrongLoopError on any other loop than that of an AsyncEngine, and where none runs."""
-    if running_loop() is not loop:
-        raise WrongLoopError(
-            "an AsyncEngine belongs to the event loop on which it was started, and this is another one; "
-            "use Engine to call from several loops and threads"
-        )
+def wrong_loop() -> WrongLoopError:
+    """Return the error for a call of an AsyncEngine on another loop, or without one."""
+    running_loop()
+    return WrongLoopError(
+        "an AsyncEngine belongs to the event loop on which it was started, and this is another one; "
+        "use Engine to call from several loops and threads"
+    )
 
 
 def refuse_fork(owner: int) -> None:
-    """Raise EngineClosedError in any other process than the one with this id, which owns the engine."""
+    """Raise EngineClosedError unless this process has the id ``owner``."""
     if os.getpid() != owner:
         raise EngineClosedError(
             f"this engine belongs to process {owner}, and this process ({os.getpid()}) is a fork of it; "
-            "make an engine, or start an AsyncEngine, in the process that uses it"
+            "create an Engine, or start an AsyncEngine, in the process that uses it"
         )
 
 
 def this_caller() -> Hashable:
-    """The running task, or else the thread: the owner of a place in the queue."""
+    """Return the running task, or the thread if there is none. It identifies a caller in the queue."""
     try:
         return asyncio.current_task() or threading.get_ident()
     except RuntimeError:
@@ -63,7 +63,7 @@ def this_caller() -> Hashable:
 
 
 def is_deep_stack() -> bool:
-    """Whether the engine's own code might reach the recursion limit here, half-way through what it does."""
+    """Whether the engine's code might reach the recursion limit here and stop half-way."""
     try:
         sys._getframe(max(0, sys.getrecursionlimit() - MAX_FRAMES))
     except ValueError:  # the stack is not that deep
@@ -71,37 +71,35 @@ def is_deep_stack() -> bool:
     return True
 
 
-def refuse_deep_stack() -> None:
-    """Raise RecursionError before anything is registered, where starting a call might reach the recursion limit."""
-    if is_deep_stack():
-        raise RecursionError(f"a call to the engine needs {MAX_FRAMES} stack frames below the recursion limit")
+def deep_stack() -> RecursionError:
+    return RecursionError(f"a call to the engine needs {MAX_FRAMES} stack frames below the recursion limit")
 
 
 def is_interrupted(lock: threading.RLock) -> bool:
     """Whether this thread already holds the engine's lock.
 
-    A signal handler, or a finalizer that garbage collection runs, can interrupt the engine's own code anywhere. Waiting
-    there for the engine would be waiting for the interrupted code.
+    A signal handler or a finalizer can interrupt the engine's code anywhere. If it waited for the engine, it would wait
+    for the interrupted code.
     """
     return bool(lock._is_owned())  # type: ignore[attr-defined]  # pyright: ignore
 
 
 def refuse_interrupting(lock: threading.RLock) -> None:
-    """Raise RuntimeError where this thread already holds the engine's lock."""
-    if is_interrupted(lock):
+    """Raise RuntimeError if this thread already holds the engine's lock."""
+    if lock._is_owned():  # type: ignore[attr-defined]  # pyright: ignore
         raise RuntimeError(
             "a signal handler or finalizer interrupted the engine on this thread, so it can neither start nor read a "
-            "request here; abort_request(), abort(), close(), stats() and health() may be called, everything else "
-            "must be handed to another thread or to the event loop (loop.call_soon_threadsafe)"
+            "request here; only abort_request(), abort(), close(), stats() and health() may be called. Hand other "
+            "calls to another thread or to the event loop (loop.call_soon_threadsafe)"
         )
 
 
 def refuse_own_thread(loop: asyncio.AbstractEventLoop) -> None:
-    """Raise RuntimeError in a callback on the engine's loop: to block there is to wait for oneself."""
+    """Raise RuntimeError in a callback on the engine's loop, which must not block."""
     if runs_here(loop):
         raise RuntimeError(
-            "a call from the engine's own thread would wait for itself; a log handler or another callback that runs "
-            "there must hand it to another thread"
+            "a call from the engine's own thread would wait for itself; log handlers and other callbacks on this "
+            "thread must hand the call to another thread"
         )
 
 
@@ -111,5 +109,6 @@ def not_started() -> EngineClosedError:
 
 def closed() -> EngineClosedError:
     return EngineClosedError(
-        "the engine was shut down; an AsyncEngine can be started again (`await engine.start()`), an Engine is made anew"
+        "the engine was shut down; an AsyncEngine can be started again (`await engine.start()`), an Engine cannot: "
+        "create another Engine"
     )

@@ -62,7 +62,8 @@ class EngineRun:
             WrongLoopError: this is another loop.
         """
         callers.refuse_fork(self.pid)
-        callers.refuse_other_loop(self.loop)
+        if not runs_here(self.loop):
+            raise callers.wrong_loop()
         self._num_starters += 1
 
     async def start(self, start_frontend: Callable[[], Coroutine[object, None, Frontend]]) -> None:
@@ -128,8 +129,8 @@ class EngineRun:
         Raises:
             WrongLoopError: this is another loop.
         """
-        if not self.start_end():
-            callers.refuse_other_loop(self.loop)
+        if not self.start_end() and not runs_here(self.loop):
+            raise callers.wrong_loop()
         if self._end is not None and not self.is_over:
             await self._end.wait()
             self.kill_now()  # where that has not ended in time

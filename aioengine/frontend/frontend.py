@@ -1,7 +1,6 @@
-"""Frontend: the engine in the user's process, shared by ``engine.AsyncEngine`` and ``sync.Engine``.
+"""Frontend: the engine in the user's process, shared by ``AsyncEngine`` and ``Engine``.
 
-It is called from any thread; everything that happens to a call afterwards happens on the engine's loop, in
-``CallLifecycle``.
+Calls are opened on any thread. After that, they change only on the engine's loop, in ``CallLifecycle``.
 """
 
 from __future__ import annotations
@@ -23,12 +22,13 @@ from aioengine.errors import EngineClosedError, EngineDrainingError, EngineError
 from aioengine.frontend import info
 from aioengine.frontend.callers import (
     closed,
+    deep_stack,
     is_deep_stack,
     is_interrupted,
-    refuse_deep_stack,
     refuse_fork,
     refuse_interrupting,
     refuse_own_thread,
+    this_caller,
 )
 from aioengine.frontend.calls.call import Call
 from aioengine.frontend.calls.call_lifecycle import CallLifecycle
@@ -65,9 +65,9 @@ STOP_TIMEOUT_S: Final = 5.0
 
 
 class Running(Struct, frozen=True, kw_only=True):
-    """The parts of a started engine. ``facts``: reported by the scheduler process when it was ready.
+    """The parts of a started engine. ``facts``: the report of the scheduler process when it was ready.
 
-    ``images``: prepares those of its prompts; None: the model takes text alone.
+    ``images``: prepares images of prompts; None: the model reads only text.
     """
 
     settings: Settings
@@ -85,14 +85,14 @@ class Running(Struct, frozen=True, kw_only=True):
 
 
 class Frontend:
-    """A started engine: opens its calls, and hands them what the processes send. Made on the engine's loop.
+    """A started engine: opens calls, and delivers the messages of the processes. Created on the engine's loop.
 
-    The methods of the first part are called from any thread, the others on the loop.
+    The first methods may be called from any thread, the others only on the loop.
 
     Attributes:
-        images: of prompts; None: the model takes text alone.
-        failure: what every call raises from now on, once the engine is dead or closed. Copies of it are raised: an
-            error keeps all frames alive through which it came, and with them what they refer to.
+        images: the images of prompts; None: the model reads only text.
+        failure: the error of all calls once the engine is dead or closed. Copies are raised, because a raised error
+            keeps its frames alive, and all objects in them.
     """
 
     def __init__(self, parts: Running) -> None:
@@ -143,25 +143,25 @@ class Frontend:
     # ------------------------------------------------------------ from any thread
 
     def open(self, make_request: Callable[[], CallRequest]) -> Reader:
-        """Register a call and start it. One that does not fit is refused before anything looks at its arguments.
+        """Register a call and start it. If there is no capacity, it is refused before its arguments are checked.
 
         Raises:
-            TypeError, ValueError: from ``make_request``; ids outside the vocabulary, an id in use, text without a
-                tokenizer.
-            EngineError: the engine cannot take it.
+            TypeError, ValueError: an argument is wrong, an id is in use, or the engine lacks a tokenizer.
+            EngineError: the engine does not accept the call.
         """
         called_at = time.monotonic()
-        refuse_deep_stack()
+        if is_deep_stack():
+            raise deep_stack()
         refuse_interrupting(self._lock)
         call, reader = Call(called_at), None
         try:
-            self.overload.reserve(call)
+            with self._lock:
+                self.limits.reserve(call, this_caller())
             request = make_request()
             self._checks.check(request, 0)
             call.begin(request, row_type(request))
             reader = Reader(call, call.ready, lock=self._lock, actions=self)
             with self._lock:
-                self.limits.check_refusal()  # it may have failed meanwhile
                 self.limits.add_bytes(call, request.num_bytes)
                 if request.adapters is not None:
                     self.adapters.open(request.adapters, rows_fail_alone=request.rows_fail_alone)
@@ -182,20 +182,21 @@ class Frontend:
         return reader
 
     def _undo(self, call: Call, *, is_begun: bool) -> None:
-        """Opening a call failed half-way. Harmless twice."""
-        self.overload.release(call)
+        """Undo the opening of a call that failed half-way. May be repeated."""
+        with self._lock:
+            self.limits.release(call, time.monotonic())
         if is_begun:
             post(self.loop, self._lifecycle.discard, call)
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether this thread is in a handler or finalizer that interrupted the engine's own code."""
+        """Whether this thread is in a signal handler or finalizer that interrupted the engine's code."""
         return is_interrupted(self._lock)
 
     def check_waiting(self, *, blocks: bool) -> None:
-        """Raise what keeps the engine from ever waking this thread: it interrupted the engine, or is in a fork.
+        """Raise an error if the engine could never wake this thread: it interrupted the engine, or is in a fork.
 
-        ``blocks``: it does nothing else meanwhile, so it must not be the one that runs the engine's loop, either.
+        ``blocks``: the thread blocks while it waits, so it must not be the thread of the engine's loop.
         """
         refuse_interrupting(self._lock)
         if blocks:
@@ -222,7 +223,7 @@ class Frontend:
         post(self.loop, self._lifecycle.abort, call)
 
     def abort_request(self, rid: str | None, abort_all: bool) -> None:
-        """End the live rows that an id means, or all; unknown ids are no error, they have just ended."""
+        """End the live rows with an id, or all rows. Unknown ids are ignored, because their rows may have ended."""
         if abort_all:
             post(self.loop, self._lifecycle.abort_opened, self.calls.num_opened)
         elif rid is None:
@@ -234,12 +235,12 @@ class Frontend:
 
     @property
     def state(self) -> str:
-        """The word for the engine's state in ``health()``."""
+        """The state of the engine for ``health()``."""
         is_recovering = self.parts.processes.is_recovering
         return info.state_of(self.failure, is_recovering=is_recovering, is_draining=self.limits.refusal is not None)
 
     def stats(self) -> dict[str, int]:
-        """The last counters of the scheduler, with the frontend's own."""
+        """Return the last counters of the scheduler, and the frontend's counters."""
         return {
             **info.scheduler_counters(self.last_stats),
             "num_streams": sum(call.num_open for call in list(self.calls.opened)),
@@ -251,7 +252,7 @@ class Frontend:
     # ------------------------------------------------------------ from the processes, on the loop
 
     def on_messages(self, messages: Sequence[ToFrontend]) -> None:
-        """Hand the messages of a frame to their receivers."""
+        """Deliver the messages of a frame."""
         for message in messages:
             if isinstance(message, TextChunks):
                 self.router.deliver(message)
@@ -263,7 +264,7 @@ class Frontend:
         self.router.wake()
 
     def fail(self, error: EngineError) -> None:
-        """The engine is dead, stalled or closed: every open call and every later one raises ``error``."""
+        """The engine is dead, stalled or closed: all open and later calls raise ``error``."""
         if self.failure is not None:
             return
         self.failure = error
@@ -273,12 +274,12 @@ class Frontend:
             self._lifecycle.fail(call, error)
         self.sessions.clear()
         self._slow_readers.stop()
-        if not self.loop.is_closed():  # else no task waits there any more
+        if not self.loop.is_closed():  # otherwise no task waits
             self.controls.fail(error)
             self._ended.set()
 
     async def server_info(self) -> dict[str, object]:
-        """The engine's settings, and the scheduler's state."""
+        """Return the engine's settings, and the scheduler's state."""
         reply = await self.controls.ask("server_info")
         parts = self.parts
         found = cast("dict[str, object] | list[dict[str, object]]", json.loads(reply.data) if reply.data else {})
@@ -292,14 +293,14 @@ class Frontend:
     # ------------------------------------------------------------ the end
 
     async def wait_failed(self) -> EngineError | None:
-        """Wait until the engine dies, and return its error; None where it was shut down."""
+        """Wait until the engine dies, and return its error; None: it was shut down."""
         await self._ended.wait()
         return None if isinstance(self.failure, EngineClosedError) else self.failure
 
     async def drain(self, timeout_s: float | None) -> bool:
-        """Refuse new calls and wait for the open ones; after ``timeout_s`` end the rest with reason ``shutdown``.
+        """Refuse new calls and wait for the open calls; after ``timeout_s`` end them with reason ``shutdown``.
 
-        Paused requests, and those suspended since their readers are away, would never end: they continue.
+        Paused requests and requests suspended for slow readers continue, because otherwise they would never end.
         """
         if timeout_s is not None:
             timeout_s = checks.number("timeout", timeout_s, -MAX_TIMEOUT_S, MAX_TIMEOUT_S)
@@ -309,7 +310,7 @@ class Frontend:
         self._slow_readers.release()
         if not await self._become_idle(timeout_s):
             self._lifecycle.end_all(list(self.calls.opened), FinishCode.SHUTDOWN)
-            if not await self._become_idle(STOP_TIMEOUT_S):  # it hangs, or is just being replaced
+            if not await self._become_idle(STOP_TIMEOUT_S):  # the scheduler hangs, or is being replaced
                 for call in list(self.calls.opened):
                     self._lifecycle.give_up(call, FinishCode.SHUTDOWN)
                 await self._lifecycle.unstarted.wait()
@@ -325,7 +326,7 @@ class Frontend:
         return not self.calls.opened
 
     async def stop(self) -> None:
-        """End the processes; calls that wait get ``EngineClosedError``."""
+        """End the processes. Waiting calls raise ``EngineClosedError``."""
         self.fail(closed())
         self.attachments.clear(closed())
         images = None if self.images is None else self.images.start_close()
@@ -333,13 +334,13 @@ class Frontend:
         await self.parts.processes.stop(STOP_TIMEOUT_S)
         if images is not None:
             await asyncio.wait([asyncio.wrap_future(images)])
-        # Before the loop ends: readers on other threads wait for these rows.
+        # Readers on other threads wait for these rows, and the loop may end after this.
         await self._lifecycle.unstarted.wait()
 
     def close_now(self, error: EngineError | None = None) -> None:
-        """End the processes and the threads at once, and the calls in the next turn of the loop. From any thread.
+        """End processes and threads now, and the calls in the next turn of the loop. From any thread.
 
-        ``error``: the loop has ended, and the calls of other threads end here with this error.
+        If the loop has ended, give ``error``: calls of other threads end here with this error.
         """
         if error is None:
             post(self.loop, _end_calls, self, closed())
@@ -350,7 +351,7 @@ class Frontend:
 
 
 def _close(encoder: Encoder | None, images: PromptImages | None) -> None:
-    """End the threads and the media process, at once. From any thread."""
+    """End the threads and the media process now. From any thread."""
     if encoder is not None:
         encoder.close()
     if images is not None:
@@ -358,7 +359,7 @@ def _close(encoder: Encoder | None, images: PromptImages | None) -> None:
 
 
 def _end_calls(frontend: Frontend, error: EngineError) -> None:
-    """Fail every call, with all its rows at once: in a turn of the loop that may be the last, or after its end."""
+    """Fail every call with all its rows now, because this may be the last turn of the loop, or after it."""
     with frontend._lock:
         frontend.limits.refuse(frontend.failure or error)
     frontend.attachments.clear(closed())  # no timer of a closed loop can forget them
@@ -367,14 +368,14 @@ def _end_calls(frontend: Frontend, error: EngineError) -> None:
 
 
 def _computed_since(frontend: Frontend, since: float) -> Collection[int] | None:
-    """The requests in the scheduler's steps now; None where a step has ended since that time."""
+    """Return the requests in the scheduler's steps now. None: a step has ended since that time."""
     last = frontend.last_stats
     has_stepped = last is not None and last.step_ended_at > since
     return None if has_stepped else frontend.parts.processes.rows_in_flight()
 
 
 def _prompt_rules(parts: Running) -> PromptRules:
-    """What the checks of requests know of the settings."""
+    """Return the settings for the checks of requests."""
     settings, tokenizer = parts.settings, parts.tokenizer
     templates = None if tokenizer is None or settings.text.allow_request_templates else tokenizer.template_names
     return PromptRules(

@@ -28,9 +28,9 @@ _FOR_THE_LOOP = 8
 
 
 class _Outcome:
-    """The outcome of a call, for the one thread that waits for it.
+    """The outcome of a call, for the thread that waits for it.
 
-    (A signal handler may raise anywhere in ``concurrent.futures.Future``, which then keeps its lock for ever.)
+    ``concurrent.futures.Future`` does not work here: a signal handler that raises in it may leave it locked for ever.
     """
 
     __slots__ = ("error", "gate", "is_done", "value")
@@ -49,8 +49,8 @@ class _Outcome:
 
     def wait(self, timeout_s: float | None) -> None:
         """Wait for the outcome, for ``timeout_s`` seconds at most; None: without limit."""
-        # In slices: while the main thread starts a thread it blocks signals, and Ctrl-C may reach another thread. That
-        # does not interrupt the main thread's wait, and the handler runs only when the wait is over.
+        # The wait is divided: Ctrl-C may reach another thread, because the main thread blocks signals while it starts
+        # a thread. This does not interrupt the main thread's wait, and the handler runs only after it.
         ends_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while not self.is_done and (left_s := ends_at - time.monotonic()) > 0:
             self.gate.acquire(timeout=min(left_s, _SLICE_S))
@@ -61,13 +61,13 @@ class Portal:
 
     Attributes:
         _calls: the calls without an outcome, with their coroutines. The code that removes a call sets its outcome, so
-            each call gets one, even if the loop ends before the call has begun.
+            each gets exactly one, even if the loop ends before the call has begun.
     """
 
     def __init__(
         self, name: str, closed: Callable[[], EngineError] = EngineClosedError, on_end: Callable[[], None] | None = None
     ) -> None:
-        """``closed`` makes the error of calls that come too late. ``on_end`` is called after the end of the loop."""
+        """``closed`` returns the error of calls after the end. ``on_end`` is called after the end of the loop."""
         self._name = name
         self._closed = closed
         self._on_end = on_end
@@ -81,13 +81,13 @@ class Portal:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread, which makes, runs and closes the loop.
+        """Start the thread, which creates, runs and closes the loop.
 
         Raises:
             EngineStartupError: the system has too few threads or file descriptors.
         """
         require_real_threads()
-        require_descriptors(FOR_AN_ENGINE + _FOR_THE_LOOP)  # where it finds none, libuv aborts the program
+        require_descriptors(FOR_AN_ENGINE + _FOR_THE_LOOP)  # without descriptors, libuv aborts the program
         hold_standard_descriptors()
         self._thread = start_thread(self._run, name=self._name)
         self._started.wait(None)
@@ -120,7 +120,7 @@ class Portal:
             raise RuntimeError("a call from the engine's own thread would wait for itself")
         outcome = _Outcome()
         try:
-            self._calls[outcome] = coroutine  # before the loop is asked: if that ends now, it refuses this call
+            self._calls[outcome] = coroutine  # before the post: if the loop ends now, it refuses this call
             if not post(self.loop, self._begin, outcome):
                 self._refuse(outcome)
             outcome.wait(timeout_s)
@@ -156,7 +156,7 @@ class Portal:
         finally:
             if not self._started.is_done:
                 self._started.set(None)
-            self._refuse_all()  # calls that came while the loop was closing
+            self._refuse_all()  # calls made while the loop was closing
             if self._on_end is not None:
                 self._on_end()
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from aioengine.settings.config import ADAPTER_RANKS
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-RANKS = 16
+RANKS = ADAPTER_RANKS
 """Ranks are padded with zeros to a multiple of this."""
 UNIT = 16
 """Matrices start at multiples of this many elements, and the size of a slot is a multiple of it."""

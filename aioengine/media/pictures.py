@@ -1,9 +1,8 @@
-"""Picture files to RGB, with Pillow.
+"""Decodes image files to RGB, with Pillow.
 
-Only formats that Pillow decodes itself are read, and none whose header says more pixels than allowed, or that is made
-of millions of small parts, which Pillow reads one by one. Everything here may take long, or crash in a decoder: it runs
-in the media process, and only pictures that a caller holds as objects of Pillow become RGB on a thread of the caller's
-process.
+Files are refused if Pillow needs another program for their format, if their header exceeds the limit of pixels, or if
+they consist of very many tiny parts, which Pillow reads one by one. Decoding may be slow or crash, so it runs in the
+media process. Only objects of Pillow are decoded in the caller's process, on a thread.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ if TYPE_CHECKING:
     from typing import BinaryIO
 
 FORMATS: Final = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
-"""Others need programs, such as that of PostScript, or are rare."""
+"""Other formats need a program (PostScript) or are rare."""
 
 MAX_RATIO: Final = 200
-"""Of the sides of a picture: processors bring the short one to a fixed length, and the long one in proportion, which
-makes gigabytes of a thin line. Qwen's refuse the same pictures.
+"""The largest ratio of the sides. Image processors scale the short side to a fixed length, so a thin line would take
+gigabytes. The processor of Qwen's models has the same limit.
 """
 
 PillowImage = Image.Image
@@ -30,13 +29,13 @@ PillowImage = Image.Image
 _MAX_SHORT: Final = 0xFFFF
 _MAX_READS: Final = 10_000
 _BYTES_PER_READ: Final = 64
-"""A file may be read in ``_MAX_READS`` parts, and one more for each of these bytes. Parts of real files have hundreds
-of bytes, but for some in their headers; a million parts take a second.
+"""A file may be read in ``_MAX_READS`` parts, plus one for each ``_BYTES_PER_READ`` bytes. Parts of real files have
+hundreds of bytes, except some in headers. A million parts take a second.
 """
 
 
-class _Parts:
-    """A file that is read in a limited number of parts."""
+class _LimitedFile:
+    """A file with a limited number of reads."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -57,34 +56,34 @@ class _Parts:
 
 
 def limit_pixels(max_pixels: int) -> None:
-    """Let Pillow refuse pictures inside of files, too, that have more than ``max_pixels``. For the whole process."""
+    """Let Pillow refuse larger pictures, also embedded ones. For the whole process."""
     Image.MAX_IMAGE_PIXELS = max_pixels
     warnings.simplefilter("error", Image.DecompressionBombWarning)
 
 
 def open_picture(file: BinaryIO, max_pixels: int) -> Image.Image:
-    """Read the header of a picture; nothing is decoded.
+    """Read the header of an image file, without decoding pixels.
 
-    Raises:
-        ValueError: this is no picture, or it has more than ``max_pixels`` pixels.
+    Raises ValueError if it is not an image, or has more than ``max_pixels`` pixels.
     """
     Image.init()
     try:
-        image = Image.open(cast("BinaryIO", _Parts(file)), formats=[name for name in FORMATS if name in Image.OPEN])
+        formats = [name for name in FORMATS if name in Image.OPEN]
+        image = Image.open(cast("BinaryIO", _LimitedFile(file)), formats=formats)
     except UnidentifiedImageError:
         raise ValueError(f"it is no picture in a format that is read ({', '.join(FORMATS)})") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ValueError(f"its header says more than max_image_pixels={max_pixels} pixels ({error})") from None
-    except Exception as error:  # decoders raise anything for a broken header
+    except Exception as error:  # decoders raise any exception for a broken header
         raise ValueError(f"its header cannot be read: {type(error).__name__}: {error}") from error
-    if any(tile[0] == "ppm_plain" for tile in image.tile):  # takes long to read where it has comments
+    if any(tile[0] == "ppm_plain" for tile in image.tile):  # slow to read if it has comments
         raise ValueError("it is a PPM whose pixels are text; those of bytes are read")
     check_pixels(image, max_pixels)
     return image
 
 
 def check_pixels(image: Image.Image, max_pixels: int) -> None:
-    """Raise ValueError for a picture without pixels, with too many, or much longer than wide."""
+    """Raise ValueError for a picture without pixels, with too many pixels, or with too large a ratio of sides."""
     width, height = image.size
     if width < 1 or height < 1:
         raise ValueError(f"it has {width} x {height} pixels")
@@ -95,30 +94,18 @@ def check_pixels(image: Image.Image, max_pixels: int) -> None:
 
 
 def decode(image: Image.Image) -> Image.Image:
-    """Decode a picture (of an animation the first frame), turn it as its EXIF data say, and make it RGB.
+    """Decode a picture to RGB, rotated according to its EXIF data. Of an animation, decode the first frame.
 
-    Alpha is left out, CMYK and palettes are converted, and of 16 bits the upper 8 stay.
+    Alpha is dropped, CMYK and palettes are converted, and the upper 8 of 16 bits are kept.
 
-    Raises:
-        ValueError: it is truncated or damaged.
+    Raises ValueError if the picture is truncated or damaged.
     """
     try:
         image.load()
-        return _rgb(ImageOps.exif_transpose(image) if is_turned(image) else image)
-    except Exception as error:  # decoders raise anything for broken data
+        is_rotated = image.getexif().get(ExifTags.Base.Orientation, 1) != 1
+        return _rgb(ImageOps.exif_transpose(image) if is_rotated else image)  # it copies pictures that are not rotated
+    except Exception as error:  # decoders raise any exception for broken data
         raise ValueError(f"it cannot be decoded: {type(error).__name__}: {error}") from error
-
-
-def is_turned(image: Image.Image) -> bool:
-    """Whether a picture is to be turned, as its EXIF data say; most formats have these only when they are decoded.
-
-    Raises:
-        ValueError: they are damaged.
-    """
-    try:
-        return bool(image.getexif().get(ExifTags.Base.Orientation, 1) != 1)
-    except Exception as error:  # it raises anything for broken data
-        raise ValueError(f"its EXIF data cannot be read: {type(error).__name__}: {error}") from error
 
 
 def _rgb(image: Image.Image) -> Image.Image:
@@ -129,6 +116,6 @@ def _rgb(image: Image.Image) -> Image.Image:
         _, peak = wide.getextrema()
         scale = 1 / 256 if isinstance(peak, tuple) or peak <= _MAX_SHORT else 1 / (1 << 23)
         image = wide.point(lambda value: value * scale).convert("L")
-    elif image.mode in ("P", "PA"):  # a palette may hold alpha, which Pillow converts in this way alone
+    elif image.mode in ("P", "PA"):  # a palette may have alpha, which Pillow converts only to RGBA
         image = image.convert("RGBA")
     return image.convert("RGB")

@@ -1,7 +1,7 @@
-"""Messages between the frontend and the media process: one JSON object a line, over a pair of sockets.
+"""Messages between the frontend and the media process: one JSON object per line, over a pair of sockets.
 
 frontend --> media process      MediaOrders (first), then FetchJob, PrepareJob, and CancelJob for one that is not over
-media process --> frontend      MediaReady (first), Waits, and for each job one of ``JobEnd``
+media process --> frontend      MediaReady (first), Waits, and one ``JobEnd`` for each job
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from msgspec import Struct
 from aioengine.media.tokens._base import ImageShape
 
 NUM_FETCHES: Final = 16
-"""Downloads at a time: they wait for the network, beside the images that are prepared."""
+"""Downloads at a time, in addition to the images that are prepared."""
 
 RESIZE_BITS: Final = 22
-"""Of the weights by which a device resizes a picture, behind the point."""
+"""Fractional bits of the weights with which a device resizes a picture."""
 
 
 class MediaOrders(Struct, frozen=True, kw_only=True):
     """The settings of a media process.
 
     processor: the image processor of transformers, "module:class". settings: its fields. options: of its calls.
-    num_workers: images that it prepares at a time. max_pixels: of one image, and together of those that are decoded.
-    leaves_resizing: pictures are resized where the model runs, where it gets the same bits.
+    num_workers: images that are prepared at a time. max_pixels: limit for one image, and for all that are decoded at a
+    time. leaves_resizing: pictures are resized on the device if that gives the same bits.
     """
 
     parent_pid: int
@@ -42,7 +42,7 @@ class MediaOrders(Struct, frozen=True, kw_only=True):
 
 
 class FetchJob(Struct, tag="fetch", frozen=True):
-    """Write what is at ``url`` to the file ``path``."""
+    """Download ``url`` to the file ``path``."""
 
     id: int
     url: str
@@ -50,9 +50,9 @@ class FetchJob(Struct, tag="fetch", frozen=True):
 
 
 class PrepareJob(Struct, tag="prepare", frozen=True):
-    """Decode the picture in the file ``source``, and write what the image processor makes of it to the file ``path``.
+    """Decode the picture in the file ``source``, prepare it for the model, and write the arrays to the file ``path``.
 
-    ``size``: (width, height) of a picture that is RGB bytes; (0, 0): it is a picture file.
+    ``size``: (width, height) if the source is RGB bytes; (0, 0) if it is an image file.
     """
 
     id: int
@@ -62,17 +62,17 @@ class PrepareJob(Struct, tag="prepare", frozen=True):
 
 
 class CancelJob(Struct, tag="cancel", frozen=True):
-    """Nobody waits for this job any more. It ends soon, cancelled or as it would have."""
+    """End this job early. It ends with ``Cancelled``, or as usual if it is too late."""
 
     id: int
 
 
 class MediaReady(Struct, tag="ready", frozen=True):
-    """It takes jobs."""
+    """The media process accepts jobs."""
 
 
 class Waits(Struct, tag="waits", frozen=True):
-    """The job waits for others to end, or (``is_over``) goes on. The time between is none of its own."""
+    """The job waits for other jobs, or (``is_over``) continues. This time does not count for its timeout."""
 
     id: int
     is_over: bool = False
@@ -86,7 +86,7 @@ class Fetched(Struct, tag="fetched", frozen=True):
 
 
 class Prepared(Struct, tag="prepared", frozen=True):
-    """``num_bytes``: of the file that was written."""
+    """``num_bytes``: size of the arrays in the file."""
 
     id: int
     shape: ImageShape
@@ -94,21 +94,21 @@ class Prepared(Struct, tag="prepared", frozen=True):
 
 
 class Refused(Struct, tag="refused", frozen=True):
-    """The picture, or where it should be, is wrong: why, as the end of a sentence about it."""
+    """The picture or its URL is invalid. ``reason`` is the end of a sentence about the picture."""
 
     id: int
     reason: str
 
 
 class Broken(Struct, tag="broken", frozen=True):
-    """The image cannot be prepared here, whatever it is like."""
+    """The media process failed, for a reason that is not the picture."""
 
     id: int
     reason: str
 
 
 class Cancelled(Struct, tag="cancelled", frozen=True):
-    """By the frontend."""
+    """The frontend cancelled the job."""
 
     id: int
 

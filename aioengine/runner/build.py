@@ -27,14 +27,11 @@ from aioengine.protocol.messages import Progress
 from aioengine.runner import weights
 from aioengine.runner.device_memory import (
     MAX_IMAGE_TOKENS,
-    Demand,
     DeviceMemory,
     LargestStep,
     PoolBudget,
-    fit_pages,
-    fit_snapshots,
-    fit_states,
-    page_bytes,
+    fit_pool,
+    kv_cache_of,
 )
 from aioengine.runner.kv_pool import KVPool
 from aioengine.runner.lora.pool import AdapterPool, slots_bytes
@@ -43,7 +40,7 @@ from aioengine.runner.state_pool import StatePool
 from aioengine.runner.timing import StartTimes
 from aioengine.runner.warmup import longest_graph, warm_up_device
 from aioengine.settings.config import TRANSFORMERS
-from aioengine.settings.page_groups import PageGroups
+from aioengine.settings.memory_model import PoolDemand
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,16 +86,25 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
     )
     shape = model.attention_shape
     adapters = _take_adapters(model, settings, memory, dtype)
-    demand = _demand(settings, shape, kv_dtype)
-    budget = _pool_budget(model, settings, memory, adapters)
-    settings, num_snapshots, budget = _with_states(model, settings, demand, budget)
-    num_pages = fit_pages(demand, budget)
+    state_bytes = model.state_shape.num_bytes if isinstance(model, StatefulModel) else 0
+    demand = PoolDemand.of(settings, kv_cache_of(shape), itemsize=kv_dtype.itemsize, state_bytes=state_bytes)
+    pool = fit_pool(demand, _pool_budget(model, settings, memory, adapters))
+    if state_bytes:
+        graph_rows = min(settings.runner.cuda_graph_max_rows, pool.num_rows)
+        scheduler = replace(settings.scheduler, max_running=pool.num_rows)
+        settings = replace(
+            settings, scheduler=scheduler, runner=replace(settings.runner, cuda_graph_max_rows=graph_rows)
+        )
     times.end("largest_step")
     with memory.take("the KV pool and attention's workspace", advice=_LESS_POOL):
         page_size = settings.memory.page_size
-        kv_pool = KVPool(shape, num_pages=num_pages, page_size=page_size, dtype=kv_dtype, device=device)
+        kv_pool = KVPool(shape, num_pages=pool.num_pages, page_size=page_size, dtype=kv_dtype, device=device)
         attention = choice.build(shape, kv_pool.tensors)
-        states = _take_states(model, settings, device, num_snapshots)
+        states = None
+        if isinstance(model, StatefulModel):
+            states = StatePool(
+                model.state_shape, max_rows=pool.num_rows, device=device, num_snapshots=pool.num_snapshots
+            )
     times.end("kv_pool")
     parts = DeviceParts(
         model=model,
@@ -114,9 +120,8 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         adapters=adapters,
         states=states,
     )
-    max_total_tokens = demand.groups.tokens_in(num_pages, settings.model.context_length)
     facts = _facts(parts, settings.model.dtype, choice)
-    facts |= {"max_total_tokens": max_total_tokens, "weights_bytes": weights_bytes}
+    facts |= {"max_total_tokens": demand.tokens_in(pool.num_pages), "weights_bytes": weights_bytes}
     with memory.take("CUDA graphs", advice=_LESS_GRAPHS):
         runner = ModelRunner(parts, facts)
         if device.type == "cuda":
@@ -152,31 +157,8 @@ def _pool_budget(model: Model, settings: Settings, memory: DeviceMemory, adapter
     with_adapters = None
     if adapters is not None:
         with_adapters = adapters.rows(np.ones(largest.num_tokens, dtype=np.int32), None)
-    return memory.pool_budget(model, largest, fraction=settings.memory.mem_fraction_static, adapters=with_adapters)
-
-
-def _with_states(
-    model: Model, settings: Settings, demand: Demand, budget: PoolBudget
-) -> tuple[Settings, int, PoolBudget]:
-    """Return the settings with as many running requests as states fit, the number of snapshots, and the memory left."""
-    if not isinstance(model, StatefulModel):
-        return settings, 0, budget
-    slot_bytes, num_snapshots = model.state_shape.num_bytes, 0
-    num_rows, left = fit_states(settings.scheduler.max_running, slot_bytes, demand, budget)
-    if settings.scheduler.prefix_cache:
-        num_snapshots, left = fit_snapshots(slot_bytes, num_rows, demand, left)
-    graph_rows = min(settings.runner.cuda_graph_max_rows, num_rows)
-    scheduler = replace(settings.scheduler, max_running=num_rows)
-    runner = replace(settings.runner, cuda_graph_max_rows=graph_rows)
-    return replace(settings, scheduler=scheduler, runner=runner), num_snapshots, left
-
-
-def _take_states(model: Model, settings: Settings, device: torch.device, num_snapshots: int) -> StatePool | None:
-    """Allocate the states of running requests and the snapshots. None: the model has no states."""
-    if not isinstance(model, StatefulModel):
-        return None
-    max_rows = settings.scheduler.max_running
-    return StatePool(model.state_shape, max_rows=max_rows, device=device, num_snapshots=num_snapshots)
+    fraction = settings.memory.mem_fraction_static if settings.memory.num_pages is None else None
+    return memory.pool_budget(model, largest, fraction=fraction, adapters=with_adapters)
 
 
 def _take_adapters(model: Model, settings: Settings, memory: DeviceMemory, dtype: torch.dtype) -> AdapterPool | None:
@@ -221,19 +203,6 @@ def _versions() -> Facts:
         with suppress(metadata.PackageNotFoundError):
             versions[f"{package.removesuffix('-python')}_version"] = metadata.version(package)
     return versions
-
-
-def _demand(settings: Settings, shape: AttentionShape, kv_dtype: torch.dtype) -> Demand:
-    num_pages, page_size = settings.memory.num_pages, settings.memory.page_size
-    return Demand(
-        num_tokens=None if num_pages is None else num_pages * page_size,
-        groups=PageGroups(
-            windows=shape.page_windows or (None,), page_size=page_size, min_tokens=settings.scheduler.min_tokens
-        ),
-        page_bytes=page_bytes(shape, kv_dtype, page_size),
-        context_length=settings.model.context_length,
-        max_tokens=settings.model.context_length * settings.scheduler.max_running,
-    )
 
 
 def load_model(
@@ -359,12 +328,6 @@ def choose_attention(
         return AttentionChoice("packed")
     if name not in backends:
         raise ValueError(f"attention_backend {name!r} is not known; what works: {', '.join(backends)}")
-    if shape.value_size is not None and name == "flashinfer":
-        if not settings.fallback_backend:
-            raise ValueError(
-                "attention_backend 'flashinfer' does not support latent attention; 'triton', 'torch' and 'auto' work"
-            )
-        name = settings.fallback_backend
     if name == "fused" and (kv_dtype != dtype or not fused.serves(shape, dtype, device)):
         return AttentionChoice("torch")
     if kv_dtype != dtype and name != "torch":

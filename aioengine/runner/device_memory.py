@@ -1,30 +1,31 @@
 """Device memory: usage by purpose, the size of the KV pool, and the errors if memory is short.
 
-The memory of a step beside weights and pool is measured, so that steps never run out of memory. The free memory of a
-CPU is the available memory of the machine, limited by its control groups (version 1 and 2, all ancestors). Droppable
-file pages count as free.
+The memory of a step beside weights and pool is measured, so that steps never run out of memory.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from aioengine.api import checks
-from aioengine.attention._base import kv_pool_shape
 from aioengine.kernels.triton.launcher import compile_only
 from aioengine.models._base import VisionModel
-from aioengine.runner.images import GPU_FEATURE_BYTES
 from aioengine.runner.inputs import model_inputs
 from aioengine.settings.machine import free_host_memory
-from aioengine.settings.memory_model import SNAPSHOTS_PER_ROW
+from aioengine.settings.memory_model import (
+    GPU_FEATURE_BYTES,
+    SAMPLED_ROWS,
+    KVCache,
+    format_bytes,
+    reserved_bytes,
+    with_margin,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,15 +35,7 @@ if TYPE_CHECKING:
     from aioengine.attention._base import AttentionShape, WriteKV
     from aioengine.layers.adapters import AdapterRows
     from aioengine.models._base import Model
-    from aioengine.settings.page_groups import PageGroups
-
-_MIB, _GIB = 1 << 20, 1 << 30
-
-GRAPHS_BYTES = 2 << 30
-"""Reserved for kernel workspaces and for decode graphs, whose shared pool has about the size of one step."""
-
-SAMPLED_ROWS = 256
-"""Maximum rows that the sampler processes at once, with fp32 logits, to limit its memory."""
+    from aioengine.settings.memory_model import PoolDemand, PoolFit
 
 MAX_IMAGE_TOKENS = 16_384
 """Tokens of the largest image for which memory is reserved: the limit in Qwen's model files."""
@@ -104,38 +97,40 @@ class DeviceMemory:
         self.taken[purpose] = torch.cuda.memory_reserved(self.device) - before
 
     def pool_budget(
-        self, model: Model, largest: LargestStep, *, fraction: float, adapters: AdapterRows | None = None
+        self, model: Model, largest: LargestStep, *, fraction: float | None, adapters: AdapterRows | None = None
     ) -> PoolBudget:
         """Return the memory for the KV pool after the weights are loaded.
 
-        fraction: the engine's share of all memory. adapters: the rows of a step of ``largest.num_tokens`` tokens with
-        an adapter; None: there are no adapters.
+        Args:
+            fraction: the engine's share of all memory; None: all free memory, for a pool of a requested size.
+            adapters: the rows of a step of ``largest.num_tokens`` tokens with an adapter; None: there are no adapters.
         """
+        limit = "" if fraction is None else f"mem_fraction_static={fraction:g}"
         if self.device.type == "cpu":
-            free = free_memory(self.device)
-            explanation = f"{format_bytes(free)} are free, and mem_fraction_static={fraction:g} of it may be used"
-            return PoolBudget(free, int(free * fraction), explanation)
+            free = free_host_memory()
+            explanation = f"{format_bytes(free)} are free" + (f", and {limit} of it may be used" if limit else "")
+            return PoolBudget(int(free * (1.0 if fraction is None else fraction)), explanation)
         advice = "Lower chunked_prefill_size or max_running_requests"
         with self.take("a step of the largest size", advice=advice):
             peak = peak_memory(model, self.device, largest, adapters)
-        steps = peak + peak // 4  # margin for fragmentation by steps of different sizes
-        images = self._images_budget(model, largest, steps) if isinstance(model, VisionModel) else 0
-        counts = 4 * largest.num_rows * model.vocab_size  # the token counts of penalties
-        # 2 * counts: while the count table grows, the old and the new table exist
-        reserved = steps + images + 2 * counts + GRAPHS_BYTES + captured_bytes(model, largest, steps)
-        free, total = torch.cuda.mem_get_info(self.device)
-        left = int(free - (1.0 - fraction) * total)
-        explanation = (
-            f"{self.describe()}. mem_fraction_static={fraction:g} leaves {format_bytes(max(left, 0))}; the largest "
-            f"step and the CUDA graphs need {format_bytes(reserved)} of it"
-        )
-        return PoolBudget(max(free - reserved, 0), max(left - reserved, 0), explanation)
+        steps = with_margin(peak)
+        reserved = reserved_bytes(peak, max_running=largest.num_rows, vocab_size=model.vocab_size)
+        reserved += captured_bytes(model, largest, steps)
+        if isinstance(model, VisionModel):
+            reserved += self._images_budget(model, largest, steps)
+        left, total = torch.cuda.mem_get_info(self.device)
+        explanation = self.describe()
+        if fraction is not None:
+            left = int(left - (1.0 - fraction) * total)
+            explanation += f". {limit} leaves {format_bytes(max(left, 0))}"
+        explanation += f"; the largest step and the CUDA graphs need {format_bytes(reserved)} of it"
+        return PoolBudget(max(left - reserved, 0), explanation)
 
     def _images_budget(self, model: VisionModel, largest: LargestStep, steps: int) -> int:
         """Return the memory for images beyond ``steps``. The vision tower runs before the step, in the same memory."""
         with self.take("the largest image", advice="Lower context_length, which limits the images of a prompt"):
             peak, feature_bytes = image_memory(model, self.device, largest.image_tokens)
-        return max(peak + peak // 4 - steps, 0) + feature_bytes + GPU_FEATURE_BYTES
+        return max(with_margin(peak) - steps, 0) + feature_bytes + GPU_FEATURE_BYTES
 
     def describe(self) -> str:
         """Describe total and free memory, and the memory of this engine and of other processes."""
@@ -154,7 +149,7 @@ class DeviceMemory:
     def facts(self) -> dict[str, str | int | float | bool]:
         """Return the device and its memory after the runner is built."""
         if self.device.type == "cpu":
-            return {"device_name": "cpu", "free_bytes": free_memory(self.device)}
+            return {"device_name": "cpu", "free_bytes": free_host_memory()}
         free, total = torch.cuda.mem_get_info(self.device)
         return {
             "device_name": torch.cuda.get_device_name(self.device),
@@ -264,142 +259,50 @@ def listed_processes(output: str, own_pid: int) -> list[str]:
     return processes
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """The requested size of the pool.
+class PoolBudget(NamedTuple):
+    """Memory for the pool. ``explanation``: how it was computed, for error messages."""
 
-    Attributes:
-        num_tokens: the requested number of tokens; None: as many as fit, at most ``max_tokens``.
-        groups: the layer groups with page tables.
-        page_bytes: bytes of a page of one group.
-        max_tokens: the most tokens that running requests can have.
-    """
-
-    num_tokens: int | None
-    groups: PageGroups
-    page_bytes: int
-    context_length: int
-    max_tokens: int
-
-    def pages_in(self, num_tokens: int) -> int:
-        """Return the number of pages for this many tokens of requests of the context length."""
-        return self.groups.pages_in(num_tokens, self.context_length)
-
-
-@dataclass(frozen=True, slots=True)
-class PoolBudget:
-    """Memory for the pool.
-
-    Attributes:
-        free_bytes: limit of a pool of requested size: all free memory.
-        usable_bytes: limit of a pool of default size, by ``mem_fraction_static``.
-        explanation: the reasons for the limits, for error messages.
-    """
-
-    free_bytes: int
-    usable_bytes: int
+    num_bytes: int
     explanation: str
 
 
-def format_bytes(num_bytes: int) -> str:
-    """ "1.5 GiB" or "300 MiB" """
-    return f"{num_bytes / _GIB:.1f} GiB" if num_bytes >= _GIB else f"{num_bytes / _MIB:.0f} MiB"
+def kv_cache_of(shape: AttentionShape) -> KVCache:
+    """Return the sizes of the KV cache of a model."""
+    return KVCache(
+        num_layers=shape.num_kv_layers,
+        numbers=shape.num_sides * shape.num_kv_heads * shape.head_size,
+        windows=shape.windows if shape.is_causal else (),
+    )
 
 
-def kv_bytes_per_token(shape: AttentionShape, dtype: torch.dtype) -> int:
-    """Return the bytes of keys and values of one token in all layers."""
-    return math.prod(kv_pool_shape(shape, num_pages=1, page_size=1)) * dtype.itemsize
+def fit_pool(demand: PoolDemand, budget: PoolBudget) -> PoolFit:
+    """Divide the memory of the pool.
 
-
-def page_bytes(shape: AttentionShape, dtype: torch.dtype, page_size: int) -> int:
-    """Return the bytes of a page: all layers, or the largest layer group if groups have separate page tables."""
-    part = shape.part(shape.groups[0]) if shape.page_windows else shape
-    return kv_bytes_per_token(part, dtype) * page_size
-
-
-def fit_pages(demand: Demand, budget: PoolBudget) -> int:
-    """Return the number of pages of the pool.
-
-    Raises:
-        ValueError: the requested pages do not fit, or one request of the context length does not fit.
+    Raises ValueError if the states of one request, the requested pages, or one request of the context length do not
+    fit.
     """
-    if demand.num_tokens is not None:
-        return _check_requested(demand, demand.num_tokens, budget)
-    max_pages = demand.pages_in(demand.max_tokens)
-    num_pages = min(budget.usable_bytes // demand.page_bytes, max_pages) if demand.page_bytes else max_pages
-    if num_pages < demand.groups.pages_for(demand.context_length):
-        need = demand.pages_in(demand.context_length) * demand.page_bytes
-        num_tokens = demand.groups.tokens_in(max(num_pages, 0), demand.context_length)
-        message = (
-            f"the KV pool has a capacity of {num_tokens} tokens, but one request may have {demand.context_length} "
-            f"(context_length), which need {format_bytes(need)}; {budget.explanation}. Lower context_length, raise "
-            "mem_fraction_static, or free memory"
+    pool, state_bytes, explanation = demand.fit(budget.num_bytes), demand.state_bytes, budget.explanation
+    if not pool.num_rows:
+        raise ValueError(
+            f"the states of one request of this model need {format_bytes(state_bytes)}, and the CUDA graphs as much "
+            f"again, but only {format_bytes(max(demand.state_limit(budget.num_bytes), 0))} are available; "
+            f"{explanation}. Lower max_total_tokens, raise mem_fraction_static, or free memory"
         )
-        raise ValueError(message)
-    return num_pages
-
-
-def fit_states(num_wanted: int, slot_bytes: int, demand: Demand, budget: PoolBudget) -> tuple[int, PoolBudget]:
-    """Return the number of requests whose states fit, up to ``num_wanted``, and the memory left for the KV pool.
-
-    States use at most half of the memory, or the memory left by a pool of requested size. One more slot is for padding
-    rows of CUDA graphs.
-
-    Raises:
-        ValueError: the states of one request do not fit.
-    """
-    limit = budget.usable_bytes // 2
-    if demand.num_tokens is not None:
-        limit = budget.free_bytes - demand.pages_in(demand.num_tokens) * demand.page_bytes
-    num_slots = min(num_wanted, limit // slot_bytes - 1)
-    if num_slots < 1:
-        message = (
-            f"the states of one request of this model need {format_bytes(slot_bytes)}, and the CUDA graphs as much "
-            f"again, but only {format_bytes(max(limit, 0))} are available; {budget.explanation}. Lower "
-            "max_total_tokens, raise mem_fraction_static, or free memory"
+    if state_bytes:
+        requests, states = checks.counted(pool.num_rows, "request"), format_bytes((pool.num_rows + 1) * state_bytes)
+        snapshots = format_bytes(pool.num_snapshots * state_bytes)
+        explanation += f"; the states of {requests} need {states}, and their {pool.num_snapshots} snapshots {snapshots}"
+    if demand.num_tokens is not None and not pool.num_pages:
+        raise ValueError(
+            f"a KV pool of {demand.num_tokens} tokens needs "
+            f"{format_bytes(demand.pages_in(demand.num_tokens) * demand.page_bytes)}, but only "
+            f"{format_bytes(max(pool.left, 0))} are available; {explanation}. Lower max_total_tokens"
         )
-        raise ValueError(message)
-    used = (num_slots + 1) * slot_bytes
-    requests = checks.counted(num_slots, "request")
-    explanation = f"{budget.explanation}; the states of {requests} need {format_bytes(used)}"
-    return num_slots, PoolBudget(max(budget.free_bytes - used, 0), max(budget.usable_bytes - used, 0), explanation)
-
-
-def fit_snapshots(slot_bytes: int, num_rows: int, demand: Demand, budget: PoolBudget) -> tuple[int, PoolBudget]:
-    """Return the number of snapshots of states that fit, and the memory left for the KV pool.
-
-    Snapshots use at most a quarter of the memory, or the memory left by a pool of requested size. They leave memory for
-    one request of the context length. Their number is limited to a few for each of the ``num_rows`` running requests.
-    """
-    num_tokens, limit = demand.num_tokens, budget.free_bytes
-    if num_tokens is None:
-        num_tokens, limit = demand.context_length, budget.usable_bytes
-    available = min(limit // 4, limit - demand.pages_in(num_tokens) * demand.page_bytes)
-    num_snapshots = max(min(SNAPSHOTS_PER_ROW * num_rows, available // slot_bytes), 0)
-    used = num_snapshots * slot_bytes
-    explanation = f"{budget.explanation}; {num_snapshots} snapshots of states need {format_bytes(used)}"
-    return num_snapshots, PoolBudget(budget.free_bytes - used, budget.usable_bytes - used, explanation)
-
-
-def _check_requested(demand: Demand, num_tokens: int, budget: PoolBudget) -> int:
-    num_pages = demand.pages_in(num_tokens)
-    if num_pages < 1:
-        message = (
-            f"the KV pool must have at least one page of {demand.groups.page_size} tokens, got {num_tokens} tokens"
+    context_pages = demand.pages_in(demand.context_length)
+    if demand.num_tokens is None and pool.num_pages < context_pages:
+        raise ValueError(
+            f"the KV pool has a capacity of {demand.tokens_in(pool.num_pages)} tokens, but one request may have "
+            f"{demand.context_length} (context_length), which need {format_bytes(context_pages * demand.page_bytes)}; "
+            f"{explanation}. Lower context_length, raise mem_fraction_static, or free memory"
         )
-        raise ValueError(message)
-    need = num_pages * demand.page_bytes
-    if need > budget.free_bytes:
-        message = (
-            f"a KV pool of {num_tokens} tokens needs {format_bytes(need)}, but only "
-            f"{format_bytes(budget.free_bytes)} are available; {budget.explanation}. Lower max_total_tokens"
-        )
-        raise ValueError(message)
-    return num_pages
-
-
-def free_memory(device: torch.device, *, root: Path = Path("/")) -> int:
-    """Return the free bytes of the device. root: where proc and sys are mounted."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return free_host_memory(root)
+    return pool

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ import torch
 from aioengine.attention._base import BidirectionalImage
 from aioengine.models._base import VisionModel
 from aioengine.runner.tensor_files import read_arrays
+from aioengine.settings.memory_model import CPU_FEATURE_BYTES, GPU_FEATURE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,10 +35,6 @@ if TYPE_CHECKING:
     from aioengine.scheduler.plan import NewRow, Row
 
     Ints = npt.NDArray[np.int64]
-
-GPU_FEATURE_BYTES: Final = 1 << 30
-CPU_FEATURE_BYTES: Final = 256 << 20
-"""Limits of cached features: 1 GiB is enough for about a hundred images of one megapixel for a 7B model."""
 
 
 class Span(NamedTuple):

@@ -18,8 +18,8 @@ import numpy as np
 from aioengine.kernels.token_logprobs import measure
 from aioengine.protocol.columns import NO_TOKEN, Extra
 from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS, OUTPUT_LOGPROBS, prompt_extras
-from aioengine.runner.device_memory import SAMPLED_ROWS
 from aioengine.runner.transfer import host_copy
+from aioengine.settings.memory_model import SAMPLED_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

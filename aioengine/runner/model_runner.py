@@ -16,7 +16,6 @@ from aioengine.protocol.columns import TokenColumns
 from aioengine.runner import logits as logits_processors
 from aioengine.runner.constrained_rows import ConstrainedRows
 from aioengine.runner.custom_processors import CustomProcessors
-from aioengine.runner.device_memory import SAMPLED_ROWS
 from aioengine.runner.failed_rows import FailedRows
 from aioengine.runner.graphs.encoder_graphs import EncoderGraphs
 from aioengine.runner.hidden_states import HiddenStates
@@ -32,6 +31,7 @@ from aioengine.runner.ticket import Ticket
 from aioengine.runner.timing import part
 from aioengine.runner.transfer import Readback
 from aioengine.scheduler.plan import StepResult
+from aioengine.settings.memory_model import SAMPLED_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -304,6 +304,11 @@ ADAPTER_RANKS: Final = 16
 """The kernels pad the ranks of LoRA adapters to a multiple of this number."""
 
 
+def padded_rank(rank: int) -> int:
+    """Return the rank of an adapter as the kernels store it."""
+    return -(-rank // ADAPTER_RANKS) * ADAPTER_RANKS
+
+
 class LoraSettings(Struct, frozen=True, kw_only=True):
     """LoRA adapters beside the base model.
 
@@ -320,11 +325,6 @@ class LoraSettings(Struct, frozen=True, kw_only=True):
     modules: tuple[str, ...] = ()
     max_loaded: int | None = None
     max_bytes: int = 4 * 1024**3
-
-    @property
-    def slot_rank(self) -> int:
-        """The rank that each slot has memory for."""
-        return -(-self.max_rank // ADAPTER_RANKS) * ADAPTER_RANKS
 
 
 class RunnerSettings(Struct, frozen=True, kw_only=True):

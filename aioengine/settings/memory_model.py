@@ -32,7 +32,8 @@ size of one step.
 """
 
 GPU_FEATURE_BYTES: Final = _GIB
-"""Limit of the image features that stay on a GPU."""
+CPU_FEATURE_BYTES: Final = 256 << 20
+"""Limits of cached image features. 1 GiB is enough for about a hundred images of one megapixel for a 7B model."""
 
 SAMPLED_ROWS: Final = 256
 """Rows that the sampler processes at once. This bounds the memory of their fp32 logits."""
@@ -123,15 +124,14 @@ class KVCache(Struct, frozen=True, kw_only=True):
 
 def kv_cache(config: TransformerConfig, context_length: int) -> KVCache:
     """Return the KV cache of requests of up to ``context_length`` tokens. A model that is not causal has none."""
-    if not config.is_causal:
-        return KVCache(num_layers=0, numbers=0)
     decoder = config if isinstance(config, DecoderConfig) else None
     num_states = sum(map(decoder.keeps_state, range(config.num_layers))) if decoder is not None else 0
     sides = 1 if decoder is not None and decoder.attention.latent is not None else 2  # a latent vector; or k and v
+    windows = tuple(None if window is None or window >= context_length else window for window in config.windows)
     return KVCache(
-        num_layers=config.num_layers - num_states,
+        num_layers=config.num_layers - num_states if config.is_causal else 0,
         numbers=sides * config.num_kv_heads * config.head_size,
-        windows=tuple(None if window is None or window >= context_length else window for window in config.windows),
+        windows=windows if config.is_causal and any(windows) else (),
     )
 
 
@@ -227,17 +227,22 @@ class PoolDemand(Struct, frozen=True, kw_only=True):
         """Return the tokens of requests of the context length that fit into this many pages."""
         return self.groups.tokens_in(max(num_pages, 0), self.context_length)
 
+    def state_limit(self, num_bytes: int) -> int:
+        """Return the part of ``num_bytes`` that states may use: half, or what a pool of a requested size leaves."""
+        if self.num_tokens is None:
+            return num_bytes // 2
+        return num_bytes - self.pages_in(self.num_tokens) * self.page_bytes
+
     def fit(self, num_bytes: int) -> PoolFit:
         """Divide ``num_bytes``.
 
-        States take at most half of the memory, and snapshots a quarter of the rest. Neither takes pages of a requested
-        size, and snapshots leave the pages of one context. One more state is for rows that pad a CUDA graph.
+        States use at most half of the memory, and snapshots a quarter of the rest. Both leave the pages of a requested
+        size, and snapshots leave the pages of one context. One more state is for padding rows of CUDA graphs.
         """
         num_rows, num_snapshots, left = self.max_running, 0, num_bytes
         requested = None if self.num_tokens is None else self.pages_in(self.num_tokens)
         if self.state_bytes:
-            limit = left // 2 if requested is None else left - requested * self.page_bytes
-            num_rows = max(min(num_rows, limit // self.state_bytes - 1), 0)
+            num_rows = max(min(num_rows, self.state_limit(num_bytes) // self.state_bytes - 1), 0)
             left -= (num_rows + 1) * self.state_bytes
         if self.state_bytes and self.has_snapshots:
             kept = self.pages_in(self.context_length) if requested is None else requested

@@ -21,7 +21,7 @@ from aioengine.families._vision import VisionConfig
 from aioengine.frontend.startup import read_adapters
 from aioengine.model_files import checkpoint, folder_files, model_folder
 from aioengine.settings import machine
-from aioengine.settings.config import OWN
+from aioengine.settings.config import OWN, padded_rank
 from aioengine.settings.memory_model import (
     DTYPE_BYTES,
     GPU_FEATURE_BYTES,
@@ -279,7 +279,7 @@ def _adapter_numbers(settings: Settings, layers: Mapping[str, tuple[int, int]]) 
     sizes = [
         sum(shape) for name, shape in layers.items() if not lora.modules or name.rpartition(".")[2] in lora.modules
     ]
-    return lora.num_slots * lora.slot_rank * sum(sizes)
+    return lora.num_slots * padded_rank(lora.max_rank) * sum(sizes)
 
 
 def _gpu_memory(device: DeviceFacts) -> int:

@@ -393,7 +393,7 @@ def test_an_exception_anywhere_in_reading_ends_the_stream_or_loses_nothing() -> 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised in a finalizer of ours
 def test_an_exception_anywhere_in_waiting_for_a_place_costs_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overload, "PLACE_S", 0.02)
+    monkeypatch.setattr(overload, "RESERVED_S", 0.02)
     with fake_engine(max_running=1, max_queued=0) as engine:
         limits = engine._running().limits
         num_places, is_raised = 0, True

@@ -285,9 +285,9 @@ class TestLife:
     def test_it_stays_closed_after_its_shutdown(self) -> None:
         here = SyncWorld()
         here.engine.shutdown()
-        with pytest.raises(EngineClosedError, match="made anew"):
+        with pytest.raises(EngineClosedError, match="create another Engine"):
             here.engine.generate("a")
-        with pytest.raises(EngineClosedError, match="made anew"), here.engine:
+        with pytest.raises(EngineClosedError, match="create another Engine"), here.engine:
             pass
         assert here.engine.health()["state"] == "closed"
 

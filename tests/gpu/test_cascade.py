@@ -87,7 +87,7 @@ PROMPTS = [[*PREFIXES[i % 3], *((5 * i + j) % 290 + 1 for j in range(3 + i))] fo
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     """A runner for which every shared page is worth it."""
     monkeypatch.setattr("aioengine.attention._flashinfer.MIN_ROWS", 3)
-    monkeypatch.setattr("aioengine.attention._flashinfer.MIN_SPARED_BYTES", 1)
+    monkeypatch.setattr("aioengine.attention._flashinfer.MIN_SAVED_BYTES", 1)
     heads = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
     save_model("llama", tmp_path, dtype=torch.bfloat16, **heads)
     settings = make_settings(tmp_path, dtype="bfloat16", depth=1, page_size=PAGE_SIZE)

@@ -1,4 +1,4 @@
-"""Files from the web: limits of bytes, time, redirects and addresses, against servers that keep to none."""
+"""Downloads: limits of bytes, time, redirects and addresses, with servers that exceed them."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ async def test_each_redirect_is_checked_too(server: Server, monkeypatch: pytest.
         await fetch(f"{server.url}/inward", LIMITS._replace(allows_private=False))
 
 
-async def test_the_address_that_was_checked_is_connected_to(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connection_goes_to_the_checked_address(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def look_up(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
@@ -173,7 +173,7 @@ async def test_the_address_that_was_checked_is_connected_to(server: Server, monk
     assert asked == ["a.b"]
 
 
-async def test_a_name_that_is_never_found_takes_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_lookup_ends_at_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(1) or [])
     with pytest.raises(ValueError, match="within media_timeout=0.1 seconds"):
         await fetch("http://slow.example/x.png", LIMITS._replace(timeout_s=0.1))
@@ -209,7 +209,7 @@ def test_addresses_that_are_public(address: str) -> None:
         ("http://127.0.0.1:1/", "no connection to its host '127.0.0.1'"),
     ],
 )
-async def test_odd_urls_are_refused(url: str, words: str) -> None:
+async def test_invalid_urls_are_refused(url: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         await fetch(url)
 

@@ -71,7 +71,7 @@ async def check_plain(engine: AsyncEngine, submitted: list[Submit], answer: Any,
     assert answer["meta_info"]["image_tokens"] == plain["meta_info"]["image_tokens"] == FEATURES * len(images)
 
 
-async def test_turns_see_the_images_of_those_before_them(engine: AsyncEngine, submitted: list[Submit]) -> None:
+async def test_turns_see_the_images_of_earlier_turns(engine: AsyncEngine, submitted: list[Submit]) -> None:
     sid = await engine.open_session()
     first = await turn_of(engine, "a <image> b", sid, None, ONE)
     await check_plain(engine, submitted, first, [ONE])
@@ -120,7 +120,7 @@ async def test_chats_in_streaming_sessions_see_their_images(engine: AsyncEngine,
     await nothing_is_kept(engine)
 
 
-async def test_what_sessions_cannot_do_with_images_is_said(engine: AsyncEngine) -> None:
+async def test_unsupported_use_of_images_in_sessions_is_reported(engine: AsyncEngine) -> None:
     sid = await engine.open_session()
     first = await turn_of(engine, "a <image> <image>", sid, None, [ONE, TWO])
     rid = first["meta_info"]["id"]

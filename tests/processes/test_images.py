@@ -181,9 +181,7 @@ async def test_streams_and_constraints_work_as_without_images(engine: AsyncEngin
         ("<image>", b"CUT", "it cannot be decoded: OSError"),
     ],
 )
-async def test_what_is_wrong_with_an_image_is_said(
-    engine: AsyncEngine, prompt: str, images: object, words: str
-) -> None:
+async def test_invalid_image_is_reported(engine: AsyncEngine, prompt: str, images: object, words: str) -> None:
     stand_ins = {
         b"PICTURE": png(picture(8)),
         b"LARGE": png(Image.new("RGB", (2000, 2000))),
@@ -224,7 +222,7 @@ async def test_wrong_types_are_refused_at_the_call(engine: AsyncEngine) -> None:
             engine.async_chat([{"role": "user", "content": [part]}])
 
 
-async def test_a_row_that_is_wrong_fails_alone(engine: AsyncEngine) -> None:
+async def test_invalid_row_of_a_batch_fails_alone(engine: AsyncEngine) -> None:
     good, bad = png(picture(10)), b"junk"
     prompts = ["<image>", "<image>", "x", "<image>"]
     outs = await engine.async_generate(prompts, SHORT, image_data=[good, bad, None, 5], return_exceptions=True)
@@ -234,7 +232,7 @@ async def test_a_row_that_is_wrong_fails_alone(engine: AsyncEngine) -> None:
         await engine.async_generate(prompts[:3], SHORT, image_data=[good, bad, None])
 
 
-async def test_a_picture_that_is_not_loaded_yet_is_loaded_by_one_thread(
+async def test_unloaded_picture_is_loaded_by_one_thread(
     engine: AsyncEngine, submitted: list[Submit], tmp_path: Path
 ) -> None:
     picture(11, 900, 900).save(tmp_path / "x.png")
@@ -244,7 +242,7 @@ async def test_a_picture_that_is_not_loaded_yet_is_loaded_by_one_thread(
     assert np.array_equal(np.asarray(image), np.asarray(picture(11, 900, 900)))
 
 
-async def test_a_request_that_is_left_leaves_nothing(engine: AsyncEngine) -> None:
+async def test_cancelled_request_leaves_no_files(engine: AsyncEngine) -> None:
     for turns in range(0, 40, 3):
         task = asyncio.ensure_future(engine.async_generate("<image> a", SHORT, image_data=png(picture(100 + turns))))
         for _ in range(turns):
@@ -268,7 +266,7 @@ async def settled(engine: AsyncEngine) -> None:
     assert engine._run.frontend.images._held == {}
 
 
-async def test_kept_files_are_removed_beyond_their_limit_the_least_recently_used_first(
+async def test_least_recently_used_files_are_removed_beyond_the_limit(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, submitted: list[Submit]
 ) -> None:
     monkeypatch.setattr(intake(engine), "_max_kept_bytes", 30_000)
@@ -286,9 +284,7 @@ async def test_kept_files_are_removed_beyond_their_limit_the_least_recently_used
     assert list(intake(engine).files) == [submit.media[0].content for submit in submitted[-2:]]
 
 
-async def test_files_take_a_part_of_a_small_disk_and_none_is_left_when_it_is_full(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_files_leave_space_on_a_small_disk(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_bytes, image = Path.write_bytes, png(picture(220))
 
     def write_some(path: Path, data: bytes) -> int:
@@ -310,7 +306,7 @@ async def test_files_take_a_part_of_a_small_disk_and_none_is_left_when_it_is_ful
         assert 0 < sum(file.num_bytes for file in intake(engine).files.values()) <= 25_000
 
 
-async def test_an_image_whose_file_others_removed_is_prepared_again(folder: Path) -> None:
+async def test_image_is_prepared_again_if_its_file_was_removed(folder: Path) -> None:
     """As systems do that empty shared memory when a user logs out."""
     image = png(picture(210))
     async with AsyncEngine.from_blueprint(lambda: blueprint(folder)) as engine:
@@ -332,7 +328,7 @@ async def test_an_image_whose_file_others_removed_is_prepared_again(folder: Path
         assert media_folder(engine) != place
 
 
-async def test_a_crash_of_the_media_process_fails_its_images_alone(
+async def test_crash_of_the_media_process_fails_only_its_images(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = intake(engine).process
@@ -355,7 +351,7 @@ async def test_a_crash_of_the_media_process_fails_its_images_alone(
     await settled(engine)
 
 
-async def test_an_image_that_hangs_is_given_up(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_hanging_image_fails_after_its_timeout(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     process = intake(engine).process
     await engine.async_generate("<image> a", SHORT, image_data=png(picture(400)))
     monkeypatch.setattr(process, "_orders", msgspec.structs.replace(process._orders, timeout_s=-0.7))
@@ -366,7 +362,7 @@ async def test_an_image_that_hangs_is_given_up(engine: AsyncEngine, monkeypatch:
     await engine.async_generate("<image> a", SHORT, image_data=png(picture(401)))
 
 
-async def test_an_image_of_a_cancelled_request_is_given_up_or_prepared_for_the_next(engine: AsyncEngine) -> None:
+async def test_image_of_a_cancelled_request_is_prepared_for_the_next_one(engine: AsyncEngine) -> None:
     process = intake(engine).process
     await engine.async_generate("<image> a", SHORT, image_data=png(picture(405)))
     os.kill(process.child.pid, signal.SIGSTOP)
@@ -411,7 +407,7 @@ async def test_each_file_holds_its_own_picture_for_a_gpu(tmp_path: Path) -> None
         intake.close()
 
 
-async def test_an_image_that_waits_for_others_does_not_hang(
+async def test_waiting_time_does_not_count_for_the_timeout(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = intake(engine).process
@@ -431,7 +427,7 @@ async def test_an_image_that_waits_for_others_does_not_hang(
     await waiting
 
 
-async def test_pictures_are_decoded_in_order_when_they_wait() -> None:
+async def test_waiting_pictures_are_decoded_in_order() -> None:
     gate, ended, reports = PixelGate(10), list[int](), list[tuple[int, bool]]()
 
     def decode(num_pixels: int) -> None:
@@ -464,6 +460,28 @@ async def test_deadlines_and_aborts_end_requests_that_wait_for_images(engine: As
     finally:
         os.kill(process.child.pid, signal.SIGCONT)
     await settled(engine)
+
+
+async def test_image_is_downloaded_from_its_url(folder: Path) -> None:
+    data = png(picture(610))
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(data), data))
+        await writer.drain()
+        writer.close()
+
+    limits = msgspec.structs.replace(LIMITS, allow_private_urls=True)
+    async with (
+        await asyncio.start_server(answer, "127.0.0.1") as server,
+        AsyncEngine.from_blueprint(lambda: blueprint(folder, limits)) as engine,
+    ):
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/cat.png"
+        out = await engine.async_generate("<image> a", SHORT, image_data=url)
+        assert out["meta_info"]["image_tokens"] == FEATURES
+        [downloaded] = intake(engine).files
+        await engine.async_generate("<image> a", SHORT, image_data=data)
+        assert list(intake(engine).files) == [downloaded], "the same bytes are prepared once"
 
 
 async def test_paths_must_lie_in_the_allowed_folder(folder: Path, tmp_path: Path) -> None:
@@ -513,14 +531,14 @@ async def test_prompts_of_gemma_get_line_breaks_around_their_images(tmp_path: Pa
         assert (each.media[0].start, each.media[0].num_tokens) == (5, 4)
 
 
-async def test_without_pillow_images_are_refused_by_name(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_pillow_is_named(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image_prompts, "_has_pillow", lambda: False)
     with pytest.raises(EngineError, match=r"pip install 'aioengine\[images\]'"):
         engine.async_generate("<image>", image_data=b"x")
     assert (await engine.async_generate("text", SHORT, image_data=[]))["text"]
 
 
-async def test_a_model_of_text_takes_no_images() -> None:
+async def test_text_model_refuses_images() -> None:
     async with AsyncEngine.from_blueprint(FakeSetup(processes=False).blueprint) as engine:
         for none in ([], (), [None]):
             assert (await engine.async_generate("x", SHORT, image_data=none))["text"]
@@ -559,7 +577,7 @@ async def test_a_shutdown_ends_requests_that_wait_for_images(folder: Path) -> No
 
 
 @pytest.mark.parametrize("how", ["dies", "is no processor"])
-async def test_a_media_process_that_cannot_start_says_why(folder: Path, how: str) -> None:
+async def test_failed_start_of_the_media_process_is_explained(folder: Path, how: str) -> None:
     def broken() -> Blueprint:
         made = blueprint(folder)
         assert made.images is not None
@@ -601,7 +619,7 @@ async def test_the_media_process_dies_with_its_program(folder: Path) -> None:
     assert not await asyncio.to_thread(Path(place).exists)
 
 
-async def test_images_that_a_dead_engine_left_in_shared_memory_take_no_room_of_the_next_one(
+async def test_images_of_a_dead_engine_are_removed_from_shared_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = PrivateDirectory(str(tmp_path))

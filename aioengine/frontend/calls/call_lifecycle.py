@@ -1,4 +1,4 @@
-"""The lifecycle of a call between its registration and its end: started, aborted, left, expired, failed.
+"""CallLifecycle: starts, aborts, expires, fails and closes registered calls.
 
 Everything here runs on the engine's loop and never waits.
 """
@@ -39,7 +39,7 @@ MAX_ROWS_FREED_AT_ONCE: Final = 4096
 
 
 class CallLifecycle:
-    """Everything that can happen to an open call. On the engine's loop.
+    """Changes the state of open calls. On the engine's loop.
 
     Attributes:
         idle: set when a call ended and none is open.
@@ -56,7 +56,7 @@ class CallLifecycle:
         send: Callable[[list[Submit] | list[Abort] | list[Suspend] | list[Resume]], None],
         computed_since: Callable[[float], Collection[int] | None],
     ) -> None:
-        """``computed_since`` gives the requests in the scheduler's steps, None where it has ended one since then."""
+        """``computed_since`` returns the requests in the scheduler's steps. None: a step has ended since that time."""
         self.idle = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self.submitter = Submitter(
@@ -273,7 +273,7 @@ class CallLifecycle:
                 self._set_timer(call, min(later))
 
     def give_up(self, call: Call, code: FinishCode, which: str | None = None) -> None:
-        """The scheduler did not end these rows (``which``: at this deadline): they end here, with what they have."""
+        """End rows here, with their output so far, because the scheduler did not end them (at deadline ``which``)."""
         now = time.monotonic()
         with self._lock:
             rows = [row for row in call.live.values() if which in (None, "total") or row.first_token is None]
@@ -290,9 +290,9 @@ class CallLifecycle:
         self.settle(call)
 
     def _surely_waiting(self, rows: list[CallRow], since: float) -> list[CallRow]:
-        """The rows that were not admitted: a step that could have done it has not ended, and none is under way.
+        """Return the rows that were surely not admitted: no step has ended since then, and they are in none now.
 
-        A scheduler that ends steps is left alone: it looks at the time between them.
+        A scheduler that ends steps checks the deadlines itself between them.
         """
         computed = self._computed_since(since) if rows else None
         return [] if computed is None else [row for row in rows if row.uid not in computed]

@@ -1,7 +1,7 @@
-"""Delivery of the processes' output: chunks to their rows, and what is done about readers that do not read.
+"""Delivery: puts the output of the processes into rows, and handles slow readers.
 
-By default nothing: unread output is merged into one piece, which grows by about 50 bytes with each token and ends with
-the request. Slow readers are found by looking at all streams now and then; reading and writing cost nothing more.
+By default, slow readers have no effect: their unread output is merged into one chunk, about 50 bytes per token.
+Otherwise a timer checks all streams, so that reading and writing do no extra work.
 """
 
 from __future__ import annotations
@@ -25,33 +25,31 @@ if TYPE_CHECKING:
 
 
 MAX_WOKEN = 128
-"""Readers that are woken in one turn of the loop. They read in the next, so the objects that they make are freed before
-the others are woken: a thousand streams trigger no garbage collection at every step, and no turn is long."""
-
+"""Readers that are woken in one turn of the loop. They read in the next turn, and the objects that they make are freed
+before other readers are woken. So a thousand streams do not trigger garbage collection at every step."""
 
 MAX_EXTRA_BYTES: Final = 256 * 1024
 """Size of the extras that are read in one turn of the loop: 33,000 to 65,000 logprobs, some milliseconds."""
 
 EXTRA_BYTES: Final = 128
-"""Bytes that every extra counts beside its data: the least of them takes about as long as these bytes of logprobs."""
-
+"""Bytes that every extra counts in addition to its data: reading the smallest extra takes about as long as these."""
 
 NUM_READ_TOGETHER: Final = 8
-"""Rows that wait and of which a piece is read in one turn."""
+"""Waiting rows that share one turn of the loop."""
 
 
 class Router:
     """Puts chunks into their rows, and wakes their readers. On the engine's loop.
 
-    Reading extras takes long where they are many. So of a frame that has more than can be read in one turn, some rows
-    wait, each with all that comes behind it, and are read in the next turns, one piece of each after the other.
+    Reading many extras takes long. If a frame has more extras than one turn of the loop may read, some rows wait with
+    all their later output. The next turns read one piece of each waiting row after the other.
 
     Attributes:
         rows: ``Calls.rows``. num_detokenizing: requests that the detokenizer holds.
     """
 
     def __init__(self, rows: dict[int, CallRow], lock: threading.RLock, on_ended: Callable[[CallRow], None]) -> None:
-        """``on_ended`` is called with each row that was ended, without the lock."""
+        """``on_ended`` is called with each ended row, without the lock."""
         self.rows = rows
         self.num_detokenizing = 0
         self._lock = lock
@@ -61,7 +59,7 @@ class Router:
         self._unread_bytes = MAX_EXTRA_BYTES  # that may still be read in this turn
 
     def deliver(self, chunks: TextChunks) -> None:
-        """Put the chunks of one frame into their rows, as far as this turn allows. ``wake`` wakes their readers."""
+        """Put the chunks of one frame into their rows, as far as this turn allows. Call ``wake`` afterwards."""
         with self._lock:
             self._note(chunks)
             if chunks.tokens.extras or self._waiting:
@@ -73,7 +71,7 @@ class Router:
             self._on_ended(row)
 
     def _put(self, chunks: TextChunks) -> list[CallRow]:
-        """Put chunks into their rows; returns the rows that they end."""
+        """Put chunks into their rows; return the ended rows."""
         rows, fresh = self.rows, self._fresh
         ended: list[CallRow] = []
         tokens = chunks.tokens
@@ -94,7 +92,7 @@ class Router:
         return ended
 
     def _set_aside(self, chunks: TextChunks) -> TextChunks:
-        """Let the rows wait that cannot be read in this turn, and those that wait already; returns the others."""
+        """Queue the output of rows that cannot be read in this turn or wait already; return the other output."""
         sizes: dict[int, int] = {}
         for extra in chunks.tokens.extras:
             sizes[extra.uid] = sizes.get(extra.uid, 0) + len(extra.data) + EXTRA_BYTES
@@ -109,7 +107,7 @@ class Router:
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._read_waiting)
         others = TextChunks(num_open=chunks.num_open)
-        for extra in reversed(chunks.tokens.extras):  # those that wait are read from the end
+        for extra in reversed(chunks.tokens.extras):  # waiting extras are read from the end
             parts.get(extra.uid, others).tokens.extras.append(extra)
         for uid, text, new in zip(chunks.tokens.uids, chunks.texts, chunks.tokens.rows(), strict=True):
             part = parts.get(uid, others)
@@ -123,7 +121,7 @@ class Router:
         return others
 
     def _read_waiting(self) -> None:
-        """Read extras of rows that wait: a bounded number now, more in the next turns of the loop."""
+        """Read a bounded number of extras of waiting rows, and more in the next turns of the loop."""
         ended: list[CallRow] = []
         unread_bytes = MAX_EXTRA_BYTES
         with self._lock:
@@ -132,14 +130,14 @@ class Router:
                 parts = self._waiting.pop(uid)
                 row, extras = self.rows.get(uid), parts[0].tokens.extras
                 if row is None:
-                    continue  # it was ended, and its waiting chunks have no reader
+                    continue  # it was ended elsewhere
                 piece_bytes = min(unread_bytes, MAX_EXTRA_BYTES // NUM_READ_TOGETHER)
                 unread_bytes -= piece_bytes
                 try:
                     while extras and piece_bytes > 0:
                         piece_bytes -= len(extras[-1].data) + EXTRA_BYTES
                         row.put_extra(extras.pop())
-                except Exception as error:  # nothing else would end this row
+                except Exception as error:  # otherwise the row would never end
                     failed = End(uid, FinishCode.FAILED, stage="deliver", message=describe(error))
                     parts = deque([TextChunks(ended=[failed])])
                     extras = []
@@ -155,7 +153,7 @@ class Router:
             asyncio.get_running_loop().call_soon(self._read_waiting)
 
     def _note(self, chunks: TextChunks) -> None:
-        """Note in the rows what holds for all their chunks from now on."""
+        """Record first tokens, preemptions and compiled grammars in their rows."""
         for first_token in chunks.first_tokens:
             if (row := self.rows.get(first_token.uid)) is not None:
                 row.begin(first_token)
@@ -167,9 +165,9 @@ class Router:
                 row.call.note_compiled(row)
 
     def wake(self) -> None:
-        """Wake some readers, and the others when these have read.
+        """Wake some readers, and the others in later turns of the loop.
 
-        Chunks of later frames are merged with those that still wait.
+        Later chunks are merged with unread chunks meanwhile.
         """
         fresh = self._fresh
         self._unread_bytes = MAX_EXTRA_BYTES
@@ -182,11 +180,11 @@ class Router:
 
 
 NUM_LOOKS: Final = 4
-"""Checks in ``slow_reader_timeout``: a reader was away for up to a quarter more of it before anything happens."""
+"""Checks per ``slow_reader_timeout``. So a reader is found up to a quarter of the timeout later."""
 
 
 class SlowReaders:
-    """Suspends or ends calls whose readers stay away; each once, until it is read again. On the engine's loop."""
+    """Suspends or ends calls whose readers do not read, once until they read again. On the engine's loop."""
 
     def __init__(
         self, config: DeliveryConfig, open_calls: Callable[[], Collection[Call]], lifecycle: CallLifecycle
@@ -198,13 +196,13 @@ class SlowReaders:
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self) -> None:
-        """Check the readers now and then, unless slow ones are left alone."""
+        """Check the readers periodically, unless slow readers have no effect."""
         if self._config.slow_reader != "coalesce":
             every_s = self._config.slow_reader_timeout_s / NUM_LOOKS
             self._timer = asyncio.get_running_loop().call_later(every_s, self._look)
 
     def release(self) -> None:
-        """Suspend no call any more, and resume the suspended ones: the engine waits for their ends."""
+        """Stop suspending calls, and resume the suspended ones, because the engine waits for their ends."""
         if self._config.slow_reader == "pause":
             self.stop()
             for call in list(self._open_calls()):

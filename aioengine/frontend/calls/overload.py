@@ -1,6 +1,6 @@
-"""Overload: the limits on what waits, and the queue of callers that wait until a call fits.
+"""Overload: the limits on waiting calls, and the queue of callers that wait for capacity.
 
-A call reserves its part of the limits once, before anything looks at its arguments; it keeps it until it is closed.
+A call is counted before its arguments are checked, and until it is closed.
 """
 
 from __future__ import annotations
@@ -28,34 +28,35 @@ if TYPE_CHECKING:
 
 MIN_RETRY_S: Final = 0.1
 MAX_RETRY_S: Final = 60.0
-PLACE_S: Final = 1.0
-"""How long a place is kept for a queued caller; then it goes to the next."""
+RESERVED_S: Final = 1.0
+"""Seconds for which capacity is reserved for a caller from the queue; then the next caller gets it."""
 
 
 class QueuedCaller:
-    """A caller's place in the queue: it waits until ``is_given``, or until ``error`` is set: it never will be.
+    """A caller in the queue. It waits until it ``has_capacity``, or until ``error`` is set.
 
-    ``wake`` returns False where the caller cannot be woken any more, since its loop is closed. It may be called twice.
+    ``wake`` returns False if the caller cannot be woken because its loop is closed. It may be called twice.
     """
 
-    __slots__ = ("caller", "error", "given_at", "is_given", "wake")
+    __slots__ = ("caller", "error", "has_capacity", "reserved_at", "wake")
 
     def __init__(self, caller: Hashable, wake: Callable[[], bool]) -> None:
         self.caller = caller
         self.wake = wake
-        self.is_given = False
-        self.given_at = 0.0
+        self.has_capacity = False
+        self.reserved_at = 0.0
         self.error: EngineError | None = None
 
 
 class QueueLimits:
-    """How much may wait, how much does, and the queue. Pure, and under the engine's lock.
+    """The limits, the counts of open calls, and the queue. Pure; under the engine's lock.
 
-    Requests that run do not wait: the limits on calls and tokens come on top of what can run at once.
+    The limits on calls and tokens apply to waiting requests: the capacity for running requests is added to them.
 
     Attributes:
         num_logprob_bytes: reserved for unread logprobs. Running rows reserve their upper bound.
-        refusal: raised by every new call, once the engine drains, is dead or closed.
+        refusal: every new call raises it when the engine drains, is dead or closed.
+        _reserved: callers from the queue that have not called yet, the oldest first.
     """
 
     def __init__(self, config: QueueConfig, *, max_running: int, max_total_tokens: int) -> None:
@@ -68,7 +69,7 @@ class QueueLimits:
         self._max_running = max_running
         self._max_total_tokens = max_total_tokens
         self._queue: deque[QueuedCaller] = deque()
-        self._given: dict[Hashable, QueuedCaller] = {}  # by caller, to those that have not called yet, the oldest first
+        self._reserved: dict[Hashable, QueuedCaller] = {}
         self._released_at = 0.0
         self._release_interval_s = MIN_RETRY_S
 
@@ -78,13 +79,13 @@ class QueueLimits:
 
     @property
     def due_at(self) -> float | None:
-        """When the oldest place that was not used yet goes to the next caller."""
+        """When the oldest unused reservation goes to the next caller."""
         oldest = self._oldest
-        return None if oldest is None else oldest.given_at + PLACE_S
+        return None if oldest is None else oldest.reserved_at + RESERVED_S
 
     @property
     def _oldest(self) -> QueuedCaller | None:
-        return next(iter(self._given.values()), None)
+        return next(iter(self._reserved.values()), None)
 
     def refuse(self, error: EngineError) -> None:
         """Refuse all new calls and all queued callers from now on."""
@@ -94,35 +95,38 @@ class QueueLimits:
             self._wake_first()
 
     def check_refusal(self) -> None:
-        """Raise EngineError where new calls are refused, however little waits."""
+        """Raise EngineError if all new calls are refused."""
         if self.refusal is not None:
             raise copy(self.refusal)
 
     # ------------------------------------------------------------ reservations
 
     def reserve(self, call: Call, caller: Hashable) -> None:
-        """Reserve a place for a call; the one that was given to its caller, where there is one.
+        """Count a call. A caller from the queue uses its reservation.
 
         Raises:
-            EngineError: the engine takes no calls, or too much waits.
+            EngineError: the engine accepts no calls, or too much waits.
         """
-        self.check_refusal()
-        if self._given.pop(caller, None) is None and (excess := self._excess()) is not None:
+        if self.refusal is not None:
+            raise copy(self.refusal)
+        if self._reserved.pop(caller, None) is None and (excess := self._excess()) is not None:
             raise EngineOverloadedError(
                 f"the engine is overloaded: {excess}; try again later", retry_after=self._retry_after()
             )
-        # Nothing is called between these two: a signal handler that raises comes before both, or after.
+        # Python runs signal handlers between calls. There is no call between these lines, so both run or none.
         self.num_calls += 1
         call.is_reserved = True
 
     def add_bytes(self, call: Call, num_bytes: int) -> None:
+        """Count the bytes of a prompt. Raises EngineError if calls are refused meanwhile."""
+        self.check_refusal()
         call.num_bytes += num_bytes
         self.num_bytes += num_bytes
 
     def add_row(self, call: Call, prompt: int, num_tokens: int) -> None:
-        """A row goes to the scheduler: its prompt counts until all rows of it have ended.
+        """Count the prompt of a submitted row, until all rows of the prompt have ended.
 
-        Not where the call was released meanwhile: a signal handler raised on the thread that opened it.
+        Does nothing if the call was released because a signal handler raised on the thread that opened it.
         """
         if not call.is_reserved:
             return
@@ -162,7 +166,7 @@ class QueueLimits:
         self.num_logprob_bytes += num_bytes
 
     def end_row(self, call: Call, prompt: int, num_tokens: int, now: float) -> None:
-        """A row has ended, and its call goes on."""
+        """A row has ended, and its call continues."""
         num_rows = call.num_rows_of.pop(prompt, 0) - 1
         if num_rows > 0:
             call.num_rows_of[prompt] = num_rows
@@ -172,14 +176,14 @@ class QueueLimits:
             self.serve(now)
 
     def release(self, call: Call, now: float) -> None:
-        """The call is over, or was never opened. Harmless twice."""
+        """Free the part of a call that is over or was never opened. May be called twice."""
         if not call.is_reserved:
             return
         call.is_reserved = False
         self.num_calls -= 1
         self.num_tokens -= call.num_tokens
         self.num_bytes -= call.num_bytes
-        call.num_rows_of = {}  # none of them gives its tokens back again
+        call.num_rows_of = {}  # so that no row frees its tokens again
         if self._released_at:
             self._release_interval_s += 0.1 * (now - self._released_at - self._release_interval_s)
         self._released_at = now
@@ -187,54 +191,54 @@ class QueueLimits:
 
     # ------------------------------------------------------------ the queue
 
-    def enter(self, place: QueuedCaller, now: float) -> None:
-        """Add a caller to the queue; its place may be given at once.
+    def enter(self, queued: QueuedCaller, now: float) -> None:
+        """Add a caller to the queue. If there is capacity, it is woken at once.
 
         Raises:
-            EngineError: the engine takes no calls.
+            EngineError: the engine accepts no calls.
         """
         self.check_refusal()
-        self._queue.append(place)
+        self._queue.append(queued)
         self.serve(now)
 
-    def remove(self, place: QueuedCaller, now: float) -> None:
-        """The caller has gone, with or without its place."""
-        self._forget(place)
-        if place in self._queue:
-            self._queue.remove(place)
+    def remove(self, queued: QueuedCaller, now: float) -> None:
+        """Remove a caller that stopped waiting, and its reservation."""
+        self._forget(queued)
+        if queued in self._queue:
+            self._queue.remove(queued)
         self.serve(now)
 
     def serve(self, now: float) -> None:
-        """Take back the places that were not used, and give the free ones to the first callers of the queue."""
-        while (oldest := self._oldest) is not None and oldest.given_at + PLACE_S <= now:
+        """Drop reservations that were not used, and reserve free capacity for the first callers of the queue."""
+        while (oldest := self._oldest) is not None and oldest.reserved_at + RESERVED_S <= now:
             self._forget(oldest)
         while self._queue and self._excess() is None:
-            if (place := self._wake_first()) is not None:
-                place.is_given, place.given_at = True, now
-                self._given.pop(place.caller, None)  # it stands behind those that were given before
-                self._given[place.caller] = place
+            if (queued := self._wake_first()) is not None:
+                queued.has_capacity, queued.reserved_at = True, now
+                self._reserved.pop(queued.caller, None)  # it goes to the end of the order
+                self._reserved[queued.caller] = queued
 
     def _wake_first(self) -> QueuedCaller | None:
-        """Wake the first caller of the queue, which then leaves it; None where it cannot be woken, or has left.
+        """Wake the first caller and remove it from the queue. None: it cannot be woken, or has left.
 
-        It leaves afterwards: a signal handler may raise in here, and it would wait for ever. And garbage collection may
-        run in here, which makes callers leave whose loops are gone.
+        It is removed after it was woken. Otherwise a signal handler that raises in between would leave it waiting
+        for ever. Garbage collection may run in ``wake`` and remove callers whose loops are gone.
         """
-        place = self._queue[0]
-        is_woken = place.wake()
-        if not self._queue or self._queue[0] is not place:
+        queued = self._queue[0]
+        is_woken = queued.wake()
+        if not self._queue or self._queue[0] is not queued:
             return None
         self._queue.popleft()
-        return place if is_woken else None
+        return queued if is_woken else None
 
-    def _forget(self, place: QueuedCaller) -> None:
-        if self._given.get(place.caller) is place:
-            del self._given[place.caller]
+    def _forget(self, queued: QueuedCaller) -> None:
+        if self._reserved.get(queued.caller) is queued:
+            del self._reserved[queued.caller]
 
     def _excess(self) -> str | None:
-        """The limit that is reached, in words."""
+        """Return the limit that is reached, in words."""
         config = self._config
-        num_waiting = self.num_calls + len(self._given) - self._max_running
+        num_waiting = self.num_calls + len(self._reserved) - self._max_running
         if num_waiting >= config.max_requests:
             return f"calls that wait: {num_waiting} (max_queued_requests={config.max_requests})"
         tokens_waiting = self.num_tokens - self._max_total_tokens
@@ -250,9 +254,9 @@ class QueueLimits:
 
 
 class Overload:
-    """The limits, and waiting until a call fits. From any thread and loop.
+    """Waits for capacity, from any thread and loop.
 
-    A place that was given belongs to the caller (its task, or its thread) until its next call, for ``PLACE_S``.
+    Capacity is reserved for the next call of the caller (its task, or its thread), for ``RESERVED_S``.
     """
 
     def __init__(self, limits: QueueLimits, lock: threading.RLock, loop: asyncio.AbstractEventLoop) -> None:
@@ -262,22 +266,8 @@ class Overload:
         self._loop = loop
         self._timer: asyncio.TimerHandle | None = None
 
-    def reserve(self, call: Call) -> None:
-        """Reserve a place for a call of this task or thread.
-
-        Raises:
-            EngineError: the engine takes no calls, or too much waits.
-        """
-        with self._lock:
-            self.limits.reserve(call, this_caller())
-
-    def release(self, call: Call) -> None:
-        """The call was not opened. Harmless where nothing was reserved."""
-        with self._lock:
-            self.limits.release(call, time.monotonic())
-
     async def wait(self) -> None:
-        """Queue until a call of this task fits. Cancelling it leaves the queue.
+        """Wait in the queue until a call of this task fits. Cancelling the wait leaves the queue.
 
         Raises:
             EngineError: the engine died, was shut down or is drained.
@@ -285,44 +275,44 @@ class Overload:
         """
         loop = running_loop()
         future: asyncio.Future[Chunk | None] = loop.create_future()
-        place = self._enter(partial(post, loop, resolve, future))
+        queued = self._enter(partial(post, loop, resolve, future))
         try:
             await future
         except BaseException:
-            self._remove(place)
+            self._remove(queued)
             raise
-        _raise_refusal(place)
+        _raise_refusal(queued)
 
     def wait_blocking(self) -> None:
-        """The same for a thread without a loop."""
+        """Do the same in a thread without a loop."""
         refuse_own_thread(self._loop)
         gate = threading.Lock()
         gate.acquire()
-        place = self._enter(partial(_release, gate))
+        queued = self._enter(partial(_release, gate))
         try:
             gate.acquire()
         except BaseException:
-            self._remove(place)
+            self._remove(queued)
             raise
-        _raise_refusal(place)
+        _raise_refusal(queued)
 
     def _enter(self, wake: Callable[[], bool]) -> QueuedCaller:
         def give() -> bool:
-            post(self._loop, self._serve)  # which takes the place back where it is not used
+            post(self._loop, self._serve)  # drops the reservation later if it is not used
             return wake()
 
         refuse_interrupting(self._lock)
-        place = QueuedCaller(this_caller(), give)
+        queued = QueuedCaller(this_caller(), give)
         with self._lock:
-            self.limits.enter(place, time.monotonic())
-        return place
+            self.limits.enter(queued, time.monotonic())
+        return queued
 
-    def _remove(self, place: QueuedCaller) -> None:
+    def _remove(self, queued: QueuedCaller) -> None:
         with self._lock:
-            self.limits.remove(place, time.monotonic())
+            self.limits.remove(queued, time.monotonic())
 
     def _serve(self) -> None:
-        """Give places that were not used to the next callers; again when the oldest given one is due.
+        """Give unused reservations to the next callers, now and when the oldest reservation expires.
 
         Timers of a loop may be some milliseconds early.
         """
@@ -337,9 +327,9 @@ class Overload:
             self._timer = self._loop.call_later(due_at - now, self._serve)
 
 
-def _raise_refusal(place: QueuedCaller) -> None:
-    if place.error is not None:
-        raise copy(place.error)
+def _raise_refusal(queued: QueuedCaller) -> None:
+    if queued.error is not None:
+        raise copy(queued.error)
 
 
 def _release(gate: threading.Lock) -> bool:

@@ -12,6 +12,7 @@ import contextlib
 import json
 import time
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from aioengine.errors import EngineError, RequestError, RequestTooLargeError, describe
@@ -112,105 +113,61 @@ def longest_token(facts: Mapping[str, object]) -> int | None:
 
 
 class Job(NamedTuple):
-    """Prompts to encode; ``done`` gets their ids, in order, on the loop. It is called exactly once, whatever happens.
+    """Prompts to encode. ``done`` gets their ids, in order, and the seconds, on the loop. It is called exactly once.
 
-    ``check_ids`` raises ValueError for ids that were not checked at the call, being too many.
+    ``check_ids`` raises ValueError for ids that were not checked at the call because they are too many.
     """
 
     prompts: Sequence[Prompt | PromptError]
     done: Callable[[list[Encoded], float], None]
     check_ids: Callable[[list[int]], None]
 
-    @property
-    def num_bytes(self) -> int:
-        """Of the prompts that the thread has to check or to encode."""
-        return sum(
-            prompt.num_bytes
-            for prompt in self.prompts
-            if not isinstance(prompt, Exception) and not (isinstance(prompt, IdsPrompt) and prompt.is_checked)
-        )
-
-    def failed(self, error: RequestError) -> list[Encoded]:
-        """The same error for each of its prompts."""
-        return [error] * len(self.prompts)
-
 
 def checked(prompt: Prompt | PromptError, check_ids: Callable[[list[int]], None]) -> Prompt | PromptError:
-    """The prompt with all of it checked, or what is wrong with it. Takes long for large ones."""
+    """Check all of a prompt and return it, or its error. Takes long for large prompts."""
     if isinstance(prompt, Exception) or prompt.is_checked:
         return prompt
     try:
-        found = prompt.checked()
-        if isinstance(found, IdsPrompt):
-            check_ids(found.token_ids)
+        whole = prompt.checked()
+        if isinstance(whole, IdsPrompt):
+            check_ids(whole.token_ids)
     except (TypeError, ValueError) as error:
         return error
-    except Exception as error:  # its parts may be objects of any class: whatever they raise is this prompt's
+    except Exception as error:  # parts of a prompt may be objects of any class and raise anything
         return ValueError(f"{prompt.name} cannot be read: {describe(error)}")
-    return found
-
-
-def _checked_alone(prompt: Prompt | PromptError, check_ids: Callable[[list[int]], None]) -> Prompt | PromptError:
-    """The same on a lane's thread, which no signal interrupts: whatever is raised there is this prompt's."""
-    try:
-        return checked(prompt, check_ids)
-    except BaseException as error:
-        return ValueError(f"the prompt cannot be read: {describe(error)}")
-
-
-class _Batch:
-    """Jobs that a lane's thread encodes together. Answered once, on the loop."""
-
-    def __init__(self, jobs: list[Job], on_answered: Callable[[_Batch], None]) -> None:
-        self.jobs = jobs
-        self._loop = asyncio.get_running_loop()
-        self._on_answered = on_answered
-
-    def run(self, encode: Callable[[list[Job]], list[list[Encoded]]]) -> None:
-        """Encode the jobs, on the thread; an exception there is the answer of all of them."""
-        started_at = time.monotonic()
-        try:
-            found = encode(self.jobs)
-        except BaseException as error:
-            failure = RequestError("tokenize", describe(error))
-            found = [job.failed(failure) for job in self.jobs]
-        post(self._loop, self.answer, found, time.monotonic() - started_at)
-
-    def answer(self, found: list[list[Encoded]], seconds: float) -> None:
-        """Each job in a callback of its own: an error in one keeps nothing from the others."""
-        jobs, self.jobs = self.jobs, []
-        for job, encoded in zip(jobs, found if jobs else (), strict=True):
-            self._loop.call_soon(job.done, encoded, seconds)
-        self._on_answered(self)
-
-    def fail(self, error: RequestError) -> None:
-        self.answer([job.failed(error) for job in self.jobs], 0.0)
+    return whole
 
 
 class Lane:
-    """One thread and the jobs that wait for it. Every job that was added is answered exactly once. On the loop."""
+    """One thread and the jobs that wait for it. Every job is answered exactly once. On the loop.
 
-    def __init__(self, name: str, encode: Callable[[list[Job]], list[list[Encoded]]]) -> None:
-        """Start the thread: where the system allows no more of them, that is known now and not at a request.
+    Attributes:
+        _given: batches of jobs that the thread has. A batch is cleared when it is answered.
+    """
+
+    def __init__(self, name: str, encode: Callable[[Sequence[Job]], list[list[Encoded]]]) -> None:
+        """Start the thread now, so that a lack of threads is an error of the start and not of a request.
 
         Raises EngineStartupError: the thread cannot be started.
         """
         self._encode = encode
         self._thread = WorkerThread[object](f"aioengine-{name}")
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closed = False
         self._waiting: list[Job] = []
-        self._num_bytes = 0  # of those that wait
-        self._given: list[_Batch] = []  # to the thread, and not answered
+        self._num_bytes = 0  # of the waiting jobs
+        self._given: list[list[Job]] = []
         self._is_due = False
 
-    def add(self, job: Job) -> None:
+    def add(self, job: Job, num_bytes: int) -> None:
+        self._loop = asyncio.get_running_loop()
         self._waiting.append(job)
-        self._num_bytes += job.num_bytes
+        self._num_bytes += num_bytes
         if self._num_bytes >= BATCH_BYTES or self._is_closed:
             self._start()
         elif not self._is_due:
             self._is_due = True
-            asyncio.get_running_loop().call_soon(self._end_round)
+            self._loop.call_soon(self._end_round)
 
     def _end_round(self) -> None:
         self._is_due = False
@@ -218,42 +175,62 @@ class Lane:
             self._start()
 
     def _start(self) -> None:
-        """Give the thread the jobs that wait, behind those that it has."""
-        jobs, self._waiting, self._num_bytes = self._waiting, [], 0
-        if not jobs:
+        """Give the waiting jobs to the thread, after the jobs that it has."""
+        batch, self._waiting, self._num_bytes = self._waiting, [], 0
+        if not batch:
             return
-        batch = _Batch(jobs, self._answered)
         self._given.append(batch)
         try:
-            self._submit(batch)
+            self._thread.submit(partial(self._run, batch))
         except BaseException as error:
-            batch.fail(RequestError("tokenize", describe(error)))
+            self._fail(batch, RequestError("tokenize", describe(error)))
             raise
         if self._is_closed:
-            batch.fail(_shut_down())
+            self._fail(batch, _shut_down())
 
-    def _submit(self, batch: _Batch) -> None:
-        self._thread.submit(partial(batch.run, self._encode))
+    def _run(self, batch: list[Job]) -> None:
+        """Encode the jobs, on the thread. An exception here is the answer of all of them.
+
+        The loop may answer and clear the batch meanwhile. This thread then keeps no job of it.
+        """
+        started_at = time.monotonic()
+        try:
+            encoded = self._encode(batch)
+        except BaseException as error:
+            encoded = _failed(batch, RequestError("tokenize", describe(error)))
+        if self._loop is not None:
+            post(self._loop, self._answer, batch, encoded, time.monotonic() - started_at)
+
+    def _answer(self, batch: list[Job], encoded: list[list[Encoded]], seconds: float) -> None:
+        if batch and self._loop is not None:
+            for job, ids in zip(batch, encoded, strict=True):  # an error in one callback does not affect the others
+                self._loop.call_soon(job.done, ids, seconds)
+            batch.clear()
+        self._given = list(filter(None, self._given))
+        if not self._given:
+            self._start()
+
+    def _fail(self, batch: list[Job], error: RequestError) -> None:
+        self._answer(batch, _failed(batch, error), 0.0)
 
     def run(self, work: Callable[[], object], done: Callable[[], object]) -> None:
         """Do other work on the thread, then call ``done`` on the loop, also if it raises or the lane is closed."""
         loop = asyncio.get_running_loop()
         self._thread.submit(work).add_done_callback(lambda _: post(loop, done))
 
-    def _answered(self, batch: _Batch) -> None:
-        if batch in self._given:
-            self._given.remove(batch)
-        if not self._given:
-            self._start()
-
     def close(self) -> None:
         """End the thread when it has finished its batch. Jobs without an answer get an error."""
         self._is_closed = True
         self._thread.close()
-        with contextlib.suppress(RuntimeError):  # no loop runs any more, on which a job could be answered
-            for batch in list(self._given):
-                batch.fail(_shut_down())
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so no caller waits
+            for batch in self._given:
+                self._fail(batch, _shut_down())
             self._start()
+
+
+def _failed(jobs: Sequence[Job], error: RequestError) -> list[list[Encoded]]:
+    """Return the same error for each prompt."""
+    return [[error] * len(job.prompts) for job in jobs]
 
 
 def _shut_down() -> RequestError:
@@ -282,7 +259,11 @@ class Encoder:
         self._long = Lane("encode-long", self._encode_jobs)
 
     def encode(self, job: Job) -> None:
-        (self._long if job.num_bytes > LONG_BYTES else self._short).add(job)
+        num_bytes = 0
+        for prompt in job.prompts:
+            if not isinstance(prompt, Exception) and not (isinstance(prompt, IdsPrompt) and prompt.is_checked):
+                num_bytes += prompt.num_bytes
+        (self._long if num_bytes > LONG_BYTES else self._short).add(job, num_bytes)
 
     def run(self, work: Callable[[], object], done: Callable[[], object]) -> None:
         """Do other work on the thread of long prompts, then call ``done`` on the loop (see ``Lane.run``)."""
@@ -301,41 +282,54 @@ class Encoder:
 
     # ------------------------------------------------------------ on the threads
 
-    def _encode_jobs(self, jobs: list[Job]) -> list[list[Encoded]]:
-        prompts = [_checked_alone(prompt, job.check_ids) for job in jobs for prompt in job.prompts]
+    def _encode_jobs(self, jobs: Sequence[Job]) -> list[list[Encoded]]:
+        prompts: list[Prompt | PromptError] = []
+        for job in jobs:
+            for prompt in job.prompts:
+                whole = prompt
+                if not isinstance(prompt, Exception) and not prompt.is_checked:
+                    try:
+                        whole = checked(prompt, job.check_ids)
+                    except BaseException as error:  # no signal interrupts this thread: the prompt raised it
+                        whole = ValueError(f"the prompt cannot be read: {describe(error)}")
+                prompts.append(whole)
         encoded = iter(self._encode(prompts))
-        return [[next(encoded) for _ in job.prompts] for job in jobs]
+        return [list(islice(encoded, len(job.prompts))) for job in jobs]
 
     def _encode(self, prompts: list[Prompt | PromptError]) -> list[Encoded]:
-        """All texts with the same rules in one batch."""
-        found: list[Encoded] = [[] for _ in prompts]
+        """Encode the prompts; all texts with the same rules in one batch."""
+        encoded: dict[int, Encoded] = {}
         texts: dict[EncodeRules, dict[int, str]] = {}
         pooled: dict[int, PooledPrompt] = {}
         for place, prompt in enumerate(prompts):
             if isinstance(prompt, IdsPrompt):
-                found[place] = prompt.token_ids
+                encoded[place] = prompt.token_ids
             elif isinstance(prompt, Exception):
-                found[place] = prompt
+                encoded[place] = prompt
             elif isinstance(prompt, PooledPrompt):
                 pooled[place] = prompt
             else:
-                rendered = self._render(prompt)
+                rendered = prompt.text if isinstance(prompt, TextPrompt) else self._render(prompt)
                 if isinstance(rendered, str):  # as a plain one: special tokens are never added to ``ChatText``
-                    texts.setdefault(_rules_of(prompt), {})[place] = self._in_text(rendered)
+                    rules = prompt.rules
+                    if rules.add_special_tokens is None:  # templates of chats write them
+                        rules = EncodeRules(isinstance(prompt, TextPrompt), rules.keep_last)
+                    texts.setdefault(rules, {})[place] = self._in_text(rendered)
                 else:
-                    found[place] = rendered
+                    encoded[place] = rendered
         for rules, by_place in texts.items():
             for place, ids in zip(by_place, self._encode_texts(list(by_place.values()), rules), strict=True):
-                cut = rules.keep_last
-                found[place] = _with_images(prompts[place], ids[-cut:] if cut and isinstance(ids, list) else ids)
+                prompt, cut = prompts[place], ids
+                if rules.keep_last and isinstance(ids, list):
+                    cut = ids[-rules.keep_last :]
+                if isinstance(prompt, ChatPrompt) and prompt.images and isinstance(cut, list):
+                    cut = ChatIds(cut, prompt.images)
+                encoded[place] = cut
         if pooled and self._pool_encoder is not None:
-            for place, ids in zip(pooled, self._pool_encoder.encode(list(pooled.values())), strict=True):
-                found[place] = ids
-        return found
+            encoded |= zip(pooled, self._pool_encoder.encode(list(pooled.values())), strict=True)
+        return list(map(encoded.__getitem__, range(len(prompts))))
 
-    def _render(self, prompt: TextPrompt | ChatPrompt) -> str | list[int] | ValueError:
-        if isinstance(prompt, TextPrompt):
-            return prompt.text
+    def _render(self, prompt: ChatPrompt) -> str | list[int] | ValueError:
         options = prompt.options
         try:
             return self._tokenizer.apply_chat_template(
@@ -348,7 +342,7 @@ class Encoder:
             return error
         except TypeError as error:  # a value that the message names
             return ValueError(str(error))
-        except BaseException as error:  # templates are code of the model's author: all that they raise is this chat's
+        except BaseException as error:  # templates are code of the model's author and may raise anything
             return ValueError(f"the chat template refused the messages: {describe(error)}")
 
     def _check_sizes(self, texts: list[str]) -> None:
@@ -370,16 +364,3 @@ class Encoder:
                     return [error]
                 return [RequestError("tokenize", describe(error))]
             return [self._encode_texts([text], rules)[0] for text in texts]
-
-
-def _with_images(prompt: Prompt | PromptError, ids: Encoded) -> Encoded:
-    """The ids of a text, with the images of the chat that it was."""
-    if isinstance(prompt, ChatPrompt) and prompt.images and isinstance(ids, list):
-        return ChatIds(ids, prompt.images)
-    return ids
-
-
-def _rules_of(prompt: TextPrompt | ChatPrompt) -> EncodeRules:
-    """Its rules, with None for special tokens resolved: a text gets them, the template of a chat has written them."""
-    is_chat, rules = isinstance(prompt, ChatPrompt), prompt.rules
-    return EncodeRules(not is_chat, rules.keep_last) if rules.add_special_tokens is None else rules

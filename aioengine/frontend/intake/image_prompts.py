@@ -1,4 +1,4 @@
-"""The images of calls: which prompt has which, checked at the call; put in place when they are prepared."""
+"""The images of calls: checks them at the call, has them prepared, and puts their tokens into the prompts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from concurrent.futures import Future
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from aioengine.api import checks
 from aioengine.errors import EngineError, EngineStartupError
@@ -28,31 +30,31 @@ if TYPE_CHECKING:
     from aioengine.media.tokens._base import ImageModel, ImageShape
 
 MAX_AHEAD: Final = 16
-"""Prompts of a batch whose images are prepared while those of the first are waited for."""
+"""While the images of one prompt are prepared, so are the images of this many next prompts of the batch."""
 
 MAX_KNOWN_TEXTS: Final = 4096
 
 
-def check_images(request: CallRequest, place: int, images: PromptImages | None) -> None:
-    """Check the images of a prompt, as far as they are known at the call. From any thread.
+def check_images(request: CallRequest, number: int, images: PromptImages | None) -> None:
+    """Check the images of a prompt as far as possible at the call. From any thread. ``images``: None without a model.
 
     Raises:
-        TypeError, ValueError: what is wrong; also images for a model that takes text alone.
+        TypeError, ValueError: an invalid image, or an image for a model without images.
         EngineError: Pillow is missing.
     """
-    prompt = request.prompts[place]
-    own = prompt.images if isinstance(prompt, ChatPrompt) else ()
-    given = request.images
-    if not own and (given is None or (images is None and not given.has_images(place))):
+    prompt = request.prompts[number]
+    in_messages = prompt.images if isinstance(prompt, ChatPrompt) else ()
+    image_data = request.images
+    if not in_messages and (image_data is None or (images is None and not image_data.has_images(number))):
         return
     if images is None:
-        what = "image_data is given" if not own else "the messages have images"
-        raise ValueError(f"{what}, and this model takes text alone")
+        problem = "the messages have images" if in_messages else "image_data is given"
+        raise ValueError(f"{problem}, and this model takes text alone")
     if not _has_pillow():
         raise EngineError("images need Pillow, which is not installed: pip install 'aioengine[images]'")
-    if own and isinstance(prompt, ChatPrompt) and prompt.rules.keep_last is not None:
+    if in_messages and isinstance(prompt, ChatPrompt) and prompt.rules.keep_last is not None:
         raise ValueError(NOT_TRUNCATED)
-    images.sources(request, place, own)
+    images.sources(request, number, in_messages)
 
 
 @cache
@@ -61,21 +63,20 @@ def _has_pillow() -> bool:
 
 
 def check_no_images(token_ids: list[int], images: PromptImages) -> None:
-    """Raise ValueError for a prompt that has placeholders, and no images."""
+    """Raise ValueError for a prompt without images that has placeholders."""
     if not isinstance(token_ids, MediaIds | EmbedsIds):
         check_count(token_ids, images.placeholder_id, 0)
 
 
-class _Held:
-    """The images of a prompt, and how many of its rows have not ended."""
+class _HeldImages(msgspec.Struct):
+    """``num_rows``: rows of the prompt that have not ended."""
 
-    def __init__(self, images: ImagesOfPrompt, num_rows: int) -> None:
-        self.images = images
-        self.num_rows = num_rows
+    images: ImagesOfPrompt
+    num_rows: int
 
 
 class PromptImages:
-    """Prepares the images of prompts and puts them in place. On the loop, but for ``sources`` and ``close``."""
+    """Prepares the images of prompts and puts their tokens into them. On the loop, except ``sources`` and ``close``."""
 
     def __init__(self, intake: ImageIntake, encoder: Encoder | None) -> None:
         model = intake.model
@@ -84,15 +85,15 @@ class PromptImages:
         self._family = model.family
         self._max_images = model.limits.max_images_per_prompt
         self._encoder = encoder
-        self._held: dict[Call, dict[int, _Held]] = {}
+        self._held: dict[Call, dict[int, _HeldImages]] = {}
         self._ids_of_text: dict[str, list[int]] = {}
 
     def close(self) -> None:
-        """End the media process and remove all files, at once. From any thread."""
+        """Kill the media process and remove all files. From any thread."""
         self.intake.close()
 
     def start_close(self) -> Future[None]:
-        """Close it on a thread: removing large files takes a moment. Done when all is removed."""
+        """Close on a thread, because removing large files takes a moment."""
         ended: Future[None] = Future()
 
         def close() -> None:
@@ -107,39 +108,41 @@ class PromptImages:
             close()
         return ended
 
-    def sources(self, request: CallRequest, place: int, own: tuple[ImageSource | None, ...]) -> tuple[ImageSource, ...]:
-        """The images of a prompt: ``own`` are those of its messages, with None for each that is given beside them.
+    def sources(
+        self, request: CallRequest, number: int, in_messages: tuple[ImageSource | None, ...]
+    ) -> tuple[ImageSource, ...]:
+        """Return the images of a prompt. In ``in_messages``, None stands for the next image of ``image_data``.
 
         Raises TypeError or ValueError. From any thread.
         """
-        given = () if request.images is None else request.images.of(place, self._max_images)
-        check_number("the prompt", len(own), self._max_images)
-        if not isinstance(request.prompts[place], ChatPrompt):
-            return given
-        num_open = own.count(None)
-        if num_open != len(given):
+        image_data = () if request.images is None else request.images.of(number, self._max_images)
+        check_number("the prompt", len(in_messages), self._max_images)
+        if not isinstance(request.prompts[number], ChatPrompt):
+            return image_data
+        num_open = in_messages.count(None)
+        if num_open != len(image_data):
             raise ValueError(
                 f'parts {{"type": "image"}} without an image of their own in the messages: {num_open}; images in '
-                f"image_data: {len(given)}; give one for each"
+                f"image_data: {len(image_data)}; give one for each"
             )
-        rest = iter(given)
-        return tuple(next(rest) if source is None else source for source in own)
+        rest = iter(image_data)
+        return tuple(next(rest) if source is None else source for source in in_messages)
 
-    # ------------------------------------------------------------ a prompt after the other
+    # ------------------------------------------------------------ the next prompt of a call
 
     def place(self, call: Call, encoded: Encoded, done: Callable[[Encoded, float], None]) -> None:
-        """Prepare the images of the call's next prompt, and put them in place in its ids.
+        """Prepare the images of the call's next prompt, and put their tokens into its ids.
 
-        ``done`` gets the ids, or why the prompt can have none, and the seconds that it took; some turns of the loop
-        later where there are images.
+        ``done`` gets the ids or the error, and the seconds that this took. If there are images, it is called later.
         """
         prompt, began_at = call.num_started // call.request.num_samples, time.monotonic()
         try:
             sources = self._sources_of(call, prompt, encoded)
             if isinstance(encoded, list):
                 if sources and self.placeholder_id not in encoded:
-                    what = f"no image placeholder, and {checks.counted(len(sources), 'image')}"
-                    raise ValueError(f"the prompt has {what}; write {self._family.placeholder} in it for each")
+                    images = checks.counted(len(sources), "image")
+                    hint = f"write {self._family.placeholder} in it for each"
+                    raise ValueError(f"the prompt has no image placeholder, and {images}; {hint}")
                 check_count(encoded, self.placeholder_id, len(sources))
         except (TypeError, ValueError) as error:
             done(error, 0.0)
@@ -147,13 +150,13 @@ class PromptImages:
         if not isinstance(encoded, list) or not sources:
             done(encoded, 0.0)
             return
-        images = self._begin(call, prompt, sources)
-        self._begin_others(call, prompt)
+        prompt_images = self._begin(call, prompt, sources)
+        self._begin_ahead(call, prompt)
 
         def prepared() -> None:
-            done(images.error or self._placed(encoded, images), time.monotonic() - began_at)
+            done(prompt_images.error or self._placed(encoded, prompt_images), time.monotonic() - began_at)
 
-        images.when_over(prepared)
+        prompt_images.when_over(prepared)
 
     def _sources_of(self, call: Call, prompt: int, encoded: Encoded) -> tuple[ImageSource, ...]:
         if isinstance(call.request.prompts[prompt], Exception):
@@ -165,20 +168,20 @@ class PromptImages:
         if prompt not in held:
             name = f" of prompt {prompt}" if call.request.is_batch else ""
             images = ImagesOfPrompt(sources, name)
-            held[prompt] = _Held(images, call.request.num_samples)
+            held[prompt] = _HeldImages(images, call.request.num_samples)
             self.intake.begin(images)
         return held[prompt].images
 
-    def _begin_others(self, call: Call, prompt: int) -> None:
-        """Begin with the images of the next prompts, too."""
+    def _begin_ahead(self, call: Call, prompt: int) -> None:
+        """Begin with the images of the next prompts of the batch."""
         request = call.request
-        for place in range(prompt + 1, min(prompt + MAX_AHEAD, len(request.prompts))):
-            given = request.prompts[place]
-            if isinstance(given, Exception) or not given.is_checked:
+        for number in range(prompt + 1, min(prompt + MAX_AHEAD, len(request.prompts))):
+            ahead = request.prompts[number]
+            if isinstance(ahead, Exception) or not ahead.is_checked:
                 continue
-            sources = self.sources(request, place, given.images if isinstance(given, ChatPrompt) else ())
+            sources = self.sources(request, number, ahead.images if isinstance(ahead, ChatPrompt) else ())
             if sources:
-                self._begin(call, place, sources)
+                self._begin(call, number, sources)
 
     def _placed(self, encoded: list[int], images: ImagesOfPrompt) -> MediaIds | ValueError:
         try:
@@ -205,10 +208,10 @@ class PromptImages:
             [self._ids_of_text[text]] = self._encoder.tokenize([text])
         return self._ids_of_text[text]
 
-    # ------------------------------------------------------------ until they are needed no more
+    # ------------------------------------------------------------ release
 
     def row_ended(self, call: Call, prompt: int) -> None:
-        """One of the rows of a prompt has ended; the call goes on."""
+        """One row of a prompt has ended."""
         held = self._held.get(call, {}).get(prompt)
         if held is not None:
             held.num_rows -= 1
@@ -222,9 +225,9 @@ class PromptImages:
 
 
 def start_intake(model: ImageModel, *, is_for_gpu: bool) -> ImageIntake:
-    """For this machine: as many images are prepared at a time as it has cores, but for one.
+    """Create the intake, with one worker fewer than this machine has cores.
 
-    The process that prepares them starts now, beside the others, so that the first image need not wait for it.
+    The media process starts now, so that the first image does not wait for it.
     """
     intake = ImageIntake(model, max(1, num_threads() - 1), is_for_gpu=is_for_gpu)
     if _has_pillow():

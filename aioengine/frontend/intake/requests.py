@@ -25,6 +25,7 @@ from aioengine.frontend.intake.prompts import (
     CHAT_ARGUMENTS,
     MAX_IDS_AT_CALL,
     MESSAGES,
+    USUAL,
     CheckBudget,
     EncodeRules,
     Prompt,
@@ -284,11 +285,10 @@ def generate_request(
     Raises:
         TypeError, ValueError: what is wrong, with the field and the value.
     """
-    embeds = None
+    embeds, rules = None, USUAL
     if options:
         check_names(options, ("prompt", "sampling_params", "input_ids", "stream"), GenerateOptions.__annotations__)
-        embeds = options.get("input_embeds")
-    rules = encode_rules(options)
+        embeds, rules = options.get("input_embeds"), encode_rules(options)
     if embeds is not None:
         if prompt is not None or input_ids is not None:
             raise ValueError("input_embeds is given beside a prompt; give one of them")

@@ -19,7 +19,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from aioengine.kernels.adapter_slots import FEW_ROWS_OF_TILE, RANKS, TABLE_COLUMNS, UNIT
 from aioengine.kernels.linear import DeviceMatmul
-from aioengine.kernels.triton.launcher import KernelLauncher, has_dependent_launch, next_power_of_2, options
+from aioengine.kernels.triton.dependent import start_next_and_wait
+from aioengine.kernels.triton.launcher import KernelLauncher, alignments, has_dependent_launch, next_power_of_2, options
 from aioengine.kernels.triton.vector_linear import products, shape_of_programs
 
 if TYPE_CHECKING:
@@ -197,9 +198,7 @@ def _expand_kernel(
     if IS_GATED:
         up_entry, num_up_ranks = _entry(table, place, first_part + 1, slot, WORDS)
         up_matrix, up_first = _first_lines(pool, place, up_entry, num_up_ranks, outputs, size, BLOCK_RANKS)
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next_and_wait(DEPENDENT)
     if IS_GATED:
         if slot >= 0:
             gate = tl.load(values, mask=inside, other=0.0)
@@ -276,8 +275,8 @@ class _Call(NamedTuple):
     def key(self) -> tuple[object, ...]:
         """Return the common part of the ``KernelLauncher`` keys."""
         weights, tiles = self.weights, self.tiles
-        alignments = tiles.order.data_ptr() % 16, tiles.slots.data_ptr() % 16
-        return (weights.pool.dtype, weights.size, self.sizes, weights.max_rank, tiles.order.shape[1], alignments)
+        sizes = weights.size, self.sizes, weights.max_rank, tiles.order.shape[1]
+        return weights.pool.dtype, *sizes, *alignments(tiles.order, tiles.slots)
 
     def partials(self, num_splits: int) -> Tensor:
         """Return uninitialized memory for partial sums [K, N, R, width]."""
@@ -329,7 +328,7 @@ def _multiply_with_a(matmul: DeviceMatmul, x: Tensor, call: _Call) -> tuple[Tens
         *(weights.first_part, weights.pool.shape[1] // UNIT, num_outputs, num_programs),
         *(size, rows, block, weights.max_rank, call.unit_words, bias is not None, has_dependent_launch()),
     )
-    key = call.key, weight.shape, bias is None, x.data_ptr() % 16, weight.data_ptr() % 16
+    key = call.key, weight.shape, bias is None, *alignments(x, weight)
     _vector((num_programs + call.width // rows, 1, 1), key, arguments, options(num_warps))
     return y, partials
 

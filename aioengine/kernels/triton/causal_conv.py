@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from aioengine.kernels.state_rows import BLOCK_TOKENS
-from aioengine.kernels.triton.launcher import KernelLauncher
+from aioengine.kernels.triton.launcher import KernelLauncher, alignments
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,6 +36,22 @@ def _result(
 
 
 @triton.jit
+def _past_inputs(
+    state: tl.tensor,
+    slots: tl.tensor,
+    starts: tl.tensor,
+    row: tl.tensor,
+    channels: tl.tensor,
+    num_channels: tl.tensor,
+    WIDTH: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return pointers to the oldest inputs in a row's state, and the channels that have them: none at position 0."""
+    slot = tl.load(slots + row).to(tl.int64)
+    has_past = channels < tl.where(tl.load(starts + row) > 0, num_channels, 0)
+    return state + slot * (WIDTH - 1) * num_channels + channels, has_past
+
+
+@triton.jit
 def _step_kernel(
     x: tl.tensor,
     weight: tl.tensor,
@@ -55,10 +71,8 @@ def _step_kernel(
     row = tl.program_id(0).to(tl.int64)
     channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channels < num_channels
-    slot = tl.load(slots + row).to(tl.int64)
-    has_past = channels < tl.where(tl.load(starts + row) > 0, num_channels, 0)
+    inputs, has_past = _past_inputs(state, slots, starts, row, channels, num_channels, WIDTH)
     newest = tl.load(x + row * x_stride + channels, mask=inside, other=0.0)
-    inputs = state + slot * (WIDTH - 1) * num_channels + channels
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for place in tl.static_range(WIDTH - 1):
         past = tl.load(inputs + place * num_channels, mask=has_past, other=0.0)
@@ -102,9 +116,7 @@ def _block_kernel(
     if first >= count:
         return
     tokens = first + tl.arange(0, TOKENS)
-    slot = tl.load(slots + row).to(tl.int64)
-    has_past = channels < tl.where(tl.load(starts + row) > 0, num_channels, 0)
-    inputs = state + slot * (WIDTH - 1) * num_channels + channels
+    inputs, has_past = _past_inputs(state, slots, starts, row, channels, num_channels, WIDTH)
     total = tl.zeros([TOKENS, BLOCK], dtype=tl.float32)
     for place in tl.static_range(WIDTH):
         source = tokens + (place - WIDTH + 1)
@@ -138,9 +150,7 @@ def _state_kernel(
     inside = channels < num_channels
     begin = tl.load(ends + row - 1, mask=row > 0, other=0).to(tl.int64)
     count = tl.load(ends + row).to(tl.int64) - begin
-    slot = tl.load(slots + row).to(tl.int64)
-    has_past = channels < tl.where(tl.load(starts + row) > 0, num_channels, 0)
-    inputs = state + slot * (WIDTH - 1) * num_channels + channels
+    inputs, has_past = _past_inputs(state, slots, starts, row, channels, num_channels, WIDTH)
     for place in tl.static_range(WIDTH - 1):
         source = count - (WIDTH - 1) + place
         if source >= 0:
@@ -185,4 +195,4 @@ def rows_key(rows: StateRows) -> tuple[object, ...]:
     """Return the part of a ``KernelLauncher`` key that depends on the rows."""
     tensors = rows.slots, rows.starts, rows.ends
     dtypes = tuple(tensor.dtype for tensor in tensors)
-    return (*dtypes, *(tensor.data_ptr() % 16 for tensor in tensors), rows.blocks is None)
+    return (*dtypes, *alignments(*tensors), rows.blocks is None)

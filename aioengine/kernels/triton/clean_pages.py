@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from aioengine.kernels.triton.launcher import KernelLauncher
+from aioengine.kernels.triton.launcher import KernelLauncher, alignments
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,5 +50,5 @@ def clean(pool: Tensor, token_ids: Tensor, rows: Tensor, page_ids: Tensor) -> No
     num_layers, num_sides, _, num_kv_heads, page_size, head_size = pool.shape
     sizes = num_kv_heads * page_size * head_size, BLOCK
     tensors = pool, token_ids, rows, page_ids
-    key = (pool.dtype, sizes, *(tensor.data_ptr() % 16 for tensor in tensors))
+    key = (pool.dtype, sizes, *alignments(*tensors))
     _clean((rows.shape[0], num_layers * num_sides, 1), key, (*tensors, pool.stride(1), *sizes), {"num_warps": 4})

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from aioengine.kernels.triton.dependent import start_next_and_wait
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, has_dependent_launch, next_power_of_2
 from aioengine.kernels.triton.scores import (
     MASKED,
     NO_RULES,
     capped,
+    merged,
     nothing_attended,
     softmax_step,
     store_split,
@@ -109,11 +110,7 @@ def _merge(
         split_total = tl.load(marks + 2 * source + 1, mask=is_member, other=1.0, cache_modifier=".cg")
         pointers = sums + source[:, None] * HEAD_SIZE + columns
         split_sums = tl.load(pointers, mask=is_member[:, None], other=0.0, cache_modifier=".cg")
-        higher = tl.maximum(highest, split_highest)
-        shrink, weight = tl.exp2(highest - higher), tl.exp2(split_highest - higher)
-        total = total * shrink + split_total * weight
-        whole = whole * shrink[:, None] + split_sums * weight[:, None]
-        highest = higher
+        highest, total, whole = merged(highest, total, whole, split_highest, split_total, split_sums)
     return highest, total, whole
 
 
@@ -181,9 +178,7 @@ def _decode_kernel(
         begin, end = tl.load(split + max_splits), tl.load(split + 2 * max_splits)
         count, first_split = tl.load(split + 3 * max_splits), tl.load(split + 4 * max_splits)
         pages = page_ids + tl.load(page_starts + row)
-        if DEPENDENT:
-            gdc_launch_dependents()
-            gdc_wait()
+        start_next_and_wait(DEPENDENT)
         members, columns = tl.arange(0, ROWS), tl.arange(0, HEAD_SIZE)[None, :]
         is_member, heads = members < GROUP, head * GROUP + members
         inside = is_member[:, None] & (columns < HEAD_SIZE)
@@ -202,8 +197,8 @@ def _decode_kernel(
             done = num_done + row * NUM_KV_HEADS + head
             if tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == count - 1:
                 split_heads = first_split * (NUM_KV_HEADS * GROUP) + heads
-                merged = _merge(sums, marks, split_heads, count, is_member, NUM_KV_HEADS * GROUP, HEAD_SIZE)
-                _finish(out, *merged, *target, HEAD_SIZE, MERGES, SINKS)
+                whole = _merge(sums, marks, split_heads, count, is_member, NUM_KV_HEADS * GROUP, HEAD_SIZE)
+                _finish(out, *whole, *target, HEAD_SIZE, MERGES, SINKS)
                 tl.store(done, 0)
 
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from aioengine.kernels.triton.launcher import KernelLauncher, has_dependent_launch, options
+from aioengine.kernels.triton.dependent import wait_and_start_next
+from aioengine.kernels.triton.launcher import KernelLauncher, alignments, has_dependent_launch, options
 from aioengine.kernels.triton.routing import align
 
 if TYPE_CHECKING:
@@ -73,9 +73,7 @@ def _tiled_kernel(
     num_blocks = tl.cdiv(NUM_OUTPUTS, OUTPUTS)  # a constant, so that the compiler knows that stores are aligned
     tile = tl.program_id(0) // num_blocks
     outputs = tl.program_id(0) % num_blocks * OUTPUTS + tl.arange(0, OUTPUTS)
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_and_start_next(DEPENDENT)
     expert, first, end = tl.load(tiles + tile), tl.load(tiles + max_tiles + tile), tl.load(tiles + 2 * max_tiles + tile)
     if tile < tl.load(num_tiles):  # otherwise the loaded numbers are undefined
         rows = first + tl.arange(0, ROWS)
@@ -122,9 +120,7 @@ def _vector_gated_kernel(
     is_output = (outputs < num_outputs)[:, None]
     columns = tl.arange(0, BLOCK)[None, :]
     vectors = x + (pair // TOP_K).to(tl.int64) * SIZE + columns + tl.zeros((OUTPUTS, 1), tl.int32)
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_and_start_next(DEPENDENT)
     expert = tl.load(experts + pair).to(tl.int64)
     pointers = weight + (expert * (2 * num_outputs) + outputs.to(tl.int64))[:, None] * SIZE + columns
     up_pointers = pointers + num_outputs.to(tl.int64) * SIZE
@@ -168,9 +164,7 @@ def _vector_down_kernel(
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_output = outputs < num_outputs
     columns = tl.arange(0, BLOCK)[None, :]
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_and_start_next(DEPENDENT)
     total = tl.zeros((OUTPUTS,), tl.float32)
     lines, factors = (), ()
     for index in tl.static_range(TOP_K):
@@ -204,9 +198,7 @@ def _sum_kernel(
     token = tl.program_id(0).to(tl.int64)
     outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_output = outputs < num_outputs
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_and_start_next(DEPENDENT)
     own = parts + token * TOP_K * num_outputs + outputs
     total = tl.zeros((OUTPUTS,), tl.float32)
     for index in tl.static_range(TOP_K):
@@ -293,7 +285,7 @@ def _multiply_tiles(
         *(max_tiles, num_outputs, size, top_k, tile.rows, tile.outputs, tile.block, tile.stages),
         *(gate is not None, bias is not None, limit, alpha, has_dependent_launch()),
     )
-    key = x.dtype, weight.shape, tile, top_k, gate, bias is None, x.data_ptr() % 16, weight.data_ptr() % 16
+    key = x.dtype, weight.shape, tile, top_k, gate, bias is None, *alignments(x, weight)
     _tiled((max_tiles * -(-num_outputs // tile.outputs), 1, 1), key, arguments, options(tile.warps))
     return out
 
@@ -343,7 +335,7 @@ def multiply_vectors(
         *(x, weight, weight if bias is None else bias, out, chosen.experts, num_outputs, size, top_k),
         *(outputs, block, unroll, bias is not None, *weights.gate, has_dependent_launch()),
     )
-    key = x.dtype, weight.shape, programs, top_k, weights.gate, bias is None, x.data_ptr() % 16, weight.data_ptr() % 16
+    key = x.dtype, weight.shape, programs, top_k, weights.gate, bias is None, *alignments(x, weight)
     _vector_gated((-(-num_outputs // outputs), num_tokens * top_k, 1), key, arguments, options(num_warps))
     return out
 

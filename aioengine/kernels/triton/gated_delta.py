@@ -16,7 +16,7 @@ import triton.language as tl
 
 from aioengine.kernels.triton import delta_blocks
 from aioengine.kernels.triton.causal_conv import rows_key
-from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2
+from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -134,13 +134,13 @@ def gated_delta(channels: Tensor, gates: DeltaGates, state: Tensor, rows: StateR
     has_blocks = in_blocks and rows.blocks is not None
     most = delta_blocks.LEAST_TOKENS - 1 if has_blocks else sys.maxsize
     block_v = min(_VALUES, next_power_of_2(value_size))
+    sizes = group, key_size, value_size
     arguments = (
         *(channels, gates.steps, gates.scores, gates.log_rate, gates.bias, state),
         *(rows.slots, rows.starts, rows.ends, out, num_channels, stride, num_heads, key_size**-0.5),
-        *(group, key_size, value_size, block_k, block_v, most, 1e-6),
+        *(*sizes, block_k, block_v, most, 1e-6),
     )
-    alignments = gates.steps.data_ptr() % 16, gates.scores.data_ptr() % 16, state.data_ptr() % 16
-    key = (channels.dtype, num_channels, stride, num_heads, group, key_size, value_size, alignments)
+    key = channels.dtype, num_channels, stride, num_heads, *sizes, *alignments(gates.steps, gates.scores, state)
     key = (*key, has_blocks, *rows_key(rows))
     _scan((-(-value_size // block_v), num_heads, len(rows.slots)), key, arguments, {"num_warps": 1})
     if has_blocks:

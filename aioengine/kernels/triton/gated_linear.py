@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from aioengine.kernels.triton.dependent import start_next_and_wait
 from aioengine.kernels.triton.launcher import KernelLauncher, compile_only, has_dependent_launch, options
 
 if TYPE_CHECKING:
@@ -74,9 +74,7 @@ def _gated_kernel(
     DEPENDENT: tl.constexpr,
 ) -> None:
     first = tl.program_id(0) * OUTPUTS
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next_and_wait(DEPENDENT)
     gate, up = tl.zeros((OUTPUTS, ROWS), tl.float32), tl.zeros((OUTPUTS, ROWS), tl.float32)
     if MORE > 0:
         gate_more, up_more = tl.zeros((OUTPUTS, MORE), tl.float32), tl.zeros((OUTPUTS, MORE), tl.float32)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from aioengine.kernels.triton.launcher import KernelLauncher
+from aioengine.kernels.triton.launcher import KernelLauncher, alignments
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,6 +49,6 @@ def mask(logits: Tensor, rules: Tensor, masks: Tensor) -> None:
     rules: [X, 2] int32, (row, the only allowed token, or -1 - index of its mask) of each constrained row.
     """
     num_tokens = min(logits.shape[1], 32 * masks.shape[1])
-    key = logits.dtype, logits.data_ptr() % 16, masks.data_ptr() % 16
+    key = logits.dtype, *alignments(logits, masks)
     arguments = logits, logits.stride(0), masks, masks.stride(0), rules, num_tokens, _BLOCK
     _mask((len(rules), -(-num_tokens // _BLOCK), 1), key, arguments, {"num_warps": 4})

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from aioengine.kernels.triton.launcher import KernelLauncher
+from aioengine.kernels.triton.launcher import KernelLauncher, alignments
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,6 +72,6 @@ def matmul(x: Tensor, weight: Tensor, out: Tensor) -> None:
     rows, outputs, block, num_warps = WIDE if x.dtype == torch.float32 else NARROW
     sizes = num_outputs, size, *x.stride()[:2], *weight.stride(), *out.stride()[:2], rows, outputs, block
     tensors = x, weight, out
-    key = x.dtype, sizes, *(tensor.data_ptr() % 16 for tensor in tensors)
+    key = x.dtype, sizes, *alignments(*tensors)
     grid = -(-num_rows // rows), -(-num_outputs // outputs), num_heads
     _matmul(grid, key, (*tensors, num_rows, *sizes), {"num_warps": num_warps})

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from aioengine.kernels.triton.launcher import KernelLauncher, has_dependent_launch, next_power_of_2, options
+from aioengine.kernels.triton.dependent import start_next_and_wait
+from aioengine.kernels.triton.launcher import KernelLauncher, alignments, has_dependent_launch, next_power_of_2, options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,9 +100,7 @@ def _rotate_kernel(
     if NORMS:  # the weights are constant, so they need not wait for the previous kernel
         weight_low, weight_high = _norm_weights(query_weight, key_weight, head < NUM_QUERY, columns, HALF)
         least = tl.load(epsilon)
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next_and_wait(DEPENDENT)
     low = tl.load(pointers, mask=inside, other=0.0)
     high = tl.load(pointers + HALF, mask=inside, other=0.0)
     value_low, value_high = low, high
@@ -164,9 +162,7 @@ def _write_kernel(
     is_key = inside & (head >= NUM_QUERY) & (head < NUM_QUERY + NUM_KV)
     kv_head = head - NUM_QUERY
     kv_head = tl.where(kv_head < NUM_KV, kv_head, kv_head - NUM_KV)
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next_and_wait(DEPENDENT)
     slot = tl.load(slots + token).to(tl.int64)
     target = ((slot // PAGE_SIZE * NUM_KV + kv_head) * PAGE_SIZE + slot % PAGE_SIZE) * SIZE + columns
     key = tl.load(new_keys + token * key_token + kv_head * key_head + columns, mask=is_key, other=0.0)
@@ -210,9 +206,7 @@ def _rotate_qk_kernel(
     is_query = (head < NUM_QUERY) & (columns < HALF)
     is_key = (head >= NUM_QUERY) & (head < NUM_QUERY + NUM_KV) & (columns < HALF)
     key_index = head - NUM_QUERY
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next_and_wait(DEPENDENT)
     query = queries + token * query_token + head * query_head + columns
     key = keys + token * key_token + key_index * key_head + columns
     low = tl.where(is_query, tl.load(query, mask=is_query), tl.load(key, mask=is_key))
@@ -282,10 +276,9 @@ def rotate(
         *(num_query, num_kv, half, next_power_of_2(half), HEADS, page_size, has_norms, writes, moves),
         has_dependent_launch(),
     )
+    dtypes = heads.dtype, keys.dtype, slots.dtype, norms[0].dtype if norms else None
     sizes = stride, num_query, num_kv, half, page_size
-    alignments = heads.data_ptr() % 16, out is not None and out.data_ptr() % 16
-    norm_dtype = norms[0].dtype if norms else None
-    key = (heads.dtype, keys.dtype, slots.dtype, sizes, norm_dtype, writes, moves, alignments)
+    key = *dtypes, *sizes, writes, moves, *alignments(heads, heads if out is None else out)
     _rotate((num_tokens, -(-(num_heads if writes else num_query + num_kv) // HEADS), 1), key, arguments, options(4))
 
 
@@ -329,8 +322,7 @@ def rotate_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, T
 def _forms(tensors: tuple[Tensor, ...], strides: list[int]) -> tuple[object, ...]:
     """Return the properties of tensors [...] and strides for which Triton compiles separate specializations."""
     wide = tuple(stride > (1 << 31) - 1 for stride in strides)
-    alignments = [tensor.data_ptr() % 16 == 0 for tensor in tensors]
-    return (*alignments, *((stride % 16 == 0, stride == 1) for stride in strides), wide)
+    return (*alignments(*tensors), *((stride % 16 == 0, stride == 1) for stride in strides), wide)
 
 
 def flatten_pages(page_table: Tensor, starts: Tensor, out: Tensor) -> None:

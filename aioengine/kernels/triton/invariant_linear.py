@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from aioengine.kernels.triton.launcher import KernelLauncher
+from aioengine.kernels.triton.launcher import KernelLauncher, alignments
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,8 +100,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | None = N
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
     any_bias = weight if bias is None else bias  # the kernel does not read it without a bias
     arguments = (x, weight, any_bias, out, num_rows, num_outputs, size, rows, outputs, block, BAND, bias is not None)
-    alignments = tuple(tensor.data_ptr() % 16 for tensor in (x, weight, any_bias))
-    key = x.dtype, weight.shape, tile, bias is None, alignments
+    key = x.dtype, weight.shape, tile, bias is None, *alignments(x, weight, any_bias)
     grid = _num_tiles(num_rows, num_outputs, tile), 1, 1
     _matmul(grid, key, arguments, {"num_warps": num_warps, "num_stages": num_stages})
     return out

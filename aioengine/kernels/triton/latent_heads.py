@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from aioengine.kernels.triton.launcher import KernelLauncher, has_dependent_launch, next_power_of_2, options
+from aioengine.kernels.triton.dependent import start_next_and_wait
+from aioengine.kernels.triton.launcher import KernelLauncher, alignments, has_dependent_launch, next_power_of_2, options
+from aioengine.kernels.triton.rows import rms_normed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -119,9 +120,7 @@ def _heads_kernel(
     cos, sin = cos + token * (2 * HALF), sin + token * (2 * HALF)
     target = heads + token * OUT_STRIDE
     if tl.program_id(1) > 0:
-        if DEPENDENT:
-            gdc_launch_dependents()
-            gdc_wait()
+        start_next_and_wait(DEPENDENT)
         head = (tl.program_id(1) - 1) * HEADS + tl.arange(0, HEADS)[:, None]
         _store_queries(
             *(q + token * Q_STRIDE + head * QUERY_SIZE, target + head * OUT_HEAD, cos, sin, head < NUM_HEADS),
@@ -132,13 +131,9 @@ def _heads_kernel(
         is_value = values < VALUE_SIZE
         scale = tl.load(weight + values, mask=is_value, other=0.0)
         least = tl.load(epsilon)
-        if DEPENDENT:
-            gdc_launch_dependents()
-            gdc_wait()
+        start_next_and_wait(DEPENDENT)
         latent = tl.load(latents + token * LATENT_STRIDE + values, mask=is_value, other=0.0)
-        wide = latent.to(tl.float32)
-        inverse = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 0) / VALUE_SIZE + least)
-        normed = (wide * inverse).to(latent.dtype) * scale
+        normed = rms_normed(latent, scale, VALUE_SIZE, least, False)
         # names differ from the other branch, because Triton merges variables of both branches
         place = tl.zeros((1, 1), tl.int64) + token * LATENT_STRIDE + VALUE_SIZE
         columns = tl.arange(0, COLUMNS)[None, :]
@@ -181,8 +176,7 @@ def _launch(q: Tensor, latents: Tensor, out: _Out, *, norm: Norm, tables: tuple[
         *(out.keeps, out.pages is not None, has_dependent_launch()),
     )
     tensors = q, latents, *norm, *tables, out.heads, slots, keys
-    alignments = tuple(tensor.data_ptr() % 16 for tensor in (q, latents, norm[0], out.heads, keys))
-    key = q.dtype, keys.dtype, slots.dtype, sizes, alignments
+    key = q.dtype, keys.dtype, slots.dtype, sizes, *alignments(q, latents, norm[0], out.heads, keys)
     grid = num_tokens, -(-num_heads // HEADS) + 1, 1
     _heads(grid, key, (*tensors, *sizes), options(4))
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from aioengine.kernels.expert_types import ChosenExperts
+from aioengine.kernels.triton.dependent import wait_and_start_next
 from aioengine.kernels.triton.launcher import KernelLauncher, has_dependent_launch, next_power_of_2, options
 
 if TYPE_CHECKING:
@@ -44,9 +44,7 @@ def _route_kernel(
     groups, places = tl.arange(0, GROUPS)[:, None], tl.arange(0, PLACES)[None, :]
     numbers = groups * SIZE + places
     is_expert = (groups < NUM_GROUPS) & (places < SIZE)
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_and_start_next(DEPENDENT)
     scores = tl.load(logits + token * (NUM_GROUPS * SIZE) + numbers, mask=is_expert, other=float("-inf"))
     scores = scores.to(tl.float32)
     if IS_SIGMOID:
@@ -103,9 +101,7 @@ def _count_kernel(
     DEPENDENT: tl.constexpr,
 ) -> None:  # fmt: skip
     block = tl.program_id(0)
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_and_start_next(DEPENDENT)
     tl.store(counts + block * BINS + tl.arange(0, BINS), _counted(experts, block * BLOCK, num_pairs, BINS, BLOCK))
 
 
@@ -116,9 +112,7 @@ def _align_kernel(
     IS_COUNTED: tl.constexpr, COUNTS: tl.constexpr, DEPENDENT: tl.constexpr,
 ) -> None:  # fmt: skip
     expert, own_block = tl.program_id(0), tl.program_id(1)
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_and_start_next(DEPENDENT)
     bins = tl.arange(0, BINS)
     counts, before = tl.zeros((BINS,), tl.int32), tl.zeros((BINS,), tl.int32)  # before: in the blocks before this one
     if IS_COUNTED:

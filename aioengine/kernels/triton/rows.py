@@ -7,12 +7,23 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from aioengine.kernels.triton.launcher import KernelLauncher, has_dependent_launch, next_power_of_2, options
+from aioengine.kernels.triton.dependent import start_next_and_wait
+from aioengine.kernels.triton.launcher import KernelLauncher, alignments, has_dependent_launch, next_power_of_2, options
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+@triton.jit
+def rms_normed(
+    x: tl.tensor, weight: tl.tensor, num_columns: tl.tensor, epsilon: tl.tensor, WIDE: tl.constexpr
+) -> tl.tensor:
+    """Return the RMS norm of a row x [D] times its weight [D]. WIDE: round once, after the multiplication."""
+    wide = x.to(tl.float32)
+    inverse = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 0) / num_columns + epsilon)
+    normed = wide * inverse * weight if WIDE else (wide * inverse).to(x.dtype) * weight
+    return normed.to(x.dtype)
 
 
 @triton.jit
@@ -34,17 +45,12 @@ def _norm_kernel(
     inside = columns < num_columns
     scale = tl.load(weight + columns, mask=inside, other=0.0)  # constant, so it need not wait for the previous kernel
     least = tl.load(epsilon)
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next_and_wait(DEPENDENT)
     x = tl.load(residual + row * row_stride + columns, mask=inside, other=0.0)
     if ADDS:
         x = x + tl.load(delta + row * num_columns + columns, mask=inside, other=0.0)
         tl.store(residual + row * row_stride + columns, x, mask=inside)
-    wide = x.to(tl.float32)
-    inverse = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 0) / num_columns + least)
-    normed = wide * inverse * scale if WIDE else (wide * inverse).to(x.dtype) * scale
-    tl.store(out + row * num_columns + columns, normed.to(x.dtype), mask=inside)
+    tl.store(out + row * num_columns + columns, rms_normed(x, scale, num_columns, least, WIDE), mask=inside)
 
 
 @triton.jit
@@ -68,20 +74,12 @@ def _norm_and_add_kernel(
     first_scale = tl.load(behind + columns, mask=inside, other=0.0)
     second_scale = tl.load(before + columns, mask=inside, other=0.0)
     least = tl.load(epsilon)
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
-    given = tl.load(delta + places, mask=inside, other=0.0)
-    wide = given.to(tl.float32)
-    inverse = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 0) / num_columns + least)
-    normed = wide * inverse * first_scale if WIDE else (wide * inverse).to(given.dtype) * first_scale
-    x = tl.load(residual + places, mask=inside, other=0.0) + normed.to(given.dtype)
+    start_next_and_wait(DEPENDENT)
+    added = rms_normed(tl.load(delta + places, mask=inside, other=0.0), first_scale, num_columns, least, WIDE)
+    x = tl.load(residual + places, mask=inside, other=0.0) + added
     tl.store(residual + places, x, mask=inside)
     if NORMS_SUM:
-        wide = x.to(tl.float32)
-        inverse = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 0) / num_columns + least)
-        normed = wide * inverse * second_scale if WIDE else (wide * inverse).to(x.dtype) * second_scale
-        tl.store(out + places, normed.to(x.dtype), mask=inside)
+        tl.store(out + places, rms_normed(x, second_scale, num_columns, least, WIDE), mask=inside)
 
 
 @triton.jit
@@ -105,9 +103,7 @@ def _layer_norm_kernel(
     shift = tl.zeros_like(scale)
     if HAS_BIAS:
         shift = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next_and_wait(DEPENDENT)
     places = row * num_columns + columns
     x = tl.load(residual + places, mask=inside, other=0.0) + tl.load(delta + places, mask=inside, other=0.0)
     if KEEPS_SUM:
@@ -159,9 +155,7 @@ def _gated_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next_and_wait(DEPENDENT)
     gate = tl.load(x + row * 2 * size + columns, mask=inside, other=0.0)
     up = tl.load(x + row * 2 * size + size + columns, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
@@ -178,9 +172,7 @@ def _gated_kernel(
 def _gelu_kernel(x: tl.tensor, out: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr) -> None:
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = places < size
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next_and_wait(DEPENDENT)
     given = tl.load(x + places, mask=inside, other=0.0)
     tl.store(out + places, _gelu_of(given.to(tl.float32)).to(given.dtype), mask=inside)
 
@@ -224,7 +216,7 @@ def norm_and_add(delta: Tensor, residual: Tensor, post: Tensor, pre: Tensor | No
         *(delta, residual, post, post if pre is None else pre, out, num_columns, epsilon),
         *(norms_sum, is_wide, block, has_dependent_launch()),
     )
-    key = (residual.dtype, num_columns, norms_sum, is_wide, delta.data_ptr() % 16, residual.data_ptr() % 16)
+    key = (residual.dtype, num_columns, norms_sum, is_wide, *alignments(delta, residual))
     _norm_and_add((num_rows, 1, 1), key, arguments, options(_num_warps(block)))
     return out
 
@@ -240,8 +232,7 @@ def add_layer_norm(
         *(delta, residual, weight, weight if bias is None else bias, out, num_columns),
         *(epsilon, bias is not None, keeps_sum, block, has_dependent_launch()),
     )
-    alignments = delta.data_ptr() % 16, residual.data_ptr() % 16
-    key = (residual.dtype, num_columns, epsilon, bias is not None, keeps_sum, alignments)
+    key = (residual.dtype, num_columns, epsilon, bias is not None, keeps_sum, *alignments(delta, residual))
     _layer_norm((num_rows, 1, 1), key, arguments, options(_num_warps(block)))
     return out
 

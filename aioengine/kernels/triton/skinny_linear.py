@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from aioengine.kernels.triton.launcher import KernelLauncher, has_dependent_launch, next_power_of_2, options
+from aioengine.kernels.triton.launcher import KernelLauncher, alignments, has_dependent_launch, next_power_of_2, options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -126,7 +126,6 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, *, programs: Programs
         *(x, weight, weight if bias is None else bias, partials, num_done, out, num_rows, num_outputs),
         *(size, rows, outputs, block, splits, stages, ahead, has_bias, has_dependent_launch()),
     )
-    alignments = x.data_ptr() % 16, weight.data_ptr() % 16
-    key = (x.dtype, weight.shape, programs, rows, has_bias, alignments)
+    key = (x.dtype, weight.shape, programs, rows, has_bias, *alignments(x, weight))
     _skinny((tiles, splits, 1), key, arguments, options(num_warps))
     return out

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from aioengine.kernels.triton import delta_blocks
 from aioengine.kernels.triton.causal_conv import rows_key
-from aioengine.kernels.triton.delta_blocks import LEAST, LEAST_TOKENS, TOKENS
+from aioengine.kernels.triton.delta_blocks import LEAST_TOKENS, TOKENS
 from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def _times(
 
 
 @triton.jit
-def _scan_kernel(
+def _rows_kernel(
     channels: tl.tensor,
     steps: tl.tensor,
     rates: tl.tensor,
@@ -61,96 +61,62 @@ def _scan_kernel(
     BLOCK_V: tl.constexpr,
     LEAST_TIME: tl.constexpr,
     MOST_TIME: tl.constexpr,
+    LEAST: tl.constexpr,
     MOST: tl.constexpr,
+    IN_BLOCKS: tl.constexpr,
 ) -> None:
-    head, row = tl.program_id(1), tl.program_id(2)
-    keys = tl.arange(0, BLOCK_K)
-    values = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    is_key, is_value = keys < KEYS, values < VALUES
-    begin, count = delta_blocks.span_of(ends, row)
-    if (count > MOST) | (count == 0):
-        return
-    places, matrix = delta_blocks.load_matrix(
-        *(state, slots, starts, row, num_heads, head),
-        *(keys, values, is_value, KEYS, VALUES),
-    )
-    rate, bias, skip = -tl.exp(tl.load(rates + head)), tl.load(biases + head), tl.load(skips + head)
-    first_key = num_heads * VALUES + head // GROUP * KEYS
-    for token in range(begin, begin + count):
-        at = channels + token * num_channels
-        b = tl.load(at + first_key + keys, mask=is_key, other=0.0).to(tl.float32)
-        c = tl.load(at + first_key + num_heads // GROUP * KEYS + keys, mask=is_key, other=0.0).to(tl.float32)
-        x = tl.load(at + head * VALUES + values, mask=is_value, other=0.0).to(tl.float32)
-        time = _times(steps + token * step_stride + head, token >= begin, bias, LEAST_TIME, MOST_TIME)
-        matrix = matrix * tl.exp(rate * time) + b[:, None] * (time * x)[None, :]
-        found = tl.sum(matrix * c[:, None], 0) + skip * x
-        tl.store(out + (token * num_heads + head) * VALUES + values, found.to(out.dtype.element_ty), mask=is_value)
-    tl.store(places, matrix, mask=is_key[:, None] & is_value[None, :])
-
-
-@triton.jit
-def _blocks_kernel(
-    channels: tl.tensor,
-    steps: tl.tensor,
-    rates: tl.tensor,
-    biases: tl.tensor,
-    skips: tl.tensor,
-    state: tl.tensor,
-    slots: tl.tensor,
-    starts: tl.tensor,
-    ends: tl.tensor,
-    out: tl.tensor,
-    num_channels: tl.tensor,
-    step_stride: tl.tensor,
-    num_heads: tl.tensor,
-    GROUP: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    LEAST_TIME: tl.constexpr,
-    MOST_TIME: tl.constexpr,
-) -> None:
+    """Compute rows of ``LEAST`` to ``MOST`` tokens."""
     head, row = tl.program_id(1), tl.program_id(2)
     begin, count = delta_blocks.span_of(ends, row)
-    if count < LEAST:
+    if (count < LEAST) | (count > MOST):
         return
     keys, order = tl.arange(0, BLOCK_K), tl.arange(0, TOKENS)
     values = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    is_value = values < VALUES
+    is_key, is_value = keys < KEYS, values < VALUES
     places, matrix = delta_blocks.load_matrix(
         *(state, slots, starts, row, num_heads, head),
         *(keys, values, is_value, KEYS, VALUES),
     )
     rate, bias, skip = -tl.exp(tl.load(rates + head)), tl.load(biases + head), tl.load(skips + head)
     first_key = num_heads * VALUES + head // GROUP * KEYS
-    for first in range(0, count, TOKENS):
-        is_token = first + order < count
-        tokens = begin + first + order
-        time = _times(steps + tokens * step_stride + head, is_token, bias, LEAST_TIME, MOST_TIME)
-        total = tl.cumsum(rate * time, 0)
-        whole = tl.sum(rate * time, 0)
-        at = channels + tokens[:, None] * num_channels
-        is_key = is_token[:, None] & (keys < KEYS)[None, :]
-        b = tl.load(at + first_key + keys[None, :], mask=is_key, other=0.0).to(tl.float32)
-        c = at + first_key + num_heads // GROUP * KEYS + keys[None, :]
-        c = tl.load(c, mask=is_key, other=0.0).to(tl.float32)
-        is_here = is_token[:, None] & is_value[None, :]
-        x = tl.load(at + head * VALUES + values[None, :], mask=is_here, other=0.0).to(tl.float32)
-        products = tl.dot(c, tl.trans(b), input_precision="tf32")
-        products = delta_blocks.decayed(products, total, order[:, None] >= order[None, :])
-        written = x * time[:, None]
-        found = tl.dot(products, written, input_precision="tf32") + skip * x
-        found += tl.dot(c * tl.exp(total)[:, None], matrix, input_precision="tf32")
-        target = out + (tokens[:, None] * num_heads + head) * VALUES + values[None, :]
-        tl.store(target, found.to(out.dtype.element_ty), mask=is_here)
-        b *= tl.exp(whole - total)[:, None]
-        matrix = matrix * tl.exp(whole) + tl.dot(tl.trans(b), written, input_precision="tf32")
-    tl.store(places, matrix, mask=(keys < KEYS)[:, None] & is_value[None, :])
+    if IN_BLOCKS:
+        for first in range(0, count, TOKENS):
+            is_token = first + order < count
+            tokens = begin + first + order
+            time = _times(steps + tokens * step_stride + head, is_token, bias, LEAST_TIME, MOST_TIME)
+            total = tl.cumsum(rate * time, 0)
+            whole = tl.sum(rate * time, 0)
+            at = channels + tokens[:, None] * num_channels
+            is_read = is_token[:, None] & is_key[None, :]
+            b = tl.load(at + first_key + keys[None, :], mask=is_read, other=0.0).to(tl.float32)
+            c = at + first_key + num_heads // GROUP * KEYS + keys[None, :]
+            c = tl.load(c, mask=is_read, other=0.0).to(tl.float32)
+            is_here = is_token[:, None] & is_value[None, :]
+            x = tl.load(at + head * VALUES + values[None, :], mask=is_here, other=0.0).to(tl.float32)
+            products = tl.dot(c, tl.trans(b), input_precision="tf32")
+            products = delta_blocks.decayed(products, total, order[:, None] >= order[None, :])
+            written = x * time[:, None]
+            result = tl.dot(products, written, input_precision="tf32") + skip * x
+            result += tl.dot(c * tl.exp(total)[:, None], matrix, input_precision="tf32")
+            target = out + (tokens[:, None] * num_heads + head) * VALUES + values[None, :]
+            tl.store(target, result.to(out.dtype.element_ty), mask=is_here)
+            b *= tl.exp(whole - total)[:, None]
+            matrix = matrix * tl.exp(whole) + tl.dot(tl.trans(b), written, input_precision="tf32")
+    else:
+        for token in range(begin, begin + count):
+            at = channels + token * num_channels
+            b = tl.load(at + first_key + keys, mask=is_key, other=0.0).to(tl.float32)
+            c = tl.load(at + first_key + num_heads // GROUP * KEYS + keys, mask=is_key, other=0.0).to(tl.float32)
+            x = tl.load(at + head * VALUES + values, mask=is_value, other=0.0).to(tl.float32)
+            time = _times(steps + token * step_stride + head, token >= begin, bias, LEAST_TIME, MOST_TIME)
+            matrix = matrix * tl.exp(rate * time) + b[:, None] * (time * x)[None, :]
+            result = tl.sum(matrix * c[:, None], 0) + skip * x
+            head_out = out + (token * num_heads + head) * VALUES
+            tl.store(head_out + values, result.to(out.dtype.element_ty), mask=is_value)
+    tl.store(places, matrix, mask=is_key[:, None] & is_value[None, :])
 
 
-_scan = KernelLauncher(_scan_kernel)
-_blocks = KernelLauncher(_blocks_kernel)
+_rows = KernelLauncher(_rows_kernel)
 
 
 def state_space(
@@ -167,12 +133,11 @@ def state_space(
     sizes = num_channels, steps.stride(0), num_heads, num_heads // num_groups, key_size, value_size
     key = (channels.dtype, *sizes, *weights.limits, steps.data_ptr() % 16, has_blocks, *rows_key(rows))
     block_k, block_v = max(next_power_of_2(key_size), 16), max(next_power_of_2(value_size), 16)
-    blocks = block_k, min(block_v, _VALUES[0])
     most = LEAST_TOKENS - 1 if has_blocks else sys.maxsize
-    grid = (-(-value_size // blocks[1]), num_heads, len(rows.slots))
-    _scan(grid, key, (*tensors, out, *sizes, *blocks, *weights.limits, most), {"num_warps": 1})
-    if has_blocks:
-        blocks = block_k, min(block_v, _VALUES[1])
+    forms = (False, _VALUES[0], 1, most, 1), (True, _VALUES[1], LEAST_TOKENS, sys.maxsize, 8)
+    for in_blocks, max_values, least, most, num_warps in forms[: 1 + has_blocks]:
+        blocks = block_k, min(block_v, max_values)
         grid = (-(-value_size // blocks[1]), num_heads, len(rows.slots))
-        _blocks(grid, key, (*tensors, out, *sizes, *blocks, *weights.limits), {"num_warps": 8})
+        arguments = (*tensors, out, *sizes, *blocks, *weights.limits, least, most, in_blocks)
+        _rows(grid, (*key, in_blocks), arguments, {"num_warps": num_warps})
     return out

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from aioengine.kernels.triton.launcher import KernelLauncher, has_dependent_launch, options
+from aioengine.kernels.triton.dependent import wait_and_start_next
+from aioengine.kernels.triton.launcher import KernelLauncher, alignments, has_dependent_launch, options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,9 +36,7 @@ def products(
     columns = tl.arange(0, BLOCK)
     pointers = lines + columns[None, :]
     part = tl.load(pointers, mask=is_row & (columns[None, :] < SIZE), other=0.0, eviction_policy="evict_first")
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_and_start_next(DEPENDENT)
     vector = tl.load(x + columns, mask=columns < SIZE, other=0.0)
     total = part.to(tl.float32) * vector.to(tl.float32)[None, :]
     for start in tl.range(BLOCK, SIZE, BLOCK, loop_unroll_factor=4):
@@ -92,6 +90,6 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, programs: tuple[int, 
         *(x, weight, weight if bias is None else bias, out, num_outputs),
         *(size, rows, block, bias is not None, has_dependent_launch()),
     )
-    key = (x.dtype, weight.shape, rows, block, num_warps, bias is None, x.data_ptr() % 16, weight.data_ptr() % 16)
+    key = (x.dtype, weight.shape, rows, block, num_warps, bias is None, *alignments(x, weight))
     _matmul((-(-num_outputs // rows), 1, 1), key, arguments, options(num_warps))
     return out

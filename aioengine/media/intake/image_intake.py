@@ -1,7 +1,7 @@
-"""Images on their way from a call to the scheduler: read, prepared in the media process, kept as files by content.
+"""Reads the images of prompts, has the media process prepare them, and keeps the results as files, by content.
 
-Everything here runs on the engine's loop and never waits; files are read, written and removed on threads. An image that
-was prepared before, and is still there, costs a hash of its bytes.
+Everything here runs on the engine's loop and does not block: threads read, write and remove files. An image whose
+result is still kept costs only a hash of its bytes.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ if TYPE_CHECKING:
 NUM_READERS: Final = 4
 MAX_WORKERS: Final = 16
 MAX_KEPT_BYTES: Final = 1 << 28
-"""Of files that no request uses; the least recently used go first. Less where the disk is small."""
+"""Limit of the unused files; the least recently used are removed first. Less on a small disk."""
 
 MAX_KEPT_FILES: Final = 2048
-"""Of these: all files are looked at for each image, on the loop."""
+"""Limit of the unused files, because each image iterates over all files on the loop."""
 
 KEPT_SHARE: Final = 4
-"""They take at most 1 / ``KEPT_SHARE`` of what is free when their folder is made."""
+"""Unused files take at most 1 / ``KEPT_SHARE`` of the disk space that is free when their folder is created."""
 
 MAX_USED_BYTES: Final = 1 << 31
-"""Of files that requests use: beyond it, images of further prompts wait."""
+"""If the files of open requests take more, the images of further prompts wait."""
 
 MAX_SESSION_BYTES: Final = 1 << 31
-"""Of files that open sessions keep."""
+"""Limit of the files that open sessions keep."""
 
 MIN_SHARED_BYTES: Final = 1 << 33
-"""Of shared memory that is free, for files to be there: much more than they take."""
+"""Files are in shared memory only if this much of it is free, which is much more than they take."""
 
 STAGE: Final = "image"
 
@@ -74,9 +74,9 @@ class ImageFile(msgspec.Struct):
     """A prepared image, or one that is being prepared.
 
     Attributes:
-        content: sha256 of its bytes and of how they are prepared. shape: None until it is prepared.
+        content: sha256 of its bytes and of the settings of the preparation. shape: None until it is prepared.
         num_users: prompts that need it. num_sessions: open sessions that have it in a turn.
-        waiters: what waits until it is prepared; empty: it is not being prepared.
+        waiters: images of prompts that wait for the preparation; empty if it is not being prepared.
     """
 
     content: bytes
@@ -85,11 +85,11 @@ class ImageFile(msgspec.Struct):
     num_bytes: int = 0
     num_users: int = 0
     num_sessions: int = 0
-    waiters: list[_Unit] = []
+    waiters: list[_PromptImage] = []
 
 
-class _Read(NamedTuple):
-    """An image that was read. source: the file with its bytes; "": it was there already, prepared."""
+class _ReadImage(NamedTuple):
+    """source: the file with the bytes; "" if the image is prepared already. size: (width, height) of RGB bytes."""
 
     content: bytes
     source: str
@@ -97,14 +97,14 @@ class _Read(NamedTuple):
 
 
 class ImagesOfPrompt:
-    """The images of one prompt while they are read and prepared, and until the prompt needs them no more.
+    """The images of one prompt, from reading until the prompt is over.
 
     Attributes:
-        files: in the order of the prompt. error: why one cannot be had.
+        files: in the order of the prompt; None until prepared. error: of the first image that failed.
     """
 
     def __init__(self, sources: Sequence[ImageSource], name: str) -> None:
-        """``name``: " of prompt 3" in a batch, for messages."""
+        """``name``: for error messages; " of prompt 3" in a batch."""
         self.sources = sources
         self.files: list[ImageFile | None] = [None] * len(sources)
         self.error: ImageError | None = None
@@ -115,7 +115,7 @@ class ImagesOfPrompt:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more is needed of its images."""
+        """Whether the prompt needs no more images."""
         return self.is_released or self.error is not None
 
     @property
@@ -127,39 +127,41 @@ class ImagesOfPrompt:
         return [file for file in self.files if file is not None]
 
     def when_over(self, done: Callable[[], None]) -> None:
-        """Call ``done`` when all are prepared, or one cannot be; now where that is so. Never after the release."""
+        """Call ``done`` when all images are prepared or one has failed, possibly now. Not called after the release."""
         if self.error is not None or not self._num_missing:
             done()
         else:
             self._done = done
 
-    def end(self, place: int, found: ImageFile | ImageError) -> None:
-        """The image at ``place`` of the prompt is prepared, or cannot be, which ends the whole prompt."""
+    def end(self, number: int, result: ImageFile | ImageError) -> None:
+        """Take the result of one image. An error ends the whole prompt."""
         if self.is_over:
             return
-        if isinstance(found, ImageFile):
+        if isinstance(result, ImageFile):
+            result.num_users += 1
+            self.files[number] = result
             self._num_missing -= 1
             if self._num_missing:
                 return
         else:
-            about = f"image {place}{self._name} ({self.sources[place].shown})"
-            if isinstance(found, RequestError):
-                self.error = RequestError(STAGE, f"{about}: {found.cause}")
+            image = f"image {number}{self._name} ({self.sources[number].shown})"
+            if isinstance(result, RequestError):
+                self.error = RequestError(STAGE, f"{image}: {result.cause}")
             else:
-                self.error = ValueError(f"{about}: {found}")
+                self.error = ValueError(f"{image}: {result}")
         if self._done is not None:
             self._done()
 
 
-class _Unit(NamedTuple):
-    """One image of a prompt that is to be read and prepared."""
+class _PromptImage(NamedTuple):
+    """One image of a prompt."""
 
     prompt: ImagesOfPrompt
-    place: int
+    number: int
 
     @property
     def source(self) -> ImageSource:
-        return self.prompt.sources[self.place]
+        return self.prompt.sources[self.number]
 
     @property
     def is_web(self) -> bool:
@@ -167,14 +169,14 @@ class _Unit(NamedTuple):
 
 
 class ImageIntake:
-    """Reads, prepares and keeps images. On the engine's loop, but for ``close``.
+    """Reads, prepares and keeps images. On the engine's loop, except ``close``.
 
     Attributes:
-        model: whose images they are. files: by content, least recently used first.
+        files: by content, least recently used first.
     """
 
     def __init__(self, model: ImageModel, num_workers: int, *, is_for_gpu: bool = False) -> None:
-        """is_for_gpu: the model runs on a GPU, which resizes pictures faster."""
+        """is_for_gpu: the model runs on a GPU, which resizes pictures."""
         self.model = model
         self.files: OrderedDict[bytes, ImageFile] = OrderedDict()
         limits = self._limits = model.limits
@@ -182,18 +184,18 @@ class ImageIntake:
         self._loop = asyncio.get_running_loop()
         self._num_session_bytes = 0
         self._max_kept_bytes = MAX_KEPT_BYTES
-        # What is kept by the bytes of an image alone would be found again after its preparation has changed.
+        # Part of the key, because the same bytes give another result with other settings.
         self._salt = hashlib.sha256(
             msgspec.json.encode([model.processor, model.settings, dict(model.family.options)], order="deterministic")
         ).digest()
         self._folder: PrivateDirectory | None = None
         self._making_folder = threading.Lock()
-        self._readers: list[WorkerThread[_Read]] = []
+        self._readers: list[WorkerThread[_ReadImage]] = []
         self._next_reader = 0
         self._files_thread: WorkerThread[None] | None = None
-        self._waiting: deque[_Unit] = deque()
-        self._active = {True: 0, False: 0}  # units by ``is_web``
-        self._jobs: dict[int, list[_Unit]] = {}  # what waits for the end of a job that was not cancelled, by its number
+        self._waiting: deque[_PromptImage] = deque()
+        self._active = {True: 0, False: 0}  # number of images that are worked on, by ``is_web``
+        self._jobs: dict[int, list[_PromptImage]] = {}  # by job id: the images that wait for the job
         self._numbers = itertools.count()
         self._is_closed = False
         self.process = MediaProcess(
@@ -210,33 +212,32 @@ class ImageIntake:
                 num_workers=self._num_workers,
                 leaves_resizing=is_for_gpu,
             ),
-            lambda: Path(self._place()),
+            lambda: Path(self._folder_path()),
         )
 
     def begin(self, prompt: ImagesOfPrompt) -> None:
-        """Read and prepare the images of a prompt, and report to it when that is over, which it may be at once."""
-        self._waiting.extend(_Unit(prompt, place) for place in range(len(prompt.sources)))
-        self._loop.call_soon(self._go_on)
+        """Read and prepare the images of a prompt. The results go to ``prompt.end``."""
+        self._waiting.extend(_PromptImage(prompt, number) for number in range(len(prompt.sources)))
+        self._loop.call_soon(self._begin_waiting)
 
     def release(self, prompt: ImagesOfPrompt) -> None:
-        """The prompt needs its images no more. Harmless when repeated."""
+        """The prompt is over. May be called again."""
         if prompt.is_released:
             return
         prompt.is_released = True
         for file in prompt.prepared:
             file.num_users -= 1
-        for number, units in list(self._jobs.items()):
-            if all(unit.prompt.is_over for unit in units):
+        for number, images in list(self._jobs.items()):
+            if all(image.prompt.is_over for image in images):
                 del self._jobs[number]
                 self.process.cancel(number)
         self._evict()
-        self._go_on()
+        self._begin_waiting()
 
     def keep(self, contents: Iterable[bytes]) -> None:
-        """A session has these prepared images in a turn, and did not have them before. Each ends with ``let_go``.
+        """Keep prepared images for a session that did not have them before, until ``let_go``.
 
-        Raises:
-            EngineOverloadedError: the files of all sessions would be too large; none of these is kept.
+        Raises EngineOverloadedError if the files of all sessions would be too large; then none of these is kept.
         """
         files = [self.files[content] for content in contents]
         added = sum(file.num_bytes for file in files if not file.num_sessions)
@@ -250,7 +251,7 @@ class ImageIntake:
             file.num_sessions += 1
 
     def let_go(self, contents: Iterable[bytes]) -> None:
-        """A session needs these images no more."""
+        """End ``keep`` for these images."""
         for content in contents:
             file = self.files[content]
             file.num_sessions -= 1
@@ -259,7 +260,7 @@ class ImageIntake:
         self._evict()
 
     def close(self) -> None:
-        """End the media process and remove all files, at once. From any thread; harmless when repeated."""
+        """Kill the media process and remove all files. From any thread; may be called again."""
         self._is_closed = True
         self.process.close()
         threads, self._readers = self._readers, []
@@ -272,100 +273,96 @@ class ImageIntake:
         if folder is not None:
             folder.remove()
 
-    # ------------------------------------------------------------ one image after the other
+    # ------------------------------------------------------------ the steps of one image
 
-    def _go_on(self) -> None:
-        """Begin with images that wait, as many at a time as are worked on."""
-        most = {True: NUM_FETCHES, False: self._num_workers + NUM_READERS}
-        left: deque[_Unit] = deque()
-        while self._waiting and not self._is_closed and any(self._active[kind] < most[kind] for kind in most):
-            unit = self._waiting.popleft()
-            if unit.prompt.is_over:
+    def _begin_waiting(self) -> None:
+        """Begin with waiting images, up to the limits of downloads and of other images."""
+        limits = {True: NUM_FETCHES, False: self._num_workers + NUM_READERS}
+        still_waiting: deque[_PromptImage] = deque()
+        while self._waiting and not self._is_closed and any(self._active[kind] < limits[kind] for kind in limits):
+            image = self._waiting.popleft()
+            if image.prompt.is_over:
                 continue
-            if self._active[unit.is_web] >= most[unit.is_web] or not self._has_room(unit):
-                left.append(unit)
+            if self._active[image.is_web] >= limits[image.is_web] or not self._has_space(image):
+                still_waiting.append(image)
                 continue
-            self._active[unit.is_web] += 1
-            self._begin_unit(unit)
-        self._waiting.extendleft(reversed(left))
+            self._active[image.is_web] += 1
+            self._begin_image(image)
+        self._waiting.extendleft(reversed(still_waiting))
 
-    def _has_room(self, unit: _Unit) -> bool:
-        """Whether there is room for more files, or this prompt has some, and would else wait with them for ever."""
+    def _has_space(self, image: _PromptImage) -> bool:
+        """Whether used files are below their limit, or the prompt has files, which it would otherwise keep forever."""
         num_bytes = sum(file.num_bytes for file in self.files.values() if file.num_users)
-        return num_bytes < MAX_USED_BYTES or unit.prompt.has_begun or not any(self._active.values())
+        return num_bytes < MAX_USED_BYTES or image.prompt.has_begun or not any(self._active.values())
 
-    def _begin_unit(self, unit: _Unit) -> None:
+    def _begin_image(self, image: _PromptImage) -> None:
         try:
-            if unit.is_web:
-                job = FetchJob(next(self._numbers), cast("str", unit.source.value), self._new_path("fetched"))
-                self._jobs[job.id] = [unit]
-                self.process.do(job, partial(self._fetched, unit, job))
-            else:
-                self._read(unit)
-        except Exception as error:  # no thread, for example
-            self._end_unit(unit, RequestError(STAGE, describe(error)))
+            if image.is_web:
+                job = FetchJob(next(self._numbers), cast("str", image.source.value), self._new_path("fetched"))
+                self._jobs[job.id] = [image]
+                self.process.do(job, partial(self._fetched, image, job))
+                return
+            if not self._readers:
+                self._readers = [WorkerThread(f"aioengine-images-{number}") for number in range(NUM_READERS)]
+            self._next_reader = (self._next_reader + 1) % NUM_READERS
+            reading = self._readers[self._next_reader].submit(partial(self._read, image.source))
+            reading.add_done_callback(lambda reading: post(self._loop, self._was_read, image, reading))
+        except Exception as error:  # for example, no thread can be started
+            self._end_image(image, RequestError(STAGE, describe(error)))
 
-    def _read(self, unit: _Unit) -> None:
-        if not self._readers:
-            self._readers = [WorkerThread(f"aioengine-images-{number}") for number in range(NUM_READERS)]
-        self._next_reader = (self._next_reader + 1) % NUM_READERS
-        reading = self._readers[self._next_reader].submit(partial(self._read_on_thread, unit.source))
-        reading.add_done_callback(lambda found: post(self._loop, self._was_read, unit, found))
-
-    def _read_on_thread(self, source: ImageSource) -> _Read:
-        found = read_source(source, self._limits)
-        content = self._content(found.digest)
+    def _read(self, source: ImageSource) -> _ReadImage:
+        """Run on a thread."""
+        data, digest, size = read_source(source, self._limits)
+        content = self._content(digest)
         known = self.files.get(content)
         if known is not None and known.shape is not None and os.path.exists(known.path):
-            return _Read(content, "")
+            return _ReadImage(content, "")
         path = self._new_path("source")
         try:
-            Path(path).write_bytes(found.data)
-        except OSError:  # the disk is full, of this file too
+            Path(path).write_bytes(data)
+        except OSError:  # if the disk is full, free the space of this file
             Path(path).unlink(missing_ok=True)
             raise
-        return _Read(content, path, found.size)
+        return _ReadImage(content, path, size)
 
-    def _was_read(self, unit: _Unit, reading: Future[_Read]) -> None:
+    def _was_read(self, image: _PromptImage, reading: Future[_ReadImage]) -> None:
         if reading.cancelled():
             return  # closed
         error = reading.exception()
         if error is None:
-            self._prepare(unit, reading.result())
-        elif isinstance(error, ValueError):
-            self._end_unit(unit, error)
+            self._prepare(image, reading.result())
         else:
-            self._end_unit(unit, RequestError(STAGE, describe(error)))
+            self._end_image(image, error if isinstance(error, ValueError) else RequestError(STAGE, describe(error)))
 
-    def _fetched(self, unit: _Unit, job: FetchJob, end: JobEnd) -> None:
+    def _fetched(self, image: _PromptImage, job: FetchJob, end: JobEnd) -> None:
         self._jobs.pop(job.id, None)
         if isinstance(end, Fetched):
-            self._prepare(unit, _Read(self._content(bytes.fromhex(end.digest)), job.path))
+            self._prepare(image, _ReadImage(self._content(bytes.fromhex(end.digest)), job.path))
         else:
             self._remove(job.path)
-            self._end_unit(unit, _error_of(end))
+            self._end_image(image, _error_of(end))
 
-    def _prepare(self, unit: _Unit, read: _Read) -> None:
-        """Take the image that is there, or wait for it, or have it prepared: again, if others removed its file."""
+    def _prepare(self, image: _PromptImage, read: _ReadImage) -> None:
+        """Use the prepared file, or wait for its preparation, or start it (again if others removed the file)."""
         file = self.files.get(read.content)
         if file is not None and (file.waiters or not read.source or os.path.exists(file.path)):
             self.files.move_to_end(read.content)
             if read.source:
                 self._remove(read.source)
-            if unit.prompt.is_over or not file.waiters:
-                self._end_unit(unit, file)
+            if image.prompt.is_over or not file.waiters:
+                self._end_image(image, file)
             else:
-                file.waiters.append(unit)
+                file.waiters.append(image)
             return
-        if unit.prompt.is_over:
+        if image.prompt.is_over:
             self._remove(read.source)
-            self._end_unit(unit, ValueError())
-        elif not read.source:  # it was removed just now
-            self._begin_unit(unit)
+            self._end_image(image, ValueError())
+        elif not read.source:  # the file was evicted since it was read
+            self._begin_image(image)
         else:
             if file is None:
                 file = self.files[read.content] = ImageFile(read.content, "")
-            file.path, file.waiters = self._new_path(""), [unit]
+            file.path, file.waiters = self._new_path(""), [image]
             job = PrepareJob(next(self._numbers), read.source, file.path, read.size)
             self._jobs[job.id] = file.waiters
             self.process.do(job, partial(self._prepared, file, job))
@@ -374,38 +371,34 @@ class ImageIntake:
         self._jobs.pop(job.id, None)
         self._remove(job.source)
         waiters, file.waiters = file.waiters, []
-        found: ImageFile | ImageError = file
+        result: ImageFile | ImageError = file
         if isinstance(end, Prepared):
             file.shape, file.num_bytes = end.shape, end.num_bytes
         else:
             if file.shape is None:
                 del self.files[file.content]
             self._remove(file.path)
-            found = _error_of(end)
-        for unit in waiters:
-            if isinstance(end, Cancelled) and not unit.prompt.is_over:
-                self._begin_unit(unit)  # it came when the others had gone
+            result = _error_of(end)
+        for image in waiters:
+            if isinstance(end, Cancelled) and not image.prompt.is_over:
+                self._begin_image(image)  # it began to wait after the job was cancelled
             else:
-                self._end_unit(unit, found)
+                self._end_image(image, result)
         self._evict()
 
-    def _end_unit(self, unit: _Unit, found: ImageFile | ImageError) -> None:
-        self._active[unit.is_web] -= 1
-        if not unit.prompt.is_over:
-            if isinstance(found, ImageFile):
-                found.num_users += 1
-                unit.prompt.files[unit.place] = found
-            unit.prompt.end(unit.place, found)
-        self._loop.call_soon(self._go_on)
+    def _end_image(self, image: _PromptImage, result: ImageFile | ImageError) -> None:
+        self._active[image.is_web] -= 1
+        image.prompt.end(image.number, result)
+        self._loop.call_soon(self._begin_waiting)
 
     # ------------------------------------------------------------ files
 
     def _content(self, digest: bytes) -> bytes:
         return hashlib.sha256(self._salt + digest).digest()
 
-    def _place(self) -> str:
-        """The folder of the files. On a thread, one of which makes it, again if others removed it: some systems empty
-        shared memory when a user logs out.
+    def _folder_path(self) -> str:
+        """Return the folder of the files. Create it again if others removed it: some systems empty shared memory when
+        a user logs out.
         """
         with self._making_folder:
             if self._folder is not None and not os.path.isdir(self._folder.path):
@@ -420,10 +413,10 @@ class ImageIntake:
             return self._folder.path
 
     def _new_path(self, kind: str) -> str:
-        return os.path.join(self._place(), f"{kind}{next(self._numbers)}{MEDIA_SUFFIX}")
+        return os.path.join(self._folder_path(), f"{kind}{next(self._numbers)}{MEDIA_SUFFIX}")
 
     def _evict(self) -> None:
-        """Remove files that no prompt and no session needs, beyond those that are kept for the next ones."""
+        """Remove unused files, down to their limits."""
         unused = (file for file in self.files.values() if not file.num_users and not file.num_sessions)
         kept = [file for file in unused if file.shape is not None and not file.waiters]
         num_bytes = sum(file.num_bytes for file in kept)
@@ -435,7 +428,7 @@ class ImageIntake:
             self._remove(file.path)
 
     def _remove(self, path: str) -> None:
-        """Remove a file, if it is there, on a thread."""
+        """Remove a file on a thread, if it exists."""
         if self._is_closed or not path:
             return
         if self._files_thread is None:
@@ -444,14 +437,14 @@ class ImageIntake:
 
 
 def folder_base() -> str:
-    """Where the folder of the files is: in memory where there is much of it, which spares a disk short-lived files."""
+    """Return the parent of the files' folder: shared memory if there is enough, to spare a disk short-lived files."""
     try:
-        remove_stale(SHARED_MEMORY)  # first: they may have what is missing
+        remove_stale(SHARED_MEMORY)  # first, since this may free enough
         shared = os.statvfs(SHARED_MEMORY)
     except OSError:
         return tempfile.gettempdir()
-    has_room = shared.f_bavail * shared.f_frsize >= MIN_SHARED_BYTES and os.access(SHARED_MEMORY, os.W_OK | os.X_OK)
-    return SHARED_MEMORY if has_room else tempfile.gettempdir()
+    is_enough = shared.f_bavail * shared.f_frsize >= MIN_SHARED_BYTES and os.access(SHARED_MEMORY, os.W_OK | os.X_OK)
+    return SHARED_MEMORY if is_enough else tempfile.gettempdir()
 
 
 def _error_of(end: JobEnd) -> ImageError:

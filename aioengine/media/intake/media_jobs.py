@@ -1,7 +1,7 @@
-"""The media process as the frontend sees it: it does jobs, and is started anew for the next one when it was lost.
+"""Starts the media process, gives it jobs, and replaces it if it dies or a job in it hangs.
 
-On the engine's loop. It dies with this process like its siblings. When it dies, or a job in it hangs, the jobs that it
-was doing fail, and only those: the others wait for the next one.
+The supervisor does not do this, because the media process is not part of an incarnation: its loss costs only images.
+The jobs that it was doing fail. The jobs that wait are done by the next process.
 """
 
 from __future__ import annotations
@@ -54,103 +54,67 @@ logger = logging.getLogger(__name__)
 MEDIA: Final = Role("media")
 START_TIMEOUT_S: Final = 120.0
 GRACE_S: Final = 1.0
-"""How much longer than its own limit a job may take before it hangs."""
+"""A job that takes longer than its own limit by this much hangs."""
 
 _CHECK_S: Final = 0.5
 _READ_BYTES: Final = 1 << 18
 
 
-class _Given(NamedTuple):
-    """A job and who waits for it."""
-
+class _QueuedJob(NamedTuple):
     job: Job
     done: Callable[[JobEnd], None]
 
 
-class _Started(NamedTuple):
-    child: ProcessChild
-    channel: socket.socket
-
-
 class MediaProcess:
-    """Does jobs in the media process. On the engine's loop, but for ``close``.
+    """Does jobs in the media process. On the engine's loop, except ``close``.
 
     Attributes:
-        child: the process; None: there is none now.
-        num_started: how often it was started.
+        child: the process; None while there is none.
+        num_started: the number of starts.
     """
 
     def __init__(self, orders: MediaOrders, folder: Callable[[], Path]) -> None:
-        """``folder``: gives the folder for its log; called on a thread. ``orders``: of each start, but for its ids."""
+        """``folder``: returns the folder for the log; called on a thread. ``orders``: each start fills in its ids."""
         self.child: ProcessChild | None = None
         self.num_started = 0
         self._orders = orders
         self._folder = folder
         self._loop = asyncio.get_running_loop()
-        self._thread: WorkerThread[_Started] | None = None
-        self._starting: Future[_Started] | None = None
+        self._thread: WorkerThread[tuple[ProcessChild, socket.socket]] | None = None
+        self._starting: Future[tuple[ProcessChild, socket.socket]] | None = None
         self._channel: socket.socket | None = None
         self._is_ready = False
         self._is_closed = False
         self._unread = b""
-        self._waiting: deque[_Given] = deque()
-        self._running: dict[int, tuple[_Given, float]] = {}
+        self._waiting: deque[_QueuedJob] = deque()
+        self._running: dict[int, tuple[_QueuedJob, float]] = {}  # with the time of the start
         self._started_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     def do(self, job: Job, done: Callable[[JobEnd], None]) -> None:
-        """Do a job after those that wait. ``done`` gets its end on the loop, exactly once unless this is closed."""
-        self._waiting.append(_Given(job, done))
-        self._go_on()
+        """Queue a job. ``done`` is called with its end on the loop, exactly once unless this is closed."""
+        self._waiting.append(_QueuedJob(job, done))
+        self._give_jobs()
 
     def cancel(self, number: int) -> None:
-        """Nobody waits for this job any more. Its end comes soon, ``Cancelled`` or another."""
-        for given in self._waiting:
-            if given.job.id == number:
-                self._waiting.remove(given)
-                self._loop.call_soon(given.done, Cancelled(number))
+        """End a job early. Its end comes soon: ``Cancelled``, or another if it was too late."""
+        for queued in self._waiting:
+            if queued.job.id == number:
+                self._waiting.remove(queued)
+                self._loop.call_soon(queued.done, Cancelled(number))
                 return
         if number in self._running:
-            with contextlib.suppress(OSError):  # it has just ended, or reads nothing: its jobs end in another way
+            with contextlib.suppress(OSError):  # it has just ended, or does not read: its jobs end in another way
                 self._send([CancelJob(number)])
 
     def start(self) -> None:
-        """Start it before the first job, which takes a second or two. A process that fails is started for each job."""
-        if not self._is_closed and self._starting is None and self.child is None:
-            self._start()
-
-    def close(self) -> None:
-        """End the process at once; no job is answered any more. From any thread; harmless when repeated."""
-        self._is_closed = True
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.close()
-        if self._starting is not None:
-            with contextlib.suppress(Exception):  # it could not be started
-                self._take(self._starting.result(KILL_WAIT_S))
-        child, self.child = self.child, None
-        if child is not None:
-            child.kill()
-            child.reap(KILL_WAIT_S)
-        if not post(self._loop, self._end_watching, child):  # the loop is closed, and watches nothing any more
-            self._close_channel(child)
-
-    # ------------------------------------------------------------ start and end
-
-    def _go_on(self) -> None:
-        """Give the process the jobs that it has room for; start it where there is none."""
-        if self._is_closed or not self._waiting:
+        """Start the process if there is none. It takes one or two seconds, so call this before the first job."""
+        if self._is_closed or self._starting is not None or self.child is not None:
             return
-        if self._is_ready:
-            self._send_some()
-        else:
-            self.start()
-
-    def _start(self) -> None:
         self._started_at = time.monotonic()
         self._watch_time()
         try:
-            if self._thread is None:  # which lives as long as the process: that ends with the thread that started it
+            if self._thread is None:  # kept, because the process ends with the thread that started it
                 self._thread = WorkerThread("aioengine-media")
             self._starting = self._thread.submit(self._spawn)
         except EngineStartupError as error:
@@ -158,8 +122,26 @@ class MediaProcess:
             return
         self._starting.add_done_callback(lambda started: post(self._loop, self._spawned, started))
 
-    def _spawn(self) -> _Started:
-        """On the thread."""
+    def close(self) -> None:
+        """Kill the process; no job ends any more. From any thread; may be called again."""
+        self._is_closed = True
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.close()
+        if self._starting is not None:
+            with contextlib.suppress(Exception):  # it could not be started
+                self.child, self._channel = self._starting.result(KILL_WAIT_S)
+        child, self.child = self.child, None
+        if child is not None:
+            child.kill()
+            child.reap(KILL_WAIT_S)
+        if not post(self._loop, self._disconnect, child):
+            self._disconnect(child)
+
+    # ------------------------------------------------------------ start and end
+
+    def _spawn(self) -> tuple[ProcessChild, socket.socket]:
+        """Run on the thread."""
         ours, theirs = socket.socketpair()
         try:
             orders = replace(self._orders, parent_pid=os.getpid(), socket_fd=theirs.fileno())
@@ -171,33 +153,28 @@ class MediaProcess:
         finally:
             theirs.close()
         ours.setblocking(False)
-        return _Started(ProcessChild(MEDIA, popen, log_path, SpareDescriptors()), ours)
+        return ProcessChild(MEDIA, popen, log_path, SpareDescriptors()), ours
 
-    def _spawned(self, started: Future[_Started]) -> None:
+    def _spawned(self, started: Future[tuple[ProcessChild, socket.socket]]) -> None:
         if self._is_closed or self._starting is not started:
             return
         self._starting = None
-        error = None if started.cancelled() else started.exception()
-        if started.cancelled() or error is not None:
+        try:
+            child, channel = self.child, self._channel = started.result()
+        except Exception as error:
             self._fail_waiting(f"the media process could not be started: {error}")
             return
-        self._take(started.result())
-        child, channel = self.child, self._channel
-        if child is not None and channel is not None:
-            child.watch(partial(self._lost, child))
-            self._loop.add_reader(channel, self._read)
-
-    def _take(self, started: _Started) -> None:
-        self.child, self._channel = started
         self.num_started += 1
         self._unread = b""
+        child.watch(partial(self._lost, child))
+        self._loop.add_reader(channel, self._read)
 
     def _lost(self, child: ProcessChild, reason: str = "") -> None:
-        """The process has ended, or is killed now: what it was doing fails."""
+        """The process has exited, or is to be killed: its jobs fail."""
         if self._is_closed or child is not self.child:
             return
         was_ready = self._is_ready
-        self._end_watching(child)
+        self._disconnect(child)
         self.child = None
         child.kill()
         child.reap(KILL_WAIT_S)
@@ -205,25 +182,23 @@ class MediaProcess:
             lines = child.log_lines()
             reason = f"the media process {describe_exit(child.exit_code)}" + (f" ({lines[-1]:.300})" if lines else "")
         warn(logger, "%s; the next image starts another", reason)
-        running = [given for given, _ in self._running.values()]
+        running = [queued for queued, _ in self._running.values()]
         self._running.clear()
-        for given in running:
-            self._loop.call_soon(given.done, Broken(given.job.id, reason))
-        if not was_ready:  # the next one would do no better
+        for queued in running:
+            self._loop.call_soon(queued.done, Broken(queued.job.id, reason))
+        if not was_ready:  # the next process would fail too
             self._fail_waiting(reason)
-        self._go_on()
+        self._give_jobs()
 
-    def _end_watching(self, child: ProcessChild | None) -> None:
+    def _disconnect(self, child: ProcessChild | None) -> None:
         self._is_ready = False
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._channel is not None:
-            self._loop.remove_reader(self._channel)
-        self._close_channel(child)
-
-    def _close_channel(self, child: ProcessChild | None) -> None:
         channel, self._channel = self._channel, None
+        if not self._loop.is_closed():
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            if channel is not None:
+                self._loop.remove_reader(channel)
         if channel is not None:
             channel.close()
         if child is not None:
@@ -231,42 +206,49 @@ class MediaProcess:
 
     def _fail_waiting(self, reason: str) -> None:
         waiting, self._waiting = self._waiting, deque()
-        for given in waiting:
-            self._loop.call_soon(given.done, Broken(given.job.id, reason))
+        for queued in waiting:
+            self._loop.call_soon(queued.done, Broken(queued.job.id, reason))
 
     # ------------------------------------------------------------ jobs
 
-    def _send_some(self) -> None:
-        """Give out jobs of each kind, up to the number of its workers."""
-        free = {True: NUM_FETCHES, False: self._orders.num_workers}
-        for given, _ in self._running.values():
-            free[isinstance(given.job, FetchJob)] -= 1
-        chosen: list[_Given] = []
-        for given in self._waiting:
-            kind = isinstance(given.job, FetchJob)
-            if free[kind] > 0:
-                free[kind] -= 1
-                chosen.append(given)
-            elif not any(room > 0 for room in free.values()):
+    def _give_jobs(self) -> None:
+        """Send as many jobs of each kind as the process does at a time. Start it if there is none."""
+        if self._is_closed or not self._waiting:
+            return
+        child = self.child
+        if child is None or not self._is_ready:
+            self.start()
+            return
+        free = {True: NUM_FETCHES, False: self._orders.num_workers}  # by "is a download"
+        for queued, _ in self._running.values():
+            free[isinstance(queued.job, FetchJob)] -= 1
+        chosen: list[_QueuedJob] = []
+        for queued in self._waiting:
+            is_download = isinstance(queued.job, FetchJob)
+            if free[is_download] > 0:
+                free[is_download] -= 1
+                chosen.append(queued)
+            elif max(free.values()) <= 0:
                 break
+        if not chosen:
+            return
         now = time.monotonic()
-        for given in chosen:
-            self._waiting.remove(given)
-            self._running[given.job.id] = given, now
-        if chosen and self._channel is not None and self.child is not None:
-            self._watch_time()
-            try:
-                self._send([given.job for given in chosen])
-            except OSError as error:  # it has just ended, and never got these
-                for given in reversed(chosen):
-                    del self._running[given.job.id]
-                    self._waiting.appendleft(given)
-                self._lost(self.child, f"the media process takes no more jobs: {describe(error)}")
+        for queued in chosen:
+            self._waiting.remove(queued)
+            self._running[queued.job.id] = queued, now
+        self._watch_time()
+        try:
+            self._send([queued.job for queued in chosen])
+        except OSError as error:  # it has just ended, and did not get these jobs
+            for queued in reversed(chosen):
+                del self._running[queued.job.id]
+                self._waiting.appendleft(queued)
+            self._lost(child, f"the media process takes no more jobs: {describe(error)}")
 
-    def _send(self, orders: Sequence[Job | CancelJob]) -> None:
-        """Raises OSError: it takes nothing."""
+    def _send(self, messages: Sequence[Job | CancelJob]) -> None:
+        """Raises OSError if the process has ended, or its socket is full."""
         if self._channel is not None and self.child is not None:
-            line = encode_line(orders)
+            line = encode_line(messages)
             if self._channel.send(line) < len(line):
                 self._lost(self.child, "the media process does not read its jobs")
 
@@ -280,7 +262,7 @@ class MediaProcess:
             return
         except OSError:
             part = b""
-        if not part:  # it ends; its exit is watched
+        if not part:  # the process exits, which is watched
             self._loop.remove_reader(channel)
             return
         *lines, self._unread = (self._unread + part).split(b"\n")
@@ -288,7 +270,7 @@ class MediaProcess:
             try:
                 reply = decode_reply(line)
             except DecodeError as error:
-                self._lost(child, f"the media process sent what is no reply: {error}")
+                self._lost(child, f"the media process sent an invalid reply: {error}")
                 return
             if isinstance(reply, MediaReady):
                 self._is_ready = True
@@ -297,12 +279,12 @@ class MediaProcess:
                     self._running[reply.id] = running[0], time.monotonic() if reply.is_over else math.inf
             elif (running := self._running.pop(reply.id, None)) is not None:
                 self._loop.call_soon(running[0].done, reply)
-        self._go_on()
+        self._give_jobs()
 
     # ------------------------------------------------------------ time
 
     def _watch_time(self) -> None:
-        """Look for jobs that hang, for as long as there are any."""
+        """Check for jobs that hang, as long as there are jobs."""
         if self._timer is None:
             self._timer = self._loop.call_later(_CHECK_S, self._check_time)
 
@@ -312,20 +294,21 @@ class MediaProcess:
         if self._is_closed or (self._is_ready and not self._running) or (child is None and self._starting is None):
             return
         self._watch_time()
+        if child is None:
+            return
         if not self._is_ready:
-            if child is not None and now > self._started_at + START_TIMEOUT_S:
+            if now > self._started_at + START_TIMEOUT_S:
                 self._lost(child, f"the media process was not ready within {START_TIMEOUT_S:g} seconds")
             return
-        limit_s = self._orders.timeout_s + GRACE_S
-        late = [given for given, since in self._running.values() if now > since + limit_s]
-        if late and child is not None:
-            for given in late:
-                del self._running[given.job.id]
-                reason = (
-                    f"it took longer than media_timeout={self._orders.timeout_s:g} seconds, and its process was ended"
-                )
-                self._loop.call_soon(given.done, Broken(given.job.id, reason))
-            # The other jobs did nothing wrong.
-            self._waiting.extendleft(given for given, _ in reversed(self._running.values()))
-            self._running.clear()
-            self._lost(child, "a job hung")
+        timeout_s = self._orders.timeout_s
+        late = [queued for queued, since in self._running.values() if now > since + timeout_s + GRACE_S]
+        if not late:
+            return
+        reason = f"it took longer than media_timeout={timeout_s:g} seconds, and its process was ended"
+        for queued in late:
+            del self._running[queued.job.id]
+            self._loop.call_soon(queued.done, Broken(queued.job.id, reason))
+        # The other jobs did nothing wrong: the next process does them.
+        self._waiting.extendleft(queued for queued, _ in reversed(self._running.values()))
+        self._running.clear()
+        self._lost(child, "a job hung")

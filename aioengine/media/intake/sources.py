@@ -1,7 +1,7 @@
-"""The images of a call as callers give them: paths, URLs, base64 text, bytes, pictures of Pillow.
+"""The images that callers pass: paths, URLs, base64 text, bytes, and images of Pillow.
 
-What kind each is, and how many there are, is checked at the call. Their bytes are read on a thread (``read_source``),
-or by the media process where they are on the web.
+Their types and number are checked at the call. Their bytes are read later, by ``read_source`` on a thread, or by the
+media process if they must be downloaded.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ if TYPE_CHECKING:
 
 ALLOWED: Final = "a path, a URL, base64 text, bytes or a PIL image"
 CONTENT: Final = ("image", "url", "path", "base64")
-"""Keys of a part ``{"type": "image", ...}`` that may hold its image."""
+"""Keys of the image in a part ``{"type": "image", ...}`` of a message."""
 
 NOT_TRUNCATED: Final = "truncate_prompt_tokens is for prompts without images, which cannot be cut; shorten the text"
 MAX_PATH: Final = 4096
 MAX_URL: Final = 8192
 _WEB: Final = ("http://", "https://")
 _DECODING: Final = tuple(threading.Lock() for _ in range(61))
-"""By the id of a picture: one that was only opened is loaded now, which Pillow can do on one thread at a time."""
+"""Locks by the id of an image of Pillow. Decoding loads an image that was only opened, which is not thread-safe."""
 _URL_SAFE: Final = bytes.maketrans(b"-_", b"+/")
 _SHOWN: Final = 80
 _SLACK: Final = 4096
 _MIN_PICTURE: Final = 14
-"""Bytes of the smallest file of a picture, a PPM of one pixel."""
+"""Bytes of the smallest image file, a PPM of one pixel."""
 
 
 class ImageSource(NamedTuple):
-    """Where an image comes from. kind: "web", "text" (a path, data: URL or base64), "path", "bytes" or "picture"."""
+    """An image of a caller. kind: "web", "text" (path, data: URL or base64), "path", "bytes" or "picture" (Pillow)."""
 
     kind: str
     value: object
 
     @property
     def num_bytes(self) -> int:
-        """Of memory that the caller holds for it."""
+        """Memory that the image takes in the caller's process."""
         if self.kind == "picture":
             width, height = cast("Picture", self.value).size
             return 3 * width * height
@@ -56,7 +56,7 @@ class ImageSource(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """For messages, short; without the user name and the password of a URL."""
+        """A short text for messages, without the user name and password of a URL."""
         if self.kind == "picture":
             return "a PIL image"
         if self.kind == "bytes":
@@ -68,7 +68,7 @@ class ImageSource(NamedTuple):
 
 
 class SourceBytes(NamedTuple):
-    """What was read. size: (width, height) of RGB bytes; (0, 0): ``data`` is a picture file."""
+    """size: (width, height) if ``data`` is RGB bytes; (0, 0) if it is an image file."""
 
     data: bytes
     digest: bytes
@@ -77,14 +77,14 @@ class SourceBytes(NamedTuple):
 
 @runtime_checkable
 class Picture(Protocol):
-    """The part of ``PIL.Image.Image`` that is used here."""
+    """The used part of ``PIL.Image.Image``."""
 
     @property
     def size(self) -> tuple[int, int]: ...
 
 
 def image_source(name: str, value: object) -> ImageSource:
-    """One image as a caller gives it. Raises TypeError or ValueError."""
+    """Check one image of a caller. Raises TypeError or ValueError."""
     if isinstance(value, str):
         text = str.__str__(value).strip()
         if not text:
@@ -99,21 +99,22 @@ def image_source(name: str, value: object) -> ImageSource:
     if isinstance(value, os.PathLike):
         path = os.fspath(cast("os.PathLike[str] | os.PathLike[bytes]", value))
         return ImageSource("path", os.fsdecode(path))
-    pillow = sys.modules.get("PIL.Image")  # who gives such a picture has imported it
+    pillow = sys.modules.get("PIL.Image")  # imported already if the value is an image of Pillow
     if pillow is not None and isinstance(value, pillow.Image):
         return ImageSource("picture", value)
     raise checks.wrong_type(name, f"{ALLOWED} (of an open file read(), of an array PIL.Image.fromarray(array))", value)
 
 
 def part_source(name: str, part: Mapping[str, object]) -> ImageSource | None:
-    """The image of a part of a message; None: it is given beside the messages.
+    """Return the image of a part of a message; None if ``image_data`` has it.
 
     ``{"type": "image", "image": ...}``, also with "url", "path" or "base64", or
     ``{"type": "image_url", "image_url": {"url": ...}}``. Raises TypeError or ValueError.
     """
     if part["type"] == "image_url":
-        given = part.get("image_url")
-        url = cast("Mapping[object, object]", given).get("url") if isinstance(given, Mapping) else given
+        url = part.get("image_url")
+        if isinstance(url, Mapping):
+            url = cast("Mapping[object, object]", url).get("url")
         if not isinstance(url, str):
             raise checks.wrong_type(f"image_url of {name}", 'a URL, or a dict {"url": ...}', part.get("image_url"))
         return image_source(f"the URL of {name}", url)
@@ -121,23 +122,24 @@ def part_source(name: str, part: Mapping[str, object]) -> ImageSource | None:
         raise ValueError(
             f"{name} has {checks.cut(', '.join(unknown))}; an image is given as one of {', '.join(CONTENT)}"
         )
-    found = [key for key in CONTENT if part.get(key) is not None]
-    if len(found) > 1:
-        raise ValueError(f"{name} has both {found[0]} and {found[1]}; give one of them")
-    return image_source(f"the {found[0]} of {name}", part[found[0]]) if found else None
+    keys = [key for key in CONTENT if part.get(key) is not None]
+    if len(keys) > 1:
+        raise ValueError(f"{name} has both {keys[0]} and {keys[1]}; give one of them")
+    return image_source(f"the {keys[0]} of {name}", part[keys[0]]) if keys else None
 
 
 # ---------------------------------------------------------------- image_data
 
 
 class GivenImages:
-    """``image_data`` of a call: one image, or several, for the one prompt; or for the prompts of a batch.
+    """``image_data`` of a call.
 
-    In a batch one image is for all prompts, and a list has one entry for each: an image, a list of images, or None.
+    For one prompt: an image or a list of images. For a batch: one image for all prompts, or a list with one entry per
+    prompt, which is an image, a list of images, or None.
     """
 
     def __init__(self, value: object, *, is_batch: bool, num_prompts: int) -> None:
-        """Raises ValueError for a list of another length than the batch."""
+        """Raises ValueError if a list for a batch does not have one entry per prompt."""
         self._is_list = isinstance(value, list | tuple)
         self._values = list(cast("Sequence[object]", value)) if isinstance(value, list | tuple) else [value]
         self._is_batch = is_batch
@@ -151,56 +153,55 @@ class GivenImages:
 
     @property
     def has_any(self) -> bool:
-        """Whether an image is given for a prompt: a list may have None, or an empty list, for each prompt."""
+        """Whether any prompt has an image: all entries of a list may be None or empty lists."""
         if not self._is_batch:
             return len(self._values) > 1 or self._values[0] is not None
         return not all(map(_is_none, self._values))
 
     def has_images(self, prompt: int) -> bool:
-        """Whether the entry of a prompt is not None or an empty list."""
+        """Whether the entry of a prompt is neither None nor an empty list."""
         return not _is_none(self._values[prompt if self._is_batch and self._is_list else 0])
 
     @property
     def num_bytes(self) -> int:
-        """Of memory that the caller holds for those that were checked."""
+        """Memory that the checked images take in the caller's process."""
         return sum(source.num_bytes for sources in self._known.values() for source in sources)
 
     def of(self, prompt: int, max_images: int) -> tuple[ImageSource, ...]:
-        """The images of a prompt. Raises TypeError or ValueError."""
+        """Check and return the images of a prompt. Raises TypeError or ValueError."""
         key = prompt if self._is_batch and self._is_list else 0
         if key not in self._known:
-            name, given = "image_data", cast("object", self._values)
-            if self._is_batch:
-                name, given = (
-                    (f"image_data[{prompt}]", self._values[prompt]) if self._is_list else (name, self._values[0])
-                )
-            self._known[key] = _sources(name, given, max_images)
+            if not self._is_batch:
+                self._known[key] = _sources("image_data", self._values, max_images)
+            else:
+                name = f"image_data[{prompt}]" if self._is_list else "image_data"
+                self._known[key] = _sources(name, self._values[key], max_images)
         return self._known[key]
 
 
 def given_images(value: object, *, is_batch: bool, num_prompts: int) -> GivenImages | None:
-    """``image_data`` of a call; None: no prompt has an image. Raises ValueError as ``GivenImages``."""
+    """Return ``image_data`` of a call; None if no prompt has an image. Raises ValueError as ``GivenImages``."""
     if _is_none(value):
         return None
-    given = GivenImages(value, is_batch=is_batch, num_prompts=num_prompts)
-    return given if given.has_any else None
+    images = GivenImages(value, is_batch=is_batch, num_prompts=num_prompts)
+    return images if images.has_any else None
 
 
 def _is_none(value: object) -> bool:
-    """Whether this stands for no image: None, or an empty list."""
+    """Whether the value is None or an empty list, which mean no image."""
     return value is None or (isinstance(value, list | tuple) and not value)
 
 
-def _sources(name: str, given: object, max_images: int) -> tuple[ImageSource, ...]:
-    if given is None:
+def _sources(name: str, value: object, max_images: int) -> tuple[ImageSource, ...]:
+    if value is None:
         return ()
-    if not isinstance(given, list | tuple):
-        return (image_source(name, given),)
-    entries = cast("Sequence[object]", given)
+    if not isinstance(value, list | tuple):
+        return (image_source(name, value),)
+    entries = cast("Sequence[object]", value)
     check_number(name, len(entries), max_images)
     if len(entries) == 1:
         return () if entries[0] is None else (image_source(name, entries[0]),)
-    return tuple(image_source(f"{name}[{place}]", entry) for place, entry in enumerate(entries))
+    return tuple(image_source(f"{name}[{number}]", entry) for number, entry in enumerate(entries))
 
 
 def check_number(name: str, count: int, max_images: int) -> None:
@@ -214,10 +215,9 @@ def check_number(name: str, count: int, max_images: int) -> None:
 
 
 def read_source(source: ImageSource, limits: MediaConfig) -> SourceBytes:
-    """The bytes of an image that is not on the web.
+    """Return the bytes of an image that needs no download.
 
-    Raises:
-        ValueError: they cannot be had; the message is the end of a sentence about the image.
+    Raises ValueError if they cannot be read. The message is the end of a sentence about the image.
     """
     if source.kind == "picture":
         return _read_picture(source.value, limits)
@@ -233,7 +233,7 @@ def read_source(source: ImageSource, limits: MediaConfig) -> SourceBytes:
 
 
 def _read_picture(value: object, limits: MediaConfig) -> SourceBytes:
-    from aioengine.media import pictures  # imports Pillow, which is there
+    from aioengine.media import pictures  # imports Pillow, of which the value is an image
 
     picture = cast("pictures.PillowImage", value)
     pictures.check_pixels(picture, limits.max_image_pixels)
@@ -251,7 +251,7 @@ def _read_text(text: str, limits: MediaConfig) -> bytes:
     if len(text) <= MAX_PATH and _is_readable(text, limits):
         return read_file(text, limits)
     data = _decoded(text, limits)
-    if data is None or len(data) < _MIN_PICTURE:  # most names without a dot are base64, too
+    if data is None or len(data) < _MIN_PICTURE:  # most file names without a dot are valid base64
         folder = limits.allowed_local_media_path
         file = "file that exists" if folder is None else f"file in allowed_local_media_path={folder!r}"
         raise ValueError(f"it is neither a {file}, nor a URL (http, https, file, data), nor base64")
@@ -259,7 +259,7 @@ def _read_text(text: str, limits: MediaConfig) -> bytes:
 
 
 def _is_readable(path: str, limits: MediaConfig) -> bool:
-    """Whether there is such a file in the allowed folder. Clients cannot find out what there is elsewhere."""
+    """Whether the file exists in the allowed folder. Clients cannot find out which files exist elsewhere."""
     try:
         real = os.path.realpath(os.path.expanduser(path))
         return _is_allowed(real, limits) and os.path.exists(real)
@@ -274,7 +274,7 @@ def _read_data_url(text: str, limits: MediaConfig) -> bytes:
     if not head.lower().endswith(";base64"):
         _check_length(len(body) // 3, limits)
         return unquote_to_bytes(body)
-    _check_length(len(body) // 4 - _SLACK, limits)  # as if all of it were written as %XX, which takes long to read
+    _check_length(len(body) // 4 - _SLACK, limits)  # before unquoting: the least size, if all of it is %XX
     data = _decoded(unquote(body) if "%" in body[:_SLACK] else body, limits)
     if data is None:
         raise ValueError("the data of its data: URL is not base64")
@@ -298,28 +298,27 @@ def _path_of(url: str) -> str:
 
 
 def read_file(path: str, limits: MediaConfig) -> bytes:
-    """The bytes of a file, which lies in the allowed folder where there is one.
+    """Return the bytes of a file.
 
-    Raises:
-        ValueError: it may not be read, or is no regular file, or is too large.
+    Raises ValueError if it is outside the allowed folder, not a regular file, or too large.
     """
     path = os.path.expanduser(path)
     try:
-        _check_allowed(os.path.realpath(path), limits)  # first, whether it exists or not
+        _check_allowed(os.path.realpath(path), limits)  # first, so that the error does not tell whether it exists
         real = os.path.realpath(path, strict=True)
         _check_allowed(real, limits)
-        # Neither a link that took the place of the file meanwhile, nor a pipe, is waited for or followed.
+        # The file may have been replaced by a link, which is not followed, or a pipe, which must not block.
         fd = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(fd, "rb") as file:
-            about = os.fstat(fd)
-            if not stat.S_ISREG(about.st_mode):
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
                 raise ValueError("it is no regular file")
-            if limits.allowed_local_media_path is not None:  # folders above may have become links
+            if limits.allowed_local_media_path is not None:  # parent folders may have become links
                 now = os.path.realpath(real, strict=True)
                 _check_allowed(now, limits)
-                if not os.path.samestat(os.stat(now), about):
+                if not os.path.samestat(os.stat(now), status):
                     raise ValueError("its file was replaced while it was opened")
-            _check_length(about.st_size, limits)
+            _check_length(status.st_size, limits)
             return file.read(limits.max_image_bytes + 1)
     except OSError as error:
         raise ValueError(f"its file cannot be read: {error.strerror or error}") from None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from aioengine.kernels.adapter_slots import RANKS, TABLE_COLUMNS, UNIT
+from aioengine.settings.config import padded_rank
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -42,10 +43,6 @@ class PartOffsets:
     rank: int
     first_a: int
     first_b: int
-
-
-def padded_rank(rank: int) -> int:
-    return -(-rank // RANKS) * RANKS
 
 
 class Layout:

@@ -15,11 +15,11 @@ import torch
 from aioengine.kernels.triton import grammar_mask
 from aioengine.kernels.triton.launcher import compile_only
 from aioengine.kernels.triton.sampling import NUM_FIELDS, Draws, SamplingKernels
-from aioengine.runner.device_memory import SAMPLED_ROWS
 from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.logits.penalties import Penalties
 from aioengine.runner.rows import logits_row
 from aioengine.runner.sampling.token_counts import TokenCounts
+from aioengine.settings.memory_model import SAMPLED_ROWS
 
 if TYPE_CHECKING:
     import numpy.typing as npt

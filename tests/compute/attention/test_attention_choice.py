@@ -140,16 +140,8 @@ def test_fused_chunk_constants_agree() -> None:
     assert resolve.FUSED_CHUNK == fused.CHUNK
 
 
-def test_latent_attention_uses_backends_that_support_it() -> None:
-    latent = replace(SHAPE, value_size=48)
-
-    def chosen(settings: RunnerSettings, backend: str) -> str:
-        named = msgspec.structs.replace(settings, attention_backend=backend)
-        dtype, device = torch.bfloat16, torch.device("cpu")
-        return choose_attention(named, latent, dtype, device, kv_dtype=dtype, report=lambda _: None).name
-
-    assert [chosen(AUTOMATIC, name) for name in ("fused", "flashinfer", "triton")] == ["torch", "triton", "triton"]
-    with pytest.raises(
-        ValueError, match="'flashinfer' does not support latent attention; 'triton', 'torch' and 'auto' work"
-    ):
-        chosen(EXPLICIT, "flashinfer")
+def test_torch_replaces_fused_for_latent_attention() -> None:
+    settings = msgspec.structs.replace(EXPLICIT, attention_backend="fused")
+    latent, dtype, device = replace(SHAPE, value_size=48), torch.bfloat16, torch.device("cpu")
+    choice = choose_attention(settings, latent, dtype, device, kv_dtype=dtype, report=lambda _: None)
+    assert choice == AttentionChoice("torch")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from typing import TYPE_CHECKING, Any, cast
-from unittest.mock import ANY
 
 import pytest
 import torch
@@ -25,11 +23,11 @@ from aioengine.model_files.model_folder import find_facts
 from aioengine.models._base import StatefulModel
 from aioengine.protocol.messages import Sampling
 from aioengine.protocol.packed_logprobs import LogprobRules
-from aioengine.runner.device_memory import Demand, PoolBudget, fit_pages, fit_snapshots, fit_states, kv_bytes_per_token
+from aioengine.runner.device_memory import PoolBudget, fit_pool, kv_cache_of
 from aioengine.scheduler.gates import Gate
 from aioengine.settings.config import EngineConfig, MemoryConfig, ModelConfig
 from aioengine.settings.machine import DeviceFacts
-from aioengine.settings.memory_model import kv_cache, num_parameters, state_bytes
+from aioengine.settings.memory_model import PoolDemand, kv_cache, num_parameters, state_bytes
 from aioengine.settings.page_groups import PageGroups
 from aioengine.settings.planning import plan
 from aioengine.settings.resolve import CPU_MEMORY_FRACTION, resolve
@@ -180,7 +178,7 @@ def test_config_gives_sizes_of_weights_pages_and_states(case: str) -> None:
     _, model = pair(config, max_positions=128)
     model.open_for_loading()
     assert num_parameters(read) == sum(target.tensor.numel() for target in model.weights().values())
-    assert kv_cache(read, 1).numbers_per_token == kv_bytes_per_token(model.attention_shape, torch.int8)
+    assert kv_cache(read, 512) == kv_cache_of(model.attention_shape)
     assert isinstance(model, StatefulModel)
     assert state_bytes(read, model.dtype.itemsize) == model.state_shape.num_bytes
 
@@ -293,22 +291,8 @@ def test_request_continues_after_its_output_tokens(folder: Path, expected: list[
     assert [answer[:7] for answer in again] == [answer[5:] for answer in expected]
 
 
-def test_memory_limits_the_number_of_slots() -> None:
-    demand = Demand(num_tokens=None, groups=GROUPS, page_bytes=4, context_length=8, max_tokens=100)
-    budget = PoolBudget(free_bytes=3000, usable_bytes=2000, explanation="3000 bytes are free")
-    assert fit_states(50, 100, demand, budget) == (
-        9,
-        PoolBudget(2000, 1000, "3000 bytes are free; the states of 9 requests need 0 MiB"),
-    )
-    assert fit_states(3, 100, demand, budget)[0] == 3
-    given = dataclasses.replace(demand, num_tokens=2000)
-    assert fit_states(50, 100, given, budget)[0] == 9
-    with pytest.raises(ValueError, match=r"states of one request.*Lower max_total_tokens"):
-        fit_states(50, 600, demand, budget)
-
-
 def test_number_of_states_limits_running_requests(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioengine.runner.build.fit_states", lambda wanted, size, demand, budget: (2, budget))
+    monkeypatch.setattr(PoolDemand, "state_limit", lambda demand, num_bytes: 3 * demand.state_bytes)
     world = make_world(folder)
     assert world.runner.facts["max_running_requests"] == 2
 
@@ -326,36 +310,22 @@ def test_snapshots_are_taken_at_page_boundaries(page_size: int, expected: int, f
     assert settings.scheduler.snapshot_tokens == expected
 
 
-def test_snapshots_use_at_most_a_quarter_of_the_memory() -> None:
-    demand = Demand(num_tokens=None, groups=GROUPS, page_bytes=40, context_length=8, max_tokens=100)
-    budget = PoolBudget(free_bytes=3000, usable_bytes=2000, explanation="3000 bytes are free")
-    assert fit_snapshots(100, 50, demand, budget) == (
-        5,
-        PoolBudget(2500, 1500, "3000 bytes are free; 5 snapshots of states need 0 MiB"),
-    )
-    assert fit_snapshots(10, 1, demand, budget)[0] == 16
-    assert fit_snapshots(600, 50, demand, budget) == (0, dataclasses.replace(budget, explanation=ANY))
-    long = dataclasses.replace(demand, context_length=180)
-    assert fit_snapshots(100, 50, long, budget)[0] == 2
-    given = dataclasses.replace(demand, num_tokens=280)
-    assert fit_snapshots(100, 50, given, budget)[0] == 2
-
-
 @pytest.mark.parametrize("device_memory", [1 << 20, 2 << 20, 1 << 26])
 def test_plan_and_runner_agree_on_states_and_snapshots(device_memory: int, folder: Path) -> None:
     found = plan(folder, device="cpu", dtype="float32", device_memory=device_memory, page_size=4)
     slot_bytes, room = found.state_bytes_per_request, int((device_memory - found.weights_bytes) * CPU_MEMORY_FRACTION)
-    demand = Demand(
+    demand = PoolDemand(
         num_tokens=None,
         groups=GROUPS,
         page_bytes=4 * found.kv_bytes_per_token,
         context_length=found.context_length,
-        max_tokens=found.context_length * 64,
+        max_running=64,
+        state_bytes=slot_bytes,
+        has_snapshots=True,
     )
-    num_rows, left = fit_states(64, slot_bytes, demand, PoolBudget(room, room, ""))
-    num_snapshots, left = fit_snapshots(slot_bytes, num_rows, demand, left)
-    assert num_snapshots > 0
-    assert found.max_total_tokens == 4 * fit_pages(demand, left)
+    pool = fit_pool(demand, PoolBudget(room, ""))
+    assert pool.num_snapshots > 0
+    assert found.max_total_tokens == 4 * pool.num_pages
 
 
 @pytest.mark.parametrize("depth", [0, 1])

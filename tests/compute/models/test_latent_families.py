@@ -20,7 +20,7 @@ from aioengine.families._latent import YoutuFamily
 from aioengine.families._tensors import checkpoint_tensors, is_ignored
 from aioengine.models import _decoder
 from aioengine.runner import weights
-from aioengine.runner.device_memory import kv_bytes_per_token
+from aioengine.runner.device_memory import kv_cache_of
 from tests.compute.stepping import Stepper, check_bits, options
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def test_bf16_bits_do_not_depend_on_the_batch(tmp_path: Path) -> None:
 
 def test_kv_cache_holds_one_vector_per_token(tmp_path: Path) -> None:
     _, ours = pair(YoutuConfig(**SIZES), tmp_path)
-    assert kv_bytes_per_token(ours.attention_shape, torch.float32) == 3 * (24 + 8) * 4
+    assert kv_cache_of(ours.attention_shape).numbers_per_token == 3 * (24 + 8)
     raw = {**YoutuConfig(**SIZES).to_dict(), "architectures": ["YoutuForCausalLM"]}
     ours.open_for_loading()
     specs = checkpoint_tensors(YoutuFamily.read(raw))

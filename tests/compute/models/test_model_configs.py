@@ -16,7 +16,7 @@ from aioengine.families._tensors import adaptable_layers, checkpoint_tensors, is
 from aioengine.model_files.model_folder import _context_length, supported_model_types
 from aioengine.models._base import StatefulModel
 from aioengine.models._decoder import DecoderModel
-from aioengine.runner.device_memory import kv_bytes_per_token
+from aioengine.runner.device_memory import kv_cache_of
 from aioengine.settings.memory_model import active_parameters, kv_cache, num_parameters, state_bytes
 from tests.compute.stepping import options
 from tests.kit import decoders
@@ -123,7 +123,7 @@ def test_tensor_shapes_match_the_tensors_that_models_load(case: str, architectur
     assert num_parameters(decoder) == sum(
         count * per_entry.get(name.rpartition("_")[2], 1) for name, count in numbers.items()
     )
-    assert kv_cache(decoder, 1).numbers_per_token == kv_bytes_per_token(model.attention_shape, torch.int8)
+    assert kv_cache(decoder, 512) == kv_cache_of(model.attention_shape)
     states = model.state_shape.num_bytes if isinstance(model, StatefulModel) else 0
     assert state_bytes(decoder, model.dtype.itemsize) == states
 

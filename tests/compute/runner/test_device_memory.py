@@ -99,3 +99,19 @@ def test_graphs_of_steps_with_prompts_keep_their_share_of_a_step_and_the_heads_t
     assert captured_bytes(model, LargestStep(4096, 64, 0), 1000) == 0
     # q, k and v, and as much as q again
     assert captured_bytes(model, LargestStep(4096, 64, 1024), 1000) == 1024 * (4 + 2 + 2 + 4) * 8 * 2 + 250
+
+
+def test_pool_budget_keeps_memory_for_steps_and_graphs(reserved: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (70 * GIB, 80 * GIB))
+    monkeypatch.setattr(device_memory, "peak_memory", lambda *_: GIB)
+    shape = AttentionShape(num_layers=2, num_heads=4, num_kv_heads=2, head_size=8, scale=1.0)
+    facts = {"attention_shape": shape, "dtype": torch.bfloat16, "input_spec": InputSpec(), "vocab_size": 1 << 18}
+    model, largest = cast("Model", SimpleNamespace(**facts)), LargestStep(4096, 1024, 0)
+    kept = GIB + GIB // 4 + 2 * 4 * 1024 * (1 << 18) + 2 * GIB  # step with margin, token counts, graphs
+    budget = DeviceMemory(GPU).pool_budget(model, largest, fraction=0.9)
+    assert budget.num_bytes == pytest.approx(62 * GIB - kept, abs=1)
+    words = "mem_fraction_static=0.9 leaves 62.0 GiB; the largest step and the CUDA graphs need 5.2 GiB of it"
+    assert words in budget.explanation
+    requested = DeviceMemory(GPU).pool_budget(model, largest, fraction=None)
+    assert requested.num_bytes == 70 * GIB - kept
+    assert "mem_fraction_static" not in requested.explanation

@@ -63,7 +63,7 @@ def test_a_cmyk_jpeg_and_a_palette_with_alpha_are_read() -> None:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF"])
-def test_of_16_bits_the_upper_8_stay(kind: str) -> None:
+def test_upper_8_of_16_bits_are_kept(kind: str) -> None:
     deep = np.linspace(0, 65535, 108, dtype=np.uint16).reshape(9, 12)
     found = pixels(read(saved(Image.fromarray(deep), kind)))
     assert np.array_equal(found[..., 0], (deep >> 8).astype(np.uint8))
@@ -81,7 +81,7 @@ def test_exif_orientation_is_applied(orientation: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["GIF", "PNG", "TIFF"])
-def test_of_several_frames_the_first_is_read(kind: str) -> None:
+def test_first_frame_of_an_animation_is_read(kind: str) -> None:
     frames = [Image.new("RGB", (12, 9), color) for color in ("red", "blue")]
     found = pixels(read(saved(frames[0], kind, save_all=True, append_images=frames[1:])))
     assert found[0, 0].tolist() == [255, 0, 0]
@@ -106,13 +106,13 @@ def test_the_smallest_picture_is_read() -> None:
         (saved(RGB, "GIF")[:60], "no picture|cannot be decoded|header cannot be read"),
     ],
 )
-def test_what_is_no_whole_picture_is_refused(data: bytes, words: str) -> None:
+def test_incomplete_picture_is_refused(data: bytes, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         read(data)
 
 
 @pytest.mark.parametrize("size", [(1, 201), (402, 2), (1, 9_999)])
-def test_thin_lines_are_refused_before_they_are_made_large(size: tuple[int, int]) -> None:
+def test_thin_lines_are_refused(size: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="one side may be 200 times the other at most"):
         read(saved(Image.new("L", size), "PNG"))
     assert read(saved(Image.new("L", (200, 1)), "PNG")).size == (200, 1)
@@ -132,7 +132,7 @@ def many_parts(kind: str) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["PPM", "PNG", "JPEG", "GIF"])
-def test_files_of_countless_small_parts_are_refused(kind: str) -> None:
+def test_files_of_very_many_tiny_parts_are_refused(kind: str) -> None:
     with pytest.raises(ValueError, match="more parts than its length explains"):
         read(many_parts(kind))
 

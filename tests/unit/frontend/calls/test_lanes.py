@@ -151,7 +151,7 @@ async def test_an_error_in_the_callback_of_one_job_does_not_affect_the_others() 
 async def test_an_error_of_a_whole_batch_fails_all_its_jobs(error: type[BaseException]) -> None:
     answers = Answers(Fragile())
 
-    def break_down(_jobs: list[Job]) -> list[list[Encoded]]:
+    def break_down(_jobs: Sequence[Job]) -> list[list[Encoded]]:
         raise error("everything broke")
 
     lane = answers.encoder._short  # pyright: ignore[reportPrivateUsage]
@@ -197,15 +197,16 @@ async def test_jobs_that_cannot_be_handed_to_the_thread_fail() -> None:
     def refuse(_jobs: object) -> None:
         raise MemoryError
 
-    plain = lane._submit  # pyright: ignore[reportPrivateUsage]
-    lane._submit = refuse  # type: ignore[assignment]
+    thread = lane._thread  # pyright: ignore[reportPrivateUsage]
+    plain = thread.submit
+    thread.submit = refuse  # type: ignore[assignment]
     answers.ask(text("one"))
     with pytest.raises(MemoryError):
         answers.ask(text("x" * 50_000))
     [[first], [second]] = await answers.all()
     assert "MemoryError" in str(first)
     assert "MemoryError" in str(second)
-    lane._submit = plain  # type: ignore[method-assign]
+    thread.submit = plain  # type: ignore[method-assign]
     answers.ask(text("three"))
     assert (await answers.all())[-1] == [[*b"three"]]
     answers.encoder.close()

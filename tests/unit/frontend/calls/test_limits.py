@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from aioengine.errors import EngineClosedError, EngineOverloadedError
 from aioengine.frontend.calls.call import Call
-from aioengine.frontend.calls.overload import PLACE_S, QueuedCaller, QueueLimits
+from aioengine.frontend.calls.overload import RESERVED_S, QueuedCaller, QueueLimits
 from aioengine.settings.config import QueueConfig
 
 RUNNING, QUEUED = 1, 2
@@ -74,8 +74,8 @@ def test_a_place_that_is_not_used_in_time_goes_to_the_next_waiter() -> None:
     for caller in range(RUNNING + QUEUED + 1):
         world.enter(caller)
     assert world.woken == [0, 1, 2]
-    assert world.limits.due_at == world.now + PLACE_S
-    world.now += PLACE_S
+    assert world.limits.due_at == world.now + RESERVED_S
+    world.now += RESERVED_S
     world.limits.serve(world.now)
     assert world.woken == [0, 1, 2, 3]
     # Two of the three places are free again.
@@ -90,7 +90,7 @@ def test_a_place_is_not_given_to_a_waiter_that_cannot_be_woken() -> None:
     world.gone = {1, 2}
     world.close()
     assert world.woken == [3]
-    assert [place.is_given for place in places] == [False, False, True]
+    assert [place.has_capacity for place in places] == [False, False, True]
     assert world.limits.num_queued == 0
     for place in places:
         world.limits.remove(place, world.now)
@@ -102,7 +102,7 @@ def test_a_closed_engine_wakes_all_waiters_with_the_error() -> None:
     place = world.enter(1)
     error = EngineClosedError("closed")
     world.limits.refuse(error)
-    assert (place.is_given, place.error, world.woken, world.limits.num_queued) == (False, error, [1], 0)
+    assert (place.has_capacity, place.error, world.woken, world.limits.num_queued) == (False, error, [1], 0)
     with pytest.raises(EngineClosedError):
         world.opens(1)
     with pytest.raises(EngineClosedError):
@@ -166,7 +166,7 @@ def test_a_waiter_is_woken_although_a_signal_handler_raises_meanwhile(is_refused
         act()
     place.wake = wake
     act()
-    assert (world.woken, place.is_given, world.limits.num_queued) == ([1], not is_refused, 0)
+    assert (world.woken, place.has_capacity, world.limits.num_queued) == ([1], not is_refused, 0)
 
 
 @pytest.mark.parametrize("is_refused", [False, True])
@@ -186,7 +186,7 @@ def test_a_waiter_may_leave_while_another_is_woken(is_refused: bool) -> None:
     else:
         world.close()
     assert (world.woken, world.limits.num_queued) == ([2], 0)
-    assert [place.is_given for place in places] == [False, not is_refused]
+    assert [place.has_capacity for place in places] == [False, not is_refused]
 
 
 def _interrupted() -> bool:
@@ -197,10 +197,10 @@ def test_a_caller_that_waits_twice_has_one_place() -> None:
     world = World()
     for caller in (1, 2, 1):
         world.enter(caller)
-        world.now += PLACE_S / 4
-    world.now += PLACE_S / 2  # the places of 2, and the first one of 1, are over
+        world.now += RESERVED_S / 4
+    world.now += RESERVED_S / 2  # the places of 2, and the first one of 1, are over
     world.limits.serve(world.now)
-    assert world.limits.due_at == world.now - PLACE_S / 4 - PLACE_S / 2 + PLACE_S
+    assert world.limits.due_at == world.now - RESERVED_S / 4 - RESERVED_S / 2 + RESERVED_S
     world.fill()
     assert [world.opens(caller) for caller in (2, 1, 1)] == [False, True, False]
 
@@ -219,7 +219,7 @@ def test_counts_are_right_after_any_sequence_of_calls(acts: list[tuple[str, int]
         elif act == "close" and world.opened:
             world.close()
         elif act == "wait":
-            world.now += PLACE_S / 2
+            world.now += RESERVED_S / 2
             world.limits.serve(world.now)
         assert len(world.opened) == world.limits.num_calls == world.limits.num_bytes <= RUNNING + QUEUED
         if world.limits._excess() is None:  # pyright: ignore[reportPrivateUsage]
@@ -227,7 +227,7 @@ def test_counts_are_right_after_any_sequence_of_calls(acts: list[tuple[str, int]
     while world.opened:
         world.close()
     for _ in range(20):
-        world.now += PLACE_S
+        world.now += RESERVED_S
         world.limits.serve(world.now)
     assert world.limits.num_queued == 0
     assert world.opens()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -35,7 +36,7 @@ class HastyLoop(asyncio.SelectorEventLoop):
 def test_places_that_are_not_used_in_time_go_to_the_next_tasks(
     monkeypatch: pytest.MonkeyPatch, num_places: int
 ) -> None:
-    monkeypatch.setattr(overload, "PLACE_S", 3 * EARLY_S)
+    monkeypatch.setattr(overload, "RESERVED_S", 3 * EARLY_S)
     loop = HastyLoop()
 
     async def wait(queue: Overload, order: list[int], number: int) -> None:
@@ -52,7 +53,7 @@ def test_places_that_are_not_used_in_time_go_to_the_next_tasks(
             assert order == list(range(4 * num_places))
             while limits.due_at is not None:  # noqa: ASYNC110  # there is no event for it
                 await asyncio.sleep(0.001)
-        queue.reserve(Call(0.0))
+        limits.reserve(Call(0.0), 0)
         before = loop.num_timers
         await asyncio.sleep(0.001)
         assert loop.num_timers - before <= 1  # the sleep's own
@@ -66,13 +67,13 @@ def test_a_place_of_a_waiter_whose_loop_has_ended_goes_to_the_next(
     monkeypatch: pytest.MonkeyPatch, is_closed: bool
 ) -> None:
     """At once where that loop is closed, else after the time in which every place must be used."""
-    monkeypatch.setattr(overload, "PLACE_S", 3 * EARLY_S)
+    monkeypatch.setattr(overload, "RESERVED_S", 3 * EARLY_S)
     elsewhere = asyncio.new_event_loop()
 
     async def main() -> None:
         limits = QueueLimits(QueueConfig(max_requests=0), max_running=1, max_total_tokens=100)
         queue = Overload(limits, threading.RLock(), asyncio.get_running_loop())
-        queue.reserve(opened := Call(0.0))
+        limits.reserve(opened := Call(0.0), 0)
         first = elsewhere.create_task(queue.wait())
 
         def stand_in_line() -> None:
@@ -85,7 +86,7 @@ def test_a_place_of_a_waiter_whose_loop_has_ended_goes_to_the_next(
         second = asyncio.create_task(queue.wait())
         await asyncio.sleep(0)
         assert limits.num_queued == 2
-        queue.release(opened)
+        limits.release(opened, time.monotonic())
         async with asyncio.timeout(30):
             await second
         assert not first.done()
