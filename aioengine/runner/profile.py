@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from io import BufferedWriter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,17 +88,21 @@ class Profile:
             wanted.append(torch.profiler.ProfilerActivity.CUDA)
         self._num_started += 1
         name = f"{prefix}{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{self._num_started}.trace.json.gz"
+        path = Path(folder) / name
         try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            file = (Path(folder) / name).open("xb")  # follows no link, which another user of the folder may have made
-            profiler = torch.profiler.profile(
-                activities=wanted, with_stack=with_stack, record_shapes=record_shapes, profile_memory="MEM" in kinds
-            )
-            profiler.start()
+            with ExitStack() as undo:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                file = undo.enter_context(path.open("xb"))  # does not follow a link that another user may have made
+                undo.callback(path.unlink)
+                profiler = torch.profiler.profile(
+                    activities=wanted, with_stack=with_stack, record_shapes=record_shapes, profile_memory="MEM" in kinds
+                )
+                profiler.start()
+                undo.pop_all()
         except (OSError, RuntimeError, ValueError) as error:
             return False, f"a profile could not be started: {type(error).__name__}: {error}", ""
         self._written = None
-        self._running = _Running(profiler, torch.profiler.record_function, Path(folder) / name, file, num_steps)
+        self._running = _Running(profiler, torch.profiler.record_function, path, file, num_steps)
         return True, "", ""
 
     def stop(self) -> tuple[bool, str, str]:

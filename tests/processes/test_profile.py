@@ -142,6 +142,22 @@ def test_profile_follows_no_link(is_made_before: bool, tmp_path: Path, monkeypat
     assert victim.read_text() == "content"
 
 
+def test_failed_start_of_a_profile_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+
+    def fail(_: object) -> None:
+        raise RuntimeError("no profiler")
+
+    monkeypatch.setattr(torch.profiler.profile, "start", fail)
+    profile = Profile(lambda _: None)
+    success, message, _ = profile.start(
+        folder=str(tmp_path), prefix="", num_steps=1, activities="CPU", with_stack=False, record_shapes=False
+    )
+    assert (success, message) == (False, "a profile could not be started: RuntimeError: no profiler")
+    assert list(tmp_path.iterdir()) == []
+    assert profile.stop()[1].startswith("no profile is being made")
+
+
 def test_a_profile_that_is_being_made_at_the_end_of_the_engine_ends_with_it(tmp_path: Path) -> None:
     """A program in which torch still records at its exit dies of a segmentation fault."""
     program = f"""
