@@ -27,24 +27,23 @@ _NOT_AWAITED: Final = "this generation was not awaited: write `await` before the
 
 
 class Generation(Coroutine[object, None, Result]):
-    """One call to the engine, which began when this was made.
+    """One call to the engine, which started when this object was created.
 
-    Await it for the whole answer (a dict, or a ``BatchOutput`` for batches and ``n`` > 1); awaiting again returns the
-    same. With ``stream=True`` iterate it instead, with ``async for`` or ``anext()``; ``await`` then gives the stream
-    itself as soon as the engine has taken the request. Chunks are not kept: a second ``async for`` continues after the
-    last chunk that was read. It is a coroutine too, for ``asyncio.create_task``, ``gather``, ``wait_for`` and
-    ``asyncio.run``.
+    Await it to get the whole answer: a dict, or a ``BatchOutput`` for batches and ``n`` > 1. Awaiting again returns the
+    same object. With ``stream=True``, iterate over the chunks with ``async for`` or ``anext()``; ``await`` then returns
+    the stream as soon as the engine has accepted the request. Chunks are not kept: a second ``async for`` continues
+    after the last chunk that was read. It is also a coroutine, for ``asyncio.create_task``, ``gather``, ``wait_for``
+    and ``asyncio.run``.
 
-    Leaving early aborts the request and frees its memory: ``aclose()``, the end of ``async with``, cancelling the
-    task that waits, or dropping the last reference (which ``break`` does where nothing else holds it; a stream that is
-    held stays open, and another ``async for`` continues it). To end it from another task and keep its output so far,
-    call ``abort()``.
+    Leaving early aborts the request and frees its memory. You leave by ``aclose()``, at the end of ``async with``, by
+    cancelling the waiting task, or by dropping the last reference. (A ``break`` drops it unless your program keeps the
+    stream; a kept stream stays open.) To end the request from another task and keep its output, call ``abort()``.
     """
 
     __slots__ = ("__weakref__", "_drivers", "_home", "_is_bound", "_owner", "_reader")
 
     def __init__(self, reader: Reader, *, home: asyncio.AbstractEventLoop, is_bound: bool, owner: object) -> None:
-        """``home``: the engine's loop; ``is_bound``: no other loop may use this. ``owner``: kept alive by this."""
+        """``home``: the engine's loop; ``is_bound``: only this loop may use it. ``owner``: the engine, kept alive."""
         self._reader = reader
         self._home = home
         self._is_bound = is_bound
@@ -63,11 +62,11 @@ class Generation(Coroutine[object, None, Result]):
         return f"<{type(self).__name__} {self.rid!r} {self._reader.state}>"
 
     def abort(self) -> None:
-        """End the request now; it finishes with reason ``abort`` and the output so far. Harmless after the end."""
+        """End the request with reason ``abort`` and the output so far. Does nothing after the end."""
         self._reader.abort()
 
     async def aclose(self) -> None:
-        """Stop reading, which aborts a request that is not finished. Does not wait; may be called after the end."""
+        """Stop reading; this aborts an unfinished request. Does not wait; may be called after the end."""
         self._reader.leave()
 
     async def __aenter__(self) -> Self:
@@ -95,7 +94,7 @@ class Generation(Coroutine[object, None, Result]):
     # ------------------------------------------------------------ async for
 
     def __aiter__(self) -> Self:
-        """The stream itself: another ``async for`` yields the chunks that were not read yet.
+        """Return the stream itself. Another ``async for`` yields the unread chunks.
 
         Raises:
             TypeError: without ``stream=True``.
@@ -105,10 +104,10 @@ class Generation(Coroutine[object, None, Result]):
         return self
 
     async def __anext__(self) -> Chunk:
-        """The next chunk: all output since the last one.
+        """Return the next chunk: all output since the last chunk.
 
         Raises:
-            WrongLoopError: on another loop than the engine's (``AsyncEngine``).
+            WrongLoopError: the ``AsyncEngine`` runs on another loop.
             EngineError, ValueError: the request failed, or its prompt was refused.
         """
         reader = self._reader
@@ -165,7 +164,7 @@ class Generation(Coroutine[object, None, Result]):
             raise
 
     def _loop(self) -> asyncio.AbstractEventLoop:
-        """The running loop. Without one, a call of an ``Engine`` is left, since no other caller awaits it."""
+        """Return the running loop. Without one, leave the call of an ``Engine``, because nothing can await it."""
         try:
             return running_loop()
         except WrongLoopError:
@@ -176,7 +175,7 @@ class Generation(Coroutine[object, None, Result]):
     def _waiter(
         self, loop: asyncio.AbstractEventLoop, *, until_accepted: bool = False
     ) -> asyncio.Future[Chunk | None] | None:
-        """A future that resolves when there may be new output; None: there is some already."""
+        """Return a future that resolves when there may be new output; None: there is output already."""
         if self._is_bound and loop is not self._home:
             raise WrongLoopError(
                 "this generation belongs to the event loop on which its AsyncEngine was started; "
@@ -232,6 +231,6 @@ class Generation(Coroutine[object, None, Result]):
 
 
 class Stream(Generation["Stream"]):
-    """The type of a ``Generation`` with ``stream=True``: awaiting it gives itself."""
+    """A ``Generation`` with ``stream=True``. Awaiting it returns the stream itself."""
 
     __slots__ = ()

@@ -102,8 +102,8 @@ def read_fallback_config(raw: Mapping[str, object]) -> TransformerConfig:
         part = next((name for name in _TEXT_PARTS if isinstance(raw.get(name), dict)), None)
         if part is not None and "vocab_size" not in values:
             raise ValueError(
-                f"{where} has a text model in {part}; model_impl='transformers' supports only models without "
-                f"further parts. Models with images that work without model_impl: {', '.join(plugins.names('media/tokens'))}"
+                f"{where} has a text model in {part}; model_impl='transformers' supports only models without further "
+                f"parts. Models with images that work without model_impl: {', '.join(plugins.names('media/tokens'))}"
             ) from None
         raise ValueError(f"{where}, as model_impl='transformers' reads it: {error}") from error
     task = task_of(labels.architectures, _TASKS)

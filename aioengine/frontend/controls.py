@@ -1,4 +1,4 @@
-"""Control calls to the scheduler process: pause, flush the cache, profile. Each is answered by one reply."""
+"""Controls: orders to the scheduler process (pause, flush the cache, profile). Each has one reply."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PauseMode = Literal["abort", "in_place"]
 
 
 class Outcome(NamedTuple):
-    """The result of a control call; true where it was carried out."""
+    """The result of a control call; true if it succeeded."""
 
     success: bool
     message: str
@@ -55,7 +55,7 @@ class ProfileOptions(TypedDict, total=False):
 
 
 class Controls:
-    """The control calls that have no reply yet. On the engine's loop."""
+    """Sends control calls and waits for their replies. On the engine's loop."""
 
     def __init__(self, send: Callable[[list[Control]], None], abort_all: Callable[[], None]) -> None:
         """``abort_all`` aborts every open call."""
@@ -73,7 +73,7 @@ class Controls:
         payload: bytes = b"",
         timeout_s: float = CONTROL_TIMEOUT_S,
     ) -> Reply:
-        """CallRequest, and wait for the answer. ``payload``: bytes for the runner, up to ``MAX_PAYLOAD_BYTES``.
+        """Send a control call and wait for its reply. ``payload``: bytes for the runner, up to ``MAX_PAYLOAD_BYTES``.
 
         Raises:
             ValueError: the payload is too large.
@@ -104,7 +104,7 @@ class Controls:
             del self._waiting[call_id]
 
     def send(self, name: str, arguments: Mapping[str, Argument] | None = None) -> None:
-        """Make a control call, and do not wait for its reply."""
+        """Send a control call without waiting for its reply."""
         self._num_asked += 1
         self._send([Control(self._num_asked, name, dict(arguments or {}))])
 
@@ -118,12 +118,12 @@ class Controls:
             waiting.set_result(reply)
 
     async def order(self, name: str) -> Outcome:
-        """Make a control call without arguments."""
+        """Send a control call without arguments, and return its outcome."""
         reply = await self.ask(name)
         return Outcome(reply.success, reply.message)
 
     async def pause(self, mode: PauseMode) -> Outcome:
-        """Pause the scheduler; with "abort" end first what it has."""
+        """Pause the scheduler. The mode "abort" ends all its requests before."""
         if checks.choice("mode", mode, {"abort": True, "in_place": False}):
             self._abort_all()
         return await self.order("pause")
@@ -163,7 +163,7 @@ class Controls:
             raise RuntimeError(reply.message)
 
     async def stop_profile(self) -> str:
-        """End the profile and write it; returns the path of the file.
+        """End the profile and write it; return the path of the file.
 
         Raises:
             RuntimeError: none was started, or the file cannot be written.
@@ -174,7 +174,7 @@ class Controls:
         return reply.message
 
     def fail(self, error: EngineError) -> None:
-        """No reply will come any more."""
+        """Fail all waiting calls, because no reply will arrive."""
         self._failure = error
         for waiting in self._waiting.values():
             if not waiting.done():
@@ -182,7 +182,7 @@ class Controls:
 
 
 def _folder(output_dir: str | os.PathLike[str] | None) -> str:
-    """As this process understands it: the other one may work in another folder."""
+    """Return an absolute path: the other process may have another working folder."""
     if not isinstance(output_dir, str | os.PathLike | None):
         raise checks.wrong_type("output_dir", "a path or None", output_dir)
     return checks.text("output_dir", str(Path(output_dir or tempfile.gettempdir()).absolute()))

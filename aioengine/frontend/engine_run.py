@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class EngineRun:
-    """Belongs to the loop and the process in which it is made. An engine that starts again has a new one.
+    """Belongs to the loop and the process that created it. An engine that is started again has a new run.
 
     Attributes:
         loop, pid: the event loop and the process to which it belongs.
@@ -44,14 +44,14 @@ class EngineRun:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether any of it runs, or is about to: another run must not start beside it."""
+        """Whether it runs or is about to: then no other run may start."""
         if self.is_ended:
             return not self.is_over
         return self.frontend is not None or self._num_starters > 0
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process is a fork of the one to which it belongs."""
+        """Whether this process is a fork of its process."""
         return os.getpid() != self.pid
 
     def join(self) -> None:
@@ -67,7 +67,7 @@ class EngineRun:
         self._num_starters += 1
 
     async def start(self, start_frontend: Callable[[], Coroutine[object, None, Frontend]]) -> None:
-        """Start the processes, unless that was done. Of several callers one does it, the others wait.
+        """Start the processes, unless they are started. One of several callers does it, and the others wait.
 
         They are killed at the end of the interpreter.
 
@@ -88,7 +88,7 @@ class EngineRun:
             self._num_starters -= 1
 
     async def _started(self, start_frontend: Callable[[], Coroutine[object, None, Frontend]]) -> Frontend:
-        """In a task of its own, which a shutdown can cancel without cancelling the caller."""
+        """Runs in its own task, which a shutdown can cancel without cancelling the caller."""
         self.has_failed = False
         self._start = task = self.loop.create_task(start_frontend())
         try:
@@ -107,7 +107,7 @@ class EngineRun:
         return frontend
 
     def start_end(self) -> bool:
-        """Begin to end the processes, and a start that is under way; False on another loop than its own."""
+        """Begin to end the processes or the current start. Returns False on another loop."""
         if self.is_over:
             return True
         if self.loop.is_closed():
@@ -124,7 +124,7 @@ class EngineRun:
         return True
 
     async def end(self) -> None:
-        """End the processes, and a start that is under way. Harmless twice; being cancelled does not stop it.
+        """End the processes or the current start. May be called twice; cancelling the wait does not stop it.
 
         Raises:
             WrongLoopError: this is another loop.
@@ -133,7 +133,7 @@ class EngineRun:
             raise callers.wrong_loop()
         if self._end is not None and not self.is_over:
             await self._end.wait()
-            self.kill_now()  # where that has not ended in time
+            self.kill_now()  # if it did not end in time
 
     async def _stop(self) -> None:
         async with self._lock:
@@ -142,7 +142,7 @@ class EngineRun:
             self.is_over = True
 
     def kill_now(self) -> bool:
-        """End the processes at once and without a loop. False, and nothing, in a fork, and where none runs."""
+        """End the processes now, without a loop. Returns False in a fork, and if no process runs."""
         if self.is_forked or self.is_over:
             return False
         self.is_ended = self.is_over = True
@@ -165,7 +165,7 @@ def _kill_running() -> None:
 
 
 def _is_cancelled() -> bool:
-    """Whether the running task itself is being cancelled, and not only what it waits for."""
+    """Whether the running task itself is cancelled, and not only the object that it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

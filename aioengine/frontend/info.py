@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __version__: Final = "0.1.0"
 
 ALIVE: Final = ("running", "draining", "recovering")
-"""The states in which requests are taken, or come to their ends."""
+"""States in which the engine accepts or finishes requests."""
 
 
 class ProcessHealth(TypedDict):
@@ -51,7 +51,7 @@ class Health(TypedDict):
 
 
 class ModelInfo(TypedDict):
-    """The model that is served.
+    """The served model.
 
     Attributes:
         implementation: whose code computes it, "aioengine" or "transformers".
@@ -71,7 +71,7 @@ class ModelInfo(TypedDict):
 
 
 class TokenizerNamespace:
-    """Where the tokenizer and ``abort_request`` were in older programs."""
+    """Has the tokenizer and ``abort_request``, for programs written for other engines."""
 
     def __init__(self, tokenizer: Tokenizer | None, abort_request: Callable[[str | None, bool], None]) -> None:
         self._tokenizer = tokenizer
@@ -99,12 +99,12 @@ def existing(tokenizer: Tokenizer | None) -> Tokenizer:
 
 
 def described(kind: str, model: str, state: str) -> str:
-    """The ``repr`` of an engine; ``model`` may be empty."""
+    """Return the ``repr`` of an engine; ``model`` may be empty."""
     return f"<{' '.join(filter(None, (kind, model, state)))}>"
 
 
 def state_of(failure: EngineError | None, *, is_recovering: bool, is_draining: bool) -> str:
-    """The word for the state of a started engine; ``failure``: what every call gets, once it is dead or closed."""
+    """Return the state of a started engine. ``failure``: the error of all calls if it is dead or closed."""
     if failure is None:
         return "recovering" if is_recovering else "draining" if is_draining else "running"
     if isinstance(failure, EngineClosedError):
@@ -113,7 +113,7 @@ def state_of(failure: EngineError | None, *, is_recovering: bool, is_draining: b
 
 
 def health(state: str, processes: Iterable[ProcessState]) -> Health:
-    """The engine's state, and that of each of its processes."""
+    """Return the state of the engine and of its processes."""
     return {
         "state": state,
         "processes": [
@@ -130,14 +130,14 @@ def health(state: str, processes: Iterable[ProcessState]) -> Health:
 
 
 def child_pids(processes: Iterable[ProcessState], images: PromptImages | None) -> list[int]:
-    """The processes that are alive; the last is the one that prepares images, where there is one."""
+    """Return the ids of live processes, including the process that prepares images."""
     pids = [process.pid for process in processes if process.alive]
     child = None if images is None else images.intake.process.child
     return [*pids, child.pid] if child is not None and child.is_alive else pids
 
 
 def scheduler_counters(last: Stats | None) -> dict[str, int]:
-    """The counters that the scheduler pushed last; zeros before it did."""
+    """Return the counters that the scheduler sent last; zeros before that."""
     counters = asdict(last or Stats())
     del counters["sent_at"], counters["step_ended_at"]
     return counters

@@ -85,7 +85,7 @@ class Fetched(Struct, tag="fetched", frozen=True):
     digest: str
 
 
-class Prepared(Struct, tag="prepared", frozen=True):
+class PreparedImage(Struct, tag="prepared", frozen=True):
     """``num_bytes``: size of the arrays in the file."""
 
     id: int
@@ -114,7 +114,7 @@ class Cancelled(Struct, tag="cancelled", frozen=True):
 
 
 Job = FetchJob | PrepareJob
-JobEnd = Fetched | Prepared | Refused | Broken | Cancelled
+JobEnd = Fetched | PreparedImage | Refused | Broken | Cancelled
 
 encode_line = msgspec.json.Encoder().encode_lines
 decode_job = msgspec.json.Decoder(Job | CancelJob).decode

@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -30,13 +30,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.runner.graphs.decode_graphs import DecodeGraphs, DecodeStep
-    from aioengine.runner.logits import GrammarSource, OpenConstraint
+    from aioengine.runner.logits import GrammarSource
     from aioengine.runner.logits.grammar import GrammarMask
     from aioengine.runner.rows import RequestRow, SampledRows
-    from aioengine.runner.transfer import Readback
+    from aioengine.runner.ticket import Ticket
     from aioengine.scheduler.plan import NewRow
-
-    Awaited = tuple[int, int, RequestRow, OpenConstraint]
 
 MIN_FORCED: Final = 1
 MIN_FORCED_ON_GPU: Final = 2
@@ -50,29 +48,6 @@ row saves steps. With 256 rows, few forced tokens make all rows slower.
 """
 
 
-class Launched(Protocol):
-    """A launched step; see ``model_runner.Ticket``.
-
-    constrained: index in ``sampled``, position, request and constraint of each token to follow.
-    repeated: uids of the rows whose token was already returned as a forced token.
-    """
-
-    @property
-    def sampled(self) -> list[int]: ...
-    @property
-    def values(self) -> Readback: ...
-    @property
-    def failed(self) -> dict[int, str]: ...
-    @property
-    def constrained(self) -> list[Awaited]: ...
-    @property
-    def repeated(self) -> set[int]: ...
-    @property
-    def forced(self) -> dict[int, list[int]]: ...
-    @property
-    def complete(self) -> list[int]: ...
-
-
 @dataclass(slots=True)
 class _DeferredStep:
     """A step whose tokens are sampled when its masks are known.
@@ -83,7 +58,7 @@ class _DeferredStep:
     rows: SampledRows
     draw: Callable[[], Tensor]
     max_rows: int
-    ticket: Launched | None = None
+    ticket: Ticket | None = None
 
 
 class ConstrainedRows:
@@ -105,7 +80,7 @@ class ConstrainedRows:
         self._masks = masks
         self._may_force = may_force
         self._is_on_gpu = device.type != "cpu"
-        self._unfollowed: deque[Launched] = deque()
+        self._unfollowed: deque[Ticket] = deque()
 
     def draw(
         self, rows: SampledRows, draw: Callable[[], Tensor], *, max_rows: int, is_urgent: bool = False
@@ -164,7 +139,7 @@ class ConstrainedRows:
         request.constraint = self.grammars.open(grammar, opened.token_ids, opened.num_prompt)
         request.may_force = self._may_force and _may_force(opened)
 
-    def note(self, ticket: Launched, sampled: list[RequestRow], positions: npt.NDArray[np.int64]) -> None:
+    def note(self, ticket: Ticket, sampled: list[RequestRow], positions: npt.NDArray[np.int64]) -> None:
         """Record a launched step that samples tokens of ``sampled`` at positions [S]. Rows whose grammar has an error
         fail.
         """
@@ -182,7 +157,7 @@ class ConstrainedRows:
         if ticket.constrained:
             self._unfollowed.append(ticket)
 
-    def follow(self, last: Launched | None = None) -> None:
+    def follow(self, last: Ticket | None = None) -> None:
         """Wait for the tokens of launched steps up to ``last``, or of all, and follow them."""
         if last is not None and last not in self._unfollowed:
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
@@ -27,6 +27,7 @@ from aioengine.runner.page_tables import PageTables
 from aioengine.runner.pooler import Pooler
 from aioengine.runner.rows import RowTable
 from aioengine.runner.sampling.sampler import FAILED, Sampler
+from aioengine.runner.ticket import Ticket
 from aioengine.runner.timing import part
 from aioengine.runner.transfer import Readback
 from aioengine.scheduler.plan import StepResult
@@ -40,16 +41,13 @@ if TYPE_CHECKING:
     from aioengine.attention._base import AttentionBackend, ForwardBatch
     from aioengine.models._base import Model, ModelInputs
     from aioengine.protocol.messages import Control, Reply
-    from aioengine.runner.constrained_rows import Awaited
     from aioengine.runner.graphs.decode_graphs import DecodeGraphs
     from aioengine.runner.graphs.piece_graphs import PieceGraphs
-    from aioengine.runner.hidden_states import StepHiddenStates
     from aioengine.runner.inputs import StepRows
     from aioengine.runner.kv_pool import KVPool
     from aioengine.runner.logits import GrammarSource, LogitsProcessor
-    from aioengine.runner.logprobs import StepLogprobs
     from aioengine.runner.lora.pool import AdapterPool
-    from aioengine.runner.pooler import PooledRows, PooledVectors
+    from aioengine.runner.pooler import PooledRows
     from aioengine.runner.rows import RequestRow, SampledRows
     from aioengine.runner.state_pool import StatePool
     from aioengine.scheduler.plan import Plan, Row
@@ -91,35 +89,6 @@ class DeviceParts:
         if pool.groups is None:
             num_pages = min(num_pages, pool.num_pages)
         return PageTables(max_rows=self.max_rows, max_row_pages=num_pages, num_pages=pool.num_pages, groups=pool.groups)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Ticket:
-    """A launched step.
-
-    Attributes:
-        with_outputs: uids of the rows with outputs (``Row.outputs``), in the order of the plan.
-        sampled: uids of the computed rows that sample. silent: uids of the other computed rows.
-        values: a token or FAILED for each of ``sampled``, then 0 or FAILED (not finite) for each of ``silent``.
-        failed: uid -> error of rows that were not computed, or whose grammar cannot be followed.
-        logprobs, states, pooled: requested logprobs, hidden states and vectors; None: there are none.
-        constrained, repeated: see ``constrained_rows.Launched``.
-        forced: uid -> tokens that the grammar forces after the sampled token.
-        complete: uids of the rows whose grammar is complete.
-    """
-
-    with_outputs: list[int]
-    sampled: list[int]
-    silent: list[int]
-    values: Readback
-    failed: dict[int, str]
-    logprobs: StepLogprobs | None = None
-    states: StepHiddenStates | None = None
-    pooled: PooledVectors | None = None
-    constrained: list[Awaited] = field(default_factory=list["Awaited"])
-    repeated: set[int] = field(default_factory=set[int])
-    forced: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
-    complete: list[int] = field(default_factory=list[int])
 
 
 class ModelRunner:

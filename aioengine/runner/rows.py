@@ -19,7 +19,6 @@ from aioengine.protocol.messages import ALL_STATES, SEED_MASK, RequestKind
 from aioengine.runner.logits import Forced, LogitsRow
 from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.lora.row_adapters import RowAdapters
-from aioengine.runner.sampling.truncation import TOP_K_OFF
 from aioengine.runner.token_lists import token_lists
 from aioengine.runner.transfer import upload_to
 
@@ -46,6 +45,9 @@ RECENT_TOKENS: Final = 512
 FEW_VALUES = 64
 """Requests with up to this number of logprobs per position are computed together, with the largest number among them.
 """
+
+TOP_K_OFF = 1 << 30
+"""The ``top_k`` in ``SAMPLING_RECORD`` that keeps all tokens."""
 
 SAMPLING_RECORD = np.dtype(
     [

@@ -45,7 +45,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from aioengine.runner.lora.reading import PackedAdapter
-    from aioengine.runner.model_runner import ModelRunner, Ticket
+    from aioengine.runner.model_runner import ModelRunner
+    from aioengine.runner.ticket import Ticket
     from aioengine.scheduler.plan import Plan, StepResult
 
 NUM_ADAPTERS = 8

@@ -24,7 +24,8 @@ from aioengine.processes.scheduler_process import page_windows
 from aioengine.protocol.columns import Extra
 from aioengine.protocol.messages import End, Limits, Media, RequestKind, Sampling, Submit, TextRules
 from aioengine.runner.build import build
-from aioengine.runner.model_runner import ModelRunner, Ticket
+from aioengine.runner.model_runner import ModelRunner
+from aioengine.runner.ticket import Ticket
 from aioengine.scheduler.core import SchedulerCore
 from aioengine.scheduler.scheduler import Scheduler
 from tests.kit.settings import small_settings

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from aioengine.protocol.messages import Sampling
-from aioengine.runner.model_runner import Ticket
+from aioengine.runner.ticket import Ticket
 from aioengine.scheduler.plan import Plan
 from tests.compute.runner_world import World, make_settings, save_model
 

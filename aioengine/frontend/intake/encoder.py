@@ -1,8 +1,8 @@
-"""Prompts to token ids, off the loop's thread.
+"""Encoder: converts prompts to token ids, on threads of its own.
 
-Prompts that come in one turn of the loop, or while the thread is busy, are encoded together; text for a large step does
-not wait for more. Long prompts have a thread of their own, so that short ones never wait behind them.
-The tokenizer releases the interpreter while it works.
+Prompts that arrive in one turn of the loop, or while the thread is busy, are encoded together, up to the size of a
+large step. Long prompts have their own thread, so that short prompts never wait for them.
+The tokenizer releases the GIL.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ if TYPE_CHECKING:
     from aioengine.frontend.intake.prompts import Messages
 
 LONG_BYTES = 64 * 1024
-"""A prompt above it is long."""
+"""Larger prompts use the thread for long prompts."""
 BATCH_BYTES = 32 * 1024
-"""A batch of short prompts ends here: they can be computed while the next ones are encoded."""
+"""Size of a batch of short prompts: they can be computed while the next batch is encoded."""
 
 PIECE_CHARACTERS = 16 * 1024
 MAX_SHRINKING = 3
-"""Normalizing may make text shorter: three letters of Hangul, for example, become one."""
+"""Normalization may shorten text: three letters of Hangul, for example, become one."""
 USUAL_TOKEN_BYTES = 4
 
 
 class PromptTokenizer(Protocol):
-    """The methods of a tokenizer that are needed here; several threads call them at once."""
+    """The methods of a tokenizer that are used here, by several threads at once."""
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]: ...
 
@@ -62,20 +62,20 @@ class PromptTokenizer(Protocol):
 
 
 Encoded = list[int] | ValueError | TypeError | EngineError
-"""The ids of a prompt, or why it has none."""
+"""The ids of a prompt, or its error."""
 
 
 class TextSizes(NamedTuple):
-    """Finds texts that cannot fit before they were tokenized as a whole.
+    """Finds texts that are too long without tokenizing all of them.
 
-    ``max_tokens``: how many fit. ``longest_token``: the bytes of the longest one, where every byte of a text is in one.
+    ``max_tokens``: the limit. ``longest_token``: bytes of the longest token, if every byte of a text is in a token.
     """
 
     max_tokens: int
     longest_token: int
 
     def check_bytes(self, num_bytes: int) -> None:
-        """Raise RequestTooLargeError where ``num_bytes`` bytes cannot fit, whatever they are."""
+        """Raise RequestTooLargeError if no text of ``num_bytes`` bytes fits."""
         least = num_bytes // (self.longest_token * MAX_SHRINKING)
         if least > self.max_tokens:
             raise RequestTooLargeError(
@@ -83,9 +83,9 @@ class TextSizes(NamedTuple):
             )
 
     def check_pieces(self, text: str, tokenizer: PromptTokenizer) -> None:
-        """Tokenize a long text in pieces until they are more than can fit; raise RequestTooLargeError then.
+        """Tokenize a long text in pieces, and raise RequestTooLargeError as soon as the limit is exceeded.
 
-        A cut makes at most as many tokens more as the longest token has bytes.
+        Each cut adds at most as many tokens as the longest token has bytes.
         """
         least = 0
         for start in range(0, len(text), PIECE_CHARACTERS):
@@ -100,9 +100,9 @@ class TextSizes(NamedTuple):
 
 
 def longest_token(facts: Mapping[str, object]) -> int | None:
-    """The bytes of the longest token, from a tokenizer's ``decoding_facts``.
+    """Return the bytes of the longest token, from a tokenizer's ``decoding_facts``.
 
-    None where a token may stand for any amount of text: only tokenizers of bytes give every byte its place.
+    None: a token may represent any amount of text. Only byte-level tokenizers cover every byte.
     """
     decoder, model = facts["decoder"], facts["model"]
     if not any(word in json.dumps(decoder) for word in ('"ByteLevel"', '"ByteFallback"')):
@@ -247,9 +247,9 @@ class Encoder:
         pool_encoder: PoolEncoder | None = None,
         in_text: Callable[[str], str] = str,
     ) -> None:
-        """``sizes`` None: every text is tokenized as a whole. ``pool_encoder``: for texts to be pooled.
+        """``sizes`` None: all texts are tokenized completely. ``pool_encoder``: encodes texts to pool.
 
-        in_text: gives what is tokenized in place of a prompt, as ``ImageFamily.in_text``.
+        in_text: converts a prompt before it is tokenized, as ``ImageFamily.in_text``.
         """
         self.sizes = sizes
         self._in_text = in_text
@@ -270,7 +270,7 @@ class Encoder:
         self._long.run(work, done)
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of a few short texts that are no prompts, at once. Raises ValueError where one cannot be read."""
+        """Tokenize a few short texts now. Raises ValueError if the tokenizer cannot read one."""
         try:
             return self._tokenizer.encode_batch(texts, add_special_tokens=False)
         except RuntimeError as error:
@@ -310,7 +310,7 @@ class Encoder:
                 pooled[place] = prompt
             else:
                 rendered = prompt.text if isinstance(prompt, TextPrompt) else self._render(prompt)
-                if isinstance(rendered, str):  # as a plain one: special tokens are never added to ``ChatText``
+                if isinstance(rendered, str):  # templates may also return token ids
                     rules = prompt.rules
                     if rules.add_special_tokens is None:  # templates of chats write them
                         rules = EncodeRules(isinstance(prompt, TextPrompt), rules.keep_last)
@@ -358,7 +358,7 @@ class Encoder:
             if rules.keep_last is None:
                 self._check_sizes(texts)
             return list(self._tokenizer.encode_batch(texts, add_special_tokens=bool(rules.add_special_tokens)))
-        except BaseException as error:  # one bad text fails alone, also where compiled code panics
+        except BaseException as error:  # a bad text fails alone, also if compiled code panics
             if len(texts) == 1:
                 if isinstance(error, RequestTooLargeError):
                     return [error]

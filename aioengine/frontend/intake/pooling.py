@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class Pooled(Struct, frozen=True, kw_only=True):
-    """What a call asks for.
+    """The options of a call for vectors or scores.
 
     Attributes:
-        is_normalized: whether vectors have the length 1; None: as the model's files say.
-        dimensions: how many numbers of a vector are kept; None: all.
-        truncates: texts that are too long are cut. prompt_name: of the prompt before each text; None: the usual one.
+        is_normalized: whether vectors have length 1; None: as the model's files specify.
+        dimensions: number of dimensions that are kept; None: all.
+        truncates: cut texts that are too long. prompt_name: the prompt before each text; None: the default one.
         gives_scores: each answer is a score. is_ranked: answers come best first, and only the first ``top_n``.
         has_sigmoid: the score is the sigmoid of the model's number.
     """
@@ -39,10 +39,10 @@ class Pooled(Struct, frozen=True, kw_only=True):
     has_sigmoid: bool = False
 
     def check(self, settings: PoolingSettings, task: str, vector_size: int) -> None:
-        """Check against the model, whose vectors have ``vector_size`` numbers.
+        """Check the options against the model, whose vectors have ``vector_size`` numbers.
 
         Raises:
-            ValueError: the model cannot give that.
+            ValueError: the model does not support an option.
         """
         if self.gives_scores and (task != "classify" or settings.num_labels != 1):
             found = f"gives {settings.num_labels} scores" if task == "classify" else f"has the task '{task}'"
@@ -56,10 +56,10 @@ class Pooled(Struct, frozen=True, kw_only=True):
 
 
 def completed(pooled: Pooled | None, settings: PoolingSettings, task: str, vector_size: int) -> Pooled | None:
-    """What a call asks for, with the model's values where it gives none; None: it asks for tokens.
+    """Return the options with the model's defaults; None: the call generates tokens.
 
     Raises:
-        ValueError: the model cannot give that.
+        ValueError: the model does not support the call.
     """
     if pooled is None:
         if task == "generate":
@@ -72,10 +72,10 @@ def completed(pooled: Pooled | None, settings: PoolingSettings, task: str, vecto
 
 
 def fitting(encoded: Encoded, pooled: Pooled, max_tokens: int, check_ids: Callable[[list[int]], None]) -> Encoded:
-    """The ids of a text, cut to ``max_tokens`` where the call truncates; or the error for a text that is too long.
+    """Return the ids of a text, cut to ``max_tokens`` if the call truncates, or the error of a text that is too long.
 
-    One with images is never cut.
-    ``check_ids`` raises ValueError for ids outside the vocabulary. It has not been called yet for too many ids.
+    A text with images is never cut. ``check_ids`` raises ValueError for ids outside the vocabulary; it was not called
+    yet if there are too many ids.
     """
     if not isinstance(encoded, list) or len(encoded) <= max_tokens:
         return encoded

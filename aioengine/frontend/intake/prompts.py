@@ -1,6 +1,6 @@
-"""Prompts as a caller gives them, checked at the call, and the chat template arguments of ``chat``.
+"""Checks prompts at the call, and the arguments of ``chat`` for chat templates.
 
-Checking every part of a very large prompt would hold the caller's loop: that is done later, on the tokenizer's thread.
+Checking all of a very large prompt would block the caller's event loop. The tokenizer's thread does that later.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Messages = Sequence[Mapping[str, object]]
 """A conversation: dicts with ``role`` and ``content``, as chat templates read them."""
 
 PromptError = ValueError | TypeError
-"""The error of a wrong prompt, in its place where it fails alone (``return_exceptions=True``)."""
+"""The error of a wrong prompt. It replaces the prompt if rows fail alone (``return_exceptions=True``)."""
 
 IDS: Final = "a list of token ids"
 MESSAGES: Final = "a list of dicts with role and content"
@@ -35,11 +35,11 @@ CHARACTERS_PER_ID: Final = 4
 IDS_PER_MESSAGE: Final = 256
 MAX_CHARACTERS_AT_CALL: Final = CHARACTERS_PER_ID * MAX_IDS_AT_CALL
 MAX_MESSAGES_AT_CALL: Final = MAX_IDS_AT_CALL // IDS_PER_MESSAGE
-"""Limits of what a call checks of its prompts together. A message takes as long as ``IDS_PER_MESSAGE`` ids."""
+"""Limits for the checks at the call, for all its prompts. A message takes as long as ``IDS_PER_MESSAGE`` ids."""
 
 NUM_SAMPLED_MESSAGES: Final = 16
 BYTES_PER_PART: Final = 256
-"""Of memory, for the dict of a message, or of a part of one."""
+"""Memory of the dict of a message, or of a part of a message."""
 
 IDS_IN_SLICE: Final = 16 * 1024
 MESSAGES_IN_SLICE: Final = 64
@@ -48,13 +48,13 @@ CHAT_ARGUMENTS: Final = ("chat_template", VARIABLES, "enable_thinking", "tools")
 MAX_TOOLS: Final = 1024
 MAX_NODES: Final = 4096
 MANY_CHARACTERS: Final = 1024 * 1024
-"""The size of nested data with more than ``MAX_NODES`` parts, which are not counted."""
+"""The assumed size of nested data with more than ``MAX_NODES`` parts."""
 
 _THINKING: Final = "enable_thinking"
 
 
 class CheckBudget:
-    """How much is checked at once of the prompts of a call, in token ids."""
+    """The amount that the call checks now, in token ids."""
 
     __slots__ = ("num_left",)
 
@@ -62,14 +62,14 @@ class CheckBudget:
         self.num_left = num_ids
 
     def covers(self, num_ids: int) -> bool:
-        """Whether a prompt of this size is to be checked now. One that is not uses up the budget."""
+        """Whether to check a prompt of this size now. A prompt that is too large uses up the budget."""
         self.num_left -= num_ids
         return self.num_left >= 0
 
 
 class EncodeRules(Struct, frozen=True, gc=False):
-    """How a text becomes ids. ``add_special_tokens`` None: those of a text that is no chat. ``keep_last``: ids at the
-    end of the prompt that are kept; None: all.
+    """Options of the tokenization. ``add_special_tokens`` None: for a text, not for a chat. ``keep_last``: number of
+    ids at the end of the prompt that are kept; None: all.
     """
 
     add_special_tokens: bool | None = None
@@ -80,7 +80,7 @@ USUAL: Final = EncodeRules()
 
 
 class TextPrompt(Struct, frozen=True, gc=False):
-    """Text to be tokenized. ``num_bytes``: of its UTF-8, or a lower bound until ``is_checked``."""
+    """A text. ``num_bytes``: its size in UTF-8, or a lower bound until ``is_checked``."""
 
     text: str
     num_bytes: int
@@ -106,7 +106,7 @@ class TextPrompt(Struct, frozen=True, gc=False):
 
 
 class IdsPrompt(Struct, frozen=True):
-    """Token ids. ``given``: as the caller gave them; a list of integers of its own once ``is_checked``."""
+    """Token ids. ``given``: the caller's object, or a new list of integers once ``is_checked``."""
 
     given: object
     name: str = ""
@@ -122,28 +122,28 @@ class IdsPrompt(Struct, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """Of the list."""
+        """The size of the list."""
         return 8 * self.num_ids
 
     def checked(self) -> IdsPrompt:
-        """Make all ids plain integers; TypeError or ValueError for those that are none."""
+        """Convert all ids to plain integers. Raises TypeError or ValueError for other values."""
         token_ids: list[int] = []
         for start in range(0, self.num_ids, IDS_IN_SLICE):
             if start:
                 _let_others_run()
             part = checks.sequence(self.name, _slice(self.name, self.given, start, start + IDS_IN_SLICE), allowed=IDS)
             try:
-                token_ids += convert(part, list[int])  # in one pass where all are plain integers
+                token_ids += convert(part, list[int])  # fast, if all are plain integers
             except ValidationError:
                 token_ids += [checks.whole(f"{self.name} entries", entry, 0) for entry in part]
         return IdsPrompt(token_ids)
 
 
 class EmbedsIds(list[int]):
-    """Stands for the ids of a prompt that is embeddings: one 0 for each.
+    """The placeholder ids of a prompt of embeddings: one 0 per embedding.
 
     Attributes:
-        width: numbers of an embedding. embeds: all of them as fp32. salt: no other prompt shares its cached prefix.
+        width: size of an embedding. embeds: all embeddings as fp32. salt: random, so that no prefix is shared.
     """
 
     def __init__(self, num_tokens: int, width: int, embeds: bytes) -> None:
@@ -170,10 +170,10 @@ class MediaIds(list[int]):
 
 
 class TemplateOptions(Struct, frozen=True):
-    """The arguments of ``chat`` about its template.
+    """The arguments of ``chat`` for its template.
 
-    template: text, name or file of the chat template; None: the model's own. num_characters: about, of the tools and
-    variables.
+    template: text, name or file of the chat template; None: the default template of the model.
+    num_characters: approximate size of the tools and variables.
     """
 
     template: str | os.PathLike[str] | None = None
@@ -183,10 +183,10 @@ class TemplateOptions(Struct, frozen=True):
 
 
 class ChatPrompt(Struct, frozen=True):
-    """A conversation to be put through a chat template, then tokenized without special tokens.
+    """A conversation, which is rendered by a chat template, then tokenized without special tokens.
 
-    ``num_bytes``: about, the characters of its text; until it ``is_checked``, of what was looked at, and its objects.
-    ``images``: of its parts, once it ``is_checked``; None for one that is given beside the messages.
+    ``num_bytes``: approximate characters of its text. Until ``is_checked``: those of a sample, and the memory of its
+    objects. ``images``: the images of its parts, once ``is_checked``; None: the image is in ``image_data``.
     """
 
     messages: Messages
@@ -198,7 +198,7 @@ class ChatPrompt(Struct, frozen=True):
     images: tuple[ImageSource | None, ...] = ()
 
     def checked(self) -> ChatPrompt:
-        """Check every message; TypeError or ValueError for one that is wrong."""
+        """Check every message. Raises TypeError or ValueError if one is wrong."""
         messages: list[dict[str, object]] = []
         images: list[ImageSource | None] = []
         for position, message in enumerate(self.messages):
@@ -217,7 +217,7 @@ class ChatIds(list[int]):
     """The ids of a conversation that has images.
 
     Attributes:
-        images: in the order of its placeholders; None for one that is given beside the messages.
+        images: in the order of its placeholders; None: the image is in ``image_data``.
     """
 
     def __init__(self, ids: Sequence[int], images: tuple[ImageSource | None, ...]) -> None:
@@ -226,8 +226,8 @@ class ChatIds(list[int]):
 
 
 class PoolRules(Struct, frozen=True, gc=False):
-    """How a text to be pooled becomes ids. ``truncates``: one that is too long is cut. ``prompt_name``: of the prompt
-    that stands before it; None: of the usual one.
+    """Options of the tokenization of pooled texts. ``truncates``: cut texts that are too long. ``prompt_name``: the
+    prompt to put before each text; None: the default prompt.
     """
 
     truncates: bool = False
@@ -235,7 +235,7 @@ class PoolRules(Struct, frozen=True, gc=False):
 
 
 class PooledPrompt(Struct, frozen=True, gc=False):
-    """A text to be pooled, or a pair of texts to be compared."""
+    """A text to pool, or a pair of texts to compare."""
 
     first: TextPrompt
     second: TextPrompt | None
@@ -254,13 +254,13 @@ class PooledPrompt(Struct, frozen=True, gc=False):
         return self.first.is_checked and (self.second is None or self.second.is_checked)
 
     def checked(self) -> PooledPrompt:
-        """As of ``TextPrompt``."""
+        """Check both texts, as ``TextPrompt``."""
         second = self.second
         return PooledPrompt(self.first.checked(), None if second is None else second.checked(), self.rules)
 
 
 Prompt = TextPrompt | ChatPrompt | IdsPrompt | PooledPrompt
-"""One row of a call. Until ``is_checked``, ``checked()`` is to be called on the tokenizer's thread."""
+"""The prompt of a row. Until ``is_checked``, the tokenizer's thread must call ``checked()``."""
 
 
 @runtime_checkable
@@ -269,19 +269,19 @@ class _Sliced(Protocol):
 
 
 def _slice(name: str, given: object, start: int, stop: int | None = None) -> object:
-    """Some entries of a list, tuple or array. Of an array before it becomes a list: a long one would hold the loop."""
+    """Return some entries of a list, tuple or array. An array is cut before it is converted, which may take long."""
     if isinstance(given, list | tuple) or not isinstance(given, checks.Array) or not isinstance(given, _Sliced):
         return checks.sequence(name, given, allowed=IDS)[start:stop]
     return given[start:stop]
 
 
 def _let_others_run() -> None:
-    """Give the interpreter to a thread that waits for it, which else takes it after 5 ms."""
+    """Release the GIL for a waiting thread, which would otherwise wait for 5 ms."""
     time.sleep(0)
 
 
 def encode_rules(options: Mapping[str, object]) -> EncodeRules:
-    """The keyword arguments about tokenizing. Raises TypeError or ValueError."""
+    """Return the options of the tokenization. Raises TypeError or ValueError."""
     specials, keep_last = options.get("add_special_tokens"), options.get("truncate_prompt_tokens")
     return EncodeRules(
         None if specials is None else checks.switch("add_special_tokens", specials),
@@ -290,10 +290,10 @@ def encode_rules(options: Mapping[str, object]) -> EncodeRules:
 
 
 def text_prompt(name: str, value: object, budget: CheckBudget, rules: EncodeRules = USUAL) -> TextPrompt:
-    """One text, all of whose characters are checked if ``budget`` covers it, else later.
+    """Return a text prompt. All its characters are checked now if ``budget`` covers them, otherwise later.
 
     Raises:
-        TypeError, ValueError: it is no text, or empty.
+        TypeError, ValueError: the value is not a string, or empty.
     """
     value = checks.plain(value)
     if not isinstance(value, str):
@@ -310,17 +310,17 @@ def text_prompt(name: str, value: object, budget: CheckBudget, rules: EncodeRule
 
 
 def pooled_prompt(name: str, value: object, budget: CheckBudget, *, rules: PoolRules) -> PooledPrompt:
-    """A text to be pooled, which may be empty: special tokens are added."""
+    """Return a text to pool. It may be empty, because special tokens are added."""
     return PooledPrompt(_any_text(name, value, budget), None, rules)
 
 
 def pair_prompt(
     name: str, value: object, budget: CheckBudget, *, rules: PoolRules, query: str | None = None
 ) -> PooledPrompt:
-    """A query and a document: both in ``value``, or the document where the query is given.
+    """Return a query and a document. ``value`` is both, or the document if ``query`` is given.
 
     Raises:
-        TypeError, ValueError: it is no pair of texts.
+        TypeError, ValueError: the value is not a pair of texts.
     """
     if query is None:
         pair = checks.sequence(name, value, allowed="a pair [query, document]")
@@ -341,10 +341,10 @@ def _any_text(name: str, value: object, budget: CheckBudget) -> TextPrompt:
 def ids_prompt(
     name: str, value: object, budget: CheckBudget, rules: EncodeRules = USUAL, *, may_be_empty: bool = False
 ) -> IdsPrompt:
-    """Ids of any kind of integer; those outside the vocabulary are found by the engine, which knows it.
+    """Return a prompt of ids (any kind of integer). Ids outside the vocabulary are refused later.
 
     Raises:
-        TypeError, ValueError: it is no list of ids, or empty.
+        TypeError, ValueError: the value is not a list of ids, or empty.
     """
     if rules.add_special_tokens:
         raise ValueError(f"add_special_tokens=True is for text, and {name} has ids; put the special ones among them")
@@ -361,10 +361,10 @@ def ids_prompt(
 def chat_prompt(
     name: str, value: object, budget: CheckBudget, *, options: TemplateOptions, rules: EncodeRules = USUAL
 ) -> ChatPrompt:
-    """One conversation, whose messages are checked if ``budget`` covers their likely size, else later.
+    """Return a conversation. Its messages are checked now if ``budget`` covers their likely size, otherwise later.
 
     Raises:
-        TypeError, ValueError: it is no list of messages, or empty.
+        TypeError, ValueError: the value is not a list of messages, or empty.
     """
     given = checks.sequence(name, value, allowed=MESSAGES)
     if not given:
@@ -373,7 +373,7 @@ def chat_prompt(
     sizes = [_size_of_message(message) for message in first]
     num_characters = sum(num_characters for num_characters, _ in sizes)
     num_parts = sum(num_parts for _, num_parts in sizes)
-    # It counts against the limits of all calls: what was not looked at must not count as if it were large, too.
+    # It counts in the limits of all calls, so messages outside the sample must not be counted as large.
     num_bytes = num_characters + BYTES_PER_PART * (len(given) + num_parts) + options.num_characters
     prompt = ChatPrompt(list(cast("Messages", given)), num_bytes, options, name, is_checked=False, rules=rules)
     likely = (num_characters // CHARACTERS_PER_ID + num_parts * IDS_PER_MESSAGE) * len(given) // len(first)
@@ -382,7 +382,7 @@ def chat_prompt(
 
 
 def _size_of_message(message: object) -> tuple[int, int]:
-    """The characters of a message that is text, and the parts of another, in no time."""
+    """Return the characters of a text message, or the number of parts of another message. Fast."""
     content = cast("Mapping[object, object]", message).get("content") if isinstance(message, Mapping) else None
     if isinstance(content, list | tuple):
         return 0, checks.num_items(cast("object", content))
@@ -390,7 +390,7 @@ def _size_of_message(message: object) -> tuple[int, int]:
 
 
 def _message(name: str, value: object, images: list[ImageSource | None]) -> dict[str, object]:
-    """A message with its role and its content: text, parts, or None, as calls of tools and assistants have it.
+    """Return a message with role and content (text, parts, or None for tool calls and assistants).
 
     Its images are added to ``images``.
     """
@@ -416,7 +416,7 @@ def _message(name: str, value: object, images: list[ImageSource | None]) -> dict
 
 
 def _part(name: str, value: object, images: list[ImageSource | None]) -> dict[str, object]:
-    """One part of a message's content: text, or an image, of which the template learns that it is there alone."""
+    """Return a part of a message: text, or an image. The template sees only that there is an image."""
     if not isinstance(value, Mapping):
         raise checks.wrong_type(name, 'a dict such as {"type": "text", "text": "..."}', value)
     part = _with_plain_keys(value)
@@ -430,7 +430,7 @@ def _part(name: str, value: object, images: list[ImageSource | None]) -> dict[st
 
 
 def _with_plain_keys(value: Mapping[object, object]) -> dict[str, object]:
-    """A copy, with plain strings for keys of an enumeration."""
+    """Return a copy whose keys are plain strings, also if they are members of an enumeration."""
     return {cast("str", checks.plain(key)): entry for key, entry in value.items()}
 
 
@@ -446,10 +446,10 @@ def _num_characters(value: object) -> int:
 
 
 def template_options(options: Mapping[str, object]) -> TemplateOptions:
-    """The keyword arguments of ``chat`` about its template. Files, and what is nested in tools, are read later.
+    """Return the arguments of ``chat`` for its template. Files and nested data of tools are read later.
 
     Raises:
-        TypeError, ValueError: what is wrong, with the field and the value.
+        TypeError, ValueError: an argument is wrong.
     """
     given = {name: options[name] for name in CHAT_ARGUMENTS if options.get(name) is not None}
     if not given:
@@ -462,7 +462,7 @@ def template_options(options: Mapping[str, object]) -> TemplateOptions:
 
 
 def _source(value: object) -> str | os.PathLike[str] | None:
-    """A text is never a path here: it may come from a client, who must not choose a file to be read."""
+    """Check the chat template. A string is never a path: it may come from a client, who must not read files."""
     if value is None or isinstance(value, os.PathLike):
         return cast("os.PathLike[str] | None", value)
     if not isinstance(value, str):
@@ -481,7 +481,7 @@ def _tools(value: object) -> list[dict[str, object]]:
 
 
 def _size(value: object) -> int:
-    """About the characters of nested data; ``MANY_CHARACTERS`` where it has more than ``MAX_NODES`` parts."""
+    """Return the approximate characters of nested data; ``MANY_CHARACTERS`` if it has more than ``MAX_NODES`` parts."""
     waiting, num_characters = [value], 0
     for _ in range(MAX_NODES):
         if not waiting:

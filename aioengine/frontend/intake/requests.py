@@ -484,7 +484,7 @@ def _unexpected(name: str, known: tuple[str, ...]) -> TypeError:
 def _rid(value: object) -> str:
     found = checks.text("rid", value, max_bytes=MAX_RID_BYTES)
     if not found:
-        raise ValueError("rid is empty; leave it out to have one drawn")
+        raise ValueError("rid is empty; leave it out for a random id")
     return found
 
 

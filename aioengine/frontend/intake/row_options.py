@@ -1,4 +1,4 @@
-"""Options of a call that may differ between its prompts: one value for all of them, or a list with one for each.
+"""Options that may differ between the prompts of a call: one value for all prompts, or a list with one value for each.
 
 One value is checked at the call; the entries of a list are checked with their prompts, some at a time.
 """
@@ -22,20 +22,20 @@ ROWS_IN_PIECE: Final = 512
 """Rows of a batch that are checked at once, in the call or in one turn of the loop."""
 
 MAX_TOKEN_IDS: Final = 65_536
-"""Of ``token_ids_logprob`` for one prompt, and for those that are checked in one turn of the loop."""
+"""Ids in ``token_ids_logprob`` of one prompt, and of all prompts checked in one turn of the loop."""
 
 MAX_PROMPT_VALUES: Final = 1 << 23
-"""Logprobs of one prompt, which are sent in one piece."""
+"""Logprobs of one prompt, which are sent in one message."""
 
 MAX_OUTPUT_VALUES: Final = 1 << 25
-"""Logprobs of the output tokens of one request, which its reader may leave unread."""
+"""Logprobs of the output tokens of one request, which may stay unread."""
 
 
 class PerPrompt(Struct, Generic[Value]):
-    """An option of a call: one value for all prompts, or a list with one for each.
+    """An option of a call: one value for all prompts, or a list with one value for each.
 
     Attributes:
-        values: of each prompt, or one for all. Entries of prompts that are not checked yet are as the caller gave them.
+        values: one for each prompt, or one for all. Entries of unchecked prompts are the caller's values.
     """
 
     name: str
@@ -69,10 +69,10 @@ class Rows(Protocol):
 
 
 def list_for(name: str, value: object, rows: Rows) -> list[object]:
-    """A list with one entry for each prompt.
+    """Return a list with one entry for each prompt.
 
     Raises:
-        TypeError, ValueError: there is one prompt, or another number of prompts.
+        TypeError, ValueError: there is only one prompt, or the number of prompts differs.
     """
     if not rows.is_batch:
         raise TypeError(f"{name} is a list, but there is one prompt; give a list of prompts, or one {name}")
@@ -100,7 +100,7 @@ def per_prompt(
 
 
 class LogprobOptions(NamedTuple):
-    """The options of a call that say which logprobs its prompts get."""
+    """The logprobs options of a call."""
 
     wanted: PerPrompt[bool]
     start: PerPrompt[int]
@@ -114,25 +114,25 @@ class LogprobOptions(NamedTuple):
         return any(option.is_list for option in self)
 
     def end_of_piece(self, first: int, last: int) -> int:
-        """Return the end of the prompts from ``first`` that are checked together, at most ``last``: at least one."""
+        """Return the end of the prompts from ``first`` that are checked together: at least one, at most ``last``."""
         if not self.token_ids.is_list:
             return last
         num_ids = 0
         for prompt, given in enumerate(self.token_ids.values[first:last], first):
             size = checks.num_items(given)
-            num_ids += size if size <= MAX_TOKEN_IDS else 0  # it is refused for its length alone
+            num_ids += size if size <= MAX_TOKEN_IDS else 0  # it is refused for its length
             if num_ids > MAX_TOKEN_IDS and prompt > first:
                 return prompt
         return last
 
     def of(self, prompt: int) -> LogprobRules | None:
-        """What a prompt gets; None: no logprobs."""
+        """Return the logprobs of a prompt; None: it wants none."""
         if not self.wanted.of(prompt):
             return None
         return _rules(*(option.of(prompt) for option in self[1:]))
 
     def check(self, prompt: int, vocab_size: int, *, has_tokenizer: bool) -> None:
-        """Raise ValueError where the rules of a prompt need a larger vocabulary, or a tokenizer that is not there."""
+        """Raise ValueError if the options of a prompt need a larger vocabulary or a missing tokenizer."""
         rules = self.of(prompt)
         if rules is None:
             return
@@ -146,15 +146,15 @@ class LogprobOptions(NamedTuple):
 
 
 _rules = lru_cache(maxsize=64)(LogprobRules)
-"""The same object for the same rules: most rows of a call share theirs."""
+"""Returns the same object for equal rules, because most rows of a call share them."""
 
 
 def logprob_options(options: Mapping[str, object], rows: Rows) -> LogprobOptions | None:
-    """The options that are there, checked; None: no prompt gets logprobs.
+    """Return the checked options; None: no prompt wants logprobs.
 
     Raises:
-        TypeError, ValueError: what is wrong, with the field and the value; also a list together with ``n`` above 1,
-            and an option of logprobs without ``return_logprob``.
+        TypeError, ValueError: an option is wrong, is a list with ``n`` above 1, or is given without
+            ``return_logprob``.
     """
     found = LogprobOptions(
         _option("return_logprob", options, checks.switch, rows, default=False),
@@ -170,7 +170,7 @@ def logprob_options(options: Mapping[str, object], rows: Rows) -> LogprobOptions
 
 
 def _refuse_alone(found: LogprobOptions, options: Mapping[str, object]) -> None:
-    """Raise ValueError for an option of logprobs that is given without ``return_logprob``."""
+    """Raise ValueError for a logprobs option without ``return_logprob``."""
     more = cast("tuple[PerPrompt[object], ...]", found[1:])
     for option, off in zip(more, (-1, 0, (), False), strict=True):
         if option.is_list or option.of(0) != off:
@@ -195,11 +195,11 @@ def _option(
 
 
 def _token_ids_option(options: Mapping[str, object], rows: Rows) -> PerPrompt[tuple[int, ...]]:
-    """Token ids for all prompts, or a list of such lists (or None)."""
+    """Return the token ids for all prompts, or a list with token ids (or None) for each."""
     name = "token_ids_logprob"
     value = options.get(name)
     entries = () if value is None else checks.sequence(name, value, allowed="a list of token ids, or of such lists")
-    first = entries[: ROWS_IN_PIECE if rows.is_batch else 1]  # the entry of a wrong row may come before a list
+    first = entries[: ROWS_IN_PIECE if rows.is_batch else 1]  # wrong rows may come before a list
     if any(entry is None or isinstance(entry, list | tuple | checks.Array) for entry in first):
         _refuse_with_samples(name, rows)
         values = cast("list[tuple[int, ...]]", list_for(name, entries, rows))
@@ -228,7 +228,7 @@ def check_lengths(rules: LogprobRules, *, num_prompt: int, num_output: int, has_
     """Check rules once the length of the prompt is known. ``has_ids``: the prompt is token ids, not embeddings.
 
     Raises:
-        ValueError: the logprobs of the prompt begin behind its end, or it has no token ids.
+        ValueError: the logprobs start after the end of the prompt, or the prompt has no token ids.
         RequestTooLargeError: there would be too many logprobs.
     """
     if rules.start >= 0 and not has_ids:

@@ -1,4 +1,4 @@
-"""Rows of calls that end without ever having been sent to the scheduler."""
+"""Rows that end without being submitted to the scheduler."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class UnstartedRows:
     """Ends the rows of calls that will not start. On the engine's loop."""
 
     def __init__(self, *, lock: threading.RLock, settle: Callable[[Call], None]) -> None:
-        """``settle`` is called with every call all of whose rows have ended."""
+        """``settle`` is called with every call whose rows have all ended."""
         self._lock = lock
         self._settle = settle
         self._loop = asyncio.get_running_loop()
         self._ending: deque[Call] = deque()
 
     def end(self, call: Call, ending: Ending) -> None:
-        """Start no more rows of the call, and end those that were not started, in their places.
+        """Start no more rows of the call, and end the rows that were not started.
 
-        They end in the next turns of the loop: a large batch would hold it for long. A call that ends already goes on
-        with that.
+        They end in the next turns of the loop, because a large batch would block it. If the call is ending already,
+        nothing changes.
         """
         if call.ending is None and call.num_started < call.request.num_rows:
             call.ending = ending
@@ -47,12 +47,12 @@ class UnstartedRows:
             call.accept()
 
     async def wait(self) -> None:
-        """Wait until all these rows have their ends."""
+        """Wait until all these rows have ended."""
         while self._ending:  # noqa: ASYNC110  # it is over after a known number of turns
             await asyncio.sleep(0)
 
     def end_some(self, max_rows: int = MAX_ROWS_ENDED_AT_ONCE) -> None:
-        """End some rows, of one call after the other, and more in the next turn of the loop, where there is one."""
+        """End some rows, one call after the other, and more in the next turn of the loop."""
         try:
             while self._ending and max_rows > 0:
                 call = self._ending.popleft()
@@ -62,7 +62,7 @@ class UnstartedRows:
                 post(self._loop, self.end_some)
 
     def _end_rows(self, call: Call, max_rows: int) -> int:
-        """Returns how many were ended, or 1 where there was nothing to do: that takes a moment as well."""
+        """Return the number of ended rows, at least 1, because an empty call takes time too."""
         request, first = call.request, call.num_started
         ending = cast("Ending", call.ending)
         try:

@@ -1,7 +1,6 @@
-"""Requests that outlive their readers: leaving such a stream detaches it, and another reader may attach to it.
+"""Attachments: calls with ``resume_ttl``, which continue when their reader leaves, and to which others may attach.
 
-A request with ``resume_ttl`` continues when its reader leaves, and its output is kept. It is forgotten when it was not
-read for ``resume_ttl`` seconds, counted from the leaving or from the reading of its end, whichever came later.
+The output of such a call is kept. It is forgotten ``resume_ttl`` seconds after its reader left or read its end.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ if TYPE_CHECKING:
     from aioengine.frontend.calls.reader import ReaderActions
 
 MAX_KEPT_TOKENS: Final = 1 << 20
-"""Tokens of ended requests that are kept in all; beyond it the requests that ended first are forgotten."""
+"""Tokens of ended requests that are kept. If there are more, the requests that ended first are forgotten."""
 
 TOKENS_PER_REQUEST: Final = 32
-"""Counted of every ended request beside its own: its objects take about the memory of that much output (5 kB)."""
+"""Tokens that every ended request counts in addition to its own: about the memory of its objects (5 kB)."""
 
 
 class Attachment:
@@ -79,13 +78,13 @@ class Attachment:
 
 
 class Attachments:
-    """The requests that can be attached to, by id. On the engine's loop, except ``attach``: from any thread.
+    """The attachable calls, by id. On the engine's loop; ``attach`` from any thread.
 
-    Every decision (which reader reads, whether the time is over) is made and carried out in one step under the lock.
+    Each decision (which reader reads, whether the time is over) is made and carried out in one step under the lock.
     """
 
     def __init__(self, calls: Calls, *, lock: threading.RLock, settle: Callable[[Call], None]) -> None:
-        """``settle`` ends a call that will not be read any more."""
+        """``settle`` ends a call that will not be read again."""
         self._calls = calls
         self._lock = lock
         self._settle = settle
@@ -98,10 +97,10 @@ class Attachments:
         self._by_rid[call.rid] = Attachment(call)
 
     def attach(self, rid: str, from_offset: object, actions: ReaderActions) -> Reader:
-        """A reader of what the request gives from the ``from_offset``-th character on; the one before is at its end.
+        """Return a reader of the text from character ``from_offset`` on. The previous reader is closed.
 
         Raises:
-            ValueError: there is no such request, or it has not given so much text.
+            ValueError: there is no such call, or its text is shorter.
             EngineClosedError: the engine was shut down.
         """
         offset = checks.whole("from_offset", from_offset, 0)
@@ -143,13 +142,13 @@ class Attachments:
                 self._forget_later(attachment)
 
     def ended(self, call: Call) -> None:
-        """The call is over: it has all it will ever have."""
+        """A call is over: keep its output for later readers."""
         with self._lock:
             attachment = self._by_rid.get(call.rid)
             if attachment is None or attachment.call is not call or attachment.is_ended:
                 return
             attachment.end()
-            self._by_rid[call.rid] = self._by_rid.pop(call.rid)  # behind those that ended before
+            self._by_rid[call.rid] = self._by_rid.pop(call.rid)  # in the order of their ends
             self._num_kept_tokens += attachment.num_kept
             if attachment.is_read_to_end:
                 self._forget_later(attachment)

@@ -16,8 +16,8 @@ class SessionParams(Struct, frozen=True):
     """``session_params`` of one prompt, checked.
 
     Attributes:
-        id: of the session. rid: of the request to go on from; None: begin anew.
-        offset: how many ids of its history to keep; 0: all of them.
+        id: the id of the session. rid: the request to continue; None: start a new history.
+        offset: number of ids of its history to keep; 0: all.
     """
 
     id: str
@@ -28,10 +28,10 @@ class SessionParams(Struct, frozen=True):
 
 
 def session_params(value: object) -> SessionParams | None:
-    """Check the ``session_params`` of a prompt; None for one without a session.
+    """Check the ``session_params`` of a prompt. None: it has no session.
 
     Raises:
-        TypeError, ValueError: what is wrong, with the field and the value.
+        TypeError, ValueError: a field is wrong.
     """
     if value is None:
         return None

@@ -1,15 +1,15 @@
-"""Sessions: requests that go on from earlier ones. The token ids of a session are kept here, in the user's process.
+"""Sessions: requests that continue earlier requests. The token ids of a session are kept in the user's process.
 
-A session is a tree of turns. A turn is one request (one row of a call): its prompt begins with ids of its parent and
-goes on with new ones; its answer stands behind it. The first turns are children of an empty root:
+A session is a tree of turns. A turn is one request (one row of a call). Its prompt consists of ids of its parent and
+new ids; its answer follows. The first turns are children of an empty root:
 
     root ── "a": prompt, answer ── "b": + prompt, answer        generate(..., session_params={"id": ..., "rid": "a"})
                                └── "c": + prompt, answer
 
-To the scheduler a turn is a plain request with the ids of its whole history and the number of its session. The pages
-of answered requests stay pinned until the control "close_sessions". The pages of a lost process are computed again from
-these ids: no session is lost with it. The pins of a session end when it is closed and has no open turn. Until then it
-keeps the files of its images, too.
+For the scheduler, a turn is a plain request with the ids of its whole history and the number of its session. The pages
+of answered requests stay pinned until the control "close_sessions", which is sent when the session is closed and has no
+open turn. Until then the session keeps the files of its images. If a process is lost, its pages are computed again from
+these ids, so no session is lost.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ logger = logging.getLogger(__name__)
 
 MAX_SESSIONS: Final = 1 << 16
 MAX_SESSION_TOKENS: Final = 1 << 25
-"""Of all sessions together; four bytes each."""
+"""Tokens of all sessions; four bytes each."""
 
 TOKENS_PER_TURN: Final = 128
-"""Tokens that each turn counts beside those that it has: about the memory of its objects."""
+"""Tokens that each turn counts in addition to its own: about the memory of its objects."""
 
 MAX_TIMEOUT_S: Final = 1e9
 CHECK_S: Final = 1.0
-"""How often idle sessions are looked for."""
+"""Seconds between checks for idle sessions."""
 
 ANSWERED: Final = (FinishCode.STOP, FinishCode.LENGTH)
 
@@ -66,13 +66,13 @@ class Turn:
     """One request of a session.
 
     Attributes:
-        parent: the turn that it goes on from; None: it is the root.
-        source, num_kept: its prompt begins with the first ``num_kept`` ids of ``source``: its parent, or the ancestor
-            to which the last of them belongs.
-        num_prompt: ids of its whole prompt. ids: those behind the first ``num_kept``.
+        parent: the turn that it continues; None: it is the root.
+        source, num_kept: its prompt starts with the first ``num_kept`` ids of ``source``, which is its parent, or the
+            ancestor that owns the last of these ids.
+        num_prompt: number of ids of its whole prompt. ids: its ids after the first ``num_kept``.
         media: the images of its whole prompt.
-        row: gives its output while it runs; then ``ids`` has it. has_ended: its call is over.
-        num_counted: tokens that it counts for in the limit. is_dropped: no turn can go on from it any more.
+        row: has its output while it runs; afterwards ``ids`` has it. has_ended: its call is over.
+        num_counted: tokens that it counts in the limit. is_dropped: no turn can continue it any more.
     """
 
     __slots__ = (
@@ -95,22 +95,22 @@ class Turn:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has its answer, or has ended without one."""
+        """Whether it has its answer, or ended without one."""
         row = self.row
         return row is None or row.finished is not None or row.call.is_left
 
     @property
     def has_failed(self) -> bool:
-        """Whether a turn that is over has no answer to go on from."""
+        """Whether a turn that is over has no answer to continue."""
         row = self.row
-        if row is None:  # else it would be dropped
+        if row is None:  # failed turns without a row are dropped
             return False
         if row.finished is None or row.error is not None:
             return True
         return self.session.is_streaming and row.finished.code not in ANSWERED
 
     def history(self, num_ids: int) -> list[int]:
-        """Its first ``num_ids`` ids, of prompt and answer."""
+        """Return the first ``num_ids`` ids of prompt and answer."""
         parts: list[array[int]] = []
         turn: Turn | None = self
         while turn is not None and num_ids > 0:
@@ -124,12 +124,12 @@ class Turn:
         return joined.tolist()
 
     def media_in(self, num_ids: int) -> list[Media]:
-        """The images in its first ``num_ids`` ids. Raises ValueError where these divide one."""
+        """Return the images in its first ``num_ids`` ids. Raises ValueError if an image is cut."""
         media = [image for image in self.media if image.start < num_ids]
         if media and (end := media[-1].start + media[-1].num_tokens) > num_ids:
             raise ValueError(
                 f"session_params has offset={num_ids}, inside of the image at tokens {media[-1].start} to {end}; give "
-                "one before or behind it"
+                "an offset before or after it"
             )
         return media
 
@@ -240,7 +240,7 @@ class SessionOpening(Coroutine[Any, Any, str]):
 
 
 class Sessions:
-    """The open sessions, and the turns that run. Under the engine's lock; ``begin`` and ``end`` on its loop."""
+    """The open sessions and the running turns. Under the engine's lock; ``begin`` and ``end`` on its loop."""
 
     def __init__(
         self,
@@ -253,9 +253,9 @@ class Sessions:
         abort: Callable[[list[Abort]], None],
         unpin: Callable[[list[int]], None],
     ) -> None:
-        """``task``: of the model; one that does not generate has no sessions. ``images``: has their files.
+        """``task``: the task of the model; only "generate" has sessions. ``images``: keeps the files of images.
 
-        ``unpin`` ends the pins of the sessions with these numbers. It and ``abort`` are called on the loop.
+        ``unpin`` ends the pins of the sessions with these numbers. ``unpin`` and ``abort`` are called on the loop.
         """
         self._lock = lock
         self._loop = asyncio.get_running_loop()
@@ -281,9 +281,9 @@ class Sessions:
         """Open a session, and return its id.
 
         Raises:
-            TypeError, ValueError: an argument is wrong, the id is in use, or the model generates nothing.
-            EngineOverloadedError: there are too many.
-            EngineError: the engine takes no calls.
+            TypeError, ValueError: an argument is wrong, the id is in use, or the model does not generate.
+            EngineOverloadedError: too many sessions are open.
+            EngineError: the engine accepts no calls.
         """
         if self._task != "generate":
             raise ValueError(
@@ -311,10 +311,10 @@ class Sessions:
         return name
 
     def close(self, session_id: object) -> None:
-        """Close a session; its turns that run go on. An unknown one is logged.
+        """Close a session; its running turns continue. An unknown id is logged.
 
         Raises:
-            TypeError, ValueError: this is no id.
+            TypeError, ValueError: ``session_id`` is not an id.
         """
         name = _checked_id(session_id)
         refuse_interrupting(self._lock)
@@ -326,7 +326,7 @@ class Sessions:
             log(logger, logging.INFO, "no session %s is open; it was not closed", checks.shown(name))
 
     def clear(self) -> None:
-        """The engine has ended: forget all sessions."""
+        """Forget all sessions, because the engine has ended."""
         with self._lock:
             self._by_id.clear()
             self._running.clear()
@@ -346,10 +346,10 @@ class Sessions:
         position: int,
         rid: str,
     ) -> list[int]:
-        """Begin a turn with new ``ids``, of a row that is going to be added to ``call``; returns its whole prompt.
+        """Begin a turn with new ``ids`` for the next row of ``call``; return its whole prompt.
 
         Raises:
-            ValueError: there is no such session, or it does not allow this turn; or from ``check`` of its length.
+            ValueError: there is no such session, it does not allow this turn, or ``check`` refuses the length.
             EngineOverloadedError: the sessions have too many tokens, or their images too many bytes.
         """
         session = self._by_id.get(params.id)
@@ -380,7 +380,7 @@ class Sessions:
         turn = Turn(session, rid, parent)
         turn.media = media
         turn.num_kept, turn.num_prompt = num_kept, num_kept + len(ids)
-        while turn.source is not None and num_kept <= turn.source.num_kept:  # else long chains of offsets take long
+        while turn.source is not None and num_kept <= turn.source.num_kept:  # shortens chains of offsets
             turn.source = turn.source.source
         turn.ids.extend(ids)
         self._add(turn, parent)
@@ -389,7 +389,7 @@ class Sessions:
         return MediaIds(whole, media) if media else whole
 
     def attach(self, row: CallRow) -> int:
-        """The turn of this row has it from now on. Returns the number of its session, 0 for a row without one."""
+        """Connect a row to its turn. Returns the number of its session; 0: the row has no session."""
         turn = self._running.get(row.call, {}).get(row.position)
         if turn is None:
             return 0
@@ -397,12 +397,12 @@ class Sessions:
         return turn.session.number
 
     def end(self, call: Call) -> None:
-        """The call is over, and its turns with it."""
+        """End the turns of a call that is over."""
         for turn in self._running.pop(call, {}).values():
             self._end_turn(turn)
 
     def _keep_images(self, session: Session, media: list[Media]) -> None:
-        """Keep the images of a new turn. Raises ValueError or EngineOverloadedError where there are too many."""
+        """Keep the images of a new turn. Raises ValueError or EngineOverloadedError if there are too many."""
         assert self._images is not None
         most = self._images.model.limits.max_images_per_prompt
         if len(media) > most:
@@ -415,7 +415,7 @@ class Sessions:
         session.images.update(contents)
 
     def _let_images_go(self, turn: Turn) -> None:
-        """No turn can go on from this one, which has ended."""
+        """Release the images of an ended turn that no turn can continue."""
         images, media = turn.session.images, turn.media
         turn.media = []
         images.subtract(image.content for image in media)
@@ -457,7 +457,7 @@ class Sessions:
             self._let_images_go(turn)
 
     def _replace(self, parent: Turn) -> None:
-        """Abort a turn that runs, and forget those that went on from it. Their pages are unpinned with all others."""
+        """Abort a running turn, and forget the turns that continued it. All pages of the session are unpinned."""
         replaced, waiting = [parent], list(parent.children)
         while waiting:
             turn = waiting.pop()
@@ -467,10 +467,10 @@ class Sessions:
         uids = [turn.row.uid for turn in replaced if turn.row is not None and not turn.is_over]
         if uids:
             self._abort([Abort(uids)])
-        self._unpin([parent.session.number])  # now: this turn is not submitted yet
+        self._unpin([parent.session.number])  # before the new turn is submitted
 
     def _drop(self, turn: Turn) -> None:
-        """Forget a turn, from which no other goes on."""
+        """Forget a turn that no other turn continues."""
         if turn.is_dropped:
             return
         turn.is_dropped = True
@@ -494,14 +494,14 @@ class Sessions:
         session.is_closed = True
         self._num_tokens -= session.num_tokens
         for turn in (session.root, *session.turns.values()):
-            turn.children.clear()  # without these cycles they are freed at once
+            turn.children.clear()  # reference cycles
         session.turns.clear()
         session.last = session.root
         if session.is_used:
             self._unpin_later(session)
 
     def _unpin_later(self, session: Session) -> None:
-        """End the pins of a closed session, unless a turn of it still runs; many sessions in one message."""
+        """End the pins of a closed session if no turn runs. One message unpins many sessions."""
         if not session.num_open:
             self._unpinned.append(session)
             if len(self._unpinned) == 1:
@@ -517,7 +517,7 @@ class Sessions:
                 session.images.clear()
 
     def _watch(self) -> None:
-        """Look for idle sessions now and then, while any session has a timeout. On the loop."""
+        """Check for idle sessions periodically, while any session has a timeout. On the loop."""
         if self._timer is None:
             self._timer = self._loop.call_later(CHECK_S, self._look)
 
@@ -536,5 +536,5 @@ class Sessions:
 def _checked_id(value: object) -> str:
     name = checks.text("session_id", value, max_bytes=MAX_ID_BYTES)
     if not name:
-        raise ValueError("session_id is empty; leave it out to have one drawn")
+        raise ValueError("session_id is empty; leave it out for a random id")
     return name

@@ -31,7 +31,7 @@ from aioengine.protocol.media import (
     FetchJob,
     JobEnd,
     MediaOrders,
-    Prepared,
+    PreparedImage,
     PrepareJob,
     Refused,
 )
@@ -372,7 +372,7 @@ class ImageIntake:
         self._remove(job.source)
         waiters, file.waiters = file.waiters, []
         result: ImageFile | ImageError = file
-        if isinstance(end, Prepared):
+        if isinstance(end, PreparedImage):
             file.shape, file.num_bytes = end.shape, end.num_bytes
         else:
             if file.shape is None:

@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 from aioengine.errors import describe
 from aioengine.media import pictures
 from aioengine.media.tokens._base import ImageShape
-from aioengine.protocol.media import Broken, Cancelled, Fetched, FetchJob, Prepared, Refused, Waits
+from aioengine.protocol.media import Broken, Cancelled, Fetched, FetchJob, PreparedImage, Refused, Waits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sized
@@ -132,7 +132,7 @@ class MediaWorker:
                 tensors = {name: array for name, array in arrays.items() if isinstance(array, np.ndarray)}
                 save_file(tensors, job.path)
                 num_bytes = sum(array.nbytes for array in tensors.values())
-                return Prepared(job.id, _shape(arrays), num_bytes)
+                return PreparedImage(job.id, _shape(arrays), num_bytes)
 
     def _processed(self, pixels: npt.NDArray[np.uint8]) -> dict[str, object]:
         """Run the image processor on an RGB picture [height, width, 3]. Raises ValueError if it refuses the picture."""

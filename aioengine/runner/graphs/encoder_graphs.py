@@ -32,7 +32,7 @@ TOKENS_PER_ROW = 16
 LEAST_ROWS = 8
 
 
-class _Columns:
+class _StepMemory:
     """The inputs of a step of T tokens and R rows in one int64 tensor on the device.
 
     Attributes:
@@ -82,7 +82,7 @@ class EncoderStep:
     """
 
     graph: torch.cuda.CUDAGraph
-    columns: _Columns
+    columns: _StepMemory
     hidden: Tensor
     returns_all: bool
 
@@ -140,7 +140,7 @@ class EncoderGraphs:
 
     def _captured(self, size: int, pool: torch.cuda._POOL_HANDLE) -> EncoderStep:
         num_rows = min(max(size // TOKENS_PER_ROW, LEAST_ROWS), size, self._max_rows)
-        columns = _Columns(size, num_rows, self._device)
+        columns = _StepMemory(size, num_rows, self._device)
         inputs = columns.inputs(self._model.input_spec, returns_all=self._returns_all)
         attention = self._attention.fixed_rows(columns.starts, min(size, self._max_length))
         self._model.forward(inputs, attention)  # kernels must not be compiled or loaded during the capture

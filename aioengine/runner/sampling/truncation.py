@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 BLOCK = 64
 """The width of rows is a multiple of this."""
 
-TOP_K_OFF = 1 << 30
-
 _NUM_BLOCKS = 128  # blocks whose tokens are candidates for the head
 _HEAD = 256
 _NO_TOKEN = 1 << 40  # larger than all token ids
@@ -44,7 +42,7 @@ _NO_TOKEN = 1 << 40  # larger than all token ids
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """The rules of S rows, as columns; TOP_K_OFF, 1.0 and 0.0 keep everything."""
+    """The rules of S rows, as columns. ``rows.TOP_K_OFF``, 1.0 and 0.0 keep all tokens."""
 
     top_k: Ints
     top_p: Floats

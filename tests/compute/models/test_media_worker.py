@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from aioengine.media.service.processors import load_processor
 from aioengine.media.service.worker import MediaWorker
 from aioengine.media.tokens._base import find_image_model
-from aioengine.protocol.media import Cancelled, FetchJob, JobEnd, MediaOrders, Prepared, PrepareJob, Refused
+from aioengine.protocol.media import Cancelled, FetchJob, JobEnd, MediaOrders, PreparedImage, PrepareJob, Refused
 from tests.kit.image_models import FAMILIES, write_image_folder
 
 SIZE = (90, 57)
@@ -83,7 +83,7 @@ async def prepare(worker: MediaWorker, folder: Path, data: bytes) -> tuple[JobEn
 )
 async def test_prepared_file_holds_the_decoded_picture(worker: MediaWorker, tmp_path: Path, data: bytes) -> None:
     end, made = await prepare(worker, tmp_path, data)
-    assert isinstance(end, Prepared)
+    assert isinstance(end, PreparedImage)
     arrays = load_file(made)
     expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
     assert np.array_equal(arrays["picture"], np.asarray(expected))
@@ -93,7 +93,7 @@ async def test_prepared_file_holds_the_decoded_picture(worker: MediaWorker, tmp_
 
 async def test_picture_that_shrinks_much_is_resized_by_the_processor(worker: MediaWorker, tmp_path: Path) -> None:
     end, made = await prepare(worker, tmp_path, saved(drawing(size=(700, 520))))
-    assert isinstance(end, Prepared)
+    assert isinstance(end, PreparedImage)
     assert load_file(made)["pixels"].shape[-2:] == (end.shape.height, end.shape.width)
 
 

@@ -16,7 +16,8 @@ from aioengine.protocol.messages import Progress
 from aioengine.runner import warmup
 from aioengine.runner.build import build
 from aioengine.runner.graphs.ladder import MAX_ENCODER_TOKENS
-from aioengine.runner.model_runner import ModelRunner, Ticket
+from aioengine.runner.model_runner import ModelRunner
+from aioengine.runner.ticket import Ticket
 from aioengine.runner.warmup import WarmupLimits, run_warmup_steps
 from aioengine.scheduler.plan import NOTHING, TOKENS, Plan, StepResult
 from aioengine.settings.resolve import PACKED

@@ -278,7 +278,7 @@ def test_vocabulary_with_too_many_merges_is_refused(tmp_path: Path) -> None:
 
 
 def test_pipes_and_folders_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"m\.gguf': there is no such file"):
+    with pytest.raises(ValueError, match="there is no such file"):
         locate(str(tmp_path / "m.gguf"))
     (tmp_path / "m.gguf").mkdir()
     assert folder_files.read_object(tmp_path / "m.gguf" / "config.json") == {}

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from aioengine.runner.sampling.truncation import TOP_K_OFF, Truncation, draw, draw_truncated, kept
+from aioengine.runner.rows import TOP_K_OFF
+from aioengine.runner.sampling.truncation import Truncation, draw, draw_truncated, kept
 
 
 @pytest.fixture(autouse=True)
