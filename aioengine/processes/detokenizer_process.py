@@ -1,8 +1,8 @@
 """The detokenizer process: turns token ids into text. It imports no torch.
 
-Matching of stop patterns gets a part of each step and a quarter of the time, all requests together. Tokens of requests
-whose patterns are slower wait in the ``MatchingQueue``, in order, so that the texts of other requests do not; each
-request has a budget of its own, beyond which it fails.
+The time for matching stop patterns is limited: a maximum per step, and a quarter of the time in total, for all requests
+together. Tokens of requests with slower patterns wait in the ``MatchingQueue``, so that other requests do not wait.
+Each request also has its own budget, and fails if its patterns exceed it.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ if TYPE_CHECKING:
 
 
 STEP_BUDGET_S: Final = 0.01
-"""CPU time of matching in one step, and in one turn of the queue; the search that exceeds it is the last."""
+"""Maximum CPU time of matching in one step or one turn of the queue. The search that exceeds it is the last one."""
 
 REST: Final = 3
-"""After a turn the other requests have the process to themselves for this many times its length."""
+"""After a turn of the queue, the next turn begins after this many times its duration."""
 
 OVERDUE_S: Final = 0.2
 LONG_S: Final = 0.001
 
 
 class Token(NamedTuple):
-    """An id of a request, with the end of the request where it came in the same step.
+    """A token of a request.
 
-    ``is_replayed``: its text has left already.
+    end: the end of the request if it came in the same step. is_replayed: the text of the token was sent before.
     """
 
     token_id: int
@@ -60,11 +60,11 @@ class Token(NamedTuple):
 
 
 class MatchingQueue:
-    """The waiting tokens by request, and when their next turn is. It has no clock."""
+    """The waiting tokens of each request, and the time of the next turn. Has no clock."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, tuple[OpenText, deque[Token | End]]] = {}
-        self._next: int | None = None  # whose entry is taken next, while none of it took long
+        self._next: int | None = None  # uid of the next entry; None after a long match: choose again
         self._rests_until = 0.0
         self._used_s = 0.0
 
@@ -75,7 +75,7 @@ class MatchingQueue:
         return uid in self._waiting
 
     def begin(self) -> None:
-        """A step or a turn begins."""
+        """Begin a step or a turn."""
         self._used_s = 0.0
 
     def spend(self, used_s: float) -> None:
@@ -86,32 +86,32 @@ class MatchingQueue:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether no more should be matched in this step or turn."""
+        """Whether the CPU time of this step or turn is used up."""
         return self._used_s >= STEP_BUDGET_S
 
     def delays(self, request: OpenText) -> bool:
-        """Whether a token of this request has to wait."""
+        """Return whether a token of this request must wait."""
         return request.uid in self._waiting or self.is_exhausted or request.is_slow
 
     def add(self, request: OpenText, token: Token) -> None:
-        """Let a token wait, behind those of the same request."""
+        """Queue a token after other tokens of the same request."""
         if request.uid not in self._waiting:
             self._waiting[request.uid] = request, deque()
         self._waiting[request.uid][1].append(token)
 
     def add_end(self, end: End) -> None:
-        """Let the end of a request wait, behind its tokens."""
+        """Queue the end of a request after its tokens."""
         self._waiting[end.uid][1].append(end)
 
     def drop(self, uid: int) -> bool:
-        """Forget what waits of a request; returns whether its end was among it."""
+        """Remove all entries of a request. Return whether its end was one of them."""
         if uid not in self._waiting:
             return False
         _, entries = self._waiting.pop(uid)
         return isinstance(entries[-1], End)
 
     def take(self) -> tuple[OpenText, Token | End]:
-        """The next entry of the request whose patterns take the least time; there must be one."""
+        """Remove and return the next entry of the request with the fastest patterns. The queue must not be empty."""
         uid = self._next
         if uid is None or uid not in self._waiting:
             uid = self._next = min(self._waiting, key=lambda uid: self._waiting[uid][0].expected_s)
@@ -122,26 +122,26 @@ class MatchingQueue:
         return request, entry
 
     def is_due(self, now: float, *, has_news: bool) -> bool:
-        """Whether a turn may begin. While there is news to send, it is put off for a moment."""
+        """Return whether a turn may begin. has_news: unsent results delay the turn by ``OVERDUE_S``."""
         return bool(self._waiting) and now >= self._rests_until + (OVERDUE_S if has_news else 0.0)
 
     def rest(self, now: float) -> None:
-        """Matching that began at ``now`` has ended; other requests go first for a while."""
+        """End a turn that began at ``now``. The next turn begins after a rest."""
         self._rests_until = now + (1 + REST) * self._used_s
 
     def wait_s(self, now: float) -> float:
-        """How long until the next turn, if something waits."""
+        """Return the seconds until the next turn may begin."""
         return max(0.0, self._rests_until - now)
 
 
 _STAGE = "detokenize"
 _WITH_ALL_TEXT = FinishCode.STOP, FinishCode.LENGTH
 _MAX_REMEMBERED = 16_384
-"""Requests that ended here and are remembered: the scheduler may have ended them too before it received the abort."""
+"""Maximum number of remembered requests that ended here. The scheduler may end a request before it gets the abort."""
 
 
 class DetokenizerService:
-    """Turns each ``StepOutput`` into a ``TextChunks``; ends requests at their stop strings."""
+    """Turns each ``StepOutput`` into a ``TextChunks``, and ends requests at their stop strings."""
 
     def __init__(
         self,
@@ -150,13 +150,13 @@ class DetokenizerService:
         facts: Mapping[str, str | int | float | bool] | None = None,
         board: CrashBoard | None = None,
     ) -> None:
-        """``board``: where the requests are recorded whose text is made."""
+        """board: crash board on which requests are recorded while they are decoded."""
         self.facts = facts or {}
         self._source = source
         self._board = board or CrashBoard(blank_board(1, 1))
         self._open: dict[int, OpenText] = {}
         self._matching = MatchingQueue()
-        self._stopped: dict[int, None] = {}  # in order of their ends
+        self._stopped: dict[int, None] = {}  # uids of requests that ended here, in order
         self._to_abort: list[int] = []
         self._chunks: list[Message] = []
         self._sent_at = 0.0
@@ -164,7 +164,7 @@ class DetokenizerService:
 
     @property
     def num_remembered(self) -> int:
-        """Requests that ended here and whose ``End`` from the scheduler may still come."""
+        """Number of requests that ended here. The scheduler may still send their ``End``."""
         return len(self._stopped)
 
     def handle(self, messages: list[Message], now: float) -> None:
@@ -180,7 +180,7 @@ class DetokenizerService:
             self._matching.rest(now)
 
     def step(self, now: float) -> Outbox:
-        """The results of the messages since the last call; an empty message as a heartbeat when there is none."""
+        """Return the results of the messages since the last call. Without results, return a heartbeat if it is due."""
         if self._matching.is_due(now, has_news=bool(self._chunks)):
             self._match_waiting(now)
         to_frontend, self._chunks = self._chunks, []
@@ -213,7 +213,7 @@ class DetokenizerService:
         for uid, token_id, end in zip(tokens.uid_of_each(), tokens.token_ids, _ends(output), strict=False):
             request = requests.get(uid)
             if request is None:
-                continue  # a stop string ended it before the scheduler received the abort
+                continue  # ended by a stop string before the scheduler received the abort
             if request.has_patterns:
                 self._match(request, Token(token_id, end), chunks, now)
                 continue
@@ -231,7 +231,7 @@ class DetokenizerService:
         return chunks
 
     def _pass_on(self, extras: list[Extra], chunks: TextChunks, now: float) -> None:
-        """Add the extras of open requests to ``chunks``: logprobs with texts, where these are wanted."""
+        """Add the extras of open requests to ``chunks``. If a request wants it, add texts to its logprobs."""
         for extra in extras:
             request = self._open.get(extra.uid)
             if request is not None and request.logprobs is not None:
@@ -243,13 +243,13 @@ class DetokenizerService:
                 chunks.tokens.extras.append(extra)
 
     def _keep(self, chunks: TextChunks) -> None:
-        """Send them with the next ``step``, if they have any news."""
+        """Keep chunks for the next ``step``, if they are not empty."""
         if chunks.has_news:
             chunks.num_open = len(self._open)
             self._chunks.append(chunks)
 
     def _match(self, request: OpenText, token: Token, chunks: TextChunks, now: float) -> None:
-        """Take an id of a request with patterns, now or later."""
+        """Match a token of a request with patterns, or queue the token."""
         if self._matching.delays(request):
             self._matching.add(request, token)
         else:
@@ -267,7 +267,7 @@ class DetokenizerService:
         self._matching.spend(request.matching_s - used_s)
 
     def _match_waiting(self, now: float) -> None:
-        """Match stop patterns for requests whose ids wait, until the time of this turn is used up."""
+        """Match queued tokens until the time of this turn is used up."""
         chunks = TextChunks()
         self._matching.begin()
         while self._matching and not self._matching.is_exhausted:
@@ -292,11 +292,11 @@ class DetokenizerService:
             self._fail(request, error, chunks, now)
             return
         for token_id in known_ids:
-            if request.uid in self._open:  # it may fail at any of them
+            if request.uid in self._open:  # a replayed token may end it with an error
                 self._match(request, Token(token_id, is_replayed=True), chunks, now)
 
     def _end(self, end: End, chunks: TextChunks, now: float) -> None:
-        """The scheduler ended a request: emit the rest of its text, which may itself hold a stop."""
+        """Handle the end of a request from the scheduler: emit the rest of its text. The rest may contain a stop."""
         if end.uid in self._matching:
             if end.code in _WITH_ALL_TEXT:
                 self._matching.add_end(end)
@@ -306,7 +306,7 @@ class DetokenizerService:
         if request is None:
             if end.uid in self._stopped:
                 del self._stopped[end.uid]
-            else:  # it never had a token
+            else:  # it had no token
                 end.ended_at = now
                 chunks.ended.append(end)
             return
@@ -321,23 +321,23 @@ class DetokenizerService:
         chunks.ended.append(request.complete(end, now))
 
     def _end_here(self, request: OpenText, end: End, chunks: TextChunks, now: float) -> None:
-        """End a request that the scheduler still computes."""
+        """End a request here and abort it in the scheduler."""
         chunks.ended.append(request.complete(end, now))
         self._forget(request.uid)
 
     def _stop(self, request: OpenText, chunks: TextChunks, now: float) -> None:
-        """A stop string ended it."""
+        """End a request at a stop string."""
         self._end_here(request, End(request.uid, FinishCode.STOP, request.matched), chunks, now)
 
     def _fail(self, request: OpenText, error: Exception, chunks: TextChunks, now: float) -> None:
-        """Something in its own text went wrong: this request ends, the others go on."""
+        """End a request with an error. Other requests continue."""
         message = error.cause if isinstance(error, RequestError) else describe(error)
         self._end_here(request, End(request.uid, FinishCode.FAILED, stage=_STAGE, message=message), chunks, now)
 
     def _forget(self, uid: int) -> None:
         del self._open[uid]
         if self._matching.drop(uid):
-            return  # the scheduler has ended it
+            return  # the scheduler has already ended it
         self._to_abort.append(uid)
         self._stopped[uid] = None
         if len(self._stopped) > _MAX_REMEMBERED:
@@ -345,7 +345,7 @@ class DetokenizerService:
 
 
 def _ends(output: StepOutput) -> Iterable[End | None]:
-    """For each token the end of its request, where it is the last one."""
+    """Return an entry per token: the end of its request if the token is the last one, else None."""
     if not output.ended:
         return repeat(None)
     ended = {end.uid: end for end in output.ended}
@@ -361,11 +361,11 @@ def _ends(output: StepOutput) -> Iterable[End | None]:
 
 
 def build_service(settings: Settings, board: CrashBoard | None = None) -> DetokenizerService:
-    """Read the tokenizer that the settings name.
+    """Build the service with the tokenizer of the settings.
 
     Raises:
         OSError: its file cannot be read.
-        ValueError: it holds no tokenizer, or was changed since the engine was made.
+        ValueError: the file contains no tokenizer, or has changed since the engine was created.
     """
     start = time.monotonic()
     source = TextSource(settings.text.tokenizer_path)
