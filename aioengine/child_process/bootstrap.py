@@ -1,8 +1,8 @@
-"""The first file that a child runs, by its path: ``python -P .../bootstrap.py aioengine::ROLE``.
+"""The script that a child runs: ``python -P .../bootstrap.py aioengine::ROLE``.
 
-It takes the ``aioengine`` package from its own folder, so that the child is of the version of its parent, and looks for
-all other modules where the parent finds them. Only the standard library is imported before that, and it stays first:
-a ``queue.py`` in a user's project cannot be taken for the real one. The user's ``__main__`` is never imported.
+It imports the ``aioengine`` package from its own folder, so the child has the same version as its parent. All other
+modules are imported from the parent's import path. The standard library stays first on the path, so that a ``queue.py``
+in a user's project does not replace the real one. The user's ``__main__`` is never imported.
 """
 
 import importlib
@@ -15,25 +15,25 @@ PREFIX = "aioengine::"
 
 
 def load_package(folder: Path) -> None:
-    """Import the package ``aioengine`` that lies in ``folder``.
+    """Import the package ``aioengine`` from ``folder``.
 
     Raises:
-        ImportError: it is not there.
+        ImportError: ``folder`` does not contain the package.
     """
     spec = importlib.util.spec_from_file_location(
         "aioengine", folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
     if spec is None or spec.loader is None:
-        raise ImportError(f"{folder} does not hold the aioengine package")
+        raise ImportError(f"{folder} does not contain the aioengine package")
     package = importlib.util.module_from_spec(spec)
     sys.modules["aioengine"] = package
     spec.loader.exec_module(package)
 
 
 def read_import_path() -> list[str]:
-    """The parent's import path, which comes first on standard input: its length in bytes on a line, then its entries.
+    """Read the parent's import path from standard input: a line with its length in bytes, then its entries.
 
-    It is no JSON, which cannot hold every path. What follows it is left unread.
+    The format is not JSON, because JSON cannot hold every path. The rest of the input is left unread.
     """
     length = b""
     while not length.endswith(b"\n"):
@@ -52,7 +52,7 @@ def _read(num_bytes: int) -> bytes:
 
 
 def merged(own: list[str], parents: list[str]) -> list[str]:
-    """The standard library, then the parent's entries in its order, then what this interpreter alone has."""
+    """Return the standard library, then the parent's entries in order, then other entries of this interpreter."""
     library = os.path.dirname(os.__file__)
     standard = [entry for entry in own if entry in {library, os.path.join(library, "lib-dynload")}]
     return list(dict.fromkeys([*standard, *parents, *own]))

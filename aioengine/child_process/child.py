@@ -1,4 +1,4 @@
-"""The life of a child process: reads its orders, reports that it is ready, serves, and reports why it ended."""
+"""Main function of a child process: read the orders, report ready, serve, report a failure."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ class Child:
         self.uplink.send([Ready(self.orders.role, os.getpid(), fingerprint(), text)])
 
     def serve(self, service: Service, peer: Role) -> None:
-        """Run ``service``, whose peer has the role ``peer``, until this process is asked to end or something fails."""
+        """Run ``service`` until this process is asked to end, or an exception is raised. peer: role of its peer."""
         to_peer = self._connect(self.orders.endpoint(peer), f"the {peer} process")
-        # Objects that live by now are left out of garbage collections, which are made rare, too: the loop makes no
-        # cycles, and a look at the prefix cache of a large pool takes longer than a step.
+        # Exclude existing objects from garbage collection, and collect rarely. The loop creates no cycles, and a
+        # collection that visits the prefix cache of a large pool takes longer than a step.
         gc.collect()
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
@@ -82,12 +82,12 @@ class Child:
                 if outbox.to_frontend:
                     self.uplink.send(outbox.to_frontend)
                 self.uplink.flush()
-        except AskedToEnd:  # after a failure nothing is cleaned up, which might fail as well
+        except AskedToEnd:  # after a failure, skip the cleanup, because it might fail too
             service.close()
             raise
 
     def _begin(self, new_epoch: NewEpoch, service: Service, now: float) -> None:
-        """Continue in another epoch on all sockets."""
+        """Switch all sockets to the new epoch."""
         self.receiver.begin(new_epoch.epoch)
         for sender in self._senders:
             sender.begin(new_epoch.epoch)
@@ -95,7 +95,7 @@ class Child:
         self._send_ready(service.facts)
 
     def _wait_s(self, service: Service, now: float) -> float:
-        """How long to wait for messages: not long while a slow reader delays frames of this process."""
+        """Return how long to wait for messages. The wait is short while unsent frames wait for a slow reader."""
         wait_s = service.wait_s(now)
         if wait_s:
             for sender in self._senders:
@@ -104,7 +104,7 @@ class Child:
         return wait_s
 
     def close(self) -> None:
-        """Close all sockets; frames on their way get ``_LINGER_S``."""
+        """Close all sockets. Unsent frames are sent for at most ``_LINGER_S`` seconds."""
         self.receiver.close()
         for sender in self._senders:
             sender.close(_LINGER_S)
@@ -112,9 +112,9 @@ class Child:
 
 
 def run_child(work: Callable[[Child], None]) -> NoReturn:
-    """Read the orders from standard input, do ``work``, and end the process.
+    """Read the orders from standard input, call ``work``, and end the process.
 
-    An exception is written to the log file and sent to the frontend first.
+    An exception is written to the log file and sent to the frontend.
     """
     faulthandler.enable()
     wake_fd = handle_signals()
@@ -139,17 +139,17 @@ def run_child(work: Callable[[Child], None]) -> NoReturn:
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
-    # Libraries with threads of their own may hang in the interpreter's orderly end; nothing is left to clean up.
+    # A normal exit of the interpreter may hang in threads of libraries. Nothing is left to clean up.
     os._exit(code)
 
 
 def _process_name(role: Role) -> str:
-    """Of at most 15 bytes: "aioengine:sched", "aioengine:sc-1"."""
+    """Return a name of at most 15 bytes: "aioengine:sched", "aioengine:sc-1"."""
     return f"aioengine:{role.name[:2]}-{role.rank}" if role.rank else f"aioengine:{role.name[:5]}"
 
 
 def _read_orders() -> Orders:
-    """The line of standard input after the import path; only the end of the input follows it."""
+    """Read the line of standard input after the import path. It is the last line."""
     line = b""
     while not line.endswith(b"\n"):
         part = os.read(0, 65536)

@@ -1,4 +1,4 @@
-"""Settings of a child process in the operating system: its name, its end with its parent, threads and memory."""
+"""Operating system settings of a child process: name, end with its parent, signals, threads and memory."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ _PR_SET_NAME = 15
 _MAX_NAME_BYTES = 15
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
-_LARGEST_FROM_HEAP = 32 << 20  # the most that glibc takes
+_LARGEST_FROM_HEAP = 32 << 20  # the maximum that glibc accepts
 _KEPT_BYTES = 256 << 20
 _KEPT_KERNELS = 128
-"""Of 0.5 to 1 MB each. A model has about five shapes of weights, and rows are rounded to 20 to 30 numbers."""
+"""A kernel takes 0.5 to 1 MB. A model has about 5 weight shapes, and the number of rows has 20 to 30 rounded values."""
 
 
 class AskedToEnd(SystemExit):
-    """This process is to end quietly. Any other SystemExit is of code that gave up, as models and libraries may do."""
+    """This process was asked to end. Any other SystemExit was raised by a model or a library, and is a failure."""
 
 
 def name_process(name: str) -> None:
-    """Show ``name`` (its first 15 bytes) where the system lists processes by their short name. Linux alone."""
+    """Set the short name of this process to the first 15 bytes of ``name``. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:_MAX_NAME_BYTES], 0, 0, 0)
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """See to it that this process ends when its parent does, in whatever way and whatever runs here at that moment.
+    """End this process and its process group when the parent ends, for any reason.
 
-    A thread waits for the end of standard input, whose other end the parent alone holds. On Linux the kernel kills
-    this process as well, which needs no turn of the interpreter. Both take what this process started along.
+    A thread waits for the end of standard input. Only the parent holds the other end. On Linux the kernel also kills
+    this process, even if the interpreter is blocked.
 
-    Other code that reads standard input finds it empty from now on: a question to a user would never be answered.
+    Afterwards standard input is empty for all other code, because a question to the user could never be answered.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -49,9 +49,9 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def handle_signals() -> int:
-    """Leave Ctrl-C to the parent; end quietly on SIGTERM, through ``AskedToEnd`` in the main thread.
+    """Ignore Ctrl-C, because the parent handles it. On SIGTERM, raise ``AskedToEnd`` in the main thread.
 
-    Returns a descriptor that is readable once a signal has come, for waits that begin just then.
+    Return a descriptor that is readable after a signal. A wait that polls it cannot miss a signal.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _leave)
@@ -62,27 +62,29 @@ def handle_signals() -> int:
 
 
 def limit_threads(num_threads: int) -> None:
-    """Let libraries imported after this use ``num_threads`` threads. The parent's environment is not changed."""
+    """Set the number of threads of libraries that are imported later. Does not change the parent's environment."""
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"):
         os.environ[variable] = str(num_threads)
-    # A thread that waits for its team burns its core. Where others need that core, the one waited for may be the one
-    # kept from running, and a step takes a hundred times as long; so waiting threads go to sleep soon.
+    # A waiting OpenMP thread spins on its core. If another process needs the core, spinning may block the very thread
+    # that the others wait for, and a step takes 100 times as long. So waiting threads sleep soon.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def limit_kernel_cache() -> None:
-    """Let torch and oneDNN, imported after this, keep only some of the code that they compile for each shape.
+    """Limit the kernel caches of torch and oneDNN, which are imported later.
 
-    Each has a cache of 1024 entries, together a GB. A capacity that the user has set stays.
+    Each cache has 1024 entries by default, about 1 GB together. A capacity set by the user is kept.
     """
     for variable in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
         os.environ.setdefault(variable, str(_KEPT_KERNELS))
 
 
 def keep_freed_memory() -> None:
-    """Let the allocator keep what is freed for the next step. Else it can give the same blocks back to the system in
-    every operation, and half of a step goes into the zeroing of fresh pages. glibc alone.
+    """Let the allocator keep freed memory for the next step. glibc only.
+
+    Otherwise it may return the same blocks to the system in every operation, and zeroing of new pages takes half of a
+    step.
     """
     if sys.platform != "linux":
         return
@@ -99,7 +101,7 @@ def _wait_for_end(watched: int) -> None:
 
 
 def _end() -> NoReturn:
-    """End now, with the whole process group where it is our own."""
+    """Kill this process, and its process group if this process leads it."""
     if os.getpgid(0) == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)

@@ -1,4 +1,4 @@
-"""Uplink: sends the frontend what is not a result: progress, log records, readiness, failures."""
+"""Uplink: sends progress, log records, readiness and failures to the frontend."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_BURST = 200.0
 
 
 class Uplink:
-    """Sends to the frontend; other threads' messages wait for the main thread, since sockets belong to one thread."""
+    """Sends messages to the frontend. Messages of other threads wait for the main thread, which owns the socket."""
 
     def __init__(self, sender: Sender) -> None:
         self._sender = sender
@@ -28,7 +28,7 @@ class Uplink:
         self._pending: deque[Message] = deque(maxlen=1000)
 
     def send(self, messages: list[Message]) -> None:
-        """From the main thread: send these, after the pending ones."""
+        """Send pending messages, then these. Call it in the main thread."""
         if self._pending:
             messages = [*self._take_pending(), *messages]
         self._sender.send(messages)
@@ -38,13 +38,13 @@ class Uplink:
         self.post(progress)
 
     def post(self, message: Message) -> None:
-        """Send ``message`` now, or with the next round of the main thread."""
+        """Send ``message`` now in the main thread, or with the next flush in another thread."""
         self._pending.append(message)
         if threading.get_ident() == self._thread:
             self.flush()
 
     def flush(self) -> None:
-        """From the main thread: send what other threads have left."""
+        """Send pending messages of other threads. Call it in the main thread."""
         if self._pending:
             self._sender.send(self._take_pending())
 
@@ -53,7 +53,7 @@ class Uplink:
 
 
 class ForwardedLogs(logging.Handler):
-    """Sends records to the frontend's loggers of the same name, up to a rate; the others are counted."""
+    """Sends log records to the frontend's loggers of the same name. Above a maximum rate, records are only counted."""
 
     def __init__(self, uplink: Uplink) -> None:
         super().__init__()
@@ -74,17 +74,17 @@ class ForwardedLogs(logging.Handler):
         if self._num_dropped:
             text += f" ({self._num_dropped} records before this one were too many at once and are left out)"
             self._num_dropped = 0
-        with contextlib.suppress(BacklogFullError):  # not the fault of the logging code; the next result raises it, too
+        with contextlib.suppress(BacklogFullError):  # the code that logs is not at fault; the next result raises it too
             self._uplink.post(LogRecord(record.name, record.levelno, encodable(text)))
 
 
 def encodable(text: str) -> str:
-    """``text`` with escapes for what UTF-8 does not encode, such as parts of a path."""
+    """Return ``text`` with escapes for characters that UTF-8 cannot encode. Paths may contain them."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def forward_logs(uplink: Uplink, level: str) -> ForwardedLogs:
-    """Send the records of the ``aioengine`` loggers from ``level`` on to the frontend only."""
+    """Send records of the ``aioengine`` loggers of at least ``level`` to the frontend, and to no other handler."""
     handler = ForwardedLogs(uplink)
     logger = logging.getLogger("aioengine")
     logger.setLevel(level.upper())

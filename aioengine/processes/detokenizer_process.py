@@ -97,11 +97,11 @@ class TextSource:
 _STAGE = "detokenize"
 _WITH_ALL_TEXT = FinishCode.STOP, FinishCode.LENGTH
 _MAX_REMEMBERED = 16_384
-"""Requests that ended here and are remembered: the scheduler may have ended them too before it received the abort."""
+"""Maximum number of remembered requests that ended here. The scheduler may end a request before it gets the abort."""
 
 
 class DetokenizerService:
-    """Turns each ``StepOutput`` into a ``TextChunks``; ends requests at their stop strings."""
+    """Turns each ``StepOutput`` into a ``TextChunks``, and ends requests at their stop strings."""
 
     def __init__(
         self,
@@ -110,13 +110,13 @@ class DetokenizerService:
         facts: Mapping[str, str | int | float | bool] | None = None,
         board: CrashBoard | None = None,
     ) -> None:
-        """``board``: where the requests are recorded whose text is made."""
+        """board: crash board on which requests are recorded while they are decoded."""
         self.facts = facts or {}
         self._source = source
         self._board = board or CrashBoard(blank_board(1, 1))
         self._open: dict[int, OpenText] = {}
         self._matching = MatchingQueue()
-        self._stopped: dict[int, None] = {}  # in order of their ends
+        self._stopped: dict[int, None] = {}  # uids of requests that ended here, in order
         self._to_abort: list[int] = []
         self._chunks: list[Message] = []
         self._sent_at = 0.0
@@ -124,7 +124,7 @@ class DetokenizerService:
 
     @property
     def num_remembered(self) -> int:
-        """Requests that ended here and whose ``End`` from the scheduler may still come."""
+        """Number of requests that ended here. The scheduler may still send their ``End``."""
         return len(self._stopped)
 
     def handle(self, messages: list[Message], now: float) -> None:
@@ -140,7 +140,7 @@ class DetokenizerService:
             self._matching.rest(now)
 
     def step(self, now: float) -> Outbox:
-        """The results of the messages since the last call; an empty message as a heartbeat when there is none."""
+        """Return the results of the messages since the last call. Without results, return a heartbeat if it is due."""
         if self._matching.is_due(now, has_news=bool(self._chunks)):
             self._match_waiting(now)
         to_frontend, self._chunks = self._chunks, []
@@ -173,7 +173,7 @@ class DetokenizerService:
         for uid, token_id, end in zip(tokens.uid_of_each(), tokens.token_ids, _ends(output), strict=False):
             request = requests.get(uid)
             if request is None:
-                continue  # a stop string ended it before the scheduler received the abort
+                continue  # ended by a stop string before the scheduler received the abort
             if request.has_patterns:
                 self._match(request, Token(token_id, end), chunks, now)
                 continue
@@ -191,7 +191,7 @@ class DetokenizerService:
         return chunks
 
     def _pass_on(self, extras: list[Extra], chunks: TextChunks, now: float) -> None:
-        """Add the extras of open requests to ``chunks``: logprobs with texts, where these are wanted."""
+        """Add the extras of open requests to ``chunks``. If a request wants it, add texts to its logprobs."""
         for extra in extras:
             request = self._open.get(extra.uid)
             if request is not None and request.logprobs is not None:
@@ -203,13 +203,13 @@ class DetokenizerService:
                 chunks.tokens.extras.append(extra)
 
     def _keep(self, chunks: TextChunks) -> None:
-        """Send them with the next ``step``, if they have any news."""
+        """Keep chunks for the next ``step``, if they are not empty."""
         if chunks.has_news:
             chunks.num_open = len(self._open)
             self._chunks.append(chunks)
 
     def _match(self, request: OpenText, token: Token, chunks: TextChunks, now: float) -> None:
-        """Take an id of a request with patterns, now or later."""
+        """Match a token of a request with patterns, or queue the token."""
         if self._matching.delays(request):
             self._matching.add(request, token)
         else:
@@ -227,7 +227,7 @@ class DetokenizerService:
         self._matching.spend(request.matching_s - used_s)
 
     def _match_waiting(self, now: float) -> None:
-        """Match stop patterns for requests whose ids wait, until the time of this turn is used up."""
+        """Match queued tokens until the time of this turn is used up."""
         chunks = TextChunks()
         self._matching.begin()
         while self._matching and not self._matching.is_exhausted:
@@ -252,11 +252,11 @@ class DetokenizerService:
             self._fail(request, error, chunks, now)
             return
         for token_id in known_ids:
-            if request.uid in self._open:  # it may fail at any of them
+            if request.uid in self._open:  # a replayed token may end it with an error
                 self._match(request, Token(token_id, is_replayed=True), chunks, now)
 
     def _end(self, end: End, chunks: TextChunks, now: float) -> None:
-        """The scheduler ended a request: emit the rest of its text, which may itself hold a stop."""
+        """Handle the end of a request from the scheduler: emit the rest of its text. The rest may contain a stop."""
         if end.uid in self._matching:
             if end.code in _WITH_ALL_TEXT:
                 self._matching.add_end(end)
@@ -266,7 +266,7 @@ class DetokenizerService:
         if request is None:
             if end.uid in self._stopped:
                 del self._stopped[end.uid]
-            else:  # it never had a token
+            else:  # it had no token
                 end.ended_at = now
                 chunks.ended.append(end)
             return
@@ -281,23 +281,23 @@ class DetokenizerService:
         chunks.ended.append(request.complete(end, now))
 
     def _end_here(self, request: OpenText, end: End, chunks: TextChunks, now: float) -> None:
-        """End a request that the scheduler still computes."""
+        """End a request here and abort it in the scheduler."""
         chunks.ended.append(request.complete(end, now))
         self._forget(request.uid)
 
     def _stop(self, request: OpenText, chunks: TextChunks, now: float) -> None:
-        """A stop string ended it."""
+        """End a request at a stop string."""
         self._end_here(request, End(request.uid, FinishCode.STOP, request.matched), chunks, now)
 
     def _fail(self, request: OpenText, error: Exception, chunks: TextChunks, now: float) -> None:
-        """Something in its own text went wrong: this request ends, the others go on."""
+        """End a request with an error. Other requests continue."""
         message = error.cause if isinstance(error, RequestError) else describe(error)
         self._end_here(request, End(request.uid, FinishCode.FAILED, stage=_STAGE, message=message), chunks, now)
 
     def _forget(self, uid: int) -> None:
         del self._open[uid]
         if self._matching.drop(uid):
-            return  # the scheduler has ended it
+            return  # the scheduler has already ended it
         self._to_abort.append(uid)
         self._stopped[uid] = None
         if len(self._stopped) > _MAX_REMEMBERED:
@@ -305,7 +305,7 @@ class DetokenizerService:
 
 
 def _ends(output: StepOutput) -> Iterable[End | None]:
-    """For each token the end of its request, where it is the last one."""
+    """Return an entry per token: the end of its request if the token is the last one, else None."""
     if not output.ended:
         return repeat(None)
     ended = {end.uid: end for end in output.ended}
@@ -321,11 +321,11 @@ def _ends(output: StepOutput) -> Iterable[End | None]:
 
 
 def build_service(settings: Settings, board: CrashBoard | None = None) -> DetokenizerService:
-    """Read the tokenizer that the settings name.
+    """Build the service with the tokenizer of the settings.
 
     Raises:
         OSError: its file cannot be read.
-        ValueError: it holds no tokenizer, or was changed since the engine was made.
+        ValueError: the file contains no tokenizer, or has changed since the engine was created.
     """
     start = time.monotonic()
     source = TextSource(settings.text.tokenizer_path)

@@ -1,4 +1,4 @@
-"""The media process: its main function and its message loop."""
+"""The media process: main function and message loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from aioengine.protocol.media import Job, JobEnd, Waits
 
 MAX_LINE: Final = 1 << 20
-"""Bytes of a message. URLs and paths are the only long parts."""
+"""Maximum bytes of a message. Only URLs and paths are long."""
 
 
 def main() -> None:
@@ -33,9 +33,9 @@ def main() -> None:
     limit_threads(1)
     pictures.limit_pixels(orders.max_pixels)
     processor, device_resize = load_processor(orders)
-    Image.init()  # loads the decoders before the first picture
+    Image.init()  # load the decoders before the first image
     channel = socket.socket(fileno=orders.socket_fd)
-    with contextlib.suppress(SystemExit, OSError):  # asked to end, or the frontend has ended
+    with contextlib.suppress(SystemExit, OSError):  # asked to end, or the frontend has exited
         asyncio.run(_serve(channel, MediaWorker(orders, processor, device_resize)))
     os._exit(0)
 
@@ -63,7 +63,7 @@ async def _serve(channel: socket.socket, worker: MediaWorker) -> None:
             continue
         tasks.add(task := asyncio.create_task(do(job)))
         task.add_done_callback(tasks.discard)
-        await asyncio.sleep(0)  # the job has begun when the next line, which may cancel it, is read
+        await asyncio.sleep(0)  # start the job before the next line is read, which may cancel it
 
 
 def _read_line(fd: int) -> bytes:

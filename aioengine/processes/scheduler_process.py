@@ -63,17 +63,17 @@ Facts = dict[str, str | int | float | bool]
 
 _CONTROL_STAGE = "control"
 _SWITCH_S = 0.0005
-"""How long a thread that reads an adapter may keep the GIL from the steps. (It slows masks of grammars down.)"""
+"""How long a thread that reads an adapter may hold the GIL while a step waits. (It also slows grammar masks down.)"""
 
 _WAIT_S = 0.001
-"""How long to wait for a grammar or an adapter while nothing else is to be done, before messages are read."""
+"""How long an idle scheduler waits for a grammar or an adapter before it reads messages again."""
 
 
 class SchedulerService:
     """Connects ``SchedulerCore`` to messages, without I/O.
 
     Attributes:
-        adapters: those that the runner applies; None: it applies none.
+        adapters: the adapters of the runner; None if the runner applies no adapters.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class SchedulerService:
         report: Callable[[Progress], None],
         grammars: Grammars | None = None,
     ) -> None:
-        """``report`` is called before each control call: it may take long, and nothing else is sent meanwhile.
-        ``grammars``: where the runner's constraints come from; None: it keeps to none.
+        """report: called before each control call, because the call may take long and nothing is sent meanwhile.
+        grammars: compiles the runner's constraints; None if the runner applies no grammars.
         """
         self._core = core
         self._runner = runner
@@ -100,7 +100,7 @@ class SchedulerService:
         self.adapters: Adapters | None = None
         if grammars is not None:
             grammars.needed = self._needed_grammars
-        self._compiling: dict[int, Future[Any]] = {}  # uid -> its grammar; these wait behind a gate
+        self._compiling: dict[int, Future[Any]] = {}  # uid -> grammar of a request that waits for it
         self._refused: list[End] = []
         self._replies: list[Message] = []
         self._stats_sent_at = 0.0
@@ -123,7 +123,7 @@ class SchedulerService:
         return self._facts
 
     def handle(self, messages: list[Message], now: float) -> None:
-        """Queue, abort, answer. What is wrong with one request ends that request alone."""
+        """Queue and abort requests, and answer control calls. An error in a request ends only this request."""
         for message in messages:
             match message:
                 case Submit():
@@ -145,7 +145,7 @@ class SchedulerService:
                     logger.error("the scheduler ignores a message of the type %s", type(message).__name__)
 
     def step(self, now: float) -> Outbox:
-        """One step where there is work, with replies and statistics."""
+        """Run a step if there is work. Return its results, replies and statistics."""
         to_peer: list[Message] = []
         to_frontend: list[Message] = []
         if self._grammars is not None:
@@ -178,7 +178,7 @@ class SchedulerService:
         return Outbox(to_peer, to_frontend)
 
     def wait_s(self, now: float) -> float:
-        """0 while there is work or its end is to be reported, else until the next deadline or heartbeat."""
+        """Return 0 if there is work or unsent results, else the seconds until the next deadline or heartbeat."""
         if self._core.has_work or self._was_busy or self._compiling:
             return 0.0
         if self.adapters is not None and self.adapters.is_busy:
@@ -201,14 +201,14 @@ class SchedulerService:
             if submit.adapter is not None and self.adapters is None:
                 why = "the runner of this engine applies no adapters"
                 self._core.requests.abort([submit.uid], FinishCode.FAILED, why, stage=STAGE)
-        except UidInUseError:  # the first one goes on
+        except UidInUseError:  # the first request continues
             logger.warning("request %d was submitted twice", submit.uid)
         except Exception as error:
             logger.warning("request %d failed when it was queued", submit.uid, exc_info=True)
             self._refused.append(End(submit.uid, FinishCode.FAILED, stage="schedule", message=describe(error)))
 
     def _compile(self, submit: Submit, grammar: Grammar) -> None:
-        """Close the gate of a request until its grammar is compiled, beside the steps."""
+        """Compile the grammar of a request in the background. The gate of the request is closed until then."""
         compiled: Future[Any] = Future()
         if self._grammars is None:
             compiled.set_exception(GrammarError("the runner of this engine follows no grammars"))
@@ -220,16 +220,16 @@ class SchedulerService:
         self._core.requests.close_gate([submit.uid], Gate.GRAMMAR)
 
     def _needed_grammars(self) -> set[tuple[str, str]]:
-        """Those of the requests: steps would wait for one that is compiled again when its request begins."""
+        """Return the grammars of all requests. They stay cached: a step would wait for another compilation."""
         requests = self._core.requests
         living = (*requests.waiting, *requests.running, *requests.gated.values())
-        found = (request.submit.sampling.grammar for request in living)
-        return {(grammar.kind, grammar.text) for grammar in found if grammar is not None}
+        grammars = (request.submit.sampling.grammar for request in living)
+        return {(grammar.kind, grammar.text) for grammar in grammars if grammar is not None}
 
     def _take_compiled(self) -> list[int]:
         """Open the gates of requests whose grammar is compiled, and end requests whose grammar cannot be compiled.
 
-        Returns the uids of streams with a compiled grammar: their callers wait for it.
+        Return the uids of streams with a compiled grammar, because their callers wait for it.
         """
         streams: list[int] = []
         for uid, compiled in list(self._compiling.items()):
@@ -262,15 +262,15 @@ class SchedulerService:
         self._core.requests.end(request, End(request.uid, FinishCode.UNSUPPORTED, keyword, pointer, message))
 
     def _due_stats(self, now: float, *, has_tokens: bool) -> Stats | None:
-        """A snapshot at intervals while steps run, one when they end, and then heartbeats.
+        """Return statistics if they are due: at intervals while steps run, after the last step, and as heartbeats.
 
-        Nothing while there is work and no step ends: the supervisor recognizes a stall by that.
+        If there is work but no step ends, return None. The supervisor then detects a stall.
         """
         is_busy = self._core.has_work
         interval_s = self._settings.scheduler.stats_interval_s if is_busy else HEARTBEAT_S
         has_become_idle = self._was_busy and not is_busy
         if has_become_idle and has_tokens and not self._has_replied:
-            return None  # the last tokens are sent first; the next round follows at once and sends this
+            return None  # send the last tokens first; the next ``step`` follows immediately and sends the statistics
         self._was_busy = is_busy
         if not has_become_idle and now - self._stats_sent_at < interval_s:
             return None
@@ -287,7 +287,7 @@ class SchedulerService:
     # ------------------------------------------------------------ control calls: success, message, data
 
     def _control(self, control: Control, now: float) -> None:
-        """Answer a message to the scheduler at once, and a message to the runner when no step is in flight."""
+        """Answer a call to the scheduler immediately, and a call to the runner when no step is in flight."""
         if control.name in (LOAD_ADAPTER, UNLOAD_ADAPTER) and self.adapters is not None:
             self.adapters.control(control, lambda reply: self._answer(reply, now))
         elif control.name in self._controls:
@@ -300,7 +300,7 @@ class SchedulerService:
             self._answer(Reply(control.call_id, False, message), now)
 
     def _answer(self, reply: Reply, now: float) -> None:
-        """Queue a reply, and statistics with it: they show what the call changed. ``now``: when the call came."""
+        """Queue a reply, with new statistics that show the effect of the call. now: arrival time of the call."""
         self._stats_sent_at = min(self._stats_sent_at, now - HEARTBEAT_S)
         self._has_replied = True
         reply.message = encodable(reply.message)
@@ -310,19 +310,19 @@ class SchedulerService:
         self._report(Progress(control.name, 0, 1, ""))
         try:
             success, message, data = self._controls[control.name](**control.arguments)
-        except Exception as error:  # this is its answer; the requests go on
+        except Exception as error:  # only the call fails
             return Reply(control.call_id, False, _failure_of(control, error))
         return Reply(control.call_id, success, message, data)
 
-    def _runner_reply(self, order: Control) -> Reply:
-        self._report(Progress(order.name, 0, 1, ""))
+    def _runner_reply(self, control: Control) -> Reply:
+        self._report(Progress(control.name, 0, 1, ""))
         try:
-            reply = self._runner.controls[order.name](order)
+            reply = self._runner.controls[control.name](control)
             num_bytes = len(reply.data) + len(reply.payload)
-            if num_bytes > MAX_PAYLOAD_BYTES:  # it could not be sent, which would end this process
+            if num_bytes > MAX_PAYLOAD_BYTES:  # sending it would fail and end this process
                 raise ValueError(f"its reply has {num_bytes:,} bytes, the limit is {MAX_PAYLOAD_BYTES:,}")
-        except Exception as error:  # this is its answer; the requests go on
-            return Reply(order.call_id, False, _failure_of(order, error), stage=_CONTROL_STAGE)
+        except Exception as error:  # only the call fails
+            return Reply(control.call_id, False, _failure_of(control, error), stage=_CONTROL_STAGE)
         return reply
 
     def _flush_cache(self) -> tuple[bool, str, str]:
@@ -358,7 +358,7 @@ class SchedulerService:
 
 
 def _failure_of(control: Control, error: Exception) -> str:
-    """The message of the reply to a call that raised ``error``; logs it, too."""
+    """Log the exception of a control call. Return the message of its reply."""
     logger.warning("the order %r failed", control.name, exc_info=error)
     return f"{control.name} failed: {type(error).__name__}: {error}"
 
@@ -366,13 +366,13 @@ def _failure_of(control: Control, error: Exception) -> str:
 def build_service(
     settings: Settings, report: Callable[[Progress], None], board: CrashBoard | None = None
 ) -> SchedulerService:
-    """Build the runner that the settings name, and the scheduler for its number of pages.
+    """Build the runner with the factory in the settings, and a scheduler with the runner's number of pages.
 
-    board: each step is recorded on it.
+    board: crash board on which each step is recorded.
 
     Raises:
-        ValueError: the factory's name or what it built cannot be used.
-        Exception: whatever the factory raises.
+        ValueError: the factory's name or its runner cannot be used.
+        Exception: the exception of the factory.
     """
     start = time.monotonic()
     factory = load_factory(settings.runner.factory)
@@ -403,10 +403,10 @@ def build_service(
 
 
 def _scheduler(settings: Settings, facts: Mapping[str, str | int | float | bool], num_adapter_slots: int) -> Scheduler:
-    """For the pages and states for which the runner with these facts has memory.
+    """Build the scheduler with the pages and snapshots of a runner. facts: facts of the runner.
 
     Raises:
-        ValueError: it has no page.
+        ValueError: the runner has no pages.
     """
     num_pages, num_snapshots = facts.get("num_pages"), facts.get("num_snapshots")
     if not isinstance(num_pages, int) or num_pages < 1:
@@ -425,17 +425,17 @@ def _scheduler(settings: Settings, facts: Mapping[str, str | int | float | bool]
 
 
 def page_windows(facts: Mapping[str, str | int | float | bool]) -> tuple[int | None, ...]:
-    """``PageGroups.windows`` of a runner, from its facts; empty: all layers have the same page table."""
-    found = facts.get("page_windows", "")
-    return tuple(int(word) or None for word in found.split()) if isinstance(found, str) else ()
+    """Return ``PageGroups.windows`` from the facts of a runner. Empty if all layers have the same page table."""
+    text = facts.get("page_windows", "")
+    return tuple(int(word) or None for word in text.split()) if isinstance(text, str) else ()
 
 
 def load_factory(name: str) -> RunnerFactory:
-    """The function of ``"module:function"``.
+    """Import the function with the name ``"module:function"``.
 
     Raises:
-        ValueError: no such name, or it is not callable.
-        ImportError: the module, or something that it needs, could not be imported.
+        ValueError: the name has another form, or the module has no such function.
+        ImportError: the module, or a module that it needs, could not be imported.
     """
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:

@@ -1,7 +1,7 @@
-"""Profile: torch's trace of some steps of this process, for chrome://tracing or Perfetto.
+"""Profile: a torch trace of the steps of this process, for chrome://tracing or Perfetto.
 
-Beside torch's own ranges it has one for each part of a step ("schedule", "collect", "apply") and one for each launch,
-named by step and batch ("step 1234: 256 rows, 256 tokens"), with the kernels that it started on a GPU.
+In addition to torch's ranges, the trace has a range for each part of a step ("schedule", "collect", "apply"). It also
+has a range for each launch, named by step and batch ("step 1234: 256 rows, 256 tokens"), with its GPU kernels.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NOTHING = nullcontext()
 
 
 class _Running(Struct):
-    """A profile that is being made. ``num_steps`` None: until it is stopped; ``last_step`` is known at the first."""
+    """A profile in progress. num_steps: None records until ``stop``. last_step: set at the first recorded step."""
 
     profiler: Any
     mark: Callable[[str], AbstractContextManager[object]]
@@ -40,13 +40,13 @@ class _Running(Struct):
 
 
 class Profile:
-    """Carries out the control calls "start_profile" and "stop_profile"; the ``Trace`` of the core.
+    """Implements the control calls "start_profile" and "stop_profile", and the ``Trace`` of the scheduler core.
 
-    torch is imported by the first start: a process with a fake runner does not need it.
+    The first start imports torch, because a process with a fake runner does not need it.
     """
 
     def __init__(self, report: Callable[[Progress], None]) -> None:
-        """``report`` is called before a file is written, which takes long."""
+        """report: called before a file is written, because that takes long."""
         self._report = report
         self._running: _Running | None = None
         self._written: Path | Exception | None = None
@@ -56,7 +56,7 @@ class Profile:
         return _NOTHING if self._running is None else self._running.mark(name)
 
     def launch(self, number: int, plan: Plan) -> AbstractContextManager[object]:
-        """Ends a profile after its number of steps."""
+        """Return a context manager for the launch. End the profile if its last step has been launched."""
         running = self._running
         if running is None:
             return _NOTHING
@@ -78,7 +78,7 @@ class Profile:
         with_stack: bool,
         record_shapes: bool,
     ) -> tuple[bool, str, str]:
-        """Begin one. ``activities``: of CPU, GPU and MEM, with commas between; GPU is left out where there is none."""
+        """Start a profile. activities: comma-separated CPU, GPU, MEM; GPU is ignored if there is none."""
         if self._running is not None:
             return False, f"a profile is being made already, to be written to {self._running.path}", ""
         torch = importlib.import_module("torch")
@@ -106,7 +106,10 @@ class Profile:
         return True, "", ""
 
     def stop(self) -> tuple[bool, str, str]:
-        """End the profile and write its file; the message is the file, also of a profile that ended before."""
+        """End the profile and write its file. The message is the path of the file.
+
+        If the profile has already ended after ``num_steps``, return the path of its file.
+        """
         if self._running is not None:
             self._write(self._running)
         written, self._written = self._written, None
@@ -117,19 +120,19 @@ class Profile:
         return True, str(written), ""
 
     def close(self) -> None:
-        """End one that is being made, unwritten: a program in which torch still records crashes at its exit."""
+        """End a profile in progress without writing it. A process crashes at exit if torch still records."""
         running, self._running = self._running, None
         if running is not None:
             running.file.close()
             running.profiler.stop()
 
     def _write(self, running: _Running) -> None:
-        """The result is kept for ``stop``: this may run in the launch of a step, which goes on after an error."""
+        """Write the file. Keep the path or the exception for ``stop``, because the launch of a step must not fail."""
         self._running = None
         self._report(Progress("writing a profile", 0, 1, ""))
         try:
             running.profiler.stop()
-            # torch takes a path, and would follow a link there.
+            # torch requires a path and would follow a link at that path.
             with running.file, tempfile.TemporaryDirectory(dir=running.path.parent) as folder:
                 trace = Path(folder) / "trace.json"
                 running.profiler.export_chrome_trace(str(trace))

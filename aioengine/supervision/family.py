@@ -1,4 +1,4 @@
-"""Family: the children of one start, watched and ended together."""
+"""Family: watches and ends the children of one launcher together."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ if TYPE_CHECKING:
     from aioengine.supervision.launchers._base import RunningChild
 
 KILL_WAIT_S = 1.0
-"""How long a killed process may take to be gone; only then is its memory of a device free."""
+"""Maximum time from the kill of a process to its exit. Its device memory is free only after the exit."""
 
 
 class Family:
-    """The children of a launcher, whose list changes when it starts some. ``on_exit`` receives each that exited."""
+    """The children of a launcher.
+
+    children: the launcher's list; the launcher adds and removes children. on_exit: called with a child after its exit.
+    """
 
     def __init__(self, children: Sequence[RunningChild], on_exit: Callable[[RunningChild], None]) -> None:
         self.children = children
@@ -27,11 +30,11 @@ class Family:
         self._dismissed: RunningChild | None = None
 
     def ended(self, roles: Collection[Role]) -> list[RunningChild]:
-        """The children of these roles that have exited."""
+        """Return the children with these roles that have exited."""
         return [child for child in self.children if child.role in roles and not child.is_alive]
 
     def watch(self) -> None:
-        """Watch all children for their exits, on the running loop; those that are watched already stay so."""
+        """Start to watch the exits of all children that are not watched yet, on the running loop."""
         self._exits = {child: exited for child, exited in self._exits.items() if child in self.children}
         for child in self.children:
             if child not in self._exits:
@@ -44,8 +47,8 @@ class Family:
             self._on_exit(child)
 
     async def end(self, polite_s: float) -> None:
-        """Ask all to exit, wait up to ``polite_s`` seconds, and kill the rest."""
-        self.watch()  # a start that was cancelled half-way did not get to this
+        """Ask all children to exit, wait up to ``polite_s`` seconds, and kill the remaining ones."""
+        self.watch()  # a cancelled start may not have called it
         if polite_s > 0:
             for child in self.children:
                 child.terminate()
@@ -54,7 +57,7 @@ class Family:
         await self._wait_for_exits(KILL_WAIT_S)
 
     async def end_one(self, role: Role) -> None:
-        """Kill the child of this role, whose exit is not reported any more."""
+        """Kill the child with this role and wait for its exit. The exit is not reported to ``on_exit``."""
         for child in self.children:
             if child.role == role:
                 self._dismissed = child
@@ -64,12 +67,12 @@ class Family:
                         await self._exits[child].wait()
 
     def kill(self) -> None:
-        """Kill all, without waiting."""
+        """Kill all children without waiting."""
         for child in self.children:
             child.kill()
 
     def kill_and_reap(self) -> None:
-        """Kill all and wait for their exits, without a loop."""
+        """Kill all children and wait for their exits. Blocks; needs no event loop."""
         self.kill()
         for child in self.children:
             child.reap(KILL_WAIT_S)

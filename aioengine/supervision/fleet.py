@@ -1,11 +1,12 @@
-"""Fleet: several replicas of a model behind one frontend, each with children, a ledger and restarts of its own.
+"""Fleet: several replicas of a model behind one frontend. Each replica has its own children, ledger and restarts.
 
-Each request goes to one replica; controls go to all, and their replies become one. A replica that failed for good
-leaves the fleet, and its requests go on in others behind what they have given; the fleet fails with the last replica.
+A request goes to one replica. A control call goes to all replicas, and their replies are merged into one. If a replica
+fails, it leaves the fleet, and its requests continue in other replicas after their delivered tokens. If the last
+replica fails, the fleet fails.
 
-With ``max_restarts=0`` the first loss of a replica is final, also where a request caused it: one that crashes each
-process that computes it ends two replicas, the one that it came to and the one that tried it as a suspect. After the
-first crash any request of that step may be the cause; after the second this one ends with an error (see ``Ledger``).
+With ``max_restarts=0`` the first loss of a replica is final, even if a request caused it. A request that crashes every
+process therefore ends two replicas: its first replica, and the replica that tries it as a suspect. After the first
+crash, any request of the step may be the cause. After the second crash, it ends with an error (see ``Ledger``).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from aioengine.logs import warn
-from aioengine.protocol.messages import Abort, Control, Reply, Resume, Stats, Submit, Suspend, TextChunks, Totals
+from aioengine.protocol.messages import Control, Reply, Stats, Submit, TextChunks, Totals
 from aioengine.supervision.processes import Events
 from aioengine.supervision.routing import Routes
 from aioengine.supervision.tasks import EngineTask
@@ -39,15 +40,15 @@ _NUM_TOTALS = len(Totals.__struct_fields__)
 
 
 class Fleet:
-    """Owns the replicas of one engine, from ``start`` to ``stop``, on one loop."""
+    """Owns the replicas of one engine from ``start`` to ``stop``. Belongs to one event loop."""
 
     def __init__(self, makers: Sequence[Callable[[Events], Supervisor]], events: Events) -> None:
-        """``makers``: make one replica each, which reports to the given events."""
+        """makers: one function per replica; it builds the replica, and the replica reports to the events."""
         self._events = events
         self._routes = Routes(len(makers))
-        self._stats: dict[int, Stats] = {}  # replica -> its last ones
-        self._num_open = dict.fromkeys(range(len(makers)), 0)  # replica -> requests in its detokenizer
-        self._asked: dict[int, dict[int, Reply | None]] = {}  # call id -> replica -> its reply
+        self._stats: dict[int, Stats] = {}  # replica -> latest statistics
+        self._num_open = dict.fromkeys(range(len(makers)), 0)  # replica -> number of requests in its detokenizer
+        self._replies: dict[int, dict[int, Reply | None]] = {}  # call id -> replica -> reply
         self._stops: list[EngineTask] = []
         self._replicas = [make(self._events_of(number)) for number, make in enumerate(makers)]
 
@@ -55,19 +56,21 @@ class Fleet:
         return Events(
             partial(self._on_messages, number),
             partial(self._on_failure, number),
-            _ignore if number else self._events.on_progress,  # they start side by side and do the same
+            _ignore if number else self._events.on_progress,  # all replicas make the same progress
         )
 
     async def start(self) -> dict[str, object]:
-        """Start all replicas, wait until they are ready, and return the facts of the first, with the smallest pool.
+        """Start all replicas, wait until they are ready, and return the facts of the first replica.
+
+        ``max_total_tokens`` is the minimum over all replicas.
 
         Raises:
-            EngineStartupError: one could not start; none is left running.
+            EngineStartupError: a replica could not start. No replica is left running.
         """
         starts = [asyncio.get_running_loop().create_task(replica.start()) for replica in self._replicas]
         try:
             facts = await asyncio.gather(*starts)
-        except GeneratorExit:  # the loop was closed, and nothing can be awaited
+        except GeneratorExit:  # the loop is closed, so nothing can be awaited
             self.kill_now()
             raise
         except BaseException:
@@ -76,49 +79,46 @@ class Fleet:
             await asyncio.wait(starts)
             await self.stop(0.0)
             raise
-        sizes = [size for one in facts if isinstance(size := one.get("max_total_tokens"), int)]
+        sizes = [size for part in facts if isinstance(size := part.get("max_total_tokens"), int)]
         return {**facts[0], **({"max_total_tokens": min(sizes)} if sizes else {})}
 
     def send(self, messages: Sequence[ToScheduler]) -> None:
-        """Send requests to a replica each, and controls to all."""
+        """Send each request to one replica, and each control call to all replicas."""
         due: dict[int, list[ToScheduler]] = {}
         for message in messages:
             if isinstance(message, Submit):
                 due.setdefault(self._routes.choose(message), []).append(message)
             elif isinstance(message, Control):
-                self._asked[message.call_id] = dict.fromkeys(self._routes.replicas)
+                self._replies[message.call_id] = dict.fromkeys(self._routes.replicas)
                 for number in self._routes.replicas:
                     due.setdefault(number, []).append(message)
             else:
-                for number, uids in self._by_replica(message.uids).items():
-                    due.setdefault(number, []).append(_with_uids(message, uids))
+                uids_by_replica: dict[int, list[int]] = {}
+                for uid in message.uids:
+                    if (replica := self._routes.find(uid)) is not None:
+                        uids_by_replica.setdefault(replica, []).append(uid)
+                for number, uids in uids_by_replica.items():
+                    due.setdefault(number, []).append(msgspec.structs.replace(message, uids=uids))
         for number, part in due.items():
             self._replicas[number].send(part)
 
-    def _by_replica(self, uids: Iterable[int]) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
-        for uid in uids:
-            if (number := self._routes.find(uid)) is not None:
-                found.setdefault(number, []).append(uid)
-        return found
-
     async def stop(self, timeout_s: float) -> None:
-        """End all replicas within about ``timeout_s``. Harmless when repeated."""
+        """End all replicas within about ``timeout_s``. May be called again."""
         await asyncio.gather(*(replica.stop(timeout_s) for replica in self._replicas))
         for stop in self._stops:
             await stop.stop()
 
     def kill_now(self) -> None:
-        """End all replicas at once, without a loop."""
+        """Kill all replicas. Needs no event loop."""
         for replica in self._replicas:
             replica.kill_now()
 
     def processes(self) -> list[ProcessState]:
-        """The children of all replicas that have not failed."""
+        """Return the state of the children of all replicas that have not failed."""
         return [state for replica in self._living for state in replica.processes()]
 
     def rows_in_flight(self) -> Collection[int]:
-        """The uids of the requests in the steps of all replicas."""
+        """Return the uids of the requests in the current steps of all replicas."""
         return {uid for replica in self._living for uid in replica.rows_in_flight()}
 
     @property
@@ -148,26 +148,21 @@ class Fleet:
                 self._stats[number] = message
                 message = _sum(self._stats.values())
             elif isinstance(message, Reply):
-                if (reply := self._merged(number, message)) is None:
+                replies = self._replies.get(message.call_id)
+                if replies is None:
                     continue
-                message = reply
+                replies[number] = message
+                complete = [reply for reply in replies.values() if reply is not None]
+                if len(complete) < len(replies):
+                    continue
+                del self._replies[message.call_id]
+                message = _join(complete)
             merged.append(message)
         if merged:
             self._events.on_messages(merged)
 
-    def _merged(self, number: int, reply: Reply) -> Reply | None:
-        """One reply for those of all replicas, once the last one has come."""
-        replies = self._asked.get(reply.call_id)
-        if replies is None:
-            return None
-        replies[number] = reply
-        if None in replies.values():
-            return None
-        del self._asked[reply.call_id]
-        return _join([one for one in replies.values() if one is not None])
-
     def _on_failure(self, number: int, error: EngineError) -> None:
-        """A replica has failed for good: its requests go on in the others."""
+        """Handle the failure of a replica: its requests continue in the other replicas."""
         self._routes.remove(number)
         if not self._routes.replicas:
             self._events.on_failure(error)
@@ -177,7 +172,7 @@ class Fleet:
         warn(logger, "replica %d has failed, its requests go on in %d others: %s", number, len(self._living), reason)
         self._stops.append(EngineTask(replica.stop(_STOP_TIMEOUT_S), name="aioengine-stop", on_failure=_ignore))
         reports, requests, suspects = replica.hand_over(error)
-        if number in self._stats:  # of which the totals remain
+        if number in self._stats:  # keep its totals; the gauges become 0
             reports.append(Stats(*msgspec.structs.astuple(self._stats[number])[:_NUM_TOTALS]))
         self._num_open[number] = 0
         self._on_messages(number, reports)
@@ -188,23 +183,19 @@ class Fleet:
         self.send(requests)
 
 
-def _with_uids(message: Abort | Suspend | Resume, uids: list[int]) -> Abort | Suspend | Resume:
-    return msgspec.structs.replace(message, uids=uids)
-
-
 def _sum(parts: Iterable[Stats]) -> Stats:
-    """The statistics of all replicas: times are the latest, everything else is a sum."""
+    """Return the statistics of all replicas: the latest of times, the sum of everything else."""
     columns = zip(*map(msgspec.structs.astuple, parts), strict=True)
     named = zip(Stats.__struct_fields__, columns, strict=True)
     return Stats(**{name: max(column) if name in _LATEST else sum(column) for name, column in named})
 
 
 def _join(replies: list[Reply]) -> Reply:
-    """The first reply that is no success, else the first; with the data of all as a JSON array, where there is any."""
+    """Return the first failure, or the first reply if all succeeded. ``data`` is a JSON array of the data of all."""
     first = next((reply for reply in replies if not reply.success), replies[0])
     data = [msgspec.Raw(reply.data.encode()) for reply in replies if reply.data]
     return msgspec.structs.replace(first, data=msgspec.json.encode(data).decode() if data else "")
 
 
 def _ignore(_: object) -> None:
-    """The progress of all replicas but the first, and how the end of one that has failed went."""
+    """Ignore the progress of all replicas except the first, and errors of stopping a failed replica."""

@@ -1,4 +1,4 @@
-"""Handshake: from the start of the children until all are ready, or one of them has failed."""
+"""Handshake: waits until all started children are ready, or one of them has failed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from aioengine.protocol.messages import Role
     from aioengine.supervision.launchers._base import RunningChild
 
-# A child that fails reports why just before it exits; the report may arrive after its exit is known.
+# A child that fails reports the reason just before it exits. The report may arrive after the exit is noticed.
 _LAST_MESSAGE_S = 0.3
 
 
 class Handshake:
-    """Waits for one ``Ready`` of each role. The first failure ends the wait."""
+    """Waits for a ``Ready`` from each role. The first failure ends the wait."""
 
     def __init__(self, roles: Iterable[Role]) -> None:
         self._waiting_for = set(roles)
@@ -34,10 +34,10 @@ class Handshake:
             self._done.set_result(None)
 
     async def wait(self, timeout_s: float) -> dict[str, object]:
-        """The facts of all children, as one dict.
+        """Wait until all children are ready. Return their facts as one dict.
 
         Raises:
-            EngineStartupError: a child failed, died, speaks another protocol, or took longer than ``timeout_s``.
+            EngineStartupError: a child failed or died, has another protocol version, or took longer than ``timeout_s``.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -47,7 +47,7 @@ class Handshake:
         return self._facts
 
     def receive(self, message: Ready | Failed | Progress) -> None:
-        """Note a message of a starting child; none counts once the wait is over."""
+        """Record a message from a starting child. After the end of the wait, messages are ignored."""
         if self._done.done():
             return
         if isinstance(message, Progress):
@@ -67,7 +67,7 @@ class Handshake:
                 self._done.set_result(None)
 
     def child_ended(self, child: RunningChild) -> None:
-        """A child exited before all were ready. Fails a moment later, unless the child's own report comes first."""
+        """Record the exit of a child. The wait fails after a delay, unless the child's own report arrives first."""
         code, log_lines = child.exit_code, child.log_lines()
         hint = " (perhaps for want of memory)" if code == -signal.SIGKILL else ""
         text = f"the {child.role} process (pid {child.pid}) {describe_exit(code)}{hint} while it started"
@@ -77,13 +77,13 @@ class Handshake:
         asyncio.get_running_loop().call_later(_LAST_MESSAGE_S, self.fail, text)
 
     def fail(self, text: str, note: str = "") -> None:
-        """End the wait with an error, unless it is over. ``note``: what is shown below it, such as a traceback."""
+        """End the wait with an error, unless it has ended. note: shown below the error, such as a traceback."""
         if not self._done.done() and not self._done.get_loop().is_closed():
             error = EngineStartupError(text)
             if note:
                 error.add_note(note.rstrip())
             self._done.set_exception(error)
-            self._done.exception()  # marks it as retrieved: the wait may have been cancelled
+            self._done.exception()  # marks it as retrieved, because the wait may have been cancelled
 
     def _describe_timeout(self, timeout_s: float) -> str:
         roles = " and ".join(sorted(map(str, self._waiting_for)))

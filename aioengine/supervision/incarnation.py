@@ -1,9 +1,8 @@
-"""Incarnation: one start of the children, from its launch until they are lost or ended.
+"""Incarnation: one start of the children, from launch to loss or end.
 
-What follows a loss, another incarnation or the end of the engine, is decided by the supervisor. Every incarnation has
-its own sockets and its own epoch, so no message of an earlier one can arrive. An incarnation that lost only its
-detokenizer can be mended: a new detokenizer is started, and the scheduler goes on with it in a new epoch, without the
-requests that it had.
+After a loss, the supervisor starts another incarnation or ends the engine. Every incarnation has its own sockets and
+epoch, so messages of an earlier incarnation cannot arrive. If only the detokenizer is lost, the incarnation can be
+mended: a new detokenizer is started, and the scheduler drops its requests and continues in a new epoch.
 """
 
 from __future__ import annotations
@@ -53,17 +52,17 @@ if TYPE_CHECKING:
     OnStall = Callable[[Role, EngineStalledError], None]
 
 NUM_TICKS: Final = 8
-"""A child that is silent for more ticks than this has stalled."""
+"""A child without a heartbeat for more than this number of ticks has stalled."""
 
 MAX_WORK_S: Final = 600.0
-"""How long a control call may take, such as writing a profile, without being a stall."""
+"""How long a control call, such as writing a profile, may take before it counts as a stall."""
 
 
 class Heartbeats:
-    """When each child gave its last sign of life.
+    """The time of the last heartbeat of each child.
 
-    Silence is counted in ticks of this loop, not read from a clock: where the program itself was stopped (in a
-    terminal, or with a laptop's lid closed), one tick has passed, and the children's messages are read before the next.
+    Silence is counted in ticks of the event loop instead of clock time. If the program itself is stopped (by a terminal
+    or a closed laptop), only one tick passes, and the children's messages are read before the next tick.
     """
 
     def __init__(self, stall_timeout_s: float) -> None:
@@ -73,21 +72,21 @@ class Heartbeats:
         self._timer: asyncio.TimerHandle | None = None
 
     def record(self, role: Role, now: float) -> None:
-        """A child gave a sign of life: a message, or the end of a step."""
+        """Record a heartbeat of a child: a message, or the end of a step."""
         self._seen_at[role] = now
         self._num_silent[role] = 0
 
     def excuse(self, role: Role) -> None:
-        """A child has begun long work: its next sign of life may come up to ``MAX_WORK_S`` later than allowed."""
+        """Allow the next heartbeat of a child to be up to ``MAX_WORK_S`` late, because it has started long work."""
         self._num_silent[role] = -math.ceil(MAX_WORK_S / self._tick_s)
 
     def age_s(self, role: Role, now: float) -> float | None:
-        """Seconds since the child's last sign of life; None: there was none."""
+        """Return the seconds since the child's last heartbeat, or None if there was none."""
         seen_at = self._seen_at.get(role)
         return None if seen_at is None else now - seen_at
 
     def watch(self, roles: Iterable[Role], on_stall: OnStall) -> None:
-        """Call ``on_stall`` once, with the role and an error, when one of these is silent for too long."""
+        """Call ``on_stall`` once with the role and an error, when a child with one of these roles has stalled."""
         self._num_silent = dict.fromkeys(roles, 0)
         self._wait(on_stall)
 
@@ -116,13 +115,14 @@ class Heartbeats:
 
 
 MEND_TIMEOUT_S: Final = 20.0
-"""How long a mend may take: the scheduler ends its step, then a detokenizer starts. Otherwise both are replaced."""
+"""Maximum time for a mend: the scheduler ends its step, then a detokenizer starts. Else both are replaced."""
 
 
 class Loss(Struct, frozen=True):
-    """Why an incarnation is over. ``rows``: what the lost child was computing, uid -> the end of its row.
+    """The reason for the end of an incarnation.
 
-    ``is_final``: another incarnation would fail too. ``is_mendable``: only the detokenizer is lost.
+    rows: the rows in the current steps of the lost child, uid -> end of the row. is_final: another incarnation would
+    fail too. is_mendable: only the detokenizer is lost.
     """
 
     error: EngineError
@@ -134,17 +134,17 @@ class Loss(Struct, frozen=True):
 class _State(Enum):
     STARTING = 0
     RUNNING = 1
-    BROKEN = 2  # without a detokenizer, until it is mended
+    BROKEN = 2  # no detokenizer until the mend
     ENDED = 3
-    FAILED = 4  # ended, with the engine: to be closed as soon as no child is left
+    FAILED = 4  # the engine has failed too: close when the last child has exited
 
 
 class Incarnation:
-    """Owns the children of one start, on one loop.
+    """Owns the children of one start. Belongs to one event loop.
 
-    ``on_messages`` receives ``TextChunks``, ``Stats`` and ``Reply``. ``on_loss`` is called once when, after the start,
-    a child died, gave no sign of life for too long, or messages could not be handled. The children are killed then,
-    and ``end`` is still to be called. Only after a mendable loss may ``mend`` be called instead.
+    on_messages: receives ``TextChunks``, ``Stats`` and ``Reply``. on_loss: called once after the start, if a child dies
+    or stalls, or messages cannot be handled. Before the call, the children are killed; afterwards ``end`` must be
+    called. After a mendable loss the scheduler still runs, and ``mend`` may be called instead of ``end``.
     """
 
     def __init__(
@@ -178,12 +178,13 @@ class Incarnation:
         self._step_ended_at = 0.0
 
     async def start(self, on_progress: Callable[[Progress], None] | None = None) -> dict[str, object]:
-        """Start the children, wait until all are ready, and return their facts. Once only.
+        """Start the children, wait until all are ready, and return their facts. May be called once.
 
-        ``on_progress`` receives how far the children are with long work.
+        on_progress: receives the progress of long work of the children.
 
         Raises:
-            EngineStartupError: with the child's own message, and its traceback as a note; none is left running.
+            EngineStartupError: a child failed. Has the child's message, and its traceback as a note. No child is left
+                running.
         """
         self._on_progress = on_progress
         return await self._begin([(self._roles, self._launcher.launch)])
@@ -192,7 +193,7 @@ class Incarnation:
         """Replace the detokenizer, after a mendable loss.
 
         Raises:
-            EngineStartupError, BacklogFullError: that failed; none of the children is left running.
+            EngineStartupError, BacklogFullError: the mend failed. No child is left running.
         """
         self._startup_timeout_s = min(self._startup_timeout_s, MEND_TIMEOUT_S)
         await self._family.end_one(DETOKENIZER)
@@ -205,7 +206,7 @@ class Incarnation:
         )
 
     async def _begin(self, stages: list[tuple[Collection[Role], Callable[[], Awaitable[None]]]]) -> dict[str, object]:
-        """Run each stage, and wait until the children of its roles are ready."""
+        """For each stage, run its launch and wait until the children with its roles are ready."""
         self._owner = asyncio.get_running_loop(), threading.current_thread()
         facts: dict[str, object] = {}
         try:
@@ -219,12 +220,12 @@ class Incarnation:
                     self._handshake.child_ended(child)
                 facts |= await self._handshake.wait(self._startup_timeout_s)
             self._state = _State.RUNNING
-            # (Further ranks step together with the first: when they are silent, so is it.)
+            # Rank 0 waits for the other ranks in every step, so it stalls if one of them does.
             self._heartbeats.watch([role for role in self._roles if role.rank == 0], self._lose)
-            for child in self._family.ended(self._roles):  # too late for the handshake
+            for child in self._family.ended(self._roles):  # exited after the handshake
                 asyncio.get_running_loop().call_soon(self._child_ended, child)
             return facts
-        except GeneratorExit:  # the loop was closed, and nothing can be awaited
+        except GeneratorExit:  # the loop is closed, so nothing can be awaited
             self.kill_now()
             raise
         except BaseException:
@@ -232,7 +233,7 @@ class Incarnation:
             raise
 
     def processes(self) -> list[ProcessState]:
-        """Every child as it is now."""
+        """Return the current state of each child."""
         now = time.monotonic()
         step_s = now - self._step_ended_at if self._step_ended_at > 0 else None
         return [
@@ -247,17 +248,23 @@ class Incarnation:
         ]
 
     def rows_in_flight(self, role: Role) -> dict[int, int]:
-        """What the child of this role computes, or was computing at its end: uid -> the end of its row."""
-        found = [child.rows_in_flight() for child in self._launcher.children if child.role == role]
-        return found[0] if found else {}
+        """Return the rows in the current steps of the child with this role: uid -> end of the row.
+
+        If the child has exited, return the rows at its exit.
+        """
+        for child in self._launcher.children:
+            if child.role == role:
+                return child.rows_in_flight()
+        return {}
 
     # ------------------------------------------------------------ messages
 
     def send(self, messages: Iterable[ToScheduler]) -> None:
-        """Send to the scheduler, in order: at the end of this round of the loop, or once a step is full of prompts.
+        """Send messages to the scheduler in order, in the next iteration of the event loop.
 
-        A program that starts a thousand requests at once takes long to start them all. The first are computed
-        meanwhile, in steps as large as if all had come together. Without messages an empty frame is sent.
+        If the unsent prompts fill a step, they are sent immediately. A program that submits a thousand requests takes
+        long to submit all, and the scheduler computes the first requests in the meantime. If ``messages`` is empty, an
+        empty frame is sent.
         """
         for message in messages:
             self._unsent.append(message)
@@ -269,7 +276,7 @@ class Incarnation:
             self._flushing = asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
-        """Send one frame. The caller may be in the midst of something else, so a loss is reported later."""
+        """Send one frame. A loss is reported in the next iteration of the loop."""
         if self._flushing is not None:
             self._flushing.cancel()
             self._flushing = None
@@ -282,13 +289,13 @@ class Incarnation:
         except BacklogFullError as error:
             stalled = EngineStalledError(f"the scheduler process does not take its messages: {error}")
             loop.call_soon(self._lose, SCHEDULER, stalled)
-        except Exception as error:  # calls would wait for ever for the replies to lost messages
+        except Exception as error:  # otherwise calls would wait forever for replies to lost messages
             failure = EngineError(f"messages for the scheduler could not be sent: {error!r}")
             failure.__cause__ = error
             loop.call_soon(partial(self._lose, None, failure, is_final=True))
 
     def _transmit(self, messages: list[Message]) -> None:
-        """Send one frame; where a message cannot be encoded, one frame each, and that message fails alone."""
+        """Send one frame. If a message cannot be encoded, send one frame per message; only that message fails."""
         try:
             self._launcher.sender.send(messages)
         except UnencodableError as error:
@@ -299,12 +306,12 @@ class Incarnation:
                 self._transmit([message])
 
     def _report(self, messages: list[ToFrontend]) -> None:
-        """Pass messages on, unless what they concern is submitted again."""
+        """Deliver messages, unless their requests will be submitted again."""
         if self._state in (_State.STARTING, _State.RUNNING):
             self._on_messages(messages)
 
     async def _run_pump(self) -> None:
-        """The only reader of the children's messages."""
+        """Receive the messages of the children until cancelled."""
         while True:
             self._dispatch(await self._launcher.receiver.receive())
 
@@ -321,7 +328,7 @@ class Incarnation:
                     self._heartbeats.record(SCHEDULER, now)
                     self._step_ended_at = message.step_ended_at
                     for_frontend.append(message)
-                    self.send([])  # from the number of this frame the scheduler sees whether one before it was lost
+                    self.send([])  # the number of this frame tells the scheduler whether an earlier frame was lost
                 case Reply():
                     self._heartbeats.record(SCHEDULER, now)
                     for_frontend.append(message)
@@ -334,7 +341,7 @@ class Incarnation:
                 case LogRecord():
                     log(logging.getLogger(message.logger), message.level, "%s", message.message)
                 case _:
-                    raise TypeError(f"{type(message).__name__} is no message to the frontend")
+                    raise TypeError(f"{type(message).__name__} is not a message to the frontend")
         if for_frontend:
             self._report(for_frontend)
 
@@ -349,22 +356,22 @@ class Incarnation:
     # ------------------------------------------------------------ losses
 
     def _pump_failed(self, error: EngineDeadError) -> None:
-        """The pump raised, or was cancelled. No message is received any more, so no call that waits could end."""
+        """Handle an exception or cancellation of the pump. Waiting calls must end, since no message can arrive."""
         failure: EngineError = error
         cause = error.__cause__
         if cause is not None:
-            what = "came damaged" if isinstance(cause, LostFrameError) else "could not be handled"
-            failure = EngineError(f"messages of the engine's processes {what}: {cause!r}")
+            verb = "came damaged" if isinstance(cause, LostFrameError) else "could not be handled"
+            failure = EngineError(f"messages of the engine's processes {verb}: {cause!r}")
             failure.__cause__ = cause
         elif self._state is _State.BROKEN:
-            self._state = _State.RUNNING  # cancelled by the program: this loss is final, and nothing is mended
+            self._state = _State.RUNNING  # cancelled by the program: this loss is final, so there is no mend
         if self._handshake is not None:
             self._handshake.fail(str(failure))
         self._lose(None, failure, is_final=not isinstance(cause, LostFrameError))
 
     def _child_ended(self, child: RunningChild) -> None:
-        if self._state is _State.FAILED and not any(one.is_alive for one in self._launcher.children):
-            self._close()  # else a dead engine that is not shut down would be held by its loop
+        if self._state is _State.FAILED and not any(other.is_alive for other in self._launcher.children):
+            self._close()  # otherwise the loop would keep a failed engine alive until its shutdown
         if self._state in (_State.ENDED, _State.FAILED) or self._handshake is None:
             return
         if child not in self._launcher.children:
@@ -376,28 +383,28 @@ class Incarnation:
             log_lines = child.log_lines()
             error = EngineDeadError(str(child.role), pid=child.pid, exit_code=child.exit_code, log_lines=log_lines)
             self._lose(child.role, error)
-        except Exception as cause:  # raised to the event loop, it would only be logged, and calls would wait forever
+        except Exception as cause:  # the event loop would only log it, and calls would wait forever
             failure = EngineError(f"the exit of the {child.role} process could not be handled: {cause!r}")
             failure.__cause__ = cause
             self._handshake.fail(str(failure))
             self._lose(None, failure, is_final=True)
 
     def _lose(self, role: Role | None, error: EngineError, *, is_final: bool = False) -> None:
-        """End the children that cannot continue, and report the loss, once. ``role``: of the lost child."""
+        """End the children that cannot continue, and report the loss once. role: role of the lost child."""
         if self._state is not _State.RUNNING:
             return
         rows: dict[int, int] = {}
         is_mendable = False
         try:
             rows = self.rows_in_flight(role) if role is not None else {}
-            others = [other for other in self._roles if other != DETOKENIZER]
-            is_mendable = role == DETOKENIZER and not self._family.ended(others)
+            scheduler_roles = [other for other in self._roles if other != DETOKENIZER]
+            is_mendable = role == DETOKENIZER and not self._family.ended(scheduler_roles)
             if is_mendable:
                 self._state = _State.BROKEN
                 self._heartbeats.stop()
             else:
                 self.give_up()
-        except Exception as cause:  # the loss must be reported, or calls would wait forever
+        except Exception as cause:  # without a report of the loss, calls would wait forever
             error.__cause__ = cause
             is_final, is_mendable = True, False
         self._on_loss(Loss(error, rows, is_final=is_final, is_mendable=is_mendable))
@@ -405,7 +412,10 @@ class Incarnation:
     # ------------------------------------------------------------ ends
 
     def give_up(self, *, with_engine: bool = False) -> None:
-        """Kill the children, without waiting. ``end`` is still to be called, but ``with_engine`` may be left out."""
+        """Kill the children without waiting. ``end`` must still be called.
+
+        with_engine: the engine fails too. Then everything is closed after the last exit, and ``end`` is optional.
+        """
         self._mark_ended()
         self._family.kill()
         if with_engine:
@@ -414,7 +424,7 @@ class Incarnation:
                 asyncio.get_running_loop().call_soon(self._child_ended, child)
 
     def kill_now(self) -> None:
-        """End the children at once, from any thread, and with or without a loop that runs."""
+        """Kill the children, from any thread, with or without a running loop."""
         self._state = _State.ENDED
         self._family.kill_and_reap()
         if self._owner is not None:
@@ -425,14 +435,14 @@ class Incarnation:
         self._close()
 
     def _close(self) -> None:
-        with self._closing:  # several threads may find that the loop is closed
+        with self._closing:  # several threads may notice that the loop is closed
             self._mark_ended()
             if self._pump is not None:
                 self._pump.cancel()
             self._launcher.close()
 
     async def end(self, polite_s: float) -> None:
-        """End the children: ask, wait up to ``polite_s``, then kill. Harmless when repeated or never started."""
+        """Ask the children to exit, wait up to ``polite_s``, then kill them. May be repeated."""
         self._mark_ended()
         await self._family.end(polite_s)
         pump, self._pump = self._pump, None
@@ -448,7 +458,7 @@ class Incarnation:
 
 
 def _failure(message: Message, error: UnencodableError) -> ToFrontend:
-    """The answer to a message that cannot be encoded; raises the error where a message has no answer."""
+    """Return the failed result of a message that cannot be encoded. Raise the error if the message has no result."""
     text = f"it cannot be sent to the scheduler process: {error}"
     match message:
         case Submit(uid=uid):

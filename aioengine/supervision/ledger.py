@@ -1,16 +1,16 @@
-"""Ledger: the open requests of a replica, and what is submitted again when its processes are replaced.
+"""Ledger: records the open requests of a replica, and submits them again when its processes are replaced.
 
-Every message to the scheduler and every delivered chunk passes the ``Ledger``. So it has, for every open request, its
-parameters and every token id that was delivered; everything else is a function of these.
+Every message to the scheduler and every delivered chunk passes through the ``Ledger``. It knows the parameters and the
+delivered token ids of every open request. These determine the rest of the request.
 
-The requests in the step in which a process died are *suspects* (see ``Trials``): after the restart they go on one at a
-time, beside the requests that had begun; requests that had not begun wait until all suspects are cleared. A suspect is
-cleared once it has more tokens than at the crash. If a process dies again in a step of the suspect on trial, that
-suspect is tried alone; if it dies once more, the request ends with an error. All others go on.
+If a process dies in a step, the requests of this step are *suspects* (see ``Trials``). After the restart, one suspect
+at a time continues, together with the other requests that had begun. Requests that had not begun wait until all
+suspects are cleared. A suspect is cleared when it has more tokens than at the crash. If a process dies again in a step
+of the suspect on trial, this suspect is tried alone. If a process dies once more, this request ends with an error.
 
-A control is sent once: one without a reply when the scheduler died ends with an error.
+A control call is sent once. If the scheduler dies before the reply, the call fails.
 
-Pure: no clock, no process; times come as arguments.
+Pure: no clock, no process. Times are arguments.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 
 
 class Blame(Enum):
-    """Who caused a crash.
+    """The cause of a crash.
 
-    NOBODY: it counts as a restart. SUSPECT: the suspect on trial, so it does not count. GUILTY: the same suspect again,
-    tried alone; then the crash that made it a suspect does not count any more, either.
+    NOBODY: unknown; the crash counts as a restart. SUSPECT: the suspect on trial; the crash does not count.
+    GUILTY: the same suspect again, tried alone. Then its first crash does not count either.
     """
 
     NOBODY = 0
@@ -54,11 +54,11 @@ class Blame(Enum):
 
 
 class Trials:
-    """The suspects, of which one at a time is on trial.
+    """The suspects. One suspect at a time is on trial.
 
     Attributes:
-        suspects: uid -> the number of tokens with which it has got past its crash.
-        on_trial: the suspect that goes on. is_alone: nothing else does.
+        suspects: uid -> the number of tokens that clears the suspect.
+        on_trial: uid of the suspect that continues. is_alone: no other request continues.
     """
 
     def __init__(self) -> None:
@@ -67,17 +67,17 @@ class Trials:
         self.is_alone = False
 
     def admits(self, uid: int, *, has_begun: bool) -> bool:
-        """Whether a request may go on now."""
+        """Return whether a request may continue now."""
         if self.on_trial is None or uid == self.on_trial:
             return True
         return has_begun and uid not in self.suspects and not self.is_alone
 
     def clear(self, uid: int) -> None:
-        """The request is no suspect, or has ended. ``settle`` then chooses another one."""
+        """Remove a suspect that is cleared or has ended. ``settle`` then chooses the next one."""
         self.suspects.pop(uid, None)
 
     def settle(self) -> bool:
-        """Choose the next suspect on trial, unless there is one; returns whether other requests may go on now."""
+        """If the suspect on trial is cleared, choose the next one. Return whether more requests may continue now."""
         if self.on_trial in self.suspects or (self.on_trial is None and not self.suspects):
             return False
         self.is_alone = False
@@ -85,7 +85,7 @@ class Trials:
         return True
 
     def crash(self, rows: Container[int]) -> Blame:
-        """A process died in a step of these requests, which are all suspects now."""
+        """Record the death of a process in a step of these requests. The requests are already in ``suspects``."""
         if self.on_trial in self.suspects and self.on_trial in rows:
             blame = Blame.GUILTY if self.is_alone else Blame.SUSPECT
             self.is_alone = True
@@ -96,20 +96,20 @@ class Trials:
 
 
 CRASH_STAGE: Final = "crash"
-"""The stage in the error of a request that killed its process, and of a control that was lost with one."""
+"""The stage in the error of a request that killed its process, and of a control call that was lost with a process."""
 
 _OWN_CALL: Final = -1
-"""The id of the ledger's own controls; their replies are ignored."""
+"""The call id of the ledger's own control calls. Their replies are ignored."""
 
 
 class OpenRequest:
-    """A request without an end.
+    """A request that has not ended.
 
     Attributes:
-        token_ids: the output ids that were delivered. first_token: None until it came. num_preemptions: how often it
-            was preempted.
-        abort: how it shall end. has_replayed_abort: the abort was sent again, after a restart.
-        is_sent: the present scheduler has the request. is_suspended: no more of it is computed for now.
+        token_ids: the delivered output ids. first_token: None before its delivery. num_preemptions: number of
+            preemptions.
+        abort: the abort of the request, or None. has_replayed_abort: the abort was sent again after a restart.
+        is_sent: the current scheduler has the request. is_suspended: the request is suspended.
     """
 
     __slots__ = (
@@ -118,7 +118,7 @@ class OpenRequest:
     )  # fmt: skip
 
     def __init__(self, submit: Submit) -> None:
-        continuation = submit.continuation  # it began in another replica
+        continuation = submit.continuation  # set if the request began in another replica
         self.submit = submit
         self.token_ids: list[int] = [] if continuation is None else continuation.token_ids.copy()
         self.first_token: FirstToken | None = None if continuation is None else continuation.first_token
@@ -134,11 +134,14 @@ class OpenRequest:
 
     @property
     def num_known(self) -> int:
-        """Tokens of prompt and output that were certainly computed or sampled."""
+        """The number of prompt and output tokens that were surely computed or sampled."""
         return len(self.submit.prompt_token_ids) + max(len(self.token_ids), self.has_begun)
 
     def messages(self, *, is_suspect: bool) -> list[ToScheduler]:
-        """The request again, from where it is, with its abort. Each token of a suspect is delivered at once."""
+        """Return the messages that continue the request after its delivered tokens, with its abort.
+
+        Each token of a suspect is delivered immediately.
+        """
         submit = self.submit
         if self.first_token is not None:
             continuation = Continuation(self.first_token, self.token_ids.copy(), self.num_preemptions)
@@ -149,12 +152,12 @@ class OpenRequest:
 
 
 class ControlCalls:
-    """The controls without a reply.
+    """The control calls without a reply.
 
     Attributes:
-        is_paused: the scheduler was paused by a control.
-        lost: the replies to controls that were lost, which no process will send.
-        pinned: by id, the controls that loaded the pinned adapters, which each new scheduler gets.
+        is_paused: a control call has paused the scheduler.
+        lost: replies to lost control calls. No process will send them.
+        pinned: adapter id -> the control call that loaded this pinned adapter. Sent to each new scheduler.
     """
 
     def __init__(self) -> None:
@@ -168,61 +171,61 @@ class ControlCalls:
         if control.name == UNLOAD_ADAPTER:
             number = control.arguments["id"]
             self.pinned.pop(number, None)
-            for calls in (self._waiting, self._sent):  # a load that its caller gave up must not be sent again
-                for call_id, call in [*calls.items()]:
+            for calls in (self._waiting, self._sent):  # a load whose caller gave up must not be sent again
+                for call_id, call in list(calls.items()):
                     if call.name == LOAD_ADAPTER and call.arguments["id"] == number:
                         del calls[call_id]
         self._waiting[control.call_id] = control
 
     def take(self) -> list[ToScheduler]:
-        """The controls that wait, which are sent now."""
+        """Return the unsent control calls, and record them as sent."""
         waiting, self._waiting = self._waiting, {}
         self._sent |= waiting
         return [*waiting.values()]
 
     def receive(self, reply: Reply) -> None:
-        """Note a reply. A pause, and a pinned adapter, outlive the scheduler from now on."""
+        """Record a reply. New schedulers are paused, and load pinned adapters, like the current one."""
         control = self._sent.pop(reply.call_id, None)
         if control is not None and reply.success and control.name in ("pause", "continue"):
             self.is_paused = control.name == "pause"
         if control is not None and reply.success and control.name == LOAD_ADAPTER and control.arguments["is_pinned"]:
             self.pinned[control.arguments["id"]] = replace(control, call_id=_OWN_CALL)
 
-    def lose(self, how: str) -> None:
-        """The scheduler is lost, as ``how`` says: controls that it has are not sent again.
+    def lose(self, cause: str) -> None:
+        """Handle the loss of the scheduler: control calls that were sent to it fail with the text ``cause``.
 
-        But "continue" succeeds: the next scheduler is not paused.
+        "continue" succeeds, because the next scheduler is not paused.
         """
         for control in self._sent.values():
             if control.name == "continue":
                 self.is_paused = False
                 self.lost.append(Reply(control.call_id, True))
                 continue
-            text = f"{how} before it had answered {control.name!r}, which was not tried again"
+            text = f"{cause} before it had answered {control.name!r}, which was not tried again"
             self.lost.append(Reply(control.call_id, False, text, stage=CRASH_STAGE))
         self._sent.clear()
 
     def put_back(self) -> None:
-        """Replies of the scheduler may be lost: all controls are sent again."""
+        """Mark all control calls as unsent, because replies of the scheduler may be lost."""
         self._waiting = self._sent | self._waiting
         self._sent = {}
 
 
 class Ledger:
-    """The open requests and controls of a replica. Belongs to one loop and never waits.
+    """The open requests and control calls of a replica. Belongs to one event loop and never waits.
 
     Attributes:
-        is_connected: there is a scheduler to send to.
-        calls: the controls.
+        is_connected: whether a scheduler accepts messages.
+        calls: the control calls.
     """
 
     def __init__(self) -> None:
         self.is_connected = True
         self.calls = ControlCalls()
         self._requests: dict[int, OpenRequest] = {}
-        self._token_ids: dict[int, list[int]] = {}  # uid -> the ``token_ids`` of its request
+        self._token_ids: dict[int, list[int]] = {}  # uid -> ``token_ids`` of the request
         self._trials = Trials()
-        self._has_progress = True  # some request gave a token since one was found guilty
+        self._has_progress = True  # a token was delivered since the last guilty request
         self._ended: list[End] = []
 
     @property
@@ -231,7 +234,7 @@ class Ledger:
 
     @property
     def holds_back(self) -> bool:
-        """Whether there may be requests that were not sent, or reports to take."""
+        """Whether there may be unsent requests, or reports to take."""
         if self._ended or self.calls.lost:
             return True
         return bool(self._requests) and (not self.is_connected or self._trials.on_trial is not None)
@@ -239,7 +242,7 @@ class Ledger:
     # ------------------------------------------------------------ to the scheduler
 
     def record(self, messages: Iterable[ToScheduler], now: float) -> list[ToScheduler]:
-        """Record messages to the scheduler; returns what is sent now."""
+        """Record messages to the scheduler. Return the messages to send now."""
         due: list[ToScheduler] = []
         for message in messages:
             match message:
@@ -261,14 +264,18 @@ class Ledger:
         return due
 
     def replay(self) -> list[ToScheduler]:
-        """There is a new scheduler; returns what is sent to it first."""
+        """Record that a new scheduler is ready. Return the first messages to send to it."""
         self.is_connected = True
         self._trials.settle()
         pause = [Control(_OWN_CALL, "pause")] if self.calls.is_paused else []
         return [*pause, *self.calls.pinned.values(), *self._release(), *self.calls.take()]
 
     def _abort(self, abort: Abort, now: float) -> list[ToScheduler]:
-        """A request that was not sent and gave nothing ends here. Of others a process may hold back text."""
+        """Record an abort. Return the messages to send now.
+
+        An unsent request without output ends here. Any other request ends in the scheduler, because the detokenizer
+        may hold back text of it.
+        """
         sent: list[int] = []
         for uid in abort.uids:
             request = self._requests.get(uid)
@@ -287,7 +294,10 @@ class Ledger:
         return due
 
     def _suspend(self, message: Suspend | Resume) -> list[ToScheduler]:
-        """A suspect that is suspended proves nothing; others do not wait for it."""
+        """Record a suspend or resume. Return the messages to send now.
+
+        If the suspect on trial is suspended, it is cleared, so that other requests do not wait for it.
+        """
         for uid in message.uids:
             if (request := self._requests.get(uid)) is not None:
                 request.is_suspended = isinstance(message, Suspend)
@@ -298,7 +308,10 @@ class Ledger:
         return [message, *self._release()] if self._trials.settle() else [message]
 
     def _release(self) -> list[ToScheduler]:
-        """The requests that may go on now and were not sent. One that was aborted ends before it is computed."""
+        """Return the messages of unsent requests that may continue now.
+
+        Aborted requests are included: the scheduler ends them without a step.
+        """
         trials = self._trials
         due: list[ToScheduler] = []
         for uid, request in self._requests.items():
@@ -315,7 +328,7 @@ class Ledger:
     # ------------------------------------------------------------ from the processes
 
     def receive(self, chunks: TextChunks) -> list[ToScheduler]:
-        """Record what is delivered; returns what is sent now."""
+        """Record delivered chunks. Return the messages to send now."""
         for first_token in chunks.first_tokens:
             if (request := self._requests.get(first_token.uid)) is not None:
                 request.first_token = first_token
@@ -335,23 +348,23 @@ class Ledger:
         return self._go_on_with_trials(self._trials.on_trial)
 
     def _go_on_with_trials(self, uid: int) -> list[ToScheduler]:
-        """Clear the suspect on trial once it has got past its crash, and try the next one."""
+        """If the suspect on trial has more tokens than at its crash, clear it and try the next suspect."""
         request = self._requests.get(uid)
         due: list[ToScheduler] = []
         if request is not None and request.num_known >= self._trials.suspects.get(uid, 0):
             self._trials.clear(uid)
-            if request.is_suspended:  # the suspension had to wait for the trial
+            if request.is_suspended:  # the suspension was delayed by the trial
                 due.append(Suspend([uid]))
         return [*due, *self._release()] if self._trials.settle() else due
 
     def take_reports(self) -> list[ToFrontend]:
-        """What no process will report: ends of requests, and replies to controls that were lost."""
+        """Return reports that no process will send: ends of requests, and replies to lost control calls."""
         ended, self._ended = self._ended, []
         lost, self.calls.lost = self.calls.lost, []
         return [TextChunks(ended=ended), *lost] if ended else [*lost]
 
     def expire(self, now: float) -> None:
-        """End requests that wait here beyond a deadline and gave nothing yet."""
+        """End unsent requests without output that have passed a deadline."""
         for uid, request in list(self._requests.items()):
             if not request.is_sent and not request.has_begun:
                 passed = [which for which, time in request.submit.limits.deadlines().items() if time <= now]
@@ -360,14 +373,14 @@ class Ledger:
 
     # ------------------------------------------------------------ crashes
 
-    def crash(self, rows: Mapping[int, int], how: str, now: float, *, is_scheduler_lost: bool = True) -> Blame:
-        """A process is lost, as ``how`` says. ``rows``: by uid, the end of what its last step computed.
+    def crash(self, rows: Mapping[int, int], cause: str, now: float, *, is_scheduler_lost: bool = True) -> Blame:
+        """Record the loss of a process. rows: uid -> end of the row in its last step. cause: text for errors.
 
-        Nobody is blamed where everything crashes: when no request gave a token since the last one was found guilty.
+        If no token was delivered since the last guilty request, every step seems to crash. Then return NOBODY.
         """
         self.is_connected = False
         if is_scheduler_lost:
-            self.calls.lose(how)
+            self.calls.lose(cause)
         else:
             self.calls.put_back()
         for uid, request in list(self._requests.items()):
@@ -381,20 +394,21 @@ class Ledger:
         blame = self._trials.crash(rows)
         is_believed = self._has_progress
         if blame is Blame.GUILTY and self._trials.on_trial is not None:
-            self._end_guilty(self._trials.on_trial, how, now, ", at last with no other beside it")
+            self._end_guilty(self._trials.on_trial, cause, now, ", at last with no other beside it")
             self._has_progress = False
         return blame if is_believed else Blame.NOBODY
 
-    def hand_over(self, how: str, now: float) -> tuple[list[ToScheduler], dict[int, int]]:
-        """The processes are lost and not replaced: all open requests, from where they are, for another replica.
+    def hand_over(self, cause: str, now: float) -> tuple[list[ToScheduler], dict[int, int]]:
+        """Hand all open requests over to another replica, because the processes are lost and not replaced.
 
-        Returns the messages, and the suspects among them for its ``adopt``. A suspect that killed this replica in its
-        trial would kill the other ones, too: it ends with an error. Controls without a reply are lost.
+        Return the messages that continue the requests, and the suspects for ``adopt`` of the other replica. If a
+        suspect killed this replica in its trial, it would kill other replicas too, so it ends with an error. Control
+        calls without a reply fail.
         """
         self.calls.take()
-        self.crash({}, how, now)
+        self.crash({}, cause, now)
         if self._trials.is_alone and self._trials.on_trial in self._trials.suspects:
-            self._end_guilty(self._trials.on_trial, how, now)
+            self._end_guilty(self._trials.on_trial, cause, now)
         suspects, self._trials = self._trials.suspects, Trials()
         messages = self._release()
         self._requests.clear()
@@ -402,17 +416,17 @@ class Ledger:
         return messages, suspects
 
     def adopt(self, suspects: Mapping[int, int]) -> None:
-        """Requests that come next are suspects of another replica: they go on one at a time."""
+        """Add suspects of another replica. Their requests are submitted next, and continue one at a time."""
         self._trials.suspects |= suspects
         if self.is_connected:
             self._trials.settle()
 
-    def _end_guilty(self, uid: int, how: str, now: float, circumstance: str = "") -> None:
-        text = f"{how} each time it computed this request{circumstance}; all others go on"
+    def _end_guilty(self, uid: int, cause: str, now: float, circumstance: str = "") -> None:
+        text = f"{cause} each time it computed this request{circumstance}; all others go on"
         self._end(End(uid, FinishCode.FAILED, stage=CRASH_STAGE, message=text, ended_at=now))
 
     def _end(self, end: End) -> None:
-        """End a request here; the end is reported later."""
+        """End a request here. ``take_reports`` returns the end."""
         self._forget(end.uid)
         self._ended.append(end)
 

@@ -1,4 +1,4 @@
-"""Processes: what the frontend needs of the processes that serve an engine, and what these report to it."""
+"""Processes: the interface between the frontend and the processes of an engine."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class Events(Struct):
-    """Where the processes report to, always on the loop on which they were started. May change while they run.
+    """Callbacks of the processes. They run on the event loop of ``start``, and may be replaced at any time.
 
-    ``on_messages`` receives ``TextChunks``, ``Stats`` and ``Reply``; ``on_progress`` how far a start is.
-    ``on_failure`` is called once, when the engine has failed by itself.
+    on_messages: receives ``TextChunks``, ``Stats`` and ``Reply``. on_progress: receives the progress of a start.
+    on_failure: called once if the engine fails.
     """
 
     on_messages: Callable[[list[ToFrontend]], None]
@@ -29,7 +29,7 @@ class Events(Struct):
 
 
 class ProcessState(Struct, frozen=True):
-    """A child as ``health()`` shows it. Ages are in seconds; None: no sign of life, or no step, yet."""
+    """The state of a child in ``health()``. Ages are in seconds; None if there was no heartbeat or no step yet."""
 
     role: str
     pid: int
@@ -39,42 +39,42 @@ class ProcessState(Struct, frozen=True):
 
 
 class Processes(Protocol):
-    """The processes of an engine: those of one replica (``Supervisor``) or of several (``Fleet``)."""
+    """The processes of an engine with one replica (``Supervisor``) or several (``Fleet``)."""
 
     async def start(self) -> dict[str, object]:
-        """Start all, wait until they are ready, and return their facts. Once only.
+        """Start all processes, wait until they are ready, and return their facts. May be called once.
 
         Raises:
-            EngineStartupError: one of them failed; none is left running.
+            EngineStartupError: a process failed. No process is left running.
         """
         ...
 
     def send(self, messages: Sequence[ToScheduler]) -> None:
-        """Send requests and controls. Never waits; does nothing after the end."""
+        """Send requests and control calls. Never waits. Does nothing after the end."""
         ...
 
     async def stop(self, timeout_s: float) -> None:
-        """End all within about ``timeout_s``."""
+        """End all processes within about ``timeout_s``."""
         ...
 
     def kill_now(self) -> None:
-        """End all at once, from any thread and without a loop. Does nothing in a fork of the owner."""
+        """Kill all processes, from any thread and without an event loop. Does nothing in a fork of the owner."""
         ...
 
     def processes(self) -> list[ProcessState]:
-        """Every child as it is now."""
+        """Return the current state of each child."""
         ...
 
     def rows_in_flight(self) -> Collection[int]:
-        """The uids of the requests in the steps that are computed now."""
+        """Return the uids of the requests in the current steps."""
         ...
 
     @property
     def num_restarts(self) -> int:
-        """How often children were replaced."""
+        """Number of times that children were replaced."""
         ...
 
     @property
     def is_recovering(self) -> bool:
-        """Whether requests wait for new children."""
+        """Whether requests wait for replaced children."""
         ...

@@ -1,4 +1,4 @@
-"""Routing: which replica computes a request. Pure: no clock, no process."""
+"""Routing: chooses the replica of each request. Pure: no clock, no process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class Routes:
-    """The replica of each open request. Replicas are numbers from 0 on.
+    """The replica of each open request. Replicas are numbered from 0.
 
-    The policy is "least loaded": the replica with the fewest open tokens (prompt and possible output), and of equals
-    the first. Everything that concerns a request goes to the replica that has it, until ``forget``.
+    A new request goes to the replica with the fewest open tokens (prompt tokens plus ``max_new_tokens``). On a tie, it
+    goes to the replica with the lowest number. The request stays in its replica until ``forget``.
     """
 
     def __init__(self, num_replicas: int) -> None:
@@ -23,11 +23,11 @@ class Routes:
 
     @property
     def replicas(self) -> Collection[int]:
-        """The replicas that take requests."""
+        """The replicas that accept requests."""
         return self._loads.keys()
 
     def choose(self, submit: Submit) -> int:
-        """The replica of a new request, which is noted."""
+        """Choose and record the replica of a new request. Return the recorded replica if there is one."""
         if submit.uid not in self._routes:
             num_tokens = len(submit.prompt_token_ids) + submit.limits.max_new_tokens
             replica = min(self._loads, key=self._loads.__getitem__)
@@ -36,17 +36,17 @@ class Routes:
         return self._routes[submit.uid][0]
 
     def find(self, uid: int) -> int | None:
-        """The replica that has this request; None: it has ended."""
+        """Return the replica of this request, or None if the request has ended."""
         route = self._routes.get(uid)
         return None if route is None else route[0]
 
     def forget(self, uid: int) -> None:
-        """The request has ended."""
+        """Remove a request that has ended."""
         replica, num_tokens = self._routes.pop(uid, (-1, 0))
         if replica in self._loads:
             self._loads[replica] -= num_tokens
 
     def remove(self, replica: int) -> None:
-        """This replica takes no more requests; forget those that it has."""
+        """Remove a replica and all its requests."""
         del self._loads[replica]
         self._routes = {uid: route for uid, route in self._routes.items() if route[0] != replica}

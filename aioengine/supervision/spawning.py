@@ -1,4 +1,4 @@
-"""Starting a child: a fresh interpreter that finds the modules of this program."""
+"""Starts a child: a new interpreter with the import path of this program."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ if TYPE_CHECKING:
 _BOOTSTRAP = Path(__file__).resolve().parents[1] / "child_process" / "bootstrap.py"
 
 _no_forks = threading.RLock()
-"""Forks of the program wait while a child starts: each would inherit the pipe on whose end ``Popen`` waits, and so hold
-up the start for as long as it lives."""
+"""Delays forks of this program while a child starts. A fork would inherit the pipe that ``Popen`` reads until it is
+closed, so the start would wait until the fork exits."""
 os.register_at_fork(before=_no_forks.acquire, after_in_parent=_no_forks.release, after_in_child=_no_forks.release)
 
 
 def start_child(role: str, log_path: Path, orders: bytes, pass_fds: Collection[int]) -> subprocess.Popen[bytes]:
-    """Start the child with this role, whose main is ``processes.<role>_process``. Its standard input stays open.
+    """Start the child with this role. It runs ``processes.<role>_process``, and its standard input stays open.
 
-    log_path: of its output; its working directory is the folder of this file. orders: one line, without its end.
+    log_path: file for its output; the child's working directory is the folder of this file.
+    orders: one line without the newline.
 
     Raises:
-        EngineStartupError: it could not be started at all.
+        EngineStartupError: the process could not be started.
     """
     command = [_interpreter(role), "-P", str(_BOOTSTRAP), f"aioengine::{role}"]
     try:
@@ -40,13 +41,13 @@ def start_child(role: str, log_path: Path, orders: bytes, pass_fds: Collection[i
                 stdout=log,
                 stderr=log,
                 pass_fds=tuple(pass_fds),
-                cwd=log_path.parent,  # the program's own may be removed, and libraries need one
-                start_new_session=True,  # Ctrl-C in the terminal is the parent's business
+                cwd=log_path.parent,  # the program's working directory may be removed, and libraries need one
+                start_new_session=True,  # the parent handles Ctrl-C in the terminal
             )
     except OSError as error:
         raise EngineStartupError(f"the {role} process could not be started with {command[0]!r}: {error}") from error
     assert popen.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it died at once; its exit is reported
+    with contextlib.suppress(BrokenPipeError):  # the child has already exited; its exit is reported elsewhere
         path = b"\0".join(os.fsencode(entry) for entry in import_path())
         popen.stdin.write(b"%d\n%s%s\n" % (len(path), path, orders))
         popen.stdin.flush()
@@ -54,24 +55,24 @@ def start_child(role: str, log_path: Path, orders: bytes, pass_fds: Collection[i
 
 
 def _interpreter(role: str) -> str:
-    """The Python that runs this program; a program into which Python is embedded may have none."""
+    """Return the path of the Python interpreter. A program that embeds Python may have none."""
     if not isinstance(sys.executable, str) or not sys.executable:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise EngineStartupError(
             f"the {role} process needs a Python interpreter, and sys.executable is {sys.executable!r}; "
-            "set it to the path of one that has the packages of this program"
+            "set it to the path of an interpreter that has the packages of this program"
         )
     return sys.executable
 
 
 def import_path() -> list[str]:
-    """The folders in which this program finds modules, in its order, for the children.
+    """Return ``sys.path`` as absolute paths, for the children.
 
-    The folder of the script and the working directory come last. Their files are not libraries; one may have the name
-    of a module that only children import, and must not take its place.
+    The script's folder and the working directory come last. Their files are not libraries, and a file with the name of
+    a module that only children import must not hide that module.
     """
     try:
         here = os.getcwd()
-    except OSError:  # it was removed, and nothing relative can be found
+    except OSError:  # it was removed, so relative entries are left out
         here = ""
     main = sys.modules.get("__main__")
     script = vars(main).get("__file__") if main is not None else None
@@ -82,7 +83,7 @@ def import_path() -> list[str]:
 
 
 def _may_name_folder(entry: object) -> bool:
-    """Whether an entry of ``sys.path`` can be a path; Python itself ignores others."""
+    """Return whether an entry of ``sys.path`` can be a path. Python ignores all other entries."""
     try:
         return isinstance(entry, str) and b"\0" not in os.fsencode(entry)
     except UnicodeEncodeError:

@@ -1,8 +1,8 @@
-"""Supervisor: runs the children of one replica, carries messages, and replaces children that were lost.
+"""Supervisor: runs the children of one replica, passes messages on, and replaces lost children.
 
-A scheduler that dies or stalls is replaced together with the detokenizer; a detokenizer is replaced alone where that is
-possible. The children hold no state that the ledger does not have, except the weights and the prefix cache, so the
-frontend notices a replacement only by the time that it takes.
+If the scheduler dies or stalls, it is replaced together with the detokenizer. If only the detokenizer is lost, it is
+replaced alone if possible. Except for the weights and the prefix cache, the ledger has all state of the children, so
+the frontend notices a replacement only as a delay.
 """
 
 from __future__ import annotations
@@ -37,30 +37,31 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _POLITE_PART: Final = 0.6
-"""The part of the time for ``stop`` that children have to exit by themselves."""
+"""The fraction of the timeout of ``stop`` in which children may exit by themselves."""
 
 _PATIENCE: Final = 10.0
 _MIN_PATIENCE_S: Final = 60.0
-"""Replacements that are not ready after this many times the duration of the first start, and this long, hang."""
+"""A replacement times out after ``_PATIENCE`` times the duration of the first start, but at least after
+``_MIN_PATIENCE_S`` seconds."""
 
 _MIN_RETRY_S: Final = 0.1
 _MAX_RETRY_S: Final = 3.0
-"""The pause after a replacement that could not start; it doubles each time, since a shortage may pass."""
+"""The pause after a replacement that could not start. It doubles each time, because a shortage may be temporary."""
 
 _TICK_S: Final = 0.05
-"""How often the deadlines of requests that wait in the ledger are checked."""
+"""The interval in which the deadlines of requests in the ledger are checked."""
 
 
 class Supervisor:
-    """Owns the children of one replica, from ``start`` to ``stop``, on one loop.
+    """Owns the children of one replica from ``start`` to ``stop``. Belongs to one event loop.
 
-    A child that dies, or gives no sign of life for ``stall_timeout_s``, is replaced, and requests go on where they
-    were; up to ``max_restarts`` times within ``restart_window_s``. Losses that one request causes again and again do
-    not count; that request ends with an error. After more losses, and where messages cannot be handled, ``on_failure``
-    is called and the children are killed; ``stop`` is still to be called.
+    A child that dies, or has no heartbeat for ``stall_timeout_s``, is replaced, and requests continue after their
+    delivered tokens. This may happen ``max_restarts`` times within ``restart_window_s``. If one request causes repeated
+    losses, they do not count, and the request ends with an error. After more losses, or if messages cannot be handled,
+    the children are killed and ``on_failure`` is called. Then ``stop`` must still be called.
 
     Attributes:
-        num_restarts: how often children were replaced.
+        num_restarts: number of times that children were replaced.
     """
 
     def __init__(
@@ -72,11 +73,11 @@ class Supervisor:
         events: Events,
         roles: Sequence[Role] = ROLES,
     ) -> None:
-        """``launcher``: the name of a plug-in of ``launchers/``. ``roles``: one child is started for each."""
+        """launcher: name of a plug-in in ``launchers/``. roles: one child is started for each role."""
         self._settings = settings
         self._roles = roles
         self._limits = limits
-        # Loaded now: at a replacement no file descriptor may be free to look for it, or the package may be gone.
+        # Load it now: later there may be no free file descriptor, or the package may have been removed.
         self._launcher_class: type[Launcher] = plugins.load("supervision/launchers", launcher)
         self._events = events
         self._ledger = Ledger()
@@ -89,20 +90,21 @@ class Supervisor:
         self.num_restarts = 0
         self._owner_pid = os.getpid()
         self._is_started = False
-        self._is_ended = False  # from the failure, stop or kill on
+        self._is_ended = False  # True after a failure, stop or kill
 
     async def start(self) -> dict[str, object]:
-        """Start the children, wait until all are ready, and return their facts. Once only.
+        """Start the children, wait until all are ready, and return their facts. May be called once.
 
         Raises:
-            EngineStartupError: with the child's own message, and its traceback as a note; none is left running.
+            EngineStartupError: a child failed. Has the child's message, and its traceback as a note. No child is left
+                running.
         """
         began_at = time.monotonic()
         facts = await self._incarnation.start(self._events.on_progress)
         self._is_started = True
         took_s = time.monotonic() - began_at
         self._startup_timeout_s = min(self._startup_timeout_s, max(_MIN_PATIENCE_S, _PATIENCE * took_s))
-        # Replacements get a pool of the same size, which was published, whatever memory is free by then.
+        # Replacements allocate a pool of the same size, because the size was published.
         if isinstance(num_tokens := facts.get("max_total_tokens"), int):
             num_pages = num_tokens // self._settings.memory.page_size
             memory = msgspec.structs.replace(self._settings.memory, num_pages=num_pages)
@@ -110,7 +112,7 @@ class Supervisor:
         return facts
 
     def send(self, messages: Sequence[ToScheduler]) -> None:
-        """Send to the scheduler, or keep for the next one. Does nothing after the end.
+        """Send messages to the scheduler, or keep them for the next scheduler. Does nothing after the end.
 
         Raises:
             EngineClosedError: before the start.
@@ -125,7 +127,7 @@ class Supervisor:
             self._report_later()
 
     async def stop(self, timeout_s: float) -> None:
-        """End the children: ask, then kill; all within about ``timeout_s``. Harmless when repeated or never started."""
+        """Ask the children to exit, then kill them, within about ``timeout_s``. May be repeated."""
         self._is_ended = True
         recovery, self._recovery = self._recovery, None
         if recovery is not None:
@@ -133,9 +135,9 @@ class Supervisor:
         await self._incarnation.end(timeout_s * _POLITE_PART)
 
     def kill_now(self) -> None:
-        """End the children at once and without a loop, for the end of the interpreter and for forgotten engines.
+        """Kill the children without an event loop, at exit of the interpreter or for engines that were not shut down.
 
-        Does nothing in a fork of this process: the children belong to the original.
+        Does nothing in a fork of this process, because the children belong to the original process.
         """
         if os.getpid() != self._owner_pid:
             return
@@ -145,28 +147,29 @@ class Supervisor:
         self._incarnation.kill_now()
 
     def hand_over(self, error: EngineError) -> tuple[list[ToFrontend], list[ToScheduler], dict[int, int]]:
-        """After ``on_failure`` with this error: last messages, and the open requests, for another replica.
+        """Hand the open requests over to another replica, after ``on_failure`` with this error.
 
-        Then the suspects among them, for its ``adopt``.
+        Return reports for the frontend, messages that continue the requests, and the suspects for ``adopt`` of the
+        other replica.
         """
         requests, suspects = self._ledger.hand_over(_describe(error), time.monotonic())
         return self._ledger.take_reports(), requests, suspects
 
     def adopt(self, suspects: Mapping[int, int]) -> None:
-        """Requests that are sent next are suspects of another replica."""
+        """Add suspects of another replica. Their requests are sent next."""
         self._ledger.adopt(suspects)
 
     def processes(self) -> list[ProcessState]:
-        """Every child as it is now."""
+        """Return the current state of each child."""
         return self._incarnation.processes()
 
     def rows_in_flight(self) -> Collection[int]:
-        """The uids of the requests in the steps that the scheduler process computes now."""
+        """Return the uids of the requests in the current steps of the scheduler process."""
         return self._incarnation.rows_in_flight(SCHEDULER)
 
     @property
     def is_recovering(self) -> bool:
-        """Whether requests wait for new children."""
+        """Whether requests wait for replaced children."""
         return not self._ledger.is_connected and not self._is_ended
 
     # ------------------------------------------------------------ from the children
@@ -183,7 +186,7 @@ class Supervisor:
         )
 
     def _receive(self, messages: list[ToFrontend]) -> None:
-        """Record what is delivered, and deliver it."""
+        """Record messages from the children in the ledger, and deliver them."""
         for index, message in enumerate(messages):
             if isinstance(message, TextChunks):
                 if due := self._ledger.receive(message):
@@ -199,7 +202,7 @@ class Supervisor:
             self._timer = asyncio.get_running_loop().call_later(_TICK_S, self._report_waiting)
 
     def _report_waiting(self) -> None:
-        """Deliver what no child will report: ends of requests that wait here, and replies to calls that were lost."""
+        """Deliver reports that no child will send: ends of unsent requests, and replies to lost control calls."""
         self._timer = None
         if self._is_ended:
             return
@@ -212,12 +215,12 @@ class Supervisor:
     # ------------------------------------------------------------ losses
 
     def _lose(self, loss: Loss) -> None:
-        """A child is lost: start a recovery, or fail."""
+        """Handle the loss of a child: start a recovery, or fail."""
         if self._is_ended:
             return
         try:
             may_recover = self._may_recover(loss)
-        except Exception as error:  # every call would wait for a recovery that never begins
+        except Exception as error:  # otherwise every call would wait for a recovery that never begins
             loss.error.__cause__ = error
             may_recover = False
         if not may_recover:
@@ -229,7 +232,7 @@ class Supervisor:
         warn(logger, "%s; new processes continue %s", _describe(loss.error), num_open)
 
     def _may_recover(self, loss: Loss) -> bool:
-        """Whether the loss is one of ``max_restarts``, or caused by a request and so not counted."""
+        """Record the loss. Return whether ``max_restarts`` allows a restart, or the loss does not count."""
         now = time.monotonic()
         blame = self._ledger.crash(loss.rows, _describe(loss.error), now, is_scheduler_lost=not loss.is_mendable)
         if loss.is_final or not self._limits.max_restarts:
@@ -239,15 +242,15 @@ class Supervisor:
         return blame is not Blame.NOBODY or self._window.take(now)
 
     async def _recover(self, loss: Loss) -> None:
-        """Replace the lost children. A start that fails counts as another loss of all.
+        """Replace the lost children. A failed start counts as another loss.
 
-        But a failed mend does not count: the scheduler was lost together with the detokenizer.
+        A failed mend does not count: scheduler and detokenizer are then replaced for the same loss.
         """
         is_mendable, pause_s = loss.is_mendable, _MIN_RETRY_S
         while not self._is_ended:
             try:
                 await (self._incarnation.mend() if is_mendable else self._replace_all())
-            except Exception as startup_error:  # of any kind: every call would wait for ever
+            except Exception as startup_error:  # all kinds, otherwise every call would wait forever
                 if not is_mendable and not self._window.take(time.monotonic()):
                     loss.error.__cause__ = startup_error
                     self._fail(loss.error)
@@ -258,7 +261,7 @@ class Supervisor:
                     pause_s = min(2 * pause_s, _MAX_RETRY_S)
                 is_mendable = False
                 continue
-            if not self._is_ended:  # which ``kill_now`` does on another thread
+            if not self._is_ended:  # ``kill_now`` may set it in another thread
                 self.num_restarts += is_mendable
                 self._recovery = None
                 num_open = checks.counted(self._ledger.num_open, "request")
@@ -270,10 +273,10 @@ class Supervisor:
         """End the remaining children and start new ones.
 
         Raises:
-            EngineStartupError: one could not start; none is left running.
+            EngineStartupError: a child could not start. No child is left running.
         """
         await self._incarnation.end(polite_s=0.0)
-        if self._is_ended:  # which ``kill_now`` does on another thread
+        if self._is_ended:  # ``kill_now`` may set it in another thread
             return
         self._incarnation = self._make()
         self._totals.restart()
@@ -281,7 +284,7 @@ class Supervisor:
         await self._incarnation.start()
 
     def _fail(self, error: EngineError) -> None:
-        """End everything and report the failure, once."""
+        """Kill the children and report the failure once."""
         if self._is_ended:
             return
         self._is_ended = True
@@ -297,7 +300,7 @@ class Supervisor:
 
 
 class RestartWindow:
-    """How many restarts are allowed within a time."""
+    """Limits the number of restarts within a time window."""
 
     def __init__(self, max_restarts: int, window_s: float) -> None:
         self.max_restarts = max_restarts
@@ -306,11 +309,11 @@ class RestartWindow:
 
     @property
     def num_taken(self) -> int:
-        """Restarts that counted at the last ``take``."""
+        """The number of restarts that counted at the last ``take``."""
         return len(self._times)
 
     def take(self, now: float) -> bool:
-        """Count a restart; False where there were too many."""
+        """Count a restart and return True. If the limit is reached, return False."""
         while self._times and self._times[0] <= now - self.window_s:
             self._times.popleft()
         if len(self._times) >= self.max_restarts:
@@ -319,28 +322,28 @@ class RestartWindow:
         return True
 
     def give_back(self) -> None:
-        """Do not count the last restart: a single request caused it."""
+        """Undo the last ``take``, because a single request caused the restart."""
         if self._times:
             self._times.pop()
 
 
 class RisingTotals:
-    """Keeps the totals of ``Stats`` from falling when a new scheduler counts from 0."""
+    """Adds the totals of earlier schedulers to ``Stats``, because a new scheduler counts from 0."""
 
     def __init__(self) -> None:
         self._before = self._last = dict.fromkeys(Totals.__struct_fields__, 0)
 
     def add(self, stats: Stats) -> Stats:
-        """The same with the counts of earlier schedulers."""
+        """Return the statistics including the totals of earlier schedulers."""
         counts: dict[str, int] = msgspec.structs.asdict(stats)
         self._last = {name: counts[name] + before for name, before in self._before.items()}
         return msgspec.structs.replace(stats, **self._last)
 
     def restart(self) -> None:
-        """A new scheduler counts from 0."""
+        """Record that a new scheduler counts from 0."""
         self._before = self._last
 
 
 def _describe(error: EngineError) -> str:
-    """The failure in one line."""
+    """Return the first part of the message, without advice."""
     return str(error).partition(";")[0]

@@ -1,4 +1,7 @@
-"""Tasks, callbacks and threads of the engine inside the program, which may cancel, close or use up anything."""
+"""Tasks, callbacks and threads of the engine inside the user's program.
+
+The program may cancel tasks, close event loops, and use up threads.
+"""
 
 from __future__ import annotations
 
@@ -25,31 +28,31 @@ from aioengine.logs import warn
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S: Final = 5.0
-"""How long a task may take to end after it was cancelled."""
+"""Maximum time from the cancellation of a task to its end."""
 
 END_TIMEOUT_S: Final = 30.0
-"""How long a task may take that ends by itself."""
+"""Maximum time that ``EngineTask.wait`` waits."""
 
 MAX_EXIT_S = 5.0
-"""The exit of the program waits so long for work that has begun, most of which is done in far less."""
+"""Maximum time that the exit of the program waits for work in progress. Most work takes far less."""
 
 
 _GREEN: Final = {"gevent": "gevent.monkey.patch_all", "eventlet": "eventlet.monkey_patch"}
-"""Libraries that replace Python's threads and sockets by their own, with which an engine would wait for ever."""
+"""Libraries that replace Python's threads and sockets. With these replacements, an engine would wait forever."""
 
 
-def post(loop: asyncio.AbstractEventLoop, act: Callable[..., object], *arguments: object) -> bool:
-    """Have ``loop`` call ``act(*arguments)`` soon, from any thread, signal handler or finalizer.
+def post(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *arguments: object) -> bool:
+    """Schedule ``callback(*arguments)`` on ``loop``, from any thread, signal handler or finalizer.
 
-    False where the loop is closed, and everything that waits on it has ended.
+    Return False if the loop is closed. Then all its tasks have ended.
     """
     try:
-        loop.call_soon_threadsafe(act, *arguments)
+        loop.call_soon_threadsafe(callback, *arguments)
     except RuntimeError:
         if not loop.is_closed():  # RecursionError, for example
             raise
@@ -58,7 +61,7 @@ def post(loop: asyncio.AbstractEventLoop, act: Callable[..., object], *arguments
 
 
 def runs_here(loop: asyncio.AbstractEventLoop) -> bool:
-    """Whether this thread is just running ``loop``."""
+    """Return whether this thread is running ``loop`` now."""
     try:
         return asyncio.get_running_loop() is loop
     except RuntimeError:
@@ -66,7 +69,7 @@ def runs_here(loop: asyncio.AbstractEventLoop) -> bool:
 
 
 def require_real_threads() -> None:
-    """Check that nothing is replaced; neither library is imported.
+    """Check that no library has replaced Python's threads. Imports neither library.
 
     Raises:
         EngineStartupError: threads, queues, select, sockets or subprocesses are replaced.
@@ -89,7 +92,7 @@ def require_real_threads() -> None:
 
 
 def start_thread(target: Callable[..., object], *arguments: object, name: str) -> threading.Thread:
-    """Start a daemon thread, which does not keep the program from exiting.
+    """Start a daemon thread. Daemon threads do not keep the program from exiting.
 
     Raises:
         EngineStartupError: the system allows no more threads.
@@ -107,7 +110,7 @@ def start_thread(target: Callable[..., object], *arguments: object, name: str) -
 
 
 def require_threads(count: int) -> None:
-    """Raise EngineStartupError where the system allows fewer than ``count`` more threads now."""
+    """Raise EngineStartupError if the system allows fewer than ``count`` more threads now."""
     is_checked = threading.Event()
     threads: list[threading.Thread] = []
     try:
@@ -121,9 +124,8 @@ def require_threads(count: int) -> None:
 class EngineTask:
     """A task that only the engine may end.
 
-    A program can cancel every task of its loop, as ``asyncio.run`` does at its end and frameworks do at shutdown. A
-    task that is cancelled like that, or that raises, is reported to ``on_failure`` on its loop, once. A normal return
-    is not reported.
+    ``asyncio.run`` and frameworks cancel all tasks of a loop at shutdown. If the program cancels the task, or the task
+    raises, ``on_failure`` is called once on its loop. A normal return is not reported.
     """
 
     __slots__ = ("_is_stopping", "_on_failure", "_task")
@@ -141,20 +143,20 @@ class EngineTask:
         return self._task.done()
 
     def cancel(self) -> None:
-        """End the task a moment later. From any thread and finalizer; harmless when its loop is closed."""
+        """Cancel the task soon. May be called from any thread or finalizer. Does nothing if its loop is closed."""
         self._is_stopping = True
         post(self._task.get_loop(), self._task.cancel)
 
     async def wait(self) -> None:
-        """Wait for the end of the task, and raise what it raised. Cancelling this does not cancel the task.
+        """Wait for the end of the task, and raise its exception. Cancelling the wait does not cancel the task.
 
-        Gives up after ``END_TIMEOUT_S``, with a warning in the log.
+        After ``END_TIMEOUT_S``, log a warning and return.
         """
         if await self._has_ended(END_TIMEOUT_S) and not self._task.cancelled():
             self._task.result()
 
     async def stop(self) -> None:
-        """End the task and wait for its end. Gives up after ``STOP_TIMEOUT_S``, with a warning in the log."""
+        """Cancel the task and wait for its end. After ``STOP_TIMEOUT_S``, log a warning and return."""
         self.cancel()
         await self._has_ended(STOP_TIMEOUT_S)
 
@@ -177,72 +179,74 @@ class EngineTask:
 # ---------------------------------------------------------------- a thread for work
 
 
-class WorkerThread(Generic[Found]):
-    """Runs callables in order. The threads of ``concurrent.futures`` would keep the program from exiting for as long as
-    their work takes, and take no work after the main thread has ended.
+class WorkerThread(Generic[Result]):
+    """Runs callables in order.
+
+    A thread of ``concurrent.futures`` delays the exit of the program until its work is done. It also accepts no work
+    after the main thread has ended.
     """
 
     def __init__(self, name: str, *, max_exit_s: float | None = None) -> None:
-        """``max_exit_s``: how long the exit of the program waits for work that has begun; None: ``MAX_EXIT_S``.
+        """max_exit_s: how long the exit of the program waits for work in progress; None: ``MAX_EXIT_S``.
 
         Raises EngineStartupError: the system allows no more threads.
         """
-        self._work: SimpleQueue[_Work[Found] | None] = SimpleQueue()
+        self._work: SimpleQueue[_Work[Result] | None] = SimpleQueue()
         self._is_closed = False
         _threads[start_thread(_run, self._work, name=name)] = self._work, max_exit_s
         weakref.finalize(self, self._work.put, None).atexit = False
 
-    def submit(self, work: Callable[[], Found]) -> Future[Found]:
-        """Have the thread call ``work``; after ``close`` the future is cancelled."""
-        future: Future[Found] = Future()
+    def submit(self, work: Callable[[], Result]) -> Future[Result]:
+        """Call ``work`` in the thread. After ``close``, the future is cancelled."""
+        future: Future[Result] = Future()
         self._work.put((work, future))
         if self._is_closed:
             future.cancel()
         return future
 
     def close(self) -> None:
-        """End the thread after the work that it has begun; cancel the rest."""
+        """End the thread after its work in progress, and cancel all other work."""
         self._is_closed = True
         _end(self._work)
 
 
-_Work = tuple["Callable[[], Found]", Future[Found]]
+_Work = tuple["Callable[[], Result]", Future[Result]]
 _threads: weakref.WeakKeyDictionary[threading.Thread, tuple[SimpleQueue[Any], float | None]]
 _threads = weakref.WeakKeyDictionary()
-"""Those that run, with their work, and how long the exit waits for them."""
+"""Running threads, with their work and ``max_exit_s``."""
 
 
-def _end(work: SimpleQueue[_Work[Found] | None]) -> None:
+def _end(work: SimpleQueue[_Work[Result] | None]) -> None:
     with contextlib.suppress(Empty):
         while True:
-            given = work.get_nowait()
-            if given is not None:
-                given[1].cancel()
+            item = work.get_nowait()
+            if item is not None:
+                item[1].cancel()
     work.put(None)
 
 
-def _run(work: SimpleQueue[_Work[Found] | None]) -> None:
-    while (given := work.get()) is not None:
-        call, future = given
-        del given  # nothing is kept here when its caller goes on, nor for as long as the thread waits
+def _run(work: SimpleQueue[_Work[Result] | None]) -> None:
+    while (item := work.get()) is not None:
+        call, future = item
+        del item  # keep no reference to the work after its future is done, nor while waiting for more work
         if not future.set_running_or_notify_cancel():
             del call, future
             continue
         try:
-            found = call()
-        except BaseException as error:  # whatever it is, it belongs to that work
+            result = call()
+        except BaseException as error:  # the waiting caller handles it
             del call
             future.set_exception(error)
         else:
             del call
-            future.set_result(found)
-            del found
+            future.set_result(result)
+            del result
         del future
 
 
 @atexit.register
 def _join_threads() -> None:
-    """Compiled code may break when the interpreter ends while it runs: let it finish, but not for long."""
+    """Wait a limited time for work in progress: compiled code may crash if the interpreter exits while it runs."""
     began_at = time.monotonic()
     for thread, (work, max_exit_s) in list(_threads.items()):
         _end(work)

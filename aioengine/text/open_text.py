@@ -16,22 +16,22 @@ if TYPE_CHECKING:
     from aioengine.text.stop_regex import RegexSearch
 
 _WHOLE_INTERVAL = 64
-"""Ids of a whole answer that leave together: what the frontend has need not be computed again after a crash."""
+"""Ids per chunk of a request that does not stream. After a crash, ids in the frontend are not computed again."""
 
 
 class OpenText:
-    """A request between its first token and its end.
+    """The text of a request between its first token and its end.
 
-    Ids and text wait here until ``stream_interval`` ids are together (the first id does not wait), or many where the
-    request does not stream. Waiting ids are decoded together, unless each could complete a stop. What text has left
-    is a function of the ids that have left, so a request goes on behind any chunk of it.
+    Ids and text are collected into chunks of ``stream_interval`` ids; the first id is sent immediately. Without
+    streaming, chunks have ``_WHOLE_INTERVAL`` ids. The ids of a chunk are decoded together. With stops, each id is
+    decoded separately, because it may complete a stop. The sent text is a function of the sent ids, so a request can
+    continue after any chunk.
 
     Attributes:
-        logprobs: those to which texts are appended; None: none are.
+        logprobs: the logprobs to which texts are added; None: no texts are added.
     """
 
     __slots__ = (
-        "_gives_each",
         "_has_stops",
         "_interval",
         "_num_decoded",
@@ -39,6 +39,7 @@ class OpenText:
         "_opened",
         "_pipeline",
         "_search",
+        "_sends_every_id",
         "_texts",
         "_token_ids",
         "has_patterns",
@@ -57,17 +58,17 @@ class OpenText:
         self.logprobs = rules.logprobs
         self._pipeline: TextPipeline | None = None
         self._has_stops = bool(rules.stop or rules.stop_regex)
-        self._gives_each = rules.stream and rules.stream_interval <= 1 and not self._has_stops
+        self._sends_every_id = rules.stream and rules.stream_interval <= 1 and not self._has_stops
         self._interval = max(1, rules.stream_interval) if rules.stream else _WHOLE_INTERVAL
         self._num_wanted = 1 if rules.stream else self._interval
         self._token_ids: list[int] = []
         self._texts: list[str] = []
-        self._num_decoded = 0  # of the ids that wait
+        self._num_decoded = 0  # number of collected ids that are decoded
 
     def prepare(self, make_pipeline: Callable[[TextRules], TextPipeline | None]) -> Sequence[int]:
         """Make the stages of its text, and bring them to where they were. Raises what is wrong with its rules.
 
-        Returns the ids to ``replay`` one by one: for a request with patterns those that were emitted before.
+        If the request has patterns, return these ids instead, to ``replay`` one by one.
         """
         known_ids = self._opened.known_ids
         self._opened = replace(self._opened, known_ids=[])  # they are not kept for as long as it is open
@@ -83,36 +84,36 @@ class OpenText:
         return ()
 
     def replay(self, token_id: int) -> None:
-        """Take an id whose text has left already. Raises whatever decoding raises."""
+        """Decode an id whose text was sent before. Raises the exception of the decoder."""
         if self._pipeline is not None:
             self._pipeline.push((token_id,))
 
     @property
     def matching_s(self) -> float:
-        """CPU time that its patterns have taken."""
+        """CPU time used by the patterns of this request."""
         return 0.0 if self._search is None else self._search.used_s
 
     @property
     def expected_s(self) -> float:
-        """CPU time that its patterns will probably take for the next id."""
+        """Estimated CPU time of the patterns for the next id."""
         return 0.0 if self._search is None else self._search.expected_s
 
     @property
     def is_slow(self) -> bool:
-        """Whether other requests should not wait for its patterns."""
+        """Whether its patterns are too slow to let other requests wait for them."""
         return self._search is not None and self._search.is_slow
 
     @property
     def matched(self) -> str | None:
-        """The stop that ended its text."""
+        """The stop that ended the text, or None."""
         return None if self._pipeline is None else self._pipeline.matched
 
     def push(self, token_id: int, end: End | None, chunks: TextChunks) -> bool:
-        """Take the next id; ``end`` is there when the scheduler ended it with this id. Whether a stop is complete.
+        """Add the next id. Return whether it completes a stop. end: the end of the request, if known.
 
-        Raises whatever decoding raises.
+        Raises the exception of the decoder.
         """
-        if self._gives_each and end is None:  # nothing waits
+        if self._sends_every_id and end is None:  # no ids or text are collected
             chunks.texts.append("" if self._pipeline is None else self._pipeline.push((token_id,))[0])
             chunks.tokens.add(self.uid, (token_id,))
             return False
@@ -125,7 +126,7 @@ class OpenText:
         )
         if is_trimmed:
             self._decode(len(self._token_ids) - 1)
-            self._num_decoded += 1  # the id stays, without a text
+            self._num_decoded += 1  # keep the id without text
         elif self._has_stops:
             self._decode(len(self._token_ids))
             if self.matched is not None:
@@ -138,7 +139,7 @@ class OpenText:
         return False
 
     def finish(self, chunks: TextChunks) -> str | None:
-        """Give all that is left; the stop, should the last of the text complete one."""
+        """Emit the remaining ids and text. Return the stop if the last text completes one."""
         self._decode(len(self._token_ids))
         if self._pipeline is not None:
             self._texts.append(self._pipeline.flush())
@@ -147,7 +148,7 @@ class OpenText:
         return self.matched
 
     def complete(self, end: End, now: float) -> End:
-        """Fill in what its ``meta_info`` needs."""
+        """Return ``end`` with the values for ``meta_info``."""
         return end.complete(self._opened.first_token, self.num_preemptions, now)
 
     def _decode(self, end: int) -> None:

@@ -1,7 +1,7 @@
-"""Addresses of sockets: a private directory for each engine, and endpoints that cannot collide or be too long.
+"""Socket addresses: a private directory for each engine, and endpoints that cannot collide or be too long.
 
-An endpoint is bound before it is published: the socket listens in this process, and its file descriptor is inherited by
-the process that reads it. So no port is probed and then lost, and a sender may connect at any time.
+An endpoint is bound before it is published. The socket listens in this process, and the reading process inherits its
+file descriptor. So no other process can take the port, and a sender may connect at any time.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _PREFIX = "aioengine-"
 _OURS = re.compile(rf"{_PREFIX}[0-9a-f]{{12}}")
 _BACKLOG = 64
 BOARD_SUFFIX = ".board"
-"""The suffix of the crash boards, which lie beside the sockets and the logs."""
+"""The suffix of crash boards. They are in the directory of the sockets and logs."""
 MEDIA_SUFFIX = ".media"
 """The suffix of images in a directory of their own."""
 SHARED_MEMORY = "/dev/shm"
-"""Where engines put images, if there is room."""
+"""The directory for images, if it has enough space."""
 _MAX_NAME = len("/detokenizer-99")
 
 
 class Listener(NamedTuple):
-    """A listening socket: where to connect, and its descriptor, which the reader takes over or the owner closes."""
+    """A listening socket: its endpoint and its file descriptor. The reader or the owner closes it."""
 
     endpoint: str
     fd: int
@@ -41,26 +41,25 @@ class Listener(NamedTuple):
 class PrivateDirectory:
     """A directory of mode 0700 for the sockets and logs of one engine.
 
-    It is locked as long as its engine lives. The lock ends with the process, also one in another container, so an
-    unlocked directory was left behind, and the next engine that starts removes it.
+    It is locked while its engine lives. The lock ends with the process, even in another container. So the engine of an
+    unlocked directory is dead, and the next engine removes the directory.
     """
 
     def __init__(self, base: str | None = None) -> None:
-        """Make and lock a new directory, and remove those that dead engines left beside it.
+        """Create and lock a new directory in ``base``, and remove the directories of dead engines in it.
 
-        ``base``: the folder for it; None: a place for sockets, which may be small. Then, at the start of an engine,
-        those with images of dead engines are removed too, wherever they are.
+        base: None chooses a directory for sockets, and also removes the image directories of dead engines.
 
         Raises:
-            OSError: no writable directory was found.
+            OSError: there is no writable directory.
         """
         if base is None:
             base = _choose_base()
             for place in {tempfile.gettempdir(), SHARED_MEMORY} - {base}:
-                with contextlib.suppress(OSError):  # it is not there, or cannot be read: no image is in it
+                with contextlib.suppress(OSError):  # it does not exist or cannot be read, so it has no images
                     remove_stale(place)
         remove_stale(base)
-        # It gets its final name when it is locked: before that another engine would take it for a stale one.
+        # Rename it after locking, because another engine would remove an unlocked directory.
         draft = tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=base)
         self._lock = os.open(draft, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -68,7 +67,7 @@ class PrivateDirectory:
         os.rename(draft, self.path)
 
     def remove(self) -> None:
-        """Remove it with its files; harmless when repeated."""
+        """Remove the directory with its files. May be repeated."""
         lock, self._lock = self._lock, -1
         if lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
@@ -76,10 +75,10 @@ class PrivateDirectory:
 
 
 def listen(directory: str, name: str) -> Listener:
-    """A new listening socket called ``name``.
+    """Create a listening socket with this name.
 
-    A path in ``directory`` where it fits and is UTF-8, else an abstract name, else a port of the loopback interface
-    that the system chooses. (Other users can connect to the latter two, but their frames have another epoch.)
+    It is a path in ``directory`` if the path is UTF-8 and short enough, else an abstract name, else a free port of the
+    loopback interface. Other users can connect to the latter two, but their frames have another epoch.
 
     Raises:
         OSError: none of the three is possible.
@@ -95,7 +94,7 @@ def listen(directory: str, name: str) -> Listener:
 
 
 def _is_utf8(path: str) -> bool:
-    """Whether the path can be part of an endpoint, which is UTF-8."""
+    """Return whether the path is UTF-8, as endpoints must be."""
     try:
         path.encode()
     except UnicodeEncodeError:
@@ -114,13 +113,13 @@ def _listen(family: socket.AddressFamily, address: str | tuple[str, int], endpoi
 
 
 def is_reachable(endpoint: str) -> bool:
-    """Whether the name of a listener has not been removed from the file system."""
+    """Return whether the path of a listener still exists. True for endpoints without a path."""
     path = endpoint.removeprefix("ipc://")
     return not os.path.isabs(path) or os.path.exists(path)
 
 
 def hide(listener: Listener) -> None:
-    """Remove the name of a listener from the file system, so that no other process can connect there."""
+    """Remove the path of a listener, so that no other process can connect to it."""
     path = listener.endpoint.removeprefix("ipc://")
     if os.path.isabs(path):
         with contextlib.suppress(OSError):
@@ -128,7 +127,7 @@ def hide(listener: Listener) -> None:
 
 
 def _choose_base() -> str:
-    """The first directory that is writable, and short enough for paths of sockets where one is."""
+    """Return the first writable directory that is short enough for socket paths, else the first writable one."""
     wanted = [os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp", tempfile.gettempdir()]
     usable = [base for base in wanted if os.path.isabs(base) and os.access(base, os.W_OK | os.X_OK)]
     if not usable:
@@ -141,7 +140,7 @@ def _choose_base() -> str:
 
 
 def remove_stale(base: str) -> None:
-    """Remove the directories of dead engines of this user: those with such a name, and nothing else in them.
+    """Remove the directories of this user's dead engines, recognized by their names and contents.
 
     Raises:
         OSError: ``base`` cannot be read.

@@ -1,4 +1,4 @@
-"""Profiles: what their traces hold, how they begin and end, and what is refused."""
+"""Profiles: contents of the traces, start and stop, refused calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPT = "Once upon a time"
 
 
 def ranges(path: str | Path) -> list[str]:
-    """The names of the ranges that are ours, in the order of time."""
+    """Return the names of the engine's ranges, in order of time."""
     with gzip.open(path) as file:
         events = json.load(file)["traceEvents"]
     marks = [event for event in events if event.get("cat") == "user_annotation"]
@@ -37,7 +37,7 @@ def engine() -> Iterator[Engine]:
 
 
 @pytest.mark.process
-def test_steps_stand_in_the_trace_by_number_and_batch(engine: Engine, tmp_path: Path) -> None:
+def test_trace_has_a_range_for_each_step(engine: Engine, tmp_path: Path) -> None:
     engine.start_profile(tmp_path / "new", profile_prefix="mine")
     num_before = engine.stats()["num_steps"]
     engine.generate([PROMPT, "a"], {"max_new_tokens": 5, "ignore_eos": True})
@@ -51,7 +51,7 @@ def test_steps_stand_in_the_trace_by_number_and_batch(engine: Engine, tmp_path: 
 
 
 @pytest.mark.process
-def test_a_profile_of_some_steps_ends_by_itself(engine: Engine, tmp_path: Path) -> None:
+def test_profile_ends_after_num_steps(engine: Engine, tmp_path: Path) -> None:
     engine.start_profile(tmp_path, num_steps=3, activities=["cpu"])
     engine.generate(PROMPT, {"max_new_tokens": 12, "ignore_eos": True})
     engine.start_profile(tmp_path, num_steps=1)
@@ -61,7 +61,7 @@ def test_a_profile_of_some_steps_ends_by_itself(engine: Engine, tmp_path: Path) 
 
 
 @pytest.mark.process
-def test_what_is_refused(engine: Engine, tmp_path: Path) -> None:
+def test_invalid_starts_and_stops_are_refused(engine: Engine, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="no profile is being made"):
         engine.stop_profile()
     (tmp_path / "file").touch()
@@ -76,7 +76,7 @@ def test_what_is_refused(engine: Engine, tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-async def test_wrong_arguments_and_the_asynchronous_face(tmp_path: Path) -> None:
+async def test_async_engine_checks_the_arguments_of_a_profile(tmp_path: Path) -> None:
     async with AsyncEngine() as engine:
         with pytest.raises(TypeError, match="'num_step'.*did you mean 'num_steps'.*there are output_dir, num_steps"):
             await engine.start_profile(tmp_path, num_step=3)  # type: ignore[call-arg]
@@ -97,13 +97,13 @@ async def test_wrong_arguments_and_the_asynchronous_face(tmp_path: Path) -> None
         assert any(name.startswith("step ") for name in ranges(await engine.stop_profile()))
 
 
-def test_without_a_profile_nothing_is_marked() -> None:
+def test_ranges_do_nothing_without_a_profile() -> None:
     profile = Profile(lambda _: None)
     nothing = profile.part("schedule")
     assert profile.launch(1, Plan([Row(1, 0, 1, TOKENS)])) is nothing
 
 
-def test_what_went_wrong_with_a_profile_that_ended_by_itself_is_told_by_its_stop(tmp_path: Path) -> None:
+def test_stop_reports_why_a_profile_could_not_be_written(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     profile = Profile(lambda _: None)
     started = profile.start(
@@ -117,6 +117,21 @@ def test_what_went_wrong_with_a_profile_that_ended_by_itself_is_told_by_its_stop
     assert not success
     assert message.startswith("the profile could not be written: ")
     assert profile.stop()[1].startswith("no profile is being made")
+
+
+def test_failed_start_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+
+    def fail(_: object) -> None:
+        raise RuntimeError("another profiler is active")
+
+    monkeypatch.setattr(torch.profiler.profile, "start", fail)
+    success, message, _ = Profile(lambda _: None).start(
+        folder=str(tmp_path), prefix="", num_steps=1, activities="CPU", with_stack=False, record_shapes=False
+    )
+    assert not success
+    assert message == "a profile could not be started: RuntimeError: another profiler is active"
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("is_made_before", [True, False])
@@ -140,22 +155,6 @@ def test_profile_follows_no_link(is_made_before: bool, tmp_path: Path, monkeypat
         link.symlink_to(victim)
         profile.stop()
     assert victim.read_text() == "content"
-
-
-def test_failed_start_of_a_profile_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch")
-
-    def fail(_: object) -> None:
-        raise RuntimeError("no profiler")
-
-    monkeypatch.setattr(torch.profiler.profile, "start", fail)
-    profile = Profile(lambda _: None)
-    success, message, _ = profile.start(
-        folder=str(tmp_path), prefix="", num_steps=1, activities="CPU", with_stack=False, record_shapes=False
-    )
-    assert (success, message) == (False, "a profile could not be started: RuntimeError: no profiler")
-    assert list(tmp_path.iterdir()) == []
-    assert profile.stop()[1].startswith("no profile is being made")
 
 
 def test_a_profile_that_is_being_made_at_the_end_of_the_engine_ends_with_it(tmp_path: Path) -> None:
