@@ -17,12 +17,15 @@ SHORT = {
     "host.streams": "--streams 8 --output 8 --repeats 1",
     "host.wire": "--rows 8",
 }
-"""Those that are short, with flags that make them so. Others are run by tests of their own or take minutes."""
+"""Flags for a short run. The other benchmarks have their own tests or take minutes."""
 
 
 def programs() -> list[str]:
-    """The modules that are programs, as "host.walk"."""
-    files = [file for file in BENCHMARKS.rglob("*.py") if '__name__ == "__main__"' in file.read_text()]
+    """Return the names of the benchmarks, such as "host.walk"."""
+    folders = [BENCHMARKS / name for name in ("cpu", "gpu", "host")]
+    files = [
+        file for folder in folders for file in folder.rglob("*.py") if '__name__ == "__main__"' in file.read_text()
+    ]
     return sorted(".".join(file.relative_to(BENCHMARKS).with_suffix("").parts) for file in files)
 
 
