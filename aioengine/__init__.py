@@ -15,8 +15,8 @@
 | 2 | ``frontend.frontend.Frontend.open``, ``calls`` | the call is registered; an ``api.stream.Generation`` reads it |
 | 3 | ``intake.submitter.Submitter``, ``encoder``, ``tokenizer`` | text -> token ids -> ``protocol.messages.Submit`` |
 | 4 | ``processes.scheduler_process``, ``scheduler.core.SchedulerCore.step`` | ``Submit`` -> a request that waits |
-| 5 | ``scheduler.scheduler``, ``memory.prefix_cache`` | a ``Plan`` (rows), pages |
-| 6 | ``runner.model_runner`` | ``Plan`` -> tensors -> ``StepResult`` |
+| 5 | ``scheduler.scheduler``, ``memory.prefix_cache`` | a ``StepPlan`` (rows), pages |
+| 6 | ``runner.model_runner`` | ``StepPlan`` -> tensors -> ``StepResult`` |
 | 7 | ``text.detokenizer`` in ``processes.detokenizer_process`` | ids -> text, stops; one ``TextChunks`` for each step |
 | 8 | ``delivery.Router.deliver``, ``outputs.RowStream`` | every chunk to its row, merged if unread |
 | 9 | ``api.stream.Generation.__anext__``, ``api.answers`` | new output as the public dict |

@@ -152,7 +152,7 @@ def aioengine_violation(of: Module, found: Import, floor_name: str) -> str | Non
     if target not in FLOORS[floor_name].below.split():
         return f"floor {floor_name} may not import floor {target}"
     if floor_name == "2" and target == "1" and not found.target.startswith("aioengine.scheduler.plan."):
-        return "of floor 1, the runner may know Plan, Row and StepResult only"
+        return "of floor 1, the runner may know StepPlan, Row and StepResult only"
     return None
 
 
@@ -232,7 +232,7 @@ def test_a_circle_is_found(with_typing: bool, found: set[str]) -> None:
         ("transport/zmq.py", "import torch", "torch"),
         ("transport/zmq.py", "from aioengine.tokenization.tokenizer import Tokenizer", "floor 2t"),
         ("runner/sampling/sampler.py", "import zmq", "zmq"),
-        ("runner/sampling/sampler.py", "from aioengine.scheduler.request import Request", "Plan, Row"),
+        ("runner/sampling/sampler.py", "from aioengine.scheduler.request import Request", "StepPlan, Row"),
         ("models/gemma3.py", "from aioengine.runner.rows import Rows", "above"),
         ("api/engine.py", "import torch", "torch"),
         ("api/engine.py", "from aioengine.runner.rows import Rows", "floor 2"),
@@ -252,7 +252,7 @@ def test_a_wrong_import_is_found(place: str, text: str, word: str) -> None:
 @pytest.mark.parametrize(
     ("place", "text"),
     [
-        ("runner/sampling/sampler.py", "from aioengine.scheduler.plan import Plan\nimport torch"),
+        ("runner/sampling/sampler.py", "from aioengine.scheduler.plan import StepPlan\nimport torch"),
         ("processes/scheduler_process.py", "import torch, zmq, asyncio\nfrom aioengine.runner.rows import Rows"),
         (
             "api/engine.py",

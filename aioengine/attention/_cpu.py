@@ -34,7 +34,7 @@ MIN_SHARING = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Units:
+class WorkUnits:
     """The units of one kernel call, or one chunk shared by all ``rows``.
 
     Attributes:
@@ -64,7 +64,7 @@ class DecodeUnits:
     num_rows: int
     num_slots: int
     tokens: Tensor | None
-    units: list[Units]
+    units: list[WorkUnits]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +160,7 @@ class Paging:
 
     def _own_chunks(
         self, table: Tensor, left: Tensor, rows: Tensor, chunks: Tensor, *, first_seen: Tensor | None
-    ) -> Units:
+    ) -> WorkUnits:
         """Return the units of one call, for chunks [U] of rows [U].
 
         left: [X, R] number of positions of each row from the start of each chunk.
@@ -176,13 +176,13 @@ class Paging:
             is_hidden |= columns < (first_seen[rows] - chunks * CHUNK).unsqueeze(1)
             slots = chunks % self.num_slots(len(left))
         hidden = (is_hidden * MASKED).unsqueeze(1)
-        return Units(rows, slots * left.shape[1] + rows, pages, width, hidden)
+        return WorkUnits(rows, slots * left.shape[1] + rows, pages, width, hidden)
 
-    def _find_shared(self, table: Tensor, left: Tensor) -> tuple[list[Units], Tensor]:
+    def _find_shared(self, table: Tensor, left: Tensor) -> tuple[list[WorkUnits], Tensor]:
         """Return the full chunks that several rows share, and a mask [X, R] of the other chunks."""
         num_rows, num_chunks, _ = table.shape
         alone = left > 0
-        shared: list[Units] = []
+        shared: list[WorkUnits] = []
         if num_rows < MIN_SHARING or num_chunks == 1 or self.window is not None:
             return shared, alone
         for chunk in range(num_chunks):
@@ -197,7 +197,7 @@ class Paging:
                 rows = candidates[group == index]
                 alone[chunk, rows] = False
                 pairs = self.pairs(pages[index : index + 1])
-                shared.append(Units(rows, chunk * num_rows + rows, pairs, CHUNK, None))
+                shared.append(WorkUnits(rows, chunk * num_rows + rows, pairs, CHUNK, None))
         return shared, alone
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import AttentionShape, ForwardBatch, WriteKV
-    from aioengine.attention._cpu import DecodeUnits, Units
+    from aioengine.attention._cpu import DecodeUnits, WorkUnits
 
 UNIT_BYTES = 8 << 20
 """Size of keys and values per call; they fit the caches."""
@@ -276,7 +276,7 @@ class FusedAttention:
         shape = (decode.num_slots, decode.num_rows)
         return torch.unflatten(outputs, 0, shape), torch.unflatten(sums, 0, shape)
 
-    def _attend_units(self, queries: Tensor, units: Units, pages: Tensor, layer: int) -> Sums:
+    def _attend_units(self, queries: Tensor, units: WorkUnits, pages: Tensor, layer: int) -> Sums:
         """queries [R, K, M, E] -> sums [U, K, M, ...]."""
         keys, values = self._gather(layer, pages, units.width)
         num_units = units.rows.shape[0]

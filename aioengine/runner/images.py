@@ -49,7 +49,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _PromptImage:
+class _FeatureTokens:
     """An image of an open request. indices: [N] the prompt tokens that get its features, ascending."""
 
     media: Media
@@ -60,7 +60,7 @@ class _PromptImage:
 class _ImageRequest:
     """The images of an open request. end: end of the last image. positions: [A, X] if positions have several axes."""
 
-    images: list[_PromptImage]
+    images: list[_FeatureTokens]
     end: int
     num_prompt: int
     positions: Ints | None
@@ -98,7 +98,7 @@ class Images:
             ValueError: the prompt has a wrong number of placeholders for an image.
         """
         prompt = np.array(opened.token_ids[: opened.num_prompt], dtype=np.int64)
-        images = [_PromptImage(media, self._placeholders(media, prompt)) for media in opened.media]
+        images = [_FeatureTokens(media, self._placeholders(media, prompt)) for media in opened.media]
         positions: Ints | None = None
         if self._axes > 1:
             positions = grid_positions(opened.num_prompt, opened.media)
@@ -238,7 +238,7 @@ def grid_positions(num_prompt: int, media: Sequence[Media]) -> Ints:
     return positions
 
 
-def _part(image: _PromptImage, start: int, end: int) -> tuple[int, int]:
+def _part(image: _FeatureTokens, start: int, end: int) -> tuple[int, int]:
     """Return the range of the image's features for prompt tokens ``start`` to ``end``."""
     first, last = np.searchsorted(image.indices, (start, end)).tolist()
     return first, last

@@ -161,7 +161,7 @@ class InputBuilder:
             self.states.restore(opened.snapshot, self.table.requests[opened.uid].row_index)
 
     def take_snapshots(self, snapshots: list[tuple[int, int]], rows: StepRows) -> None:
-        """Copy states of rows after a step, as in ``Plan.snapshots``. Failed rows are not in ``rows``: skip them."""
+        """Copy states of rows after a step, as in ``StepPlan.snapshots``. ``rows`` lacks failed rows: skip them."""
         if not snapshots or self.states is None:
             return
         row_indices = {request.uid: request.row_index for request in rows.requests}

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from aioengine.runner.pooler import PooledRows
     from aioengine.runner.rows import RequestRow, SampledRows
     from aioengine.runner.state_pool import StatePool
-    from aioengine.scheduler.plan import Plan, Row
+    from aioengine.scheduler.plan import Row, StepPlan
 
     Facts = dict[str, str | int | float | bool]
 
@@ -152,7 +152,7 @@ class ModelRunner:
         self.facts["cuda_graph_sizes"] = " ".join(map(str, graphs.sizes))
 
     @torch.inference_mode()
-    def launch(self, plan: Plan) -> Ticket:
+    def launch(self, plan: StepPlan) -> Ticket:
         """Launch the step. On a CPU it is done when this returns."""
         if self._is_closed:
             raise RuntimeError("the runner is closed")
@@ -237,7 +237,7 @@ class ModelRunner:
         self._kv_pool.release()
         self._inputs.release()
 
-    def _change_requests(self, plan: Plan) -> None:
+    def _change_requests(self, plan: StepPlan) -> None:
         if plan.closed and self._newest is not None:
             uids = [*self._newest.sampled, *self._newest.silent]
             self._failed.clean_after_step(uids, self._newest.values.source, plan.closed)

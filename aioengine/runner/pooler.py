@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from aioengine.runner.inputs import StepRows
     from aioengine.runner.rows import RequestRow
     from aioengine.runner.transfer import Upload
-    from aioengine.scheduler.plan import Plan
+    from aioengine.scheduler.plan import StepPlan
 
     Ints = npt.NDArray[np.int64]
 
@@ -72,7 +72,7 @@ class Pooler:
         self._kind = kind
         self._upload = upload
 
-    def rows(self, plan: Plan, requests: list[RequestRow]) -> PooledRows | None:
+    def rows(self, plan: StepPlan, requests: list[RequestRow]) -> PooledRows | None:
         """Return the rows of the computed ``requests`` with a vector; None: there are none."""
         uids = {row.uid for row in plan.rows if row.outputs & VECTOR}
         indices = [index for index, request in enumerate(requests) if request.uid in uids]

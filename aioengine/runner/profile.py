@@ -23,7 +23,7 @@ from msgspec import Struct
 from aioengine.protocol.messages import Progress
 
 if TYPE_CHECKING:
-    from aioengine.scheduler.plan import Plan
+    from aioengine.scheduler.plan import StepPlan
 
 _NOTHING = nullcontext()
 
@@ -55,7 +55,7 @@ class Profile:
     def part(self, name: str) -> AbstractContextManager[object]:
         return _NOTHING if self._running is None else self._running.mark(name)
 
-    def launch(self, number: int, plan: Plan) -> AbstractContextManager[object]:
+    def launch(self, number: int, plan: StepPlan) -> AbstractContextManager[object]:
         """Return a context manager for the launch. End the profile if its last step has been launched."""
         running = self._running
         if running is None:

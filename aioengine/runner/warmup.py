@@ -28,7 +28,7 @@ from aioengine.runner.graphs.ladder import MAX_SEEN_TOKENS, longest_piece
 from aioengine.runner.graphs.piece_graphs import PieceGraphs
 from aioengine.runner.inputs import model_inputs
 from aioengine.runner.pooler import MEAN
-from aioengine.scheduler.plan import NOTHING, TOKENS, VECTOR, NewRow, Plan, Row
+from aioengine.scheduler.plan import NOTHING, TOKENS, VECTOR, NewRow, Row, StepPlan
 from aioengine.settings.config import TRANSFORMERS
 from aioengine.settings.resolve import PACKED
 
@@ -227,7 +227,7 @@ def run_warmup_steps(runner: ModelRunner, limits: WarmupLimits, report: Callable
     report(Progress("warming up", total, total))
 
 
-def _many_rows(size: int, page_size: int, num_groups: int) -> Iterator[Plan]:
+def _many_rows(size: int, page_size: int, num_groups: int) -> Iterator[StepPlan]:
     """Yield prompts of one token, a decode step, decode rows with longer prompts, and with chunks without output."""
     uids = list(range(size))
     num_pages = -(-NUM_TOKENS // page_size) * num_groups
@@ -235,27 +235,27 @@ def _many_rows(size: int, page_size: int, num_groups: int) -> Iterator[Plan]:
     for samplings in (_PLAIN, _MIXED):
         sampling = list(islice(cycle(samplings), size))
         opened = [NewRow(uid, sampling[uid], 1, [_TOKEN], pages[uid]) for uid in uids]
-        yield Plan([Row(uid, 0, 1, TOKENS, [_TOKEN]) for uid in uids], opened)
-        yield Plan([Row(uid, 1, 1, TOKENS) for uid in uids])
+        yield StepPlan([Row(uid, 0, 1, TOKENS, [_TOKEN]) for uid in uids], opened)
+        yield StepPlan([Row(uid, 1, 1, TOKENS) for uid in uids])
         late = uids[size // 2 :]  # these are opened again with three tokens
         opened = [NewRow(uid, sampling[uid], 3, [_TOKEN] * 3, pages[uid]) for uid in late]
         decoding = uids[: size // 2]
         prompts = [Row(uid, 0, 3, TOKENS, [_TOKEN] * 3) for uid in late]
-        yield Plan([*(Row(uid, 2, 1, TOKENS) for uid in decoding), *prompts], opened, closed=late)
+        yield StepPlan([*(Row(uid, 2, 1, TOKENS) for uid in decoding), *prompts], opened, closed=late)
         chunks = [Row(uid, 3, 2, NOTHING, [_TOKEN] * 2) for uid in late]
-        yield Plan([*(Row(uid, 3, 1, TOKENS) for uid in decoding), *chunks])
-        yield Plan([], closed=uids)
+        yield StepPlan([*(Row(uid, 3, 1, TOKENS) for uid in decoding), *chunks])
+        yield StepPlan([], closed=uids)
 
 
 def _one_prompt(
     size: int, page_size: int, outputs: int, *, adapter_slot: int = 0, num_groups: int = 1
-) -> Iterator[Plan]:
+) -> Iterator[StepPlan]:
     ids, pages = [_TOKEN] * size, [*range(-(-(size + 1) // page_size) * num_groups)]
-    yield Plan([Row(0, 0, size, outputs, ids)], [NewRow(0, _PLAIN[0], size, ids, pages, adapter_slot=adapter_slot)])
-    yield Plan([], closed=[0])
+    yield StepPlan([Row(0, 0, size, outputs, ids)], [NewRow(0, _PLAIN[0], size, ids, pages, adapter_slot=adapter_slot)])
+    yield StepPlan([], closed=[0])
 
 
-def _full_step(limits: WarmupLimits, page_size: int, outputs: int) -> Iterator[Plan]:
+def _full_step(limits: WarmupLimits, page_size: int, outputs: int) -> Iterator[StepPlan]:
     """Yield a step with the maximum number of rows, and about the maximum number of tokens."""
     num_rows = min(limits.max_rows, limits.max_tokens // 2, limits.num_pages)
     if not num_rows:
@@ -264,5 +264,5 @@ def _full_step(limits: WarmupLimits, page_size: int, outputs: int) -> Iterator[P
     ids, num_pages = [_TOKEN] * size, -(-size // page_size) * limits.num_groups
     pages = [list(range(uid * num_pages, (uid + 1) * num_pages)) for uid in range(num_rows)]
     opened = [NewRow(uid, _PLAIN[0], size, ids, pages[uid]) for uid in range(num_rows)]
-    yield Plan([Row(uid, 0, size, outputs, ids) for uid in range(num_rows)], opened)
-    yield Plan([], closed=list(range(num_rows)))
+    yield StepPlan([Row(uid, 0, size, outputs, ids) for uid in range(num_rows)], opened)
+    yield StepPlan([], closed=list(range(num_rows)))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from aioengine.protocol.board import CrashBoard
     from aioengine.protocol.messages import StepOutput
-    from aioengine.scheduler.plan import Plan
+    from aioengine.scheduler.plan import StepPlan
     from aioengine.scheduler.runner import Runner
     from aioengine.scheduler.scheduler import Scheduler
 
@@ -29,7 +29,7 @@ class Trace(Protocol):
         """Return a context manager for a range named ``name``."""
         ...
 
-    def launch(self, number: int, plan: Plan) -> AbstractContextManager[object]:
+    def launch(self, number: int, plan: StepPlan) -> AbstractContextManager[object]:
         """Return a context manager for the launch of ``plan``. Steps are numbered from 1."""
         ...
 
@@ -42,7 +42,7 @@ class NoTrace:
     def part(self, name: str) -> AbstractContextManager[object]:
         return self._nothing
 
-    def launch(self, number: int, plan: Plan) -> AbstractContextManager[object]:
+    def launch(self, number: int, plan: StepPlan) -> AbstractContextManager[object]:
         return self._nothing
 
 
@@ -76,7 +76,7 @@ class SchedulerCore(Generic[Ticket]):
         self._clock = clock
         self._trace: Trace = NoTrace() if trace is None else trace
         self._board = board
-        self._in_flight: deque[tuple[Plan, Ticket]] = deque()
+        self._in_flight: deque[tuple[StepPlan, Ticket]] = deque()
         self._calls_between_steps: list[Callable[[], None]] = []
         self._num_launched = 0
         self._num_failures = 0
@@ -91,7 +91,7 @@ class SchedulerCore(Generic[Ticket]):
             calls, self._calls_between_steps = self._calls_between_steps, []
             for call in calls:
                 call()
-        plan: Plan | None = None
+        plan: StepPlan | None = None
         if self.is_paused or self._calls_between_steps:
             self.requests.expire(now)
         else:
@@ -128,7 +128,7 @@ class SchedulerCore(Generic[Ticket]):
         """
         self._calls_between_steps.append(call)
 
-    def _launch(self, plan: Plan) -> None:
+    def _launch(self, plan: StepPlan) -> None:
         self._num_launched += 1
         board, rows = self._board, plan.rows
         if board is not None:
@@ -158,7 +158,7 @@ class SchedulerCore(Generic[Ticket]):
         with self._trace.part("apply"):
             return self.scheduler.apply(plan, result, collected_at)
 
-    def _fail(self, plan: Plan, error: Exception) -> None:
+    def _fail(self, plan: StepPlan, error: Exception) -> None:
         """End the requests of the plan. Raise ``error`` after ``MAX_FAILURES`` failures in a row."""
         self._num_failures += 1
         self.scheduler.fail(plan, describe(error))

@@ -73,7 +73,7 @@ class NewRow(Struct, array_like=True, gc=False):
     snapshot: int = -1
 
 
-class Plan(Struct, array_like=True, gc=False):
+class StepPlan(Struct, array_like=True, gc=False):
     """The work of one step, in this order: forget ``closed``, add ``new_rows``, compute ``rows``, take ``snapshots``.
 
     closed: uids. The runner may not know a uid (because a launch failed), or its row may still be in flight.
@@ -106,7 +106,7 @@ class StepResult(Struct, array_like=True, gc=False):
     failed: dict[int, str] = {}
     complete: list[int] = []
 
-    def check(self, plan: Plan) -> None:
+    def check(self, plan: StepPlan) -> None:
         """Raise BadColumnsError unless the result has the rows of ``plan`` that have outputs."""
         expected = [row.uid for row in plan.rows if row.outputs]
         if self.tokens.uids != expected:

@@ -13,7 +13,7 @@ from aioengine.memory.snapshots import NO_SNAPSHOT
 from aioengine.protocol.messages import RequestKind
 from aioengine.scheduler.admission import Admission, Refusal, TokenBudget
 from aioengine.scheduler.image_keys import ImageBudget
-from aioengine.scheduler.plan import DISTRIBUTION, NOTHING, TOKENS, VECTOR, NewRow, Plan, Row
+from aioengine.scheduler.plan import DISTRIBUTION, NOTHING, TOKENS, VECTOR, NewRow, Row, StepPlan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,7 +37,7 @@ class Flight:
     def __init__(self, planned_at: float) -> None:
         self.planned_at = planned_at
         self.num_prompt_tokens = 0
-        self.plan = Plan([])
+        self.plan = StepPlan([])
         self.requests: list[Request] = []
         self.allocations: list[Allocation] = []
 

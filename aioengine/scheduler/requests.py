@@ -109,7 +109,7 @@ class Requests:
             queue. Read-only for callers.
         is_stalled: nothing can be computed until a gate opens, or a request is added or ends. Set by
             ``Scheduler.schedule``.
-        closed: uids for ``Plan.closed``: the runner knows them, and they have ended or lost their pages.
+        closed: uids for ``StepPlan.closed``: the runner knows them, and they have ended or lost their pages.
         events: not reported yet. cache: the pages. adapters: the adapter slots. pace: estimates of step and queue time.
     """
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from aioengine.protocol.messages import Adapter, Control, Progress, Reply
-    from aioengine.scheduler.plan import Plan, StepResult
+    from aioengine.scheduler.plan import StepPlan, StepResult
     from aioengine.settings.config import Settings
 
 Ticket = TypeVar("Ticket")
@@ -49,7 +49,7 @@ class Runner(Protocol[Ticket]):
         """
         ...
 
-    def launch(self, plan: Plan) -> Ticket:
+    def launch(self, plan: StepPlan) -> Ticket:
         """Start the step and return without waiting for the device."""
         ...
 

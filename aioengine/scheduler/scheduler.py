@@ -26,7 +26,7 @@ from aioengine.scheduler.requests import Requests
 from aioengine.settings.page_groups import PageGroups
 
 if TYPE_CHECKING:
-    from aioengine.scheduler.plan import Plan, Row, StepResult
+    from aioengine.scheduler.plan import Row, StepPlan, StepResult
     from aioengine.scheduler.request import Request
     from aioengine.settings.config import SchedulerSettings
 
@@ -69,7 +69,7 @@ class Scheduler:
         self._flights: deque[Flight] = deque()  # launched, not yet applied
         self._applied_at = 0.0
 
-    def schedule(self, now: float) -> Plan | None:
+    def schedule(self, now: float) -> StepPlan | None:
         """Plan the next step. Return None if nothing can be computed before a step in flight is applied.
 
         Pass every plan to ``apply``, in the same order, or to ``fail``.
@@ -88,7 +88,7 @@ class Scheduler:
 
     # ------------------------------------------------------------ results
 
-    def apply(self, plan: Plan, result: StepResult, now: float) -> StepOutput:
+    def apply(self, plan: StepPlan, result: StepResult, now: float) -> StepOutput:
         """Process the result of the oldest plan in flight. Check it with ``StepResult.check`` first.
 
         Return the accepted tokens and all events since the last call.
@@ -184,7 +184,7 @@ class Scheduler:
             if row.uid in result.complete and request.allocation is allocation:
                 self.requests.end(request, End(row.uid, FinishCode.STOP))
 
-    def fail(self, plan: Plan, message: str) -> None:
+    def fail(self, plan: StepPlan, message: str) -> None:
         """End the requests of a plan in flight that has no result. Other requests continue.
 
         If a launch failed, it is unknown which parts of the plan the runner has processed. So uids closed by the plan
@@ -200,7 +200,7 @@ class Scheduler:
             running = {request.uid for request in self.requests.running}
             self.requests.release(new.uid for new in plan.new_rows if new.uid in running)
 
-    def _take_flight(self, plan: Plan) -> Flight:
+    def _take_flight(self, plan: StepPlan) -> Flight:
         for flight in self._flights:
             if flight.plan is plan:
                 self._flights.remove(flight)
@@ -230,7 +230,7 @@ class Scheduler:
         self.requests.adapters.check_integrity()
 
 
-def _by_row(plan: Plan, result: StepResult) -> tuple[list[int], dict[int, list[int]]]:
+def _by_row(plan: StepPlan, result: StepResult) -> tuple[list[int], dict[int, list[int]]]:
     """Return the token of each row (-1 if it does not have exactly one), and the tokens of these other rows by uid.
 
     A row has an entry by uid if it has its planned output: no or several tokens, a vector, or a distribution.

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from aioengine.protocol.messages import Adapter, Control, Limits, Progress, Sampling
     from aioengine.protocol.packed_logprobs import LogprobRules
-    from aioengine.scheduler.plan import NewRow, Plan, Row
+    from aioengine.scheduler.plan import NewRow, Row, StepPlan
     from aioengine.settings.config import Settings
 
 MASK = (1 << 64) - 1
@@ -280,7 +280,7 @@ class FakeRunner:
             "load_s": 0.0,
         }
 
-    def launch(self, plan: Plan) -> FakeTicket:
+    def launch(self, plan: StepPlan) -> FakeTicket:
         """Compute the step and record when the device would finish it. Raises RuntimeError for a wrong plan."""
         self._step += 1
         if self._faults is not None:
@@ -408,7 +408,7 @@ class FakeRunner:
             left -= page_bytes
         return checksum
 
-    def _fail_row(self, plan: Plan, result: StepResult) -> None:
+    def _fail_row(self, plan: StepPlan, result: StepResult) -> None:
         """Fail the first row with outputs in the step ``fail_row_at``."""
         if self._faults is None or self._faults.fail_row_at != self._step:
             return
@@ -417,7 +417,7 @@ class FakeRunner:
             return
         result.failed[row.uid] = f"as asked for by fail_row_at={self._step}"
 
-    def _done_at(self, plan: Plan) -> float:
+    def _done_at(self, plan: StepPlan) -> float:
         """Return the time at which the device finishes; 0.0 if it takes no time."""
         cost = self._model.step_time_s
         if self._model.token_time_s:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from aioengine.protocol.messages import Progress
-    from aioengine.scheduler.plan import NewRow, Plan, Row, StepResult
+    from aioengine.scheduler.plan import NewRow, Row, StepPlan, StepResult
     from aioengine.settings.config import Settings
     from aioengine.testing.fake_runner import FakeRunner, FakeTicket
 
@@ -44,7 +44,7 @@ class ScriptedRunner:
     def facts(self) -> Mapping[str, str | int | float | bool]:
         return self._inner.facts
 
-    def launch(self, plan: Plan) -> FakeTicket:
+    def launch(self, plan: StepPlan) -> FakeTicket:
         """Launch the step with the tokens of the answers."""
         for uid in plan.closed:
             self._rows.pop(uid, None)

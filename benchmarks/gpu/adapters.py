@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from aioengine.runner.lora.reading import PackedAdapter
     from aioengine.runner.model_runner import ModelRunner
     from aioengine.runner.ticket import Ticket
-    from aioengine.scheduler.plan import Plan, StepResult
+    from aioengine.scheduler.plan import StepPlan, StepResult
 
 NUM_ADAPTERS = 8
 _NUM_RANDOM = 1 << 24
@@ -105,7 +105,7 @@ class AdapterRunner:
         self._runner = runner
         self._num_adapters = num_adapters
 
-    def launch(self, plan: Plan) -> Ticket:
+    def launch(self, plan: StepPlan) -> Ticket:
         for row in plan.new_rows:
             row.adapter_slot = row.uid % self._num_adapters + 1 if self._num_adapters else 0
         return self._runner.launch(plan)

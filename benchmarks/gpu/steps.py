@@ -30,7 +30,7 @@ from benchmarks.gpu.models import MODELS, write_folder
 
 if TYPE_CHECKING:
     from aioengine.runner.model_runner import ModelRunner
-    from aioengine.scheduler.plan import Plan, StepResult
+    from aioengine.scheduler.plan import StepPlan, StepResult
 
 ENDLESS = 1 << 20
 """More tokens than any of the programs here waits for."""
@@ -45,7 +45,7 @@ class Steps:
         self.runner = runner
         self.scheduler = scheduler
         self.parts: dict[str, list[float]] = defaultdict(list)
-        self.in_flight: list[tuple[Plan, object]] = []
+        self.in_flight: list[tuple[StepPlan, object]] = []
 
     def step(self) -> None:
         started = time.perf_counter()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import Limits, Sampling, Submit, TextRules
 from aioengine.scheduler.core import SchedulerCore
-from aioengine.scheduler.plan import TOKENS, Plan, StepResult
+from aioengine.scheduler.plan import TOKENS, StepPlan, StepResult
 from aioengine.scheduler.scheduler import Scheduler
 from aioengine.settings.config import SchedulerSettings
 
@@ -45,7 +45,7 @@ class NullRunner:
     def facts(self) -> Mapping[str, str | int | float | bool]:
         return {}
 
-    def launch(self, plan: Plan) -> StepResult:
+    def launch(self, plan: StepPlan) -> StepResult:
         uids = [row.uid for row in plan.rows if row.outputs & TOKENS]
         return StepResult(TokenColumns(uids, [1 + uid % 1000 for uid in uids]))
 

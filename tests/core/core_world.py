@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Iterable
 
-    from aioengine.scheduler.plan import Plan, Row, StepResult
+    from aioengine.scheduler.plan import Row, StepPlan, StepResult
     from aioengine.settings.config import SchedulerSettings
     from aioengine.testing.faults import Faults
 
@@ -66,7 +66,7 @@ class WatchedRunner:
         self.use_grammars = None
         self.controls = runner.controls
         self.gives_one = gives_one
-        self.plans: list[Plan] = []
+        self.plans: list[StepPlan] = []
         self.max_new: dict[int, int] = {}
         self.gates: dict[int, set[Gate]] = {}
         self.vectors: dict[int, bytes] = {}
@@ -77,7 +77,7 @@ class WatchedRunner:
     def facts(self) -> dict[str, str | int | float | bool]:
         return dict(self._runner.facts)
 
-    def launch(self, plan: Plan) -> FakeTicket:
+    def launch(self, plan: StepPlan) -> FakeTicket:
         if self.gives_one:
             self._check(plan)
         self.plans.append(plan)
@@ -91,7 +91,7 @@ class WatchedRunner:
     def close(self) -> None:
         self._runner.close()
 
-    def _check(self, plan: Plan) -> None:
+    def _check(self, plan: StepPlan) -> None:
         counts = self._num_sampled
         for uid in plan.closed:
             counts.pop(uid, None)

@@ -7,7 +7,7 @@ import pytest
 
 from aioengine.protocol.messages import End, FinishCode, Limits, StepOutput
 from aioengine.scheduler.core import MAX_FAILURES, SchedulerCore
-from aioengine.scheduler.plan import NOTHING, TOKENS, Plan
+from aioengine.scheduler.plan import NOTHING, TOKENS, StepPlan
 from aioengine.scheduler.queue import SPARE_ENTRIES
 from aioengine.scheduler.scheduler import Scheduler
 from aioengine.settings.config import SchedulerSettings
@@ -78,14 +78,14 @@ def test_plans_survive_encoding_and_decoding() -> None:
     world = world_of(num_pages=30)
     world.submit(*[submit_of(uid, [uid, 1, 2], limits=Limits(max_new_tokens=60)) for uid in range(4)])
     world.run()
-    codec = msgspec.msgpack.Decoder(Plan)
+    codec = msgspec.msgpack.Decoder(StepPlan)
     assert any(plan.closed for plan in world.runner.plans)
     for plan in world.runner.plans:
         assert codec.decode(msgspec.msgpack.encode(plan)) == plan
 
 
 def test_planning_is_deterministic() -> None:
-    plans: list[list[Plan]] = []
+    plans: list[list[StepPlan]] = []
     for _ in range(2):
         world = world_of(num_pages=30, depth=1)
         world.submit(*[submit_of(uid, [1] * uid + [2], limits=Limits(max_new_tokens=40)) for uid in range(9)])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import FinishCode, Limits, RequestKind, Sampling, Submit
 from aioengine.scheduler.gates import Gate
-from aioengine.scheduler.plan import NOTHING, TOKENS, VECTOR, NewRow, Plan, Row, StepResult
+from aioengine.scheduler.plan import NOTHING, TOKENS, VECTOR, NewRow, Row, StepPlan, StepResult
 from aioengine.testing.fake_runner import FakeRunner
 from aioengine.testing.faults import Faults
 from tests.core.core_world import NO_EOS, World, random_requests, settings_of, submit_of
@@ -142,7 +142,7 @@ def test_the_fake_runner_refuses_rows_that_do_not_match_the_kind_of_their_reques
     for uid, (kind, outputs) in enumerate([(RequestKind.POOL, TOKENS), (RequestKind.GENERATE, VECTOR)]):
         opened = NewRow(uid, Sampling(0), 1, [1], [uid], kind)
         with pytest.raises(RuntimeError, match=f"of kind {kind.name} has a row that gives {outputs}"):
-            runner.launch(Plan([Row(uid, 0, 1, outputs, [1])], [opened]))
+            runner.launch(StepPlan([Row(uid, 0, 1, outputs, [1])], [opened]))
 
 
 @DEPTHS

@@ -16,7 +16,7 @@ from tests.core.core_world import NO_EOS, World, settings_of, submit_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from aioengine.scheduler.plan import Plan, StepResult
+    from aioengine.scheduler.plan import StepPlan, StepResult
     from aioengine.scheduler.runner import Runner
 
 
@@ -33,7 +33,7 @@ class FanOutRunner:
     def controls(self) -> Mapping[str, Callable[[Control], Reply]]:
         return dict.fromkeys(self._ranks[0].controls, self._control)
 
-    def launch(self, plan: Plan) -> list[FakeTicket]:
+    def launch(self, plan: StepPlan) -> list[FakeTicket]:
         return [rank.launch(plan) for rank in self._ranks]
 
     def collect(self, ticket: list[FakeTicket]) -> StepResult:

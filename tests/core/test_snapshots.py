@@ -19,7 +19,7 @@ from aioengine.testing.faults import Faults
 from tests.core.core_world import MODEL, NO_EOS, WatchedRunner, World, random_requests, settings_of, submit_of
 
 if TYPE_CHECKING:
-    from aioengine.scheduler.plan import Plan
+    from aioengine.scheduler.plan import StepPlan
 
 
 class StateRunner(WatchedRunner):
@@ -31,7 +31,7 @@ class StateRunner(WatchedRunner):
         self.snapshots: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}
 
-    def launch(self, plan: Plan) -> FakeTicket:
+    def launch(self, plan: StepPlan) -> FakeTicket:
         for uid in plan.closed:
             self.seen.pop(uid, None)
         for new in plan.new_rows:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from aioengine.protocol.columns import NO_TOKEN, POOLED_VECTOR, BadColumnsError, Extra, TokenColumns
 from aioengine.protocol.messages import FinishCode, Limits
-from aioengine.scheduler.plan import Plan, Row, StepResult
+from aioengine.scheduler.plan import Row, StepPlan, StepResult
 from aioengine.testing.fake_runner import FakeModel, FakeTicket, extra_of, reference_vector
 from tests.core.core_world import World, random_requests, settings_of, submit_of
 from tests.core.test_pooling import pooled
@@ -235,7 +235,7 @@ def test_rows_can_be_added_iterated_and_limited() -> None:
 
 
 def test_a_result_has_no_entry_for_rows_that_give_nothing() -> None:
-    plan = Plan([Row(1, 0, 2, 0, [5, 6]), Row(2, 0, 1, 1, [5])])
+    plan = StepPlan([Row(1, 0, 2, 0, [5, 6]), Row(2, 0, 1, 1, [5])])
     StepResult(TokenColumns([2], [7])).check(plan)
     with pytest.raises(BadColumnsError, match=r"rows of the requests \[1, 2\], not \[2\]"):
         StepResult(TokenColumns([1, 2], [7, 7])).check(plan)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from aioengine.testing.fake_runner import FakeModel, FakeRunner, FakeTicket
 
 if TYPE_CHECKING:
-    from aioengine.scheduler.plan import Plan, Row
+    from aioengine.scheduler.plan import Row, StepPlan
     from aioengine.settings.page_groups import PageGroups
     from aioengine.testing.fake_runner import _FakeRow
     from aioengine.testing.faults import Faults
@@ -24,7 +24,7 @@ class WindowedFakeRunner(FakeRunner):
         self._known: dict[int, list[int]] = {}
         self._newest = 0
 
-    def launch(self, plan: Plan) -> FakeTicket:
+    def launch(self, plan: StepPlan) -> FakeTicket:
         for opened in plan.new_rows:
             self._known[opened.uid] = list(opened.token_ids)
         return super().launch(plan)

@@ -15,7 +15,7 @@ from aioengine.kernels.adapter_slots import RANKS, TABLE_COLUMNS, UNIT, AdapterT
 from aioengine.protocol.messages import Adapter, Sampling
 from aioengine.runner.build import build
 from aioengine.runner.lora.grouping import tile
-from aioengine.scheduler.plan import NOTHING, TOKENS, NewRow, Plan, Row
+from aioengine.scheduler.plan import NOTHING, TOKENS, NewRow, Row, StepPlan
 from aioengine.settings.config import LoraSettings
 from tests.compute.runner_world import make_settings, save_model
 from tests.kit.adapter_files import write_adapter
@@ -151,12 +151,12 @@ def generate(runner: ModelRunner, chosen: list[int], *, num_tokens: int = 8, chu
             ends = starts[uid] + count >= len(PROMPTS[uid])
             rows.append(Row(uid, starts[uid], count, TOKENS if ends else NOTHING, part))
             starts[uid] += count
-        result = runner.collect(runner.launch(Plan(rows, new)))
+        result = runner.collect(runner.launch(StepPlan(rows, new)))
         assert not result.failed, result.failed
         for uid, token in zip(result.tokens.uid_of_each(), result.tokens.token_ids, strict=True):
             outputs[uid].append(token)
         new = []
-    runner.launch(Plan([], closed=chosen))
+    runner.launch(StepPlan([], closed=chosen))
     return [outputs[i] for i in chosen]
 
 

@@ -11,7 +11,7 @@ import torch
 from aioengine.kernels import clean_pages
 from aioengine.protocol.messages import Sampling
 from aioengine.runner.build import build
-from aioengine.scheduler.plan import TOKENS, NewRow, Plan, Row
+from aioengine.scheduler.plan import TOKENS, NewRow, Row, StepPlan
 from tests.compute.runner_world import make_settings, save_model
 
 
@@ -46,14 +46,14 @@ def test_the_next_owner_of_a_page(tmp_path: Path, backend: str, graphs: int) -> 
     runner = build(msgspec.structs.replace(found, runner=settings), lambda _: None)
     runner._model._embedding.weight[77] = torch.nan  # pyright: ignore
     greedy = Sampling(0, temperature=0.0)
-    first = runner.launch(Plan([Row(4, 0, 2, TOKENS, [5, 6])], [NewRow(4, greedy, 2, [5, 6], [9])]))
+    first = runner.launch(StepPlan([Row(4, 0, 2, TOKENS, [5, 6])], [NewRow(4, greedy, 2, [5, 6], [9])]))
     expected = runner.collect(first).tokens.token_ids
     opened = [NewRow(1, greedy, 3, [5, 6, 6], [1]), NewRow(2, greedy, 1, [5], [2])]
-    runner.collect(runner.launch(Plan([Row(1, 0, 3, TOKENS, [5, 6, 6])], opened, closed=[4])))
+    runner.collect(runner.launch(StepPlan([Row(1, 0, 3, TOKENS, [5, 6, 6])], opened, closed=[4])))
     runner._table.last_tokens[runner._table.requests[1].row_index] = 77
-    bad = runner.launch(Plan([Row(1, 3, 1, TOKENS)]))
+    bad = runner.launch(StepPlan([Row(1, 3, 1, TOKENS)]))
     opened = [NewRow(3, greedy, 2, [5, 6], [1])]
-    good = runner.launch(Plan([Row(3, 0, 2, TOKENS, [5, 6])], opened, closed=[1, 2]))
+    good = runner.launch(StepPlan([Row(3, 0, 2, TOKENS, [5, 6])], opened, closed=[1, 2]))
     assert "non-finite" in runner.collect(bad).failed[1]
     result = runner.collect(good)
     assert (result.tokens.token_ids, result.failed) == (expected, {})

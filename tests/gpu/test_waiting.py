@@ -10,7 +10,7 @@ import torch
 
 from aioengine.protocol.messages import Sampling
 from aioengine.runner.ticket import Ticket
-from aioengine.scheduler.plan import Plan
+from aioengine.scheduler.plan import StepPlan
 from tests.compute.runner_world import World, make_settings, save_model
 
 HEADS = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
@@ -38,7 +38,7 @@ def test_a_launch_waits_for_nothing(tmp_path: Path, backend: str, graphs: int) -
     plain = world.runner.launch
     launched: list[int] = []
 
-    def launch(plan: Plan) -> Ticket:
+    def launch(plan: StepPlan) -> Ticket:
         torch.cuda.set_sync_debug_mode("error")  # what waits for the device raises now
         try:
             return plain(plan)

@@ -17,7 +17,7 @@ import pytest
 
 from aioengine import AsyncEngine, Engine
 from aioengine.runner.profile import Profile
-from aioengine.scheduler.plan import TOKENS, Plan, Row
+from aioengine.scheduler.plan import TOKENS, Row, StepPlan
 
 PROMPT = "Once upon a time"
 
@@ -100,7 +100,7 @@ async def test_async_engine_checks_the_arguments_of_a_profile(tmp_path: Path) ->
 def test_ranges_do_nothing_without_a_profile() -> None:
     profile = Profile(lambda _: None)
     nothing = profile.part("schedule")
-    assert profile.launch(1, Plan([Row(1, 0, 1, TOKENS)])) is nothing
+    assert profile.launch(1, StepPlan([Row(1, 0, 1, TOKENS)])) is nothing
 
 
 def test_stop_reports_why_a_profile_could_not_be_written(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_stop_reports_why_a_profile_could_not_be_written(tmp_path: Path) -> None
     )
     assert started == (True, "", "")
     for number in (1, 2):
-        with profile.launch(number, Plan([Row(1, 0, 1, TOKENS)])):
+        with profile.launch(number, StepPlan([Row(1, 0, 1, TOKENS)])):
             shutil.rmtree(tmp_path / "gone", ignore_errors=True)
     success, message, _ = profile.stop()
     assert not success

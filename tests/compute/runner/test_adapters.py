@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from aioengine.protocol.messages import Adapter, Sampling
 from aioengine.protocol.packed_logprobs import LogprobReader, LogprobRules
 from aioengine.runner.build import build
-from aioengine.scheduler.plan import TOKENS, NewRow, Plan, Row
+from aioengine.scheduler.plan import TOKENS, NewRow, Row, StepPlan
 from aioengine.settings.config import LoraSettings
 from tests.compute.models.test_hybrids import make_config
 from tests.compute.runner_world import make_settings, save_model
@@ -119,12 +119,12 @@ def generate(runner: ModelRunner, rows: list[NewRow], *, chunk: int = 100, num_t
             ends = start + len(part) >= len(prompts[uid])
             planned.append(Row(uid, start, max(len(part), 1), TOKENS if ends else 0, part))
             done[uid] += max(len(part), 1)
-        result = runner.collect(runner.launch(Plan(planned, new)))
+        result = runner.collect(runner.launch(StepPlan(planned, new)))
         assert not result.failed, result.failed
         for uid, token in zip(result.tokens.uid_of_each(), result.tokens.token_ids, strict=True):
             outputs[uid].append(token)
         new = []
-    runner.launch(Plan([], closed=list(outputs)))
+    runner.launch(StepPlan([], closed=list(outputs)))
     return list(outputs.values())
 
 
@@ -214,11 +214,11 @@ def test_logprobs_of_a_prompt_are_those_of_merged_weights(llama: tuple[Path, Pat
     row = msgspec.structs.replace(opened(0, 3, prompt), logprobs=rules)
     others = [opened(1, 0, PROMPTS[5]), opened(2, 3, PROMPTS[2])]
     plans = [
-        Plan(
+        StepPlan(
             [Row(0, 0, 20, 0, prompt[:20]), *(Row(each.uid, 0, 7, 0, each.token_ids[:7]) for each in others)],
             [row, *others],
         ),
-        Plan([Row(0, 20, len(prompt) - 20, TOKENS, prompt[20:])]),
+        StepPlan([Row(0, 20, len(prompt) - 20, TOKENS, prompt[20:])]),
     ]
     reader = LogprobReader(rules, len(prompt))
     for plan in plans:
@@ -267,7 +267,9 @@ def test_what_cannot_be_read_or_placed(llama: tuple[Path, Path], tmp_path: Path)
         runner.adapters.read(adapter(path))
     with pytest.raises(ValueError, match="missing' is no folder"):
         runner.adapters.read(adapter(tmp_path / "missing"))
-    failed = runner.collect(runner.launch(Plan([Row(0, 0, 3, TOKENS, [1, 2, 3])], [opened(0, 4, [1, 2, 3])]))).failed
+    failed = runner.collect(
+        runner.launch(StepPlan([Row(0, 0, 3, TOKENS, [1, 2, 3])], [opened(0, 4, [1, 2, 3])]))
+    ).failed
     assert "adapter slot must be at most 3, got 4" in failed[0]
 
 

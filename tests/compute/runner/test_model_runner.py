@@ -15,7 +15,7 @@ from aioengine.protocol.messages import FinishCode, Grammar, Sampling
 from aioengine.runner.build import build
 from aioengine.runner.model_runner import _failure_reason
 from aioengine.runner.rows import RequestRow
-from aioengine.scheduler.plan import NOTHING, TOKENS, NewRow, Plan, Row
+from aioengine.scheduler.plan import NOTHING, TOKENS, NewRow, Row, StepPlan
 from tests.compute.runner_world import FAMILIES, World, make_settings, save_model
 from tests.kit.tiny_sizes import CONTEXT_LENGTH, VOCAB_SIZE
 
@@ -224,7 +224,7 @@ def test_a_row_without_room_fails_alone(qwen: Path) -> None:
     runner = build(make_settings(qwen), lambda _: None)
     greedy = Sampling(0, temperature=0.0)
     opened = [NewRow(uid, greedy, 3, [1, 2, 3], [uid]) for uid in (1, 2, 3, 4)]
-    good = runner.collect(runner.launch(Plan([Row(1, 0, 3, TOKENS, [1, 2, 3])], opened)))
+    good = runner.collect(runner.launch(StepPlan([Row(1, 0, 3, TOKENS, [1, 2, 3])], opened)))
     rows = [
         Row(2, 0, 5, TOKENS, [1, 2, 3, 4, 5]),  # two positions more than its page
         Row(1, 0, 3, TOKENS, [1, 2, 3]),
@@ -232,10 +232,10 @@ def test_a_row_without_room_fails_alone(qwen: Path) -> None:
         Row(4, 0, 3, TOKENS, [1]),  # two tokens are nowhere
         Row(5, 0, 1, TOKENS, [1]),  # never opened
     ]
-    result = runner.collect(runner.launch(Plan(rows)))
+    result = runner.collect(runner.launch(StepPlan(rows)))
     assert result.tokens.token_ids == [-1, *good.tokens.token_ids, -1, -1, -1]
     assert set(result.failed) == {2, 3, 4, 5}
-    again = runner.collect(runner.launch(Plan([Row(1, 0, 3, TOKENS, [1, 2, 3])], closed=[2, 3, 4, 5, 99])))
+    again = runner.collect(runner.launch(StepPlan([Row(1, 0, 3, TOKENS, [1, 2, 3])], closed=[2, 3, 4, 5, 99])))
     assert again.tokens == good.tokens
     assert again.failed == {}
 
@@ -244,9 +244,9 @@ def test_a_row_without_room_fails_alone(qwen: Path) -> None:
 def test_a_row_with_a_token_id_outside_the_vocabulary_fails_alone(qwen: Path, wrong: int) -> None:
     runner = build(make_settings(qwen), lambda _: None)
     opened = [NewRow(uid, Sampling(0, temperature=0.0), 3, [1, 2, 3], [uid]) for uid in (1, 2)]
-    good = runner.collect(runner.launch(Plan([Row(1, 0, 3, TOKENS, [1, 2, 3])], opened)))
+    good = runner.collect(runner.launch(StepPlan([Row(1, 0, 3, TOKENS, [1, 2, 3])], opened)))
     rows = [Row(2, 0, 3, TOKENS, [1, wrong, 3]), Row(1, 0, 3, TOKENS, [1, 2, 3])]
-    result = runner.collect(runner.launch(Plan(rows)))
+    result = runner.collect(runner.launch(StepPlan(rows)))
     assert result.tokens.token_ids == [-1, *good.tokens.token_ids]
     assert result.failed.keys() == {2}
     assert f"token id {wrong} is outside the vocabulary" in result.failed[2]
@@ -256,11 +256,11 @@ def test_a_row_that_went_bad_after_its_request_was_closed_is_forgotten(tmp_path:
     save_model("llama", tmp_path)
     runner = build(make_settings(tmp_path), lambda _: None)
     poison_token(runner, 77)
-    plan = Plan([Row(1, 0, 2, TOKENS, [5, 77])], [NewRow(1, Sampling(0), 2, [5, 77], [0])])
+    plan = StepPlan([Row(1, 0, 2, TOKENS, [5, 77])], [NewRow(1, Sampling(0), 2, [5, 77], [0])])
     in_flight = runner.launch(plan)
-    runner.launch(Plan([], closed=[1]))
+    runner.launch(StepPlan([], closed=[1]))
     assert "non-finite" in runner.collect(in_flight).failed[1]
-    later = runner.collect(runner.launch(Plan([Row(1, 2, 1, TOKENS)])))
+    later = runner.collect(runner.launch(StepPlan([Row(1, 2, 1, TOKENS)])))
     assert "does not know" in later.failed[1]
 
 
@@ -274,14 +274,14 @@ def test_pages_of_a_row_that_goes_bad_after_its_end_are_clean_for_their_next_own
     poison_token(runner, 77)
     greedy = Sampling(0, temperature=0.0)
     expected = runner.collect(
-        runner.launch(Plan([Row(4, 0, 2, TOKENS, [5, 6])], [NewRow(4, greedy, 2, [5, 6], [9])]))
+        runner.launch(StepPlan([Row(4, 0, 2, TOKENS, [5, 6])], [NewRow(4, greedy, 2, [5, 6], [9])]))
     ).tokens.token_ids
     opened = [NewRow(uid, greedy, 3, [5, 77, 6], [uid]) for uid in (1, 2)]
     bad = [Row(1, 0, 3, outputs, [5, 77, 6]), Row(2, 0, 1, TOKENS, [5])]
-    in_flight = runner.launch(Plan(bad, opened, closed=[4]))
+    in_flight = runner.launch(StepPlan(bad, opened, closed=[4]))
     before = runner._kv_pool.tensors[0][:, :, 1 + 2].clone()
     opened = [NewRow(3, greedy, 2, [5, 6], [1])]  # two of the four places of the page
-    next_one = runner.launch(Plan([Row(3, 0, 2, TOKENS, [5, 6])], opened, closed=[1, 2]))
+    next_one = runner.launch(StepPlan([Row(3, 0, 2, TOKENS, [5, 6])], opened, closed=[1, 2]))
     assert "non-finite" in runner.collect(in_flight).failed[1]
     result = runner.collect(next_one)
     assert (result.tokens.token_ids, result.failed) == (expected, {})
@@ -301,7 +301,7 @@ def test_a_request_has_room_to_the_end_of_the_context_and_no_more(qwen: Path, de
 
 def test_a_plan_without_rows_gives_nothing(qwen: Path) -> None:
     runner = build(make_settings(qwen), lambda _: None)
-    result = runner.collect(runner.launch(Plan([], closed=[7])))
+    result = runner.collect(runner.launch(StepPlan([], closed=[7])))
     assert (result.tokens.token_ids, result.failed) == ([], {})
 
 
@@ -341,7 +341,7 @@ def test_facts_and_progress(qwen: Path) -> None:
     runner.close()
     runner.close()
     with pytest.raises(RuntimeError, match="closed"):
-        runner.launch(Plan([]))
+        runner.launch(StepPlan([]))
 
 
 def test_what_cannot_be_built_says_why(qwen: Path, tmp_path: Path) -> None:

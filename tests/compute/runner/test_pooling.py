@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from aioengine.protocol.messages import FinishCode, Limits, RequestKind, Sampling, Submit, TextRules
-from aioengine.scheduler.plan import VECTOR, NewRow, Plan, Row
+from aioengine.scheduler.plan import VECTOR, NewRow, Row, StepPlan
 from aioengine.settings.config import PoolingSettings
 from tests.compute.models.test_encoders import ENCODER, SPECIAL
 from tests.compute.runner_world import World, make_settings, save_model
@@ -113,7 +113,7 @@ def test_rows_are_never_split_and_a_long_one_is_alone_in_its_step(tmp_path: Path
     counts: list[list[int]] = []
     launch = world.runner.launch
 
-    def recorded(plan: Plan) -> object:
+    def recorded(plan: StepPlan) -> object:
         counts.append([row.count for row in plan.rows])
         return launch(plan)
 
@@ -179,7 +179,7 @@ def test_a_request_that_is_not_known_fails_alone_too(tmp_path: Path) -> None:
     saved(BertConfig(**SMALL), tmp_path)
     runner = PoolWorld(settings_for(tmp_path, "embed", "cls")).runner
     new = NewRow(1, Sampling(0), 2, [5, 6], [0], RequestKind.POOL)
-    plan = Plan([Row(1, 0, 2, VECTOR, [5, 6]), Row(2, 0, 2, VECTOR, [5, 6])], [new])
+    plan = StepPlan([Row(1, 0, 2, VECTOR, [5, 6]), Row(2, 0, 2, VECTOR, [5, 6])], [new])
     result = runner.collect(runner.launch(plan))
     result.check(plan)
     assert [extra.uid for extra in result.tokens.extras] == [1]

@@ -19,7 +19,7 @@ from aioengine.runner.graphs.ladder import MAX_ENCODER_TOKENS
 from aioengine.runner.model_runner import ModelRunner
 from aioengine.runner.ticket import Ticket
 from aioengine.runner.warmup import WarmupLimits, run_warmup_steps
-from aioengine.scheduler.plan import NOTHING, TOKENS, Plan, StepResult
+from aioengine.scheduler.plan import NOTHING, TOKENS, StepPlan, StepResult
 from aioengine.settings.resolve import PACKED
 from tests.compute.runner_world import World, make_settings, save_model
 
@@ -37,11 +37,11 @@ class Watch:
     """What is launched on a runner, and what comes back."""
 
     def __init__(self, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.plans: list[Plan] = []
+        self.plans: list[StepPlan] = []
         self.results: list[StepResult] = []
         launch, collect = runner.launch, runner.collect
 
-        def launch_and_note(plan: Plan) -> Ticket:
+        def launch_and_note(plan: StepPlan) -> Ticket:
             self.plans.append(plan)
             return launch(plan)
 

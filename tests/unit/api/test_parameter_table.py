@@ -17,7 +17,7 @@ from aioengine.api.params import PARAMETERS, SamplingParams
 from aioengine.cli import flags
 from aioengine.errors import UnknownParameterError
 from aioengine.protocol.messages import Limits, Sampling, TextRules
-from aioengine.scheduler.plan import Plan
+from aioengine.scheduler.plan import StepPlan
 from aioengine.testing.fake_engine import fake_engine
 from aioengine.testing.fake_runner import FakeRunner, FakeTicket
 
@@ -35,7 +35,7 @@ def test_a_parameter_needs_only_a_row_to_reach_the_runner(monkeypatch: pytest.Mo
     received: list[Sampling] = []
     launch = FakeRunner.launch
 
-    def recorded(self: FakeRunner, plan: Plan) -> FakeTicket:
+    def recorded(self: FakeRunner, plan: StepPlan) -> FakeTicket:
         received.extend(opened.sampling for opened in plan.new_rows)
         return launch(self, plan)
 

@@ -7,7 +7,7 @@ import hashlib
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import Continuation, FirstToken, Limits, Media, Sampling, Submit, TextRules
 from aioengine.scheduler.image_keys import ImageBudget, with_image_keys
-from aioengine.scheduler.plan import Plan, StepResult
+from aioengine.scheduler.plan import StepPlan, StepResult
 from aioengine.scheduler.request import Request
 from aioengine.scheduler.scheduler import Scheduler
 from aioengine.settings.config import SchedulerSettings
@@ -43,7 +43,7 @@ def scheduler(chunk_tokens: int = 64, num_pages: int = 64) -> Scheduler:
     return Scheduler(settings, num_pages=num_pages, page_size=4)
 
 
-def step(of: Scheduler) -> Plan:
+def step(of: Scheduler) -> StepPlan:
     plan = of.schedule(0.0)
     assert plan is not None
     tokens = TokenColumns()

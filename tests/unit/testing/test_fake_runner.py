@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from aioengine.protocol.messages import Limits, Progress, Sampling
-from aioengine.scheduler.plan import NOTHING, TOKENS, NewRow, Plan, Row
+from aioengine.scheduler.plan import NOTHING, TOKENS, NewRow, Row, StepPlan
 from aioengine.settings.config import Settings
 from aioengine.testing import fake_runner
 from aioengine.testing.fake_runner import PRINTABLE, FakeModel, FakeRunner, build, reference_output
@@ -28,7 +28,7 @@ def runner_with(model: FakeModel = MODEL, faults: Faults | None = None) -> FakeR
 def give(
     runner: FakeRunner, *rows: Row, opened: list[NewRow] | None = None, closed: list[int] | None = None
 ) -> list[int]:
-    return runner.collect(runner.launch(Plan(list(rows), opened or [], closed or []))).tokens.token_ids
+    return runner.collect(runner.launch(StepPlan(list(rows), opened or [], closed or []))).tokens.token_ids
 
 
 def first_token(runner: FakeRunner, prompt: list[int], pages: list[int], sampling: Sampling = GREEDY) -> int:
@@ -87,7 +87,7 @@ def test_an_impossible_plan_is_an_error(row: Row, words: str) -> None:
     runner = runner_with()
     first_token(runner, [5, 6], [3])
     with pytest.raises(RuntimeError, match=words):
-        runner.launch(Plan([row]))
+        runner.launch(StepPlan([row]))
 
 
 def test_closing_a_request_frees_everything() -> None:
@@ -95,7 +95,7 @@ def test_closing_a_request_frees_everything() -> None:
     first_token(runner, [5, 6], [3])
     opened = NewRow(1, GREEDY, 2, [5, 6], [3])
     with pytest.raises(RuntimeError, match="none is held"):
-        runner.launch(Plan([Row(1, 2, 1, TOKENS)], [opened], [1, 77]))
+        runner.launch(StepPlan([Row(1, 2, 1, TOKENS)], [opened], [1, 77]))
 
 
 def test_seeds_matter_unless_greedy() -> None:
@@ -144,7 +144,10 @@ def test_each_step_takes_step_time_s_once(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(fake_runner, "time", clock)
     runner = runner_with(FakeModel(vocab_size=100, step_time_s=0.1))
     opened = NewRow(1, GREEDY, 1, [1], [0])
-    tickets = [runner.launch(Plan([Row(1, 0, 1, TOKENS, [1])], [opened])), runner.launch(Plan([Row(1, 1, 1, TOKENS)]))]
+    tickets = [
+        runner.launch(StepPlan([Row(1, 0, 1, TOKENS, [1])], [opened])),
+        runner.launch(StepPlan([Row(1, 1, 1, TOKENS)])),
+    ]
     assert clock.now == 0.0
     for num_steps, ticket in enumerate(tickets, 1):
         runner.collect(ticket)
@@ -181,7 +184,7 @@ def test_the_factory_reads_the_settings() -> None:
     assert give(runner, Row(1, 0, 1, TOKENS, [1]), opened=[opened])[0] < 77
     give(runner, Row(1, 1, 1, TOKENS))
     with pytest.raises(InjectedFault, match="launch of step 3"):
-        runner.launch(Plan([]))
+        runner.launch(StepPlan([]))
     runner.close()
 
 
@@ -201,7 +204,7 @@ def test_faults_can_fail_chosen_steps() -> None:
     seconds: list[float] = []
     for _ in range(6):
         started = time.monotonic()
-        ticket = runner.launch(Plan([Row(1, 0, 1, TOKENS, [1])], [NewRow(1, GREEDY, 1, [1], [0])]))
+        ticket = runner.launch(StepPlan([Row(1, 0, 1, TOKENS, [1])], [NewRow(1, GREEDY, 1, [1], [0])]))
         try:
             result = runner.collect(ticket)
         except InjectedFault:
@@ -221,6 +224,6 @@ def test_a_fault_can_kill_the_process(fault: str, exit_code: int) -> None:
         "from aioengine.testing.fake_runner import *; from aioengine.scheduler.plan import *; "
         "from aioengine.protocol.messages import Sampling; "
         f"runner = FakeRunner(FakeModel(), num_pages=2, page_size=4, faults=Faults({fault})); "
-        "runner.launch(Plan([Row(1, 0, 1, TOKENS, [1])], [NewRow(1, Sampling(0), 1, [1], [0])]))"
+        "runner.launch(StepPlan([Row(1, 0, 1, TOKENS, [1])], [NewRow(1, Sampling(0), 1, [1], [0])]))"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == exit_code
