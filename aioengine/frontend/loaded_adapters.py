@@ -38,17 +38,17 @@ if TYPE_CHECKING:
 MAX_NAME_BYTES: Final = 4096
 LOAD_TIMEOUT_S: Final = 600.0
 UNLOAD_TIMEOUT_S: Final = 600.0
-"""How long ``unload_lora_adapter`` waits for the requests that use an adapter."""
+"""Default timeout of ``unload_lora_adapter`` for the requests that use an adapter."""
 
 _ATTEMPTS: Final = 3
-"""To load an adapter, where the scheduler process is lost meanwhile."""
+"""Attempts to load an adapter if the scheduler process is lost meanwhile."""
 
 _MAX_EXIT_S: Final = 0.5
 _NOT_ENABLED: Final = "this engine serves no LoRA adapters; give its constructor lora_paths, or enable_lora=True"
 
 
 class AdapterResult(NamedTuple):
-    """The result of ``load_lora_adapter`` and its like; true where it succeeded.
+    """The result of a call for LoRA adapters; true if it succeeded.
 
     ``loaded_adapters``: name -> folder of all that requests may name now.
     """
@@ -126,7 +126,7 @@ class AdapterChoice:
             load.users.add(self)
 
     def of(self, prompt: int) -> Adapter | None:
-        """The adapter of a prompt."""
+        """Return the adapter of a prompt."""
         load = self._loads.get(self.of_prompts.of(prompt) or "")
         return None if load is None else load.adapter
 
@@ -136,11 +136,11 @@ class AdapterChoice:
         return None if name is None or name in self._loads else self._missing(name)
 
     def load_of(self, name: str) -> Load | None:
-        """The load that this call uses under a name."""
+        """Return the load that this call uses for a name."""
         return self._loads.get(name)
 
     def leave(self) -> None:
-        """The call is over. On the engine's loop; harmless twice."""
+        """Release the adapters when the call is over. Runs on the engine's loop; may be called twice."""
         loads, self._loads = self._loads, {}
         for load in loads.values():
             load.users.discard(self)
@@ -149,7 +149,7 @@ class AdapterChoice:
 
 
 def adapter_choice(options: Mapping[str, object], rows: Rows) -> AdapterChoice | None:
-    """The option ``lora_path``; None: it is not given.
+    """Check the option ``lora_path``; return None if it is not set.
 
     Raises:
         TypeError, ValueError: it is wrong. The entries of a list are checked with their rows.
@@ -173,10 +173,10 @@ _HELD: ContextVar[AdapterChoice | None] = ContextVar("aioengine_held_adapter", d
 
 
 class LoadedAdapters:
-    """The adapters of an engine. ``open`` is called from any thread, under its lock; all else on its loop."""
+    """The adapters of an engine. ``open`` runs on any thread, with the engine's lock; other methods on its loop."""
 
     def __init__(self, rules: AdapterRules | None, controls: Controls, lock: threading.RLock) -> None:
-        """``rules``: None where the engine serves no adapters."""
+        """``rules``: None if the engine has no adapters."""
         self._rules = rules
         self._controls = controls
         self._lock = lock
@@ -281,7 +281,7 @@ class LoadedAdapters:
         return self._result(why)
 
     async def load_given(self) -> None:
-        """Load those of the start, each folder once.
+        """Load the adapters of ``lora_paths``, each folder once.
 
         Raises:
             EngineStartupError: one cannot be used.
@@ -298,7 +298,7 @@ class LoadedAdapters:
                 self._aliases.setdefault(given.alias, set()).add(given.name)
 
     async def unload(self, lora_name: object, timeout_s: object) -> AdapterResult:
-        """Unload an adapter, once no call uses it.
+        """Unload an adapter after its last call has ended.
 
         Raises:
             TypeError, ValueError: an argument is none of its type.
@@ -348,7 +348,7 @@ class LoadedAdapters:
         return AdapterResult(not why_not, why_not, loaded)
 
     def _why_not(self, name: str, *, is_pinned: bool) -> str:
-        """Why a name cannot be loaded now; empty: it can."""
+        """Return the reason why a name cannot be loaded now, or an empty string."""
         if name in self._loads or name in self._aliases:
             return f"an adapter {name!r} is loaded already; unload it first, or choose another name"
         if name in self._loading:
@@ -367,7 +367,7 @@ class LoadedAdapters:
     async def _load(
         self, rules: AdapterRules, name: str, path: Path, *, is_pinned: bool, known: dict[Path, Adapter] | None = None
     ) -> str:
-        """Load an adapter under a free name; returns why that failed.
+        """Load an adapter under a free name. Return the reason if it failed.
 
         ``known``: adapters that were just read, by their folders; this one is added.
         """
@@ -397,7 +397,7 @@ class LoadedAdapters:
         return ""
 
     async def _ask(self, adapter: Adapter) -> Reply:
-        """Have the scheduler process read an adapter, and place a pinned one; another one where it is lost meanwhile.
+        """Let the scheduler process read an adapter and place a pinned one. Repeat this if the process is lost.
 
         Raises:
             EngineError: the engine died, or was shut down.
@@ -414,7 +414,7 @@ class LoadedAdapters:
 
 
 async def _in_thread(read: Callable[[], Adapter]) -> Adapter:
-    """A file system may hang: each has a thread of its own."""
+    """Run a function on its own thread, because file systems may hang."""
     thread = WorkerThread[Adapter]("aioengine-adapter", max_exit_s=_MAX_EXIT_S)
     try:
         return await asyncio.wrap_future(thread.submit(read))
@@ -434,7 +434,7 @@ def _checked_name(argument: str, value: object) -> str:
 
 
 def _folder(value: object) -> Path:
-    """As this process understands it: the other one may work in another folder."""
+    """Return the absolute path: the scheduler process may have another working directory."""
     given = checks.text("lora_path", str(value) if isinstance(value, PurePath) else value)
     if not given:
         raise ValueError("lora_path is empty; give the folder of the adapter")

@@ -1,4 +1,4 @@
-"""From a config to a running engine: find the model, answer every "auto", start the processes, load the tokenizer."""
+"""Starts an engine from a config: find the model, resolve every "auto", start the processes, load the tokenizer."""
 
 from __future__ import annotations
 
@@ -50,17 +50,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_EXIT_S: Final = 0.5
-"""A download takes longer than any exit should, and reading a tokenizer ends with the program without harm."""
+"""Daemon threads: an exit does not wait for a download, and may interrupt the reading of a tokenizer."""
 
 _ANNOUNCEMENT: Final = Progress("starting the engine", 0, 1, "")
 _QUIET_S: Final = 0.3
-"""A start that takes longer is announced before its processes report what they do: they import for seconds."""
+"""A longer start shows a progress bar before the processes report progress, because their imports take seconds."""
 
 
 class Blueprint(Struct, frozen=True, kw_only=True):
-    """The parts of an engine that is to be started. ``load_tokenizer`` may block; None: token ids only.
+    """The parts of an engine to start.
 
-    ``images``: those of its prompts; None: the model takes text alone. ``warning``: for the user, at the start.
+    load_tokenizer: may block; None: token ids only. images: how images become tokens; None: the model accepts only
+    text. warning: shown to the user at the start.
     """
 
     settings: Settings
@@ -76,11 +77,10 @@ class Blueprint(Struct, frozen=True, kw_only=True):
 
 
 def parts_of(config: EngineConfig) -> tuple[Callable[[], Blueprint], bool | None, str]:
-    """A function that makes the engine's blueprint when it starts; whether bars are shown; the name of its model.
+    """Return a function that makes the engine's blueprint at its start, ``progress``, and the name of the model.
 
     Raises:
-        ValueError: a local folder cannot be served as asked. (A model to be downloaded is checked when the engine
-            starts.)
+        ValueError: a local folder cannot be served with these settings. (A model to download is checked at the start.)
     """
     path = config.model.path
     config = _with_local_model(config)
@@ -88,7 +88,7 @@ def parts_of(config: EngineConfig) -> tuple[Callable[[], Blueprint], bool | None
 
 
 def _with_local_model(config: EngineConfig) -> EngineConfig:
-    """``config`` with absolute paths of local folders, which are checked."""
+    """Check local folders, and return ``config`` with their absolute paths."""
     given = tuple(replace(one, path=_absolute_folder(one.path)) for one in config.lora.adapters)
     config = replace(config, lora=replace(config.lora, adapters=given))
     model = config.model
@@ -104,7 +104,7 @@ def _with_local_model(config: EngineConfig) -> EngineConfig:
 
 
 def _absolute(path: str | None) -> str | None:
-    """The working directory may be another one, or removed, when the engine starts."""
+    """Return an absolute path: at the start, the working directory may have changed or may be removed."""
     return path if path is None or model_folder.needs_download(path) else model_folder.locate(path)
 
 
@@ -113,7 +113,7 @@ def _absolute_folder(path: str) -> str:
 
 
 def blueprint_of(config: EngineConfig) -> Blueprint:
-    """Read what is needed to start. May block for as long as a download takes: not for the loop's thread.
+    """Read everything that the start needs. May block during a download: do not call it on the loop's thread.
 
     Raises:
         ValueError: there is no such model, or it cannot be served as asked.
@@ -149,7 +149,7 @@ def blueprint_of(config: EngineConfig) -> Blueprint:
 
 
 def read_adapters(config: EngineConfig) -> list[AdapterFolder]:
-    """The folders of the adapters of the start, each once. Raises ValueError: one is no adapter that works."""
+    """Read the adapter folders of ``lora_paths``, each once. Raise ValueError if one cannot be used."""
     if config.lora.enabled is False:
         return []
     return [
@@ -164,7 +164,7 @@ def _images(config: EngineConfig, facts: ModelFacts) -> ImageModel | None:
 
 
 def _chat_template(config: EngineConfig) -> str | None:
-    """The text of the template that was asked for: what is wrong with it is known before anything is loaded."""
+    """Return the text of the configured template. It is checked before the model is loaded."""
     given = config.model.chat_template
     if given is None:
         return None
@@ -176,7 +176,7 @@ def _chat_template(config: EngineConfig) -> str | None:
 
 
 def _load_tokenizer(settings: TextSettings, chat_template: str | None) -> Tokenizer:
-    """Read it, and import what reads it: on the thread that has time, while the processes start."""
+    """Import the tokenizer library and read the tokenizer, on a thread while the processes start."""
     from aioengine.tokenization.tokenizer import Tokenizer
 
     assert settings.tokenizer_path is not None
@@ -186,7 +186,7 @@ def _load_tokenizer(settings: TextSettings, chat_template: str | None) -> Tokeni
 
 
 class _Inbox:
-    """Keeps the messages of the processes until there is a frontend."""
+    """Keeps the messages of the processes until the frontend exists."""
 
     def __init__(self) -> None:
         self.frontend: Frontend | None = None
@@ -220,20 +220,20 @@ def _loaded(load: Callable[[], Tokenizer]) -> tuple[Tokenizer, int | None]:
 
 
 def _retrieve(work: asyncio.Future[tuple[Tokenizer, int | None]]) -> None:
-    """Retrieve the error of a task that was not awaited, since the start has failed before."""
+    """Retrieve the error of a task that was not awaited because the start failed earlier."""
     if not work.cancelled():
         work.exception()
 
 
 async def _abandon(processes: Processes, error: BaseException) -> None:
-    """End processes of which the start failed."""
+    """End the processes of a failed start."""
     processes.kill_now()
     if not isinstance(error, GeneratorExit):  # the loop was closed, and nothing can be awaited
         await processes.stop(0.0)
 
 
 async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable[[Progress], None]) -> Frontend:
-    """Start an engine on the running loop. ``prepare`` reads files, and may download them, on a thread.
+    """Start an engine on the running loop. ``prepare`` reads or downloads files, on a thread.
 
     Where it fails or is cancelled half-way, nothing is left behind.
 
@@ -287,7 +287,7 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
 
 
 async def _connect(inbox: _Inbox, frontend: Frontend, events: Events) -> None:
-    """Pass messages on, and load the adapters of the start. Raises EngineStartupError: one cannot be used."""
+    """Forward messages, and load the adapters of ``lora_paths``. Raise EngineStartupError if one cannot be used."""
     inbox.connect(frontend, events)
     try:
         await frontend.adapters.load_given()
@@ -304,7 +304,7 @@ def _running(
     *,
     images: ImageIntake | None,
 ) -> Running:
-    """The parts of the engine, whose processes are ready. Raises EngineStartupError for ``facts`` that are wrong."""
+    """Return the parts of an engine whose processes are ready. Raise EngineStartupError if ``facts`` are wrong."""
     max_total_tokens = facts.get("max_total_tokens")
     if not isinstance(max_total_tokens, int):
         raise EngineStartupError(f"the scheduler process did not report the size of its KV pool: {facts!r}")
@@ -330,7 +330,7 @@ def _running(
 
 
 def _log_start(settings: Settings, facts: Mapping[str, object], took_s: float) -> None:
-    """Log model, device, dtype, KV pool and CUDA graphs, as far as the runner names them, and the time of the start."""
+    """Log model, device, dtype, KV pool and CUDA graphs, as far as known, and the duration of the start."""
     for line in (*_lines(settings, facts), f"ready after {took_s:.1f} s"):
         log(logger, logging.INFO, "%s", line)
 

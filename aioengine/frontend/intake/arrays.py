@@ -30,7 +30,7 @@ class ArrayImport:
         self._waiters: list[Waiter] = []
 
     def wait(self, waiter: Waiter) -> None:
-        """Call ``waiter`` once it is imported, or with what went wrong."""
+        """Call ``waiter`` after the import, with the error if it failed."""
         self._waiters.append(waiter)
         if len(self._waiters) == 1:
             start_thread(self._import, name="aioengine-import")

@@ -1,8 +1,8 @@
-"""Beam search by plain requests: in each step, one request of one token for each beam, with its likeliest tokens.
+"""Beam search with plain requests: each step sends one request per beam, for one token with its top logprobs.
 
-The prefixes of beams are in the prefix cache, so that little of each request is computed. The score of a beam that has
-ended is the sum of its log-probabilities divided by ``length ** length_penalty``. The search ends once ``beam_width``
-beams have ended, and no other one can reach a better score than the worst of them.
+The prefix cache has the prefixes of the beams, so little of each request is computed. The score of an ended beam is the
+sum of its logprobs divided by ``length ** length_penalty``. The search ends when ``beam_width`` beams have ended and no
+live beam can reach a better score than the worst of them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class BeamSearch:
     """The beams of one search, without the model.
 
     Attributes:
-        live: the beams that go on, best first. found: those that have ended, best first.
+        live: the beams that continue, best first. found: the ended beams, best first.
     """
 
     def __init__(
@@ -77,15 +77,13 @@ class BeamSearch:
 
     @property
     def num_wanted(self) -> int:
-        """How many of the likeliest tokens of each beam are needed: even if all stop tokens are the likeliest, enough
-        others are left.
-        """
+        """Number of top tokens that are needed per beam. If all stop tokens are among them, enough others remain."""
         return self._width + len(self._stop_ids)
 
     def extend(self, likeliest: Iterable[Iterable[tuple[float, int]]]) -> None:
-        """Extend each beam of ``live`` by its likeliest tokens, given as (log-probability, id), best first.
+        """Extend each beam of ``live`` with its top tokens (logprob, id), best first.
 
-        Of beams with equal scores the first is better.
+        If scores are equal, the first beam is better.
         """
         num_output = len(self.live[0].token_ids) + 1
         best = heapq.merge(*map(self._candidates, self.live, likeliest), key=lambda candidate: -candidate[0])
@@ -121,7 +119,7 @@ class BeamSearch:
 
 
 class SearchOptions(Struct, frozen=True):
-    """The arguments of a search, checked. ``step``: sampling parameters of its requests."""
+    """The checked arguments of a search. ``step``: sampling parameters of its requests."""
 
     width: int
     length_penalty: float
@@ -135,7 +133,7 @@ def search_options(
     """Check the arguments of a search; ``mode``: ``logprobs_mode`` of the engine.
 
     Raises:
-        TypeError, ValueError: what is wrong, with the field and the value.
+        TypeError, ValueError: an argument is wrong; the message names it and its value.
     """
     width = checks.whole("beam_width", beam_width, 1, MAX_BEAMS)
     length = checks.whole("max_new_tokens", max_new_tokens, 1)
@@ -166,7 +164,7 @@ def _unknown(name: str) -> TypeError:
 
 
 def _check_prompt(prompt: object) -> None:
-    """Raise TypeError for several prompts, or none. Token ids are checked by the first request."""
+    """Raise TypeError unless there is exactly one prompt. The first request checks its token ids."""
     is_list = isinstance(prompt, list | tuple)
     first = next(iter(cast("Sequence[object]", prompt)), 0) if is_list else 0
     if not (is_list or isinstance(prompt, str | checks.Array)) or isinstance(first, str | list | tuple):
@@ -176,9 +174,9 @@ def _check_prompt(prompt: object) -> None:
 async def beam_search(
     generate: Callable[..., Awaitable[object]], parts: Running, prompt: object, options: SearchOptions
 ) -> BatchOutput:
-    """The answers of the best beams, best first. ``generate``: ``async_generate`` of the engine of these ``parts``.
+    """Return the answers of the best beams, best first. ``generate``: ``async_generate`` of the engine.
 
-    Raises what ``generate`` raises, RequestTooLargeError where the longest beam would not fit, and RequestError where a
+    Raises the errors of ``generate``, RequestTooLargeError if the longest beam would not fit, and RequestError if a
     step was aborted.
     """
     _check_prompt(prompt)
@@ -231,7 +229,7 @@ def _likeliest(answer: Answer) -> Iterator[tuple[float, int]]:
 def _answer(
     parts: Running, options: SearchOptions, first: Answer, found: Found, *, index: int, total_s: float
 ) -> Answer:
-    """The dict of a beam, which is the ``index``-th of a search that took ``total_s`` seconds."""
+    """Return the dict of the beam at ``index``. ``total_s``: duration of the search."""
     info = cast("dict[str, Any]", first["meta_info"])
     kept = {key: value for key, value in info.items() if "logprobs" not in key}
     before = {name: info["timings"][name] for name in ("tokenize_s", "queue_s", "prefill_s")}
@@ -256,7 +254,7 @@ def _answer(
 
 
 def _text(parts: Running, params: SamplingParams, prompt_ids: list[int], found: Found) -> str:
-    """What the beam adds to the text of its prompt, without its stop token; empty without a tokenizer."""
+    """Return the text of a beam after its prompt, without the stop token; empty without a tokenizer."""
     if parts.tokenizer is None:
         return ""
     decode = partial(parts.tokenizer.decode, skip_special_tokens=params.skip_special_tokens)

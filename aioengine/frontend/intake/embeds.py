@@ -1,4 +1,4 @@
-"""``input_embeds``: prompts that are embeddings, as callers give them. Imported when there are any: numpy is slow."""
+"""``input_embeds``: prompts that are embeddings. Imported only when needed, because it imports numpy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 NAME: Final = "input_embeds"
 ALLOWED: Final = "a float array [tokens, D], or a list of them"
 MAX_EMBEDS_BYTES: Final = 192 * 1024 * 1024
-"""Of one prompt, as fp32: it is sent in one message."""
+"""Maximum bytes of one prompt in fp32. It is sent in one message."""
 
 NUMBERS_PER_ID: Final = 4
 
@@ -35,11 +35,11 @@ class EmbedsPrompt(IdsPrompt, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """Of the array as fp32."""
+        """Number of bytes of the array in fp32."""
         return 4 * self.num_numbers
 
     def checked(self) -> IdsPrompt:
-        """Make them fp32; TypeError or ValueError for what is no array of finite floats."""
+        """Convert to fp32. Raise TypeError or ValueError if it is not an array of finite floats."""
         try:
             given = np.asarray(self.given)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -77,7 +77,7 @@ def embeds_prompt(name: str, value: object, budget: CheckBudget, rules: EncodeRu
 
 
 class GivenEmbeds(NamedTuple):
-    """The prompts of ``input_embeds``: one, or those of a batch."""
+    """Return the prompts of ``input_embeds``: one, or all of a batch."""
 
     values: Sequence[object]
     is_batch: bool
@@ -85,7 +85,7 @@ class GivenEmbeds(NamedTuple):
 
 
 def given_embeds(value: object, rules: EncodeRules) -> GivenEmbeds:
-    """One array, or the arrays of a batch: those of a list, or of an array of three dimensions."""
+    """Return one array, or the arrays of a batch: the items of a list or of a three-dimensional array."""
     rows = _rows(NAME, value)
     first = rows[0]
     is_batch = (
@@ -98,7 +98,7 @@ def given_embeds(value: object, rules: EncodeRules) -> GivenEmbeds:
 
 
 def _rows(name: str, value: object) -> Sequence[object]:
-    """The rows of an array or of a list, not empty."""
+    """Return the rows of an array or list, which must not be empty."""
     if isinstance(value, str | bytes) or not isinstance(value, list | tuple | checks.Array):
         raise checks.wrong_type(name, ALLOWED, value)
     if not checks.num_items(value):

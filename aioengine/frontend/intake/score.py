@@ -34,7 +34,7 @@ else:
 MAX_LABELS: Final = 1 << 17
 MAX_TEMPERATURE: Final = 1e6
 _ENTRIES_PER_TURN: Final = 4096
-"""Items and labels that are read in one turn of the event loop, some 10 ms."""
+"""Items and labels that are read before the event loop gets a turn: about 10 ms."""
 ITEMS: Final = "a string, or a list of strings or of lists of token ids"
 LABELS: Final = "a list of token ids, or one for each item"
 
@@ -83,7 +83,7 @@ class ScoreResult(list[Scores]):
 
     @property
     def scores(self) -> list[Scores]:
-        """The scores as a plain list."""
+        """Return the scores as a plain list."""
         return list(self)
 
     def __repr__(self) -> str:
@@ -91,7 +91,7 @@ class ScoreResult(list[Scores]):
 
 
 class ScoreRequest(Struct, kw_only=True):
-    """The arguments of ``score``, checked.
+    """The checked arguments of ``score``.
 
     Attributes:
         prompts: query and item together, as texts or as token ids.
@@ -219,7 +219,7 @@ def _text_or_ids(name: str, value: object) -> str | list[int]:
 
 
 async def _add_labels(request: ScoreRequest, value: object, parts: Running) -> None:
-    """Add the labels: one list for all items, or one for each."""
+    """Add the labels: one list for all items, or one list per item."""
     given = checks.items("label_token_ids", value, checks.MAX_COUNT, allowed=LABELS)
     if not given:
         raise ValueError("label_token_ids is empty; give at least one token id")
@@ -275,7 +275,7 @@ async def score(
         return ScoreResult(scores, 0, logprobs if request.gives_logprobs else None)
 
     def chosen(values: Any) -> Any:
-        """The values of the items that are computed."""
+        """Return the values of the items that are computed."""
         is_list = isinstance(values, list | tuple) and len(cast("list[object]", values)) == num_items
         return [values[place] for place in places] if is_list else values
 
