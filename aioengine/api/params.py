@@ -303,9 +303,9 @@ class SamplingParams(
 
     def __eq__(self, other: object) -> bool:
         """Whether all values are equal. A default differs from the same number, because a model may change it."""
-        if type(other) is not type(self):
+        if not isinstance(other, SamplingParams) or type(other) is not type(self):
             return NotImplemented
-        own, theirs = astuple(self), astuple(cast("SamplingParams", other))
+        own, theirs = astuple(self), astuple(other)
         return own == theirs and all(map(is_, map(type, own), map(type, theirs)))
 
     def __hash__(self) -> int:  # lists cannot be hashed; equal objects agree in these

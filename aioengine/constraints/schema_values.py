@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import re
 from decimal import Decimal
-from typing import Any, Final, NamedTuple, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, cast
 
 from aioengine.api import checks
 from aioengine.constraints.python_regex import translate
 from aioengine.errors import UnsupportedSchemaError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 MAX_LENGTH: Final = 1_000_000
 MAX_MULTIPLE: Final = 1000
@@ -78,7 +81,7 @@ def check_constant(schema: Subschema, keyword: str) -> None:
         if isinstance(value, dict):
             unchecked += cast("Schema", value).values()
         elif isinstance(value, list):
-            unchecked += cast("list[Any]", value)
+            unchecked += cast("Sequence[Any]", value)
         elif isinstance(value, str) and _CONTROL.search(value):
             schema.refuse(keyword, f"has a control character other than \\b \\f \\n \\r \\t, in {checks.shown(value)}")
         elif isinstance(value, int | float) and not _is_exact(value):

@@ -8,7 +8,7 @@ types of formats and their options are in ``_OPTIONS``.
 from __future__ import annotations
 
 import json
-from typing import Any, Final, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
 from aioengine.api.checks import did_you_mean, shown
 from aioengine.constraints.json_schema import Budget, compile_schema
@@ -16,6 +16,9 @@ from aioengine.constraints.python_regex import translate
 from aioengine.constraints.schema_values import Subschema
 from aioengine.constraints.tag_grammar import FreeText, Literal, Part, Rule, TagGrammar, Terminal, either, refuse
 from aioengine.errors import UnsupportedSchemaError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 MAX_BYTES: Final = 262_144
 MAX_DEPTH: Final = 16
@@ -257,7 +260,7 @@ def _list(node: Format, key: str, pointer: str) -> list[tuple[Any, str]]:
     value = node.get(key)
     if not isinstance(value, list) or not value:
         _wrong(f"{pointer}/{key}", "a list with entries", value)
-    return [(entry, f"{pointer}/{key}/{i}") for i, entry in enumerate(cast("list[Any]", value))]
+    return [(entry, f"{pointer}/{key}/{i}") for i, entry in enumerate(cast("Sequence[Any]", value))]
 
 
 def _flag(node: Format, key: str, pointer: str, *, default: bool = False) -> bool:

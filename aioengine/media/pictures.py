@@ -68,7 +68,7 @@ def open_picture(file: BinaryIO, max_pixels: int) -> Image.Image:
     """
     Image.init()
     try:
-        formats = [name for name in FORMATS if name in Image.OPEN]
+        formats: list[str] = [name for name in FORMATS if name in Image.OPEN]
         image = Image.open(cast("BinaryIO", _LimitedFile(file)), formats=formats)
     except UnidentifiedImageError:
         raise ValueError(f"it is no picture in a format that is read ({', '.join(FORMATS)})") from None
