@@ -138,7 +138,7 @@ class Linear(Layer):
         }
 
     def _source(self, part: str, name: str, piece: Tensor) -> Slice | None:
-        """Return what this rank loads of a checkpoint tensor into ``piece`` [...]; None for all of it."""
+        """Return the part of a checkpoint tensor that this rank loads into ``piece`` [...]; None for all of it."""
         dim = None if self._divided is None else self._format.dim_of(name, self._divided)
         if dim is None:
             return None

@@ -66,7 +66,7 @@ class OpenText:
         self._num_decoded = 0  # number of collected ids that are decoded
 
     def prepare(self, make_pipeline: Callable[[TextRules], TextPipeline | None]) -> Sequence[int]:
-        """Make the stages of its text, and bring them to where they were. Raises what is wrong with its rules.
+        """Build the stages and decode the ids that were emitted before. Raise an exception if the rules are invalid.
 
         If the request has patterns, return these ids instead, to ``replay`` one by one.
         """
