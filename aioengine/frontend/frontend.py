@@ -107,7 +107,9 @@ class Frontend:
         self.calls = Calls()
         self.router = Router(self.calls.rows, lock := threading.RLock(), lambda row: self._lifecycle.row_ended(row))
         self.limits = QueueLimits(
-            parts.queue, max_running=settings.scheduler.max_running, max_total_tokens=parts.max_total_tokens
+            parts.queue,
+            max_running=settings.scheduler.max_running,
+            max_total_tokens=parts.max_total_tokens * cast("int", parts.facts.get("num_replicas", 1)),
         )
         self.overload = Overload(self.limits, lock, self.loop)
         self.controls = Controls(
