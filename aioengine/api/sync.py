@@ -399,7 +399,8 @@ class Engine(EngineFace):
 
     def get_model_info(self) -> ModelInfo:
         """Return facts about the served model."""
-        return info.model_info(self._running().parts.settings)
+        frontend = self._running()
+        return info.model_info(frontend.parts.settings, frontend.weight_version)
 
 
 class _EngineLoop:
