@@ -335,7 +335,7 @@ class Engine(EngineFace):
         Raises:
             EngineDrainingError, EngineClosedError, EngineDeadError: no call will be accepted.
         """
-        self._running().overload.wait_blocking()
+        self._portal.call(self._blocking().overload.wait(threading.get_ident()))
 
     def flush_cache(self) -> Outcome:
         """Empty the prefix cache, as ``AsyncEngine.flush_cache``."""

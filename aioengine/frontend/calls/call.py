@@ -16,10 +16,8 @@ at its end at once, even if chunks are ready. Reading ends by these methods of `
 
     method                 used for                              effect
     abort                  abort()                               rows end with reason "abort"; the reader stays open
-    leave                  aclose(), close(), end of ``with``    closes the reader; the call is left: its rows end
-                                                                 without a reason, and unread chunks are freed
-    leave_later            finalizers, signal handlers           as ``leave``, later on the engine's loop: takes no lock
-    leave_for              an exception in a wait                ``leave``, or ``leave_later`` for GeneratorExit
+    leave                  aclose(), close(), end of ``with``,   closes the reader; the call is left: its rows end
+                           finalizers, exceptions in a wait      without a reason, and unread chunks are freed
     leave_if_interrupted   an exception in ``take``              ``leave``, unless it is the error of the call itself
 
 An attachable call (``resume_ttl``) is not left with its reader: it continues, and another reader may attach.
