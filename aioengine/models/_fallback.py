@@ -30,12 +30,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from aioengine.api import checks
 from aioengine.families._config import Task
+from aioengine.layers.linear import adaptable_linears
 from aioengine.layers.placement import Target
 from aioengine.model_files import checkpoint, folder_files
 from aioengine.models import _fallback_attention as layers
 from aioengine.models._base import InputSpec, ModelInputs
 from aioengine.models._fallback_attention import NUM_TRIED, PAGED, TRYING, PackedStep, StopError, refuse
-from aioengine.models._fallback_swaps import RecordedCalls, Swaps
+from aioengine.models._fallback_swaps import Swaps, recorded_calls
 from aioengine.models._fallback_weights import by_stored_name
 
 if TYPE_CHECKING:
@@ -113,9 +114,8 @@ class TransformersModel:
         """Try the model, replace its layers with ours, and try it again. Some code reads attributes of its layers."""
         self._try(gives_positions=False)
         own_positions = self._tables
-        calls = RecordedCalls(self._model)
-        self._try()
-        calls.end()
+        with recorded_calls(self._model) as calls:
+            self._try()
         if self._tables != own_positions:
             refuse(self._step.model_type, "it looks up position 0 at another place of its table than at the first")
         swaps = Swaps(self._model, calls, self._step, options.placement)
@@ -192,7 +192,7 @@ class TransformersModel:
     def linears(self) -> list[tuple[str, Linear]]:
         """Implement ``models._base.AdaptableModel``."""
         stem = f"{self._model.base_model_prefix}." if self._body is self._model else ""
-        return [(f"{stem}{prefix}", linear) for prefix, linear in self._swaps.linears()]
+        return adaptable_linears(self._swaps, stem)
 
     def finish_loading(self) -> None:
         self._swaps.finish_loading()
