@@ -60,6 +60,9 @@ _NUM_COMPARED: Final = 3
 _MIXED: Final = 0.05
 """Maximum relative change of a hidden state with different neighbours, caused by rounding in sums of experts."""
 
+_IMPLEMENTATION: Final = "_attn_implementation"
+"""Attribute of a transformers config with the name of the attention function."""
+
 _NO_INTERFACE: Final = "its attention does not go through transformers' attention interface"
 
 _CLASSES = {
@@ -101,7 +104,7 @@ class TransformersModel:
         self._head: nn.Module = model
         self._tables: list[tuple[int, int]] = []
         self._swaps = self._swap(options)
-        config._attn_implementation = PAGED
+        setattr(config, _IMPLEMENTATION, PAGED)
         self.attention_shape = layers.use_layers(self._step, config.num_hidden_layers)
         if task is Task.CLASSIFY and not isinstance(self._scores, nn.Linear):
             refuse(config.model_type, "its classifier is more than one linear layer, score")
