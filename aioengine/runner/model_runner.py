@@ -145,8 +145,10 @@ class ModelRunner:
         report: called with the numbers of captured and of all graphs.
         """
         module = importlib.import_module("aioengine.runner.graphs.decode_graphs")
-        graphs: DecodeGraphs = module.DecodeGraphs(self._model, self._attention, self._inputs, self._vocab_size)
-        graphs.capture(max_rows, report)
+        graphs: DecodeGraphs = module.DecodeGraphs(
+            self._model, self._attention, self._inputs, vocab_size=self._vocab_size, max_rows=max_rows
+        )
+        graphs.capture(report)
         self._graphs = graphs
         self._constrained.max_tokens = graphs.max_rows
         self.facts["cuda_graph_sizes"] = " ".join(map(str, graphs.sizes))
