@@ -87,14 +87,6 @@ def model_inputs(
     )
 
 
-def allows_graphs(model: Model, inputs: ModelInputs) -> bool:
-    """Return whether graphs support a step with prompts: it has output indices, and neither embeddings of the user nor
-    deepstack features.
-    """
-    has_user_embeds = inputs.token_ids is None and not model.input_spec.embeddings
-    return inputs.outputs is not None and not has_user_embeds and inputs.deepstack is None
-
-
 def _with_parts(batch: ForwardBatch, slots_GT: Ints, tables_GRP: npt.NDArray[np.int32], upload: Upload) -> ForwardBatch:
     """Add the batch of each layer group, with slots_GT [G, T] and page tables tables_GRP [G, R, P]."""
     groups = zip(upload(slots_GT), upload(tables_GRP), tables_GRP, strict=True)
