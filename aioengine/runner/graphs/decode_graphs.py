@@ -315,8 +315,8 @@ class DecodeGraphs:
         expanded: ExpandedRows | None = None,
         is_drawn: bool,
     ) -> list[int]:
-        """Write the inputs of the graph of ``size`` rows to ``hosts``, an array for each layer group with separate page
-        tables. Return the number of integers written to each of them.
+        """Write the inputs of the graph of ``size`` rows to ``hosts``, an array [X] for each layer group with separate
+        page tables. Return the number of integers written to each of them.
         """
         page_size, ends = self._page_size, _COLUMNS * size
         order = cascade.order if cascade else expanded.row_of_token if expanded else slice(None)
@@ -382,7 +382,7 @@ class DecodeGraphs:
     def _step(
         self, size: int, attention: FixedDecode, tiles: AdapterTiles | None = None
     ) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
-        """Return a function that computes a step of ``size`` rows. tiles: for a step with adapters."""
+        """Return a function that computes a step of ``size`` rows [B]. tiles: for a step with adapters."""
         columns = self._columns(size)
         for memory in self._memory:
             memory.zero_()
