@@ -45,7 +45,7 @@ from aioengine.frontend.loaded_adapters import AdapterRules, LoadedAdapters
 from aioengine.frontend.sessions.sessions import Sessions
 from aioengine.frontend.throughput import Throughput
 from aioengine.media.intake.image_intake import ImageIntake
-from aioengine.protocol.messages import FinishCode, Reply, Stats, TextChunks
+from aioengine.protocol.messages import DEFAULT_WEIGHT_VERSION, FinishCode, Reply, Stats, TextChunks
 from aioengine.settings.config import DeliveryConfig, QueueConfig, Settings
 from aioengine.supervision.processes import Processes
 from aioengine.supervision.tasks import post, runs_here
@@ -89,6 +89,7 @@ class Frontend:
 
     Attributes:
         images: the images of prompts; None: the model reads only text.
+        weight_version: version of the weights; a row reports the version of its own computation.
         failure: the error of all calls once the engine is dead or closed. Copies are raised, because a raised error
             keeps its frames alive, and all objects in them.
     """
@@ -97,13 +98,16 @@ class Frontend:
         settings = parts.settings
         self.parts = parts
         self.loop = asyncio.get_running_loop()
+        self.weight_version = str(parts.facts.get("weight_version", DEFAULT_WEIGHT_VERSION))
         self.failure: EngineError | None = None
         self.last_stats: Stats | None = None
         self._throughput = Throughput(settings.log_level)
         self.calls = Calls()
         self.router = Router(self.calls.rows, lock := threading.RLock(), lambda row: self._lifecycle.row_ended(row))
         self.limits = QueueLimits(
-            parts.queue, max_running=settings.scheduler.max_running, max_total_tokens=parts.max_total_tokens
+            parts.queue,
+            max_running=settings.scheduler.max_running,
+            max_total_tokens=parts.max_total_tokens * cast("int", parts.facts.get("num_replicas", 1)),
         )
         self.overload = Overload(self.limits, lock, self.loop)
         self.controls = Controls(
@@ -149,7 +153,7 @@ class Frontend:
         """
         called_at = time.monotonic()
         refuse_interrupting(self._lock)
-        call, reader = Call(called_at), None
+        call, reader = Call(called_at, self.weight_version), None
         try:
             with self._lock:
                 self.limits.reserve(call, this_caller())
