@@ -159,6 +159,7 @@ def engine_arguments(method: Method) -> Method:
         if name != "model_path"
     ]
     method.__doc__ = EngineArguments.__doc__
+    method.__qualname__ = "__init__"  # errors would name the internal base class
     method.__dict__["__signature__"] = Signature([*first, *others], return_annotation=None)
     return method
 
