@@ -271,8 +271,8 @@ ARGUMENTS: Final[dict[str, Argument]] = {
     "sampling_defaults": Argument(
         "model.sampling_defaults",
         _words("model", "engine", openai="engine"),
-        "source of sampling parameters that a request leaves out: model (its generation_config.json) or engine (openai is "
-        "another name for engine)",
+        "source of sampling parameters that a request leaves out: model (its generation_config.json) or engine (openai "
+        "is another name for engine)",
     ),
     "device": Argument("device.name", _words("auto", "cpu", "cuda", gpu="cuda"), "auto, cpu or cuda"),
     "attention_backend": Argument(
