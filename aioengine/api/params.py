@@ -24,7 +24,6 @@ from aioengine.api.parameter_table import (
     DefaultInt,
     Parameter,
     ParametersType,
-    given_twice,
     number,
     other_name,
     parameter,
@@ -263,8 +262,11 @@ class SamplingParams(
         """Check the values that are not defaults, convert them to plain values, and build the message parts once."""
         table = type(self).__table__
         changed = [*compress(table.fields, map(is_not, astuple(self), table.defaults))]
-        if not table.aliases.keys().isdisjoint(changed):
-            changed = _by_own_names(self, changed)
+        if not table.aliases.keys().isdisjoint(changed):  # it was decoded
+            own = table.by_own_names({name: _field(self, name) for name in reversed(changed)})
+            for name, value in (dict.fromkeys(table.aliases, UNSET) | own).items():
+                force_setattr(self, name, value)
+            changed = list(own)
         sampling, limits, text = parts = (dict[str, Any](), dict[str, Any](), dict[str, Any]())
         for name in changed:
             row, value = table.rows[name], _field(self, name)
@@ -325,8 +327,9 @@ class SamplingParams(
             return _cached(cls)
         if not isinstance(cast("object", value), Mapping):
             raise checks.wrong_type("sampling_params", "a SamplingParams, a dict or None", value)
-        if not _ONLY_STRINGS.issuperset(map(type, value)):
-            value = {_key(key): entry for key, entry in value.items()}
+        for key in value:
+            if not isinstance(cast("object", key), str):
+                raise cls.__table__.unknown(key)
         if _UNCHANGING.issuperset(map(type, value.values())):
             return _cached(cls, **value)
         return cls(**value)  # type: ignore[arg-type]  # every value is checked
@@ -351,30 +354,6 @@ def is_sampling_parameter(name: str) -> bool:
 def _cached(cls: type[SamplingParams], /, **fields: object) -> SamplingParams:
     """Return the same object for the same immutable values, because many requests have equal parameters."""
     return cls(**fields)  # type: ignore[arg-type]  # every value is checked
-
-
-_ONLY_STRINGS: Final = frozenset((str,))
-
-
-def _key(key: object) -> str:
-    """Return a plain string for a string or a member of an enumeration of strings."""
-    if not isinstance(key, str):
-        raise SamplingParams.__table__.unknown(key)
-    return str.__str__(key)
-
-
-def _by_own_names(params: SamplingParams, names: Sequence[str]) -> list[str]:
-    """Move values that were decoded under other names to the own names of the parameters, and return these."""
-    spellings: dict[str, list[str]] = {}
-    for name in names:
-        spellings.setdefault(type(params).__table__.aliases.get(name, name), []).insert(0, name)
-    for name, (alias, *others) in spellings.items():
-        if others:
-            raise given_twice(name, (alias, *others))
-        if alias != name:
-            force_setattr(params, name, _field(params, alias))
-            force_setattr(params, alias, UNSET)
-    return list(spellings)
 
 
 def _field(params: SamplingParams, name: str) -> object:
