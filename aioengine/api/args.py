@@ -393,23 +393,6 @@ def engine_config(model_path: str | PurePath | None, arguments: Mapping[str, obj
     Warns:
         UserWarning: once, with the names of all arguments that have no effect.
     """
-    own = _by_own_name(arguments)
-    if model_path is not None:
-        if own.get("model_path") is not None:
-            raise ValueError(f"model_path is given twice: {model_path!r} and {own['model_path']!r}")
-        own["model_path"] = model_path
-    values: dict[str, dict[str, object]] = {"": {}}
-    for name, value in own.items():
-        if value is not None:
-            section, _, field = ARGUMENTS[name].place.rpartition(".")
-            values.setdefault(section, {})[field] = ARGUMENTS[name].check(name, value)
-    top = values.pop("")
-    sections = {name: replace(_SECTIONS[name], **changes) for name, changes in values.items()}
-    return EngineConfig(**sections, **top)  # type: ignore[arg-type]  # every value has passed its check
-
-
-def _by_own_name(arguments: Mapping[str, object]) -> dict[str, object]:
-    """Return the arguments that have an effect, by their own names. Refuse the others, or warn about them once."""
     own: dict[str, object] = {}
     without_effect: list[str] = []
     for key, value in arguments.items():
@@ -427,8 +410,19 @@ def _by_own_name(arguments: Mapping[str, object]) -> dict[str, object]:
             raise TypeError(f"unknown argument {key!r}{our_way(key) or _hint(key)}")
     if without_effect:
         names = ", ".join(sorted(without_effect))
-        warn_caller(f"these arguments have no effect in aioengine: {names}", stacklevel=4)
-    return own
+        warn_caller(f"these arguments have no effect in aioengine: {names}", stacklevel=3)
+    if model_path is not None:
+        if own.get("model_path") is not None:
+            raise ValueError(f"model_path is given twice: {model_path!r} and {own['model_path']!r}")
+        own["model_path"] = model_path
+    values: dict[str, dict[str, object]] = {"": {}}
+    for name, value in own.items():
+        if value is not None:
+            section, _, field = ARGUMENTS[name].place.rpartition(".")
+            values.setdefault(section, {})[field] = ARGUMENTS[name].check(name, value)
+    top = values.pop("")
+    sections = {name: replace(_SECTIONS[name], **changes) for name, changes in values.items()}
+    return EngineConfig(**sections, **top)  # type: ignore[arg-type]  # every value has passed its check
 
 
 def _hint(key: str) -> str:

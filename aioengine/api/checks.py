@@ -81,8 +81,6 @@ def counted(count: int, noun: str, plural: str | None = None) -> str:
 
 def num_items(value: object) -> int:
     """Return the length of a list, an array or another sized object; 0 for other values."""
-    if isinstance(value, list | tuple):
-        return len(_storage(cast("object", value)))
     try:
         return len(value) if isinstance(value, Sized) else 0
     except TypeError:  # an array of no dimension
@@ -107,16 +105,8 @@ def plain(value: object) -> object:
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, list | tuple):
-        return _storage(cast("object", value))
+        return list(cast("Sequence[object]", value))
     return value.tolist() if isinstance(value, Array) else value
-
-
-def _storage(value: object) -> Sequence[object]:
-    """Return the entries of a list or tuple without calling methods of a subclass."""
-    if type(value) not in _PLAIN:
-        kind: type[object] = list if issubclass(type(value), list) else tuple
-        value = cast("Callable[[object, slice], object]", vars(kind)["__getitem__"])(value, slice(None))
-    return cast("Sequence[object]", value)
 
 
 def whole(name: str, value: object, low: int, high: int = MAX_COUNT) -> int:
