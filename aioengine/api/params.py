@@ -88,12 +88,12 @@ class SamplingParams(
     omit_defaults=True,
     repr_omit_defaults=True,
 ):
-    """How to generate. Every value is checked when the object is made; a wrong one raises ValueError or TypeError.
+    """The parameters of a generation. The constructor checks every value, and raises ValueError or TypeError.
 
-    Values are kept as plain Python objects, lists and dicts as copies: later changes of the given ones have no effect.
-    Token ids may be arrays, and ``stop_token_ids`` a set. None stands for the default, except as ``max_new_tokens``.
-    The model may set other defaults than these (``sampling_defaults`` of the engine).
-    ``msgspec`` encodes and decodes it, by its own names, and leaves defaults out; null is the default there too.
+    Values are kept as plain Python objects. Lists and dicts are copied, so that later changes have no effect. Token ids
+    may be arrays, and ``stop_token_ids`` a set. None means the default, except for ``max_new_tokens``. A model may set
+    other defaults (``sampling_defaults`` of the engine). ``msgspec`` encodes it without defaults, and decodes null to
+    the default.
     """
 
     max_new_tokens: int | None = parameter(
@@ -200,7 +200,7 @@ class SamplingParams(
         None,
         table.words,
         "words to avoid, up to 256 of 256 bytes each. A word stands for two sequences of tokens: with and without a "
-        "space before it. The last token of a sequence is not sampled after the others, also if those are in the "
+        "space before it. The last token of a sequence is not sampled after the others, also if they are in the "
         "prompt. Other tokens can still spell the word",
     )
     custom_params: Json | None = parameter(
@@ -227,11 +227,11 @@ class SamplingParams(
     regex: str | None = parameter(
         None,
         table.constraint("regex"),
-        "a Python regular expression that the whole output matches; without lookaround and backreferences",
+        "a Python regular expression that the output matches completely; without lookaround and backreferences",
         read=str,
     )
     ebnf: str | None = parameter(
-        None, table.constraint("text"), "a grammar that the whole output matches, in GBNF or Lark syntax"
+        None, table.constraint("text"), "a grammar that the output matches completely, in GBNF or Lark syntax"
     )
     choice: Sequence[str] | None = parameter(
         None, table.constraint("choice"), "the output is one of these strings", read=str, is_list=True
@@ -392,7 +392,7 @@ def output_limit(params: SamplingParams, num_prompt: int, *, context_length: int
     if max_total_tokens < context_length:
         limit = f"the KV pool of {max_total_tokens} tokens (max_total_tokens)"
     if left <= 0:
-        raise RequestTooLargeError(f"the prompt has {num_prompt} tokens and leaves no room in {limit}")
+        raise RequestTooLargeError(f"the prompt has {num_prompt} tokens and does not fit into {limit}")
     if params.max_new_tokens is None:
         return left
     if params.is_length_explicit and params.max_new_tokens > left:
@@ -464,7 +464,7 @@ def text_rules(params: SamplingParams, *, stream_interval: int) -> TextRules:
 
 
 def stop_ids(params: SamplingParams, *, vocab_size: int, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
-    """Return the ids that end the request: those of the model and of the caller; with ``ignore_eos``, none.
+    """Return the ids that end the request, from the model and from the caller; none with ``ignore_eos``.
 
     Raises:
         ValueError: an id is outside the vocabulary.

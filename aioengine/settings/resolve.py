@@ -310,7 +310,7 @@ def _lora_modules(wanted: LoraConfig, model: ModelFacts, adapters: Sequence[Adap
     modules = tuple(own for module in wanted.modules for own in FUSED.get(module, (module,)))
     if unknown := next((module for module in modules if module not in known), None):
         raise ValueError(
-            f"lora_target_modules has {checks.shown(unknown)}, which this model does not have; what works: "
+            f"lora_target_modules has {checks.shown(unknown)}, which this model does not have; it has "
             f"{', '.join(sorted(known))}"
         )
     return modules
