@@ -8,7 +8,6 @@ next step reads it there.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -214,11 +213,11 @@ class RowTable:
         """Open a request.
 
         Raises:
-            ValueError: an invalid parameter or token id, which would affect other rows, or too many open requests.
+            ValueError: a bad word is too long, or an image does not match the prompt.
         """
-        self._check(opened)
-        if not self._free_indices:
-            raise ValueError(f"{len(self.requests)} requests are open, which is the maximum")
+        longest = max(map(len, opened.sampling.bad_token_ids), default=0)
+        if longest > RECENT_TOKENS:
+            raise ValueError(f"bad_words: a word has at most {RECENT_TOKENS} tokens, got one of {longest}")
         sampling, has_penalties = opened.sampling, opened.sampling.has_penalties
         history, counted_ids = None, list[int]()  # for penalties on a CPU, and on a GPU
         first_id = opened.num_prompt if opened.embeds else 0
@@ -254,9 +253,7 @@ class RowTable:
         if opened.embeds:
             request.embeds = np.frombuffer(opened.embeds, np.float32).reshape(opened.num_prompt, -1)
             self.num_with_embeds += 1
-        if opened.media:
-            if self.images is None:
-                raise ValueError("the prompt has images, but the model reads none")
+        if opened.media and self.images is not None:
             self.images.open(opened, row_index)
         if opened.logprobs is not None:
             request.logprobs = _row_logprobs(opened, opened.logprobs)
@@ -332,20 +329,6 @@ class RowTable:
         recent = np.full(RECENT_TOKENS, NO_TOKEN, dtype=np.int32)
         recent[np.arange(start, len(token_ids)) % RECENT_TOKENS] = token_ids[start:]
         return self._recent[row_index].copy_(self.upload(recent))
-
-    def _check(self, opened: NewRow) -> None:
-        sampling, rules = opened.sampling, opened.logprobs
-        longest = max(map(len, sampling.bad_token_ids), default=0)
-        if longest > RECENT_TOKENS:
-            raise ValueError(f"bad_words: a word has at most {RECENT_TOKENS} tokens, got one of {longest}")
-        ids = [*sampling.bias_token_ids, *sampling.suppressed_token_ids, *sampling.allowed_token_ids]
-        ids += chain.from_iterable(sampling.bad_token_ids)
-        ids += () if rules is None else rules.token_ids
-        if sampling.has_penalties or (rules is not None and rules.start >= 0):
-            ids += opened.token_ids
-        if ids and not (min(ids) >= 0 and max(ids) < self._num_embeddings):
-            wrong = next(i for i in ids if not 0 <= i < self._num_embeddings)
-            raise ValueError(f"token id {wrong} is outside the vocabulary of {self._num_embeddings}")
 
     def _record(self, sampling: Sampling) -> tuple[bool, bool, bool, int, float, int, float, float, int]:
         has_top_k = 0 < sampling.top_k < self._num_embeddings

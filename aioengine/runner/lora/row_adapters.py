@@ -25,18 +25,11 @@ class RowAdapters:
     def __init__(self, max_rows: int, pool: AdapterPool | None = None) -> None:
         self.tiles = None if pool is None else pool.tiles
         self._pool = pool
-        self._num_slots = 0 if pool is None else pool.num_slots
         self._slots = np.zeros(max_rows, dtype=np.int32)
         self._num_used = 0
 
     def open(self, row_index: int, slot: int) -> None:
-        """Set the adapter slot of a row, counted from 1; 0: the base model.
-
-        Raises:
-            ValueError: the slot does not exist.
-        """
-        if not 0 <= slot <= self._num_slots:
-            raise ValueError(f"adapter slot must be at most {self._num_slots}, got {slot}")
+        """Set the adapter slot of a row, counted from 1; 0: the base model."""
         if slot:
             self._num_used += 1
             self._slots[row_index] = slot
