@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
     from aioengine.attention._base import AttentionBackend, AttentionShape
     from aioengine.models._base import Model
+    from aioengine.models._fallback import TransformersFolder
     from aioengine.settings.config import RunnerSettings, Settings
 
     Facts = dict[str, str | int | float | bool]
@@ -251,7 +252,7 @@ def _options(settings: Settings, dtype: torch.dtype, device: torch.device) -> Mo
     )
 
 
-def _fallback(settings: Settings) -> models.FallbackModel:
+def _fallback(settings: Settings) -> TransformersFolder:
     """Return the model that transformers computes. Only then transformers is imported, which takes a second."""
     model = settings.model
     return models.fallback(
