@@ -269,7 +269,7 @@ class Submitter:
         try:
             if isinstance(encoded, list) and (self.checks.images is not None or isinstance(encoded, ChatIds)):
                 if self.checks.images is None:
-                    raise ValueError("the messages have images, and this model takes text alone")
+                    raise ValueError("the messages have images, and this model accepts only text")
                 check_no_images(encoded, self.checks.images)
             if request.pooled is not None:
                 encoded = fitting(encoded, request.pooled, self._rules.context_length, self.checks.check_ids)
