@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from aioengine.text.token_table import TokenTable, read_token_table
-from aioengine.tokenization.chat_template import MAX_COMPILED, ChatText
+from aioengine.tokenization.chat_template import MAX_COMPILED, ChatText, compiled
 from aioengine.tokenization.tokenizer import Tokenizer
 from tests.unit.text.sample_tokenizers import ALL_SAMPLES, LLAMA, TEXTS, Sample, byte_fallback
 
@@ -265,7 +265,7 @@ def test_the_number_of_compiled_templates_is_limited(llama: Sample, tmp_path: Pa
     for number in range(3 * MAX_COMPILED):
         template = f"{{{{ messages[0].content[0].text }}}}{number}"
         assert tokenizer.apply_chat_template(PARTS, chat_template=template) == f"Hi <b>{number}"
-    assert len(tokenizer._chats._compiled) == MAX_COMPILED
+    assert compiled.cache_info().currsize == MAX_COMPILED
 
 
 class Secret:
