@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from aioengine.protocol.packed_logprobs import Entry
 
-WEIGHT_VERSION = "default"
 
 FinishType = Literal["stop", "length", "abort", "deadline", "shutdown"]
 
@@ -66,6 +65,10 @@ class FinishReason(dict[str, str | int | None]):
         return self["type"]
 
 
+OutputEntry = tuple[float, int, str | None]
+"""Logprob, token id and text of an output token."""
+
+
 class Timings(TypedDict):
     """The times of a finished request, in seconds. The first five add up to ``total_s``.
 
@@ -102,16 +105,18 @@ class CommonInfo(TypedDict):
     cached_tokens: int
     num_preemptions: int
     num_retractions: int
-    output_token_logprobs: NotRequired[list[Entry]]
-    output_token_logprobs_length: NotRequired[int]
-    output_top_logprobs: NotRequired[list[list[Entry]]]
-    output_token_ids_logprobs: NotRequired[list[list[Entry]]]
-    input_token_logprobs: NotRequired[list[Entry]]
-    input_top_logprobs: NotRequired[list[list[Entry] | None]]
-    input_token_ids_logprobs: NotRequired[list[list[Entry] | None]]
-    hidden_states: NotRequired[list[npt.NDArray[np.float32]]]
-    sequence_score: NotRequired[float]
     image_tokens: NotRequired[int]
+    # The next keys, ``index`` and ``prompt_token_ids`` exist only if the call asks for them. They are typed as
+    # required, so that type checkers accept the code of such a call.
+    output_token_logprobs: list[OutputEntry]
+    output_token_logprobs_length: int
+    output_top_logprobs: list[list[OutputEntry]]
+    output_token_ids_logprobs: list[list[OutputEntry]]
+    input_token_logprobs: list[Entry]
+    input_top_logprobs: list[list[Entry] | None]
+    input_token_ids_logprobs: list[list[Entry] | None]
+    hidden_states: list[npt.NDArray[np.float32]]
+    sequence_score: float
 
 
 class MetaInfo(CommonInfo):
@@ -138,7 +143,7 @@ class Answer(TypedDict):
     text: str
     output_ids: list[int]
     meta_info: MetaInfo
-    prompt_token_ids: NotRequired[list[int]]
+    prompt_token_ids: list[int]
     extras: NotRequired[list[Extra]]
 
 
@@ -153,8 +158,8 @@ class Chunk(TypedDict):
     meta_info: ChunkInfo
     text_offset: int
     token_offset: int
-    index: NotRequired[int]
-    prompt_token_ids: NotRequired[list[int]]
+    index: int
+    prompt_token_ids: list[int]
     extras: NotRequired[list[Extra]]
 
 

@@ -17,6 +17,8 @@ from msgspec.structs import fields, replace
 from aioengine.api import checks
 from aioengine.api.checks import number_from, whole_from, whole_or_minus_one
 from aioengine.api.foreign_names import ALIASES, IGNORED, MISSING_ARGUMENTS, our_way
+from aioengine.api.parameter_table import ARGUMENTS_OF_CALLS
+from aioengine.api.params import is_sampling_parameter
 from aioengine.logs import warn_caller
 from aioengine.model_files.adapter_folder import MAX_RANK
 from aioengine.settings.config import EngineConfig, GivenAdapter
@@ -415,11 +417,12 @@ def engine_config(model_path: str | PurePath | None, arguments: Mapping[str, obj
         if own.get("model_path") is not None:
             raise ValueError(f"model_path is given twice: {model_path!r} and {own['model_path']!r}")
         own["model_path"] = model_path
+    names = {ALIASES[key]: f"{ALIASES[key]} (given as {key})" for key in arguments if key in ALIASES}
     values: dict[str, dict[str, object]] = {"": {}}
     for name, value in own.items():
         if value is not None:
             section, _, field = ARGUMENTS[name].place.rpartition(".")
-            values.setdefault(section, {})[field] = ARGUMENTS[name].check(name, value)
+            values.setdefault(section, {})[field] = ARGUMENTS[name].check(names.get(name, name), value)
     top = values.pop("")
     sections = {name: replace(_SECTIONS[name], **changes) for name, changes in values.items()}
     return EngineConfig(**sections, **top)  # type: ignore[arg-type]  # every value has passed its check
@@ -427,6 +430,10 @@ def engine_config(model_path: str | PurePath | None, arguments: Mapping[str, obj
 
 def _hint(key: str) -> str:
     """Suggest an argument that works. For a misspelled argument of a missing feature, name the feature."""
+    if is_sampling_parameter(key):
+        return f"; it is a sampling parameter of each call, as sampling_params={{{key!r}: ...}}"
+    if key in ARGUMENTS_OF_CALLS:
+        return "; it is an argument of each call"
     meant = checks.nearest(key, (*ARGUMENTS, *ALIASES, *MISSING_ARGUMENTS, *IGNORED))
     if meant in ARGUMENTS or meant in ALIASES:
         return f" (did you mean {meant!r}?)"

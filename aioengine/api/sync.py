@@ -262,7 +262,8 @@ class Engine(EngineFace):
         Raises:
             EngineDrainingError, EngineClosedError, EngineDeadError: no call will be accepted.
         """
-        self._running().overload.wait_blocking()
+        self._running().check_waiting(blocks=True)
+        self._portal.call(self._running().overload.wait(threading.get_ident()))
 
     flush_cache = _on_loop(AsyncEngine.flush_cache)
     load_lora_adapter = _on_loop(AsyncEngine.load_lora_adapter)
@@ -292,7 +293,8 @@ class Engine(EngineFace):
 
     def get_model_info(self) -> ModelInfo:
         """Return facts about the served model."""
-        return info.model_info(self._running().parts.settings)
+        frontend = self._running()
+        return info.model_info(frontend.parts.settings, frontend.weight_version)
 
 
 class _EngineLoop:
