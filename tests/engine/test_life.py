@@ -705,9 +705,7 @@ async def test_a_drain_with_a_wrong_timeout_does_not_begin(
     assert await world.engine.drain(Decimal(1))  # type: ignore[arg-type]
 
 
-async def test_drain_ends_requests_of_a_silent_scheduler(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_drain_ends_requests_of_a_silent_scheduler(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """With what there is of it: its text is not lost because the processes hang, or are replaced just then."""
     monkeypatch.setattr("aioengine.frontend.frontend.STOP_TIMEOUT_S", 0.05)
     whole = asyncio.ensure_future(world.engine.async_generate("abc", {"temperature": 0, "max_new_tokens": 400}))
