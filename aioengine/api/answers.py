@@ -337,9 +337,7 @@ def finish_reason(finished: End, num_output: int, cause: RowError | None = None)
             return FinishReason(type="abort", message=str(cause), err_type=type(cause).__name__)
 
 
-def error(
-    finished: End,
-) -> RequestTooLargeError | UnsupportedSchemaError | RequestError | EngineOverloadedError | None:
+def error(finished: End) -> RowError | None:
     """Return the error of a request; None if it has an answer, even an incomplete one."""
     if finished.code is FinishCode.TOO_LARGE:
         return RequestTooLargeError(finished.message)
