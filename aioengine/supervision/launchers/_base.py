@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable, Sequence
 
     from aioengine.protocol.messages import Role
     from aioengine.settings.config import Settings
     from aioengine.transport.base import AsyncReceiver, Sender
+
+KILL_WAIT_S = 1.0
+"""Maximum time from the kill of a process to its exit. Its device memory is free only after the exit."""
 
 
 class RunningChild(Protocol):
@@ -29,8 +33,13 @@ class RunningChild(Protocol):
         """Minus the number of the signal that killed it. None: it runs, or the system did not keep the status."""
         ...
 
+    @property
+    def exited(self) -> asyncio.Event:
+        """Set after the exit of a watched child."""
+        ...
+
     def watch(self, on_exit: Callable[[], None]) -> None:
-        """Call ``on_exit`` on the running loop, once, when it has exited."""
+        """Call ``on_exit`` once on the running loop when the child has exited. Later calls do nothing."""
         ...
 
     def terminate(self) -> None:

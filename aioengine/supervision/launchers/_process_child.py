@@ -39,6 +39,8 @@ class ProcessChild:
         self._popen = popen
         self._log_path = log_path
         self._spare = spare
+        self.exited = asyncio.Event()
+        self._on_exit: Callable[[], None] | None = None
         self._unwatch: Callable[[], None] | None = None
         self._lock = threading.RLock()  # a signal handler or a finalizer may interrupt this object and use it
         self._has_ended = False
@@ -55,12 +57,18 @@ class ProcessChild:
         return self._exit_code
 
     def watch(self, on_exit: Callable[[], None]) -> None:
-        """Call ``on_exit`` on the running loop when the process has exited: by a descriptor of it, else by polling."""
+        """Call ``on_exit`` once on the running loop when the process has exited. Later calls do nothing.
+
+        The exit is noticed by a descriptor of the process, or else by polling.
+        """
+        if self._on_exit is not None:
+            return
+        self._on_exit = on_exit
         loop = asyncio.get_running_loop()
         try:
             fd = os.pidfd_open(self.pid)
         except (AttributeError, OSError):
-            self._unwatch = loop.call_soon(self._poll, loop, on_exit).cancel
+            self._unwatch = loop.call_soon(self._poll, loop).cancel
             return
 
         def unwatch() -> None:
@@ -68,13 +76,8 @@ class ProcessChild:
                 loop.remove_reader(fd)
             os.close(fd)
 
-        def ended() -> None:
-            self._stop_watching()
-            self.reap(_POLL_S)  # which takes no time: the descriptor is readable once there is an exit status
-            on_exit()
-
         self._unwatch = unwatch
-        loop.add_reader(fd, ended)
+        loop.add_reader(fd, self._ended)
 
     def terminate(self) -> None:
         self._signal(signal.SIGTERM)
@@ -144,9 +147,15 @@ class ProcessChild:
             with contextlib.suppress(OSError):
                 self._popen.stdin.close()
 
-    def _poll(self, loop: asyncio.AbstractEventLoop, on_exit: Callable[[], None]) -> None:
+    def _poll(self, loop: asyncio.AbstractEventLoop) -> None:
         if self.is_alive:
-            self._unwatch = loop.call_later(_POLL_S, self._poll, loop, on_exit).cancel
+            self._unwatch = loop.call_later(_POLL_S, self._poll, loop).cancel
         else:
-            self._unwatch = None
-            on_exit()
+            self._ended()
+
+    def _ended(self) -> None:
+        self._stop_watching()
+        self.reap(_POLL_S)  # takes no time, because the exit status is available
+        self.exited.set()
+        if self._on_exit is not None:
+            self._on_exit()

@@ -37,6 +37,8 @@ class InlineChild:
     ) -> None:
         self.role = role
         self.pid = os.getpid()
+        self.exited = asyncio.Event()
+        self._on_exit: Callable[[], None] | None = None
         self._inbox = inbox
         self._peer = peer
         self._frontend = frontend
@@ -52,7 +54,14 @@ class InlineChild:
         return None if self.is_alive else int(bool(self._log))
 
     def watch(self, on_exit: Callable[[], None]) -> None:
-        self._task.add_done_callback(lambda _: on_exit())
+        if self._on_exit is None:
+            self._on_exit = on_exit
+            self._task.add_done_callback(self._ended)
+
+    def _ended(self, _: asyncio.Task[None]) -> None:
+        self.exited.set()
+        if self._on_exit is not None:
+            self._on_exit()
 
     def terminate(self) -> None:
         if not self._task.get_loop().is_closed():

@@ -16,7 +16,7 @@ from aioengine.file_descriptors import SpareDescriptors
 from aioengine.protocol.board import blank_board
 from aioengine.protocol.messages import DETOKENIZER, SCHEDULER, NewEpoch, Role
 from aioengine.protocol.orders import Orders, encode_orders
-from aioengine.supervision.family import KILL_WAIT_S
+from aioengine.supervision.launchers._base import KILL_WAIT_S
 from aioengine.supervision.launchers._process_child import ProcessChild
 from aioengine.supervision.spawning import start_child
 from aioengine.supervision.tasks import WorkerThread, require_threads
