@@ -350,7 +350,7 @@ def build_and_vanish(settings: object, report: object) -> NoReturn:
     ("factory", "words"),
     [
         (factory_of("build_badly"), ["MemoryError: the pool needs 12 GiB, there are 3", "in build_badly"]),
-        (factory_of("nowhere"), ["ValueError", "has no function 'nowhere'"]),
+        (factory_of("nowhere"), ["AttributeError", "has no attribute 'nowhere'"]),
         ("no_such_module:build", ["ModuleNotFoundError", "no_such_module"]),
     ],
 )
