@@ -32,9 +32,8 @@ from aioengine.protocol.messages import Progress
 from aioengine.settings import machine
 from aioengine.settings.config import DeliveryConfig, QueueConfig, Settings
 from aioengine.settings.resolve import resolve
-from aioengine.supervision.fleet import Fleet
-from aioengine.supervision.processes import Events, Processes
-from aioengine.supervision.supervisor import Supervisor
+from aioengine.supervision.fleet import Fleet, Processes
+from aioengine.supervision.supervisor import Events, Supervisor
 from aioengine.supervision.tasks import WorkerThread, require_real_threads
 from aioengine.tokenization.chat_template import check_files, checked_template
 

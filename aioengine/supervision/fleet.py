@@ -20,8 +20,8 @@ import msgspec
 
 from aioengine.logs import warn
 from aioengine.protocol.messages import Control, Reply, Stats, Submit, TextChunks, Totals
-from aioengine.supervision.processes import Events
 from aioengine.supervision.routing import Routes
+from aioengine.supervision.supervisor import Events, Supervisor
 from aioengine.supervision.tasks import EngineTask
 
 if TYPE_CHECKING:
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
     from aioengine.errors import EngineError
     from aioengine.protocol.messages import ToFrontend, ToScheduler
-    from aioengine.supervision.processes import ProcessState
-    from aioengine.supervision.supervisor import Supervisor
+    from aioengine.supervision.incarnation import ProcessState
 
 logger = logging.getLogger(__name__)
 
@@ -193,6 +192,10 @@ class Fleet:
                 replica = self._replicas[self._routes.choose(request)]
                 replica.adopt({request.uid: suspects[request.uid]})
         self.send(requests)
+
+
+Processes = Supervisor | Fleet
+"""The processes of an engine with one replica, or with several."""
 
 
 def _sum(parts: Iterable[Stats]) -> Stats:

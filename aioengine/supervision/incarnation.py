@@ -39,7 +39,6 @@ from aioengine.protocol.messages import (
 )
 from aioengine.supervision.handshake import Handshake
 from aioengine.supervision.launchers._base import KILL_WAIT_S
-from aioengine.supervision.processes import ProcessState
 from aioengine.supervision.tasks import EngineTask, post, runs_here
 from aioengine.transport.base import BacklogFullError
 
@@ -117,6 +116,16 @@ class Heartbeats:
 
 MEND_TIMEOUT_S: Final = 20.0
 """Maximum time for a mend: the scheduler ends its step, then a detokenizer starts. Else both are replaced."""
+
+
+class ProcessState(Struct, frozen=True):
+    """The state of a child in ``health()``. Ages are in seconds; None if there was no heartbeat or no step yet."""
+
+    role: str
+    pid: int
+    alive: bool
+    last_heartbeat_s: float | None
+    last_step_s: float | None
 
 
 class Loss(Struct, frozen=True):

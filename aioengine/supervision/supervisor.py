@@ -12,15 +12,17 @@ import logging
 import os
 import time
 from collections import deque
+from collections.abc import Callable  # a field of a Struct
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+from msgspec import Struct
 
 from aioengine import plugins
 from aioengine.api import checks
 from aioengine.errors import EngineClosedError, EngineError
 from aioengine.logs import log, warn
-from aioengine.protocol.messages import SCHEDULER, Reply, Stats, TextChunks, Totals
+from aioengine.protocol.messages import SCHEDULER, Progress, Reply, Stats, TextChunks, ToFrontend, Totals
 from aioengine.protocol.orders import ROLES
 from aioengine.supervision.incarnation import Incarnation, Loss
 from aioengine.supervision.ledger import Blame, Ledger
@@ -29,10 +31,10 @@ from aioengine.supervision.tasks import EngineTask
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from aioengine.protocol.messages import Role, ToFrontend, ToScheduler
+    from aioengine.protocol.messages import Role, ToScheduler
     from aioengine.settings.config import Settings, SupervisionConfig
+    from aioengine.supervision.incarnation import ProcessState
     from aioengine.supervision.launchers._base import Launcher
-    from aioengine.supervision.processes import Events, ProcessState
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +52,18 @@ _MAX_RETRY_S: Final = 3.0
 
 _TICK_S: Final = 0.05
 """The interval in which the deadlines of requests in the ledger are checked."""
+
+
+class Events(Struct):
+    """Callbacks of a supervisor or a fleet. They run on the event loop of ``start``, and may be replaced at any time.
+
+    on_messages: receives ``TextChunks``, ``Stats`` and ``Reply``. on_progress: receives the progress of a start.
+    on_failure: called once if the engine fails.
+    """
+
+    on_messages: Callable[[list[ToFrontend]], None]
+    on_failure: Callable[[EngineError], None]
+    on_progress: Callable[[Progress], None]
 
 
 class Supervisor:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from aioengine.frontend.startup import Blueprint
-    from aioengine.supervision.processes import Events
+    from aioengine.supervision.supervisor import Events
 
 process = pytest.mark.process
 
