@@ -27,13 +27,13 @@ _POLL_S = 0.05
 
 
 class ProcessChild:
-    """A child process. It exits when its standard input is closed, which stays open as long as this object.
+    """A child process. It exits when its standard input is closed by ``close``.
 
-    Its exit status is read only here, and never through ``Popen``, which takes an unknown exit code for 0.
+    Its exit status is only read here. ``Popen`` would treat an unknown exit code as 0.
     """
 
     def __init__(self, role: Role, popen: subprocess.Popen[bytes], log_path: Path, spare: SpareDescriptors) -> None:
-        """``log_path``: of its output, beside its crash board. ``spare``: freed for a moment to read these files."""
+        """log_path: file of its output, beside its crash board. spare: freed while these files are read."""
         self.role = role
         self.pid = popen.pid
         self._popen = popen
@@ -108,7 +108,7 @@ class ProcessChild:
             return {}
 
     def close(self) -> None:
-        """Stop watching, and close its standard input, which ends the process if it still runs."""
+        """Stop watching, and close the standard input. The process then exits if it still runs."""
         self._stop_watching()
         self._close_input()
 
@@ -118,7 +118,7 @@ class ProcessChild:
             unwatch()
 
     def _reap(self) -> None:
-        """Read its exit status if it has exited: once, and never in a program that ignores SIGCHLD."""
+        """Read the exit status once, after the exit. There is no status if the program ignores SIGCHLD."""
         with self._lock:
             if self._has_ended:
                 return
@@ -142,7 +142,7 @@ class ProcessChild:
                 self._close_input()
 
     def _close_input(self) -> None:
-        """Close the standard input of the process, which makes it exit."""
+        """Close the standard input of the process. The process then exits."""
         if self._popen.stdin is not None:
             with contextlib.suppress(OSError):
                 self._popen.stdin.close()
