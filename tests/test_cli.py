@@ -172,6 +172,8 @@ def test_the_workload_of_a_benchmark() -> None:
     [
         (["generate", "x", "--page-size", "none"], "argument --page-size: invalid int value: 'none'"),
         (["generate", "x", "--nonsense"], "unrecognized arguments: --nonsense (see"),
+        (["generate", "x", "--tensor-parallel-size", "2"], "(tensor parallelism: not available yet)"),
+        (["generate", "x", "--host", "::"], "--host (it has no effect in aioengine)"),
         (["generate", "x", "--max-tokens", "5"], "arguments: --max-tokens (did you mean --max-new-tokens?) (see"),
         (["generate", "--max-tokens", "5", "x"], "arguments: --max-tokens (did you mean --max-new-tokens?) (see"),
         (["generate", "x", "--max_new_tokens=5"], "--max_new_tokens (did you mean --max-new-tokens?)"),
@@ -367,7 +369,7 @@ def test_an_adapter_answers(run_here: Run, tmp_path: Path) -> None:
 def test_a_conversation_that_is_too_long_begins_anew() -> None:
     done = run("chat", "--context-length", "64", "--max-new-tokens", "8", given="word " * 200 + "\nHello!\n")
     assert done.returncode == 0
-    assert "the conversation begins anew" in done.stderr
+    assert "the conversation starts again" in done.stderr
     assert done.stderr.count("\n") == 1
     assert done.stdout.strip()
 

@@ -81,7 +81,7 @@ class EngineFace(ABC):
 
     @classmethod
     def from_blueprint(cls, prepare: Callable[[], Blueprint], *, progress: bool | None = False) -> Self:
-        """Make an engine from prepared parts, such as those of ``aioengine.testing.fake_engine``."""
+        """Make an engine from prepared parts, as ``aioengine.testing.fake_engine`` does."""
         engine = cls.__new__(cls)
         engine._init(prepare, progress, "")
         return engine
@@ -483,10 +483,10 @@ class AsyncEngine(EngineFace):
 
     @signatures.own_arguments
     async def unload_lora_adapter(self, lora_name: str, timeout: float = UNLOAD_TIMEOUT_S) -> AdapterResult:
-        """Unload a LoRA adapter: refuse new requests for it at once, and wait for its running requests.
+        """Unload a LoRA adapter: refuse new requests for it immediately, and wait for its running requests.
 
-        If some still run after ``timeout`` seconds, or if this call is cancelled, the adapter stays loaded. Results and
-        errors are those of ``load_lora_adapter``; an unknown name gives a false result.
+        If some still run after ``timeout`` seconds, or if this call is cancelled, the adapter stays loaded. It has the
+        results and errors of ``load_lora_adapter``; an unknown name gives a false result.
         """
         return await self._running().adapters.unload(lora_name, timeout)
 

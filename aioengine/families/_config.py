@@ -200,19 +200,21 @@ class DecoderFamily(Labels, frozen=True, kw_only=True):
         tasks: suffix of the name in ``architectures`` -> task.
         default_partial: default of ``partial_rotary_factor``; None if the family always rotates whole heads.
         default_theta: default of ``rope_theta``.
-        norm, block, mlp, names, prefix: see ``DecoderConfig``. The activation of ``mlp`` comes from the file.
+        norm, block, attention, mlp, names, prefix: see ``DecoderConfig``. The activation of ``mlp`` and biases that
+            are fields (``attention_bias``, ``qkv_bias`` and ``mlp_bias``) come from the file.
         has_one_window: all layers have the sliding window, or none has.
         unread: fields that this family ignores.
-        may_be_zero: sizes that may be 0.
+        limits: field -> smallest and largest value, see ``check_sizes``.
     """
 
     default_partial: ClassVar[float | None] = None
     default_theta: ClassVar[float] = 10_000.0
     has_one_window: ClassVar[bool] = False
     unread: ClassVar[tuple[str, ...]] = ()
-    may_be_zero: ClassVar[tuple[str, ...]] = ()
+    limits: ClassVar[Mapping[str, tuple[int, int]]] = {}
     norm: ClassVar[NormConfig] = NormConfig()
     block: ClassVar[BlockConfig] = BlockConfig()
+    attention: ClassVar[AttentionConfig] = AttentionConfig()
     mlp: ClassVar[MlpConfig] = MlpConfig()
     names: ClassVar[TensorNames] = TensorNames()
     prefix: ClassVar[str] = "model."
@@ -243,7 +245,7 @@ class DecoderFamily(Labels, frozen=True, kw_only=True):
     is_causal: bool = True
 
     def __post_init__(self) -> None:
-        check_sizes(self, may_be_zero=self.may_be_zero)
+        check_sizes(self, self.limits)
         if self.hidden_act not in ACTIVATIONS:
             not_implemented(file_names(self)["hidden_act"], self.hidden_act, ", ".join(ACTIVATIONS))
         if self.default_partial is None and self.partial_rotary_factor not in (None, 1.0):
@@ -310,6 +312,11 @@ class DecoderFamily(Labels, frozen=True, kw_only=True):
         return task_of(self.architectures, self.tasks)
 
     @property
+    def experts(self) -> ExpertsConfig | None:
+        """The experts of the layers that have no MLP; None if all layers have an MLP."""
+        return None
+
+    @property
     def rotation(self) -> Mapping[str, object]:
         """``rope_parameters``, which older files name ``rope_scaling``."""
         return self.rope_scaling or self.rope_parameters or {}
@@ -329,8 +336,9 @@ class DecoderFamily(Labels, frozen=True, kw_only=True):
 
         Raises ValueError if the rotary embedding does not fit the head size.
         """
-        rope = self.rope
+        rope, attention = self.rope, self.attention
         rope.check_head(self.rotated_size)
+        all_biases = getattr(self, "attention_bias", False)
         return DecoderConfig(
             task=self.task,
             num_labels=self.num_scores if self.task is Task.CLASSIFY else 0,
@@ -349,7 +357,17 @@ class DecoderFamily(Labels, frozen=True, kw_only=True):
             windows=self.windows,
             norm=self.norm,
             block=self.block,
-            mlp=replace(self.mlp, activation=ACTIVATIONS[self.hidden_act]),
+            attention=replace(
+                attention,
+                qkv_bias=all_biases or getattr(self, "qkv_bias", attention.qkv_bias),
+                output_bias=all_biases or attention.output_bias,
+            ),
+            mlp=replace(
+                self.mlp,
+                activation=ACTIVATIONS[self.hidden_act],
+                has_bias=getattr(self, "mlp_bias", self.mlp.has_bias),
+            ),
+            experts=self.experts,
             names=self.names,
             prefix=self.prefix,
         )

@@ -22,7 +22,7 @@ class DeepseekFamily(LatentFamily, frozen=True, kw_only=True):
             last layer and are not used. The first field takes precedence.
     """
 
-    may_be_zero = ("num_nextn_predict_layers", "num_mtp_layers", "num_shared_experts")
+    limits = dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers", "num_shared_experts"), (0, 2**14))
 
     first_k_dense_replace: int = 0
     num_experts: int = field(default=64, name="n_routed_experts")
@@ -59,12 +59,13 @@ class DeepseekFamily(LatentFamily, frozen=True, kw_only=True):
             top_groups=top_groups,
         )
 
-    def decoder(self) -> DecoderConfig:
+    @property
+    def experts(self) -> ExpertsConfig:
         shared: SharedConfig | None = None
         if self.num_shared_experts:
             inner_size = self.moe_intermediate_size * self.num_shared_experts
             shared = SharedConfig(inner_size=inner_size, name="shared_experts")
-        experts = ExpertsConfig(
+        return ExpertsConfig(
             num_experts=self.num_experts,
             top_k=self.experts_per_token,
             inner_size=self.moe_intermediate_size,
@@ -72,11 +73,11 @@ class DeepseekFamily(LatentFamily, frozen=True, kw_only=True):
             shared=shared,
             dense_layers=self.dense_layers,
         )
+
+    def decoder(self) -> DecoderConfig:
         num_extra = self.num_mtp_layers if self.num_nextn_predict_layers is None else self.num_nextn_predict_layers
         extra_layers = range(self.num_hidden_layers, self.num_hidden_layers + num_extra)
-        return replace(
-            super().decoder(), experts=experts, ignored=tuple(f"model.layers.{layer}." for layer in extra_layers)
-        )
+        return replace(super().decoder(), ignored=tuple(f"model.layers.{layer}." for layer in extra_layers))
 
 
 class DeepseekV2Family(DeepseekFamily, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ import msgspec
 from aioengine.api.checks import cut, shown
 
 if typing.TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
 ConfigType = TypeVar("ConfigType", bound=msgspec.Struct)
 
@@ -96,11 +96,14 @@ def _what_works(error: msgspec.ValidationError, config_type: type[msgspec.Struct
     return "; what works: " + ", ".join(msgspec.json.encode(value).decode() for value in values) if values else ""
 
 
-def check_sizes(config: msgspec.Struct, *, may_be_zero: Sequence[str] = ()) -> None:
-    """Raise ValueError if a size is above ``MAX_SIZES`` or not positive."""
+def check_sizes(config: msgspec.Struct, limits: Mapping[str, tuple[int, int]] | None = None) -> None:
+    """Raise ValueError if a size is out of range. The default range is from 1 to ``MAX_SIZES``.
+
+    ``limits``: field -> smallest and largest value.
+    """
     values, names = msgspec.structs.asdict(config), file_names(config)
-    for name, maximum in MAX_SIZES.items():
-        minimum = 0 if name in may_be_zero else 1
+    defaults = {name: (1, maximum) for name, maximum in MAX_SIZES.items()}
+    for name, (minimum, maximum) in {**defaults, **(limits or {})}.items():
         if values.get(name) is not None and not minimum <= values[name] <= maximum:
             not_implemented(names[name], values[name], f"{minimum} to {maximum}")
 

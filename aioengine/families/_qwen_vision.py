@@ -21,9 +21,9 @@ class QwenFamily(VisionFamily, frozen=True, kw_only=True):
 
     rope: ClassVar[dict[str, object]] = {"mrope_section": [16, 24, 24]}
     num_deepstack: ClassVar[int] = 0
-    text_family: ClassVar[str] = "qwen2"
-    towers: ClassVar[tuple[str, ...]] = ("visual.",)
-    renamed: ClassVar[tuple[tuple[str, str], ...]] = (
+    text_family = "qwen2"
+    towers = ("visual.",)
+    renamed = (
         ("model.language_model.", "model."),
         ("model.visual.", "visual."),
     )
@@ -65,15 +65,15 @@ class QwenFamily(VisionFamily, frozen=True, kw_only=True):
 class Qwen2VLFamily(QwenFamily, frozen=True, kw_only=True):
     """Qwen2-VL: the text model is a Qwen2 with three-axis positions."""
 
-    text_types: ClassVar[tuple[str, ...]] = ("qwen2_vl_text",)
-    tower_types: ClassVar[tuple[str, ...]] = ("", "qwen2_vl", "qwen2_vl_vision")
+    text_types = ("qwen2_vl_text",)
+    tower_types = ("", "qwen2_vl", "qwen2_vl_vision")
 
 
 class Qwen25VLFamily(QwenFamily, frozen=True, kw_only=True):
     """Qwen2.5-VL: the text model is a Qwen2 with three-axis positions."""
 
-    text_types: ClassVar[tuple[str, ...]] = ("qwen2_5_vl_text",)
-    tower_types: ClassVar[tuple[str, ...]] = ("", "qwen2_5_vl", "qwen2_5_vl_vision")
+    text_types = ("qwen2_5_vl_text",)
+    tower_types = ("", "qwen2_5_vl", "qwen2_5_vl_vision")
 
 
 class Qwen3VLFamily(QwenFamily, frozen=True, kw_only=True):
@@ -81,6 +81,6 @@ class Qwen3VLFamily(QwenFamily, frozen=True, kw_only=True):
 
     rope: ClassVar[dict[str, object]] = {"mrope_section": [24, 20, 20], "mrope_interleaved": True}
     num_deepstack: ClassVar[int] = 3
-    text_family: ClassVar[str] = "qwen3"
-    text_types: ClassVar[tuple[str, ...]] = ("qwen3_vl_text",)
-    tower_types: ClassVar[tuple[str, ...]] = ("", "qwen3_vl", "qwen3_vl_vision")
+    text_family = "qwen3"
+    text_types = ("qwen3_vl_text",)
+    tower_types = ("", "qwen3_vl", "qwen3_vl_vision")

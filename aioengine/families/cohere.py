@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import msgspec
 from msgspec.structs import replace
@@ -12,9 +12,10 @@ from aioengine.families._config import DecoderConfig, DecoderFamily, WindowFamil
 
 
 class CohereFamily(DecoderFamily, frozen=True, kw_only=True):
-    default_theta: ClassVar[float] = 5e5
+    default_theta = 5e5
     norm = NormConfig(kind="layer")
     block = BlockConfig(is_parallel=True, mlp_norm="")
+    attention = AttentionConfig(is_interleaved=True)
 
     rms_norm_eps: float = msgspec.field(default=1e-5, name="layer_norm_eps")
     max_position_embeddings: int = 8192
@@ -24,13 +25,11 @@ class CohereFamily(DecoderFamily, frozen=True, kw_only=True):
     use_qk_norm: bool = False
 
     def decoder(self) -> DecoderConfig:
-        bias = self.attention_bias
-        head_norm = HeadNorm(norm=self.norm, extent="each_head") if self.use_qk_norm else None
-        return replace(
-            super().decoder(),
-            attention=AttentionConfig(qkv_bias=bias, output_bias=bias, is_interleaved=True, head_norm=head_norm),
-            logits_scale=self.logit_scale,
-        )
+        decoder = replace(super().decoder(), logits_scale=self.logit_scale)
+        if not self.use_qk_norm:
+            return decoder
+        head_norm = HeadNorm(norm=self.norm, extent="each_head")
+        return replace(decoder, attention=replace(decoder.attention, head_norm=head_norm))
 
 
 class Cohere2Family(WindowFamily, frozen=True, kw_only=True):
@@ -38,6 +37,7 @@ class Cohere2Family(WindowFamily, frozen=True, kw_only=True):
 
     norm = CohereFamily.norm
     block = CohereFamily.block
+    attention = CohereFamily.attention
 
     rms_norm_eps: float = msgspec.field(default=1e-5, name="layer_norm_eps")
     max_position_embeddings: int = 8192
@@ -50,11 +50,10 @@ class Cohere2Family(WindowFamily, frozen=True, kw_only=True):
         return (layer + 1) % self.sliding_window_pattern != 0
 
     def decoder(self) -> DecoderConfig:
-        decoder, bias = super().decoder(), self.attention_bias
+        decoder = super().decoder()
         windows = decoder.windows or (None,) * decoder.num_layers
         return replace(
             decoder,
-            attention=AttentionConfig(qkv_bias=bias, output_bias=bias, is_interleaved=True),
             layer_ropes=tuple(None if window is None else decoder.rope for window in windows),
             logits_scale=self.logit_scale,
         )

@@ -12,6 +12,7 @@ from aioengine.families.olmo import POST_NORMS
 
 class Exaone4Family(WindowFamily, frozen=True, kw_only=True):
     block = POST_NORMS
+    attention = AttentionConfig(head_norm=HeadNorm())
 
     rms_norm_eps: float = 1e-5
     sliding_window_pattern: int | str | None = 4
@@ -28,11 +29,8 @@ class Exaone4Family(WindowFamily, frozen=True, kw_only=True):
 
     def decoder(self) -> DecoderConfig:
         decoder = super().decoder()
-        return replace(
-            decoder,
-            attention=AttentionConfig(head_norm=HeadNorm()),
-            layer_ropes=tuple(None if window is None else decoder.rope for window in decoder.windows),
-        )
+        ropes = tuple(None if window is None else decoder.rope for window in decoder.windows)
+        return replace(decoder, layer_ropes=ropes)
 
 
 PLUGIN = Exaone4Family

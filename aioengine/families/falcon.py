@@ -17,6 +17,7 @@ class FalconFamily(DecoderFamily, frozen=True, kw_only=True):
     names = TensorNames(embedding="transformer.word_embeddings", layers="transformer.h", norm="transformer.ln_f")
     prefix = "transformer."
     norm = NormConfig(kind="layer", has_bias=True)
+    attention = AttentionConfig(qkv=("query_key_value",), is_grouped=True, output="dense")
     mlp = MlpConfig(first=("dense_h_to_4h",), second="dense_4h_to_h", is_gated=False)
 
     hidden_act: str = msgspec.field(default="gelu", name="activation")
@@ -25,7 +26,7 @@ class FalconFamily(DecoderFamily, frozen=True, kw_only=True):
     intermediate_size: int = msgspec.field(name="ffn_hidden_size")
     tie_word_embeddings: bool = True
     alibi: Literal[False] | None = False
-    bias: bool | None = False
+    attention_bias: bool | None = msgspec.field(default=False, name="bias")
     multi_query: bool | None = True
     is_parallel: bool | None = msgspec.field(default=True, name="parallel_attn")
     new_decoder_architecture: bool | None = False
@@ -50,6 +51,10 @@ class FalconFamily(DecoderFamily, frozen=True, kw_only=True):
             return self.num_key_value_heads or self.num_attention_heads
         return 1 if self.multi_query else self.num_attention_heads
 
+    @property
+    def mlp_bias(self) -> bool:
+        return bool(self.attention_bias)
+
     def _block(self) -> BlockConfig:
         """Return the norms: one or two in a parallel block, otherwise one each before attention and MLP."""
         if not self.is_parallel:
@@ -61,15 +66,7 @@ class FalconFamily(DecoderFamily, frozen=True, kw_only=True):
         return BlockConfig(attention="self_attention.", mlp_norm="", is_parallel=True)
 
     def decoder(self) -> DecoderConfig:
-        decoder, bias = super().decoder(), bool(self.bias)
-        return replace(
-            decoder,
-            block=self._block(),
-            attention=AttentionConfig(
-                qkv=("query_key_value",), is_grouped=True, output="dense", qkv_bias=bias, output_bias=bias
-            ),
-            mlp=replace(decoder.mlp, has_bias=bias),
-        )
+        return replace(super().decoder(), block=self._block())
 
 
 PLUGIN = FalconFamily

@@ -8,7 +8,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec.structs import replace
 
-from aioengine.families._block_config import AttentionConfig, BlockConfig, HeadNorm, NormConfig
+from aioengine.families._block_config import BlockConfig, HeadNorm, NormConfig
 from aioengine.families._config import DecoderConfig, DecoderFamily, WindowFamily
 from aioengine.families._rope_config import RopeConfig, read_layer_rope
 
@@ -27,11 +27,10 @@ class GemmaFamily(DecoderFamily, frozen=True, kw_only=True):
     use_bidirectional_attention: Literal[False] | None = None
 
     def decoder(self) -> DecoderConfig:
-        decoder, bias = super().decoder(), self.attention_bias
+        decoder = replace(super().decoder(), embedding_scale=self.hidden_size**0.5)
         if self.hidden_act == "gelu":  # older files; the reference uses the tanh approximation
             decoder = replace(decoder, mlp=replace(decoder.mlp, activation="gelu_tanh"))
-        attention = AttentionConfig(qkv_bias=bias, output_bias=bias)
-        return replace(decoder, attention=attention, embedding_scale=self.hidden_size**0.5)
+        return decoder
 
 
 class Gemma2Family(WindowFamily, frozen=True, kw_only=True):
@@ -59,12 +58,10 @@ class Gemma2Family(WindowFamily, frozen=True, kw_only=True):
         return layer % 2 == 0
 
     def decoder(self) -> DecoderConfig:
-        bias = self.attention_bias
+        decoder = super().decoder()
         return replace(
-            super().decoder(),
-            attention=AttentionConfig(
-                qkv_bias=bias, output_bias=bias, scale=self.query_scalar**-0.5, soft_cap=self.attention_cap
-            ),
+            decoder,
+            attention=replace(decoder.attention, scale=self.query_scalar**-0.5, soft_cap=self.attention_cap),
             embedding_scale=self.hidden_size**0.5,
             logits_cap=self.final_logit_softcapping,
         )

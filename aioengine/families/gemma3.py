@@ -15,8 +15,8 @@ TOWER: Final = "siglip_vision_model"
 
 
 class Gemma3Family(LlavaFamily, frozen=True, kw_only=True):
-    text_types: ClassVar[tuple[str, ...]] = ("gemma3_text",)
-    tower_types: ClassVar[tuple[str, ...]] = (TOWER,)
+    text_types = ("gemma3_text",)
+    tower_types = (TOWER,)
     default_placeholder_id: ClassVar[int] = 262_144
 
     mm_tokens_per_image: Annotated[int, Meta(ge=1)] = 256

@@ -19,7 +19,7 @@ _SIZES: Final = "hidden_size", "num_hidden_layers", "num_attention_heads", "max_
 
 
 class Gpt2Family(DecoderFamily, frozen=True, kw_only=True):
-    unread: ClassVar[tuple[str, ...]] = UNREAD
+    unread = UNREAD
     tasks: ClassVar[Mapping[str, Task]] = {
         "LMHeadModel": Task.GENERATE,
         "ForSequenceClassification": Task.CLASSIFY,
@@ -31,6 +31,7 @@ class Gpt2Family(DecoderFamily, frozen=True, kw_only=True):
     prefix = "transformer."
     norm = NormConfig(kind="layer", has_bias=True)
     block = BlockConfig(attention="attn.", attention_norm="ln_1", mlp_norm="ln_2")
+    attention = AttentionConfig(qkv=("c_attn",), output="c_proj", qkv_bias=True, output_bias=True)
     mlp = MlpConfig(first=("c_fc",), second="c_proj", is_gated=False, has_bias=True)
 
     vocab_size: int = 50_257
@@ -61,13 +62,7 @@ class Gpt2Family(DecoderFamily, frozen=True, kw_only=True):
         decoder = super().decoder()
         return replace(
             decoder,
-            attention=AttentionConfig(
-                qkv=("c_attn",),
-                output="c_proj",
-                qkv_bias=True,
-                output_bias=True,
-                scale=None if self.is_scaled else 1.0,
-            ),
+            attention=replace(decoder.attention, scale=None if self.is_scaled else 1.0),
             is_transposed=True,
             layer_ropes=(None,) * decoder.num_layers,
             buffers=(".attn.bias", ".attn.masked_bias"),
@@ -98,6 +93,7 @@ class GptJFamily(Gpt2Family, frozen=True, kw_only=True):
     tasks = DecoderFamily.tasks
     names = replace(Gpt2Family.names, positions="")
     block = BlockConfig(attention="attn.", attention_norm="ln_1", mlp_norm="", is_parallel=True)
+    attention = AttentionConfig(output="out_proj", is_interleaved=True)
     mlp = replace(Gpt2Family.mlp, first=("fc_in",), second="fc_out")
 
     vocab_size: int = 50_400
@@ -113,13 +109,8 @@ class GptJFamily(Gpt2Family, frozen=True, kw_only=True):
         return RopeConfig(partial_rotary_factor=1.0 if self.rotary_dim is None else self.rotary_dim / self.head_size)
 
     def decoder(self) -> DecoderConfig:
-        return replace(
-            super().decoder(),
-            attention=AttentionConfig(output="out_proj", is_interleaved=True),
-            is_transposed=False,
-            layer_ropes=(),
-            head_bias=True,
-        )
+        decoder = super().decoder()
+        return replace(decoder, attention=self.attention, is_transposed=False, layer_ropes=(), head_bias=True)
 
 
 PLUGIN = Gpt2Family

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Final
+from typing import Final
 
 import msgspec
 from msgspec.structs import replace
@@ -16,11 +16,12 @@ PARTS: Final = "embed_in", "layers", "final_layer_norm"
 
 
 class GptNeoxFamily(DecoderFamily, frozen=True, kw_only=True):
-    default_partial: ClassVar[float | None] = 0.25
-    unread: ClassVar[tuple[str, ...]] = ("num_key_value_heads",)
+    default_partial = 0.25
+    unread = ("num_key_value_heads",)
     names = TensorNames(embedding="gpt_neox.embed_in", layers="gpt_neox.layers", norm="gpt_neox.final_layer_norm")
     prefix = "gpt_neox."
     norm = NormConfig(kind="layer", has_bias=True)
+    attention = AttentionConfig(qkv=("query_key_value",), is_grouped=True, output="dense")
     mlp = MlpConfig(first=("dense_h_to_4h",), second="dense_4h_to_h", is_gated=False, has_bias=True)
 
     hidden_act: str = "gelu"
@@ -40,14 +41,10 @@ class GptNeoxFamily(DecoderFamily, frozen=True, kw_only=True):
         )
 
     def decoder(self) -> DecoderConfig:
-        bias = self.attention_bias
         return replace(
             super().decoder(),
             renamed=(("embed_out.", "lm_head."), *((f"{name}.", f"gpt_neox.{name}.") for name in PARTS)),
             block=BlockConfig(attention="attention.", is_parallel=self.use_parallel_residual),
-            attention=AttentionConfig(
-                qkv=("query_key_value",), is_grouped=True, output="dense", qkv_bias=bias, output_bias=bias
-            ),
             buffers=("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias"),
         )
 

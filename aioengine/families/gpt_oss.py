@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Final
+from typing import Final
 
 from msgspec import field
 from msgspec.structs import replace
@@ -24,7 +24,9 @@ _ROTATION: Final = {
 
 
 class GptOssFamily(WindowFamily, frozen=True, kw_only=True):
-    default_theta: ClassVar[float] = 150_000.0
+    default_theta = 150_000.0
+    norm = NormConfig(scales_in_fp32=True)
+    attention = AttentionConfig(has_sinks=True)
 
     num_key_value_heads: int | None = 8
     head_dim: int | None = 64
@@ -62,22 +64,17 @@ class GptOssFamily(WindowFamily, frozen=True, kw_only=True):
     def rotation(self) -> Mapping[str, object]:
         return super().rotation or _ROTATION
 
-    def decoder(self) -> DecoderConfig:
-        bias = self.attention_bias
-        return replace(
-            super().decoder(),
-            experts=ExpertsConfig(
-                num_experts=self.num_local_experts,
-                top_k=self.experts_per_token,
-                inner_size=self.intermediate_size,
-                router=RouterConfig(name="router", has_bias=True),
-                stored="interleaved",
-                names=("experts.gate_up_proj", "experts.down_proj"),
-                limit=self.swiglu_limit,
-                alpha=self.swiglu_alpha,
-            ),
-            attention=AttentionConfig(qkv_bias=bias, output_bias=bias, has_sinks=True),
-            norm=NormConfig(scales_in_fp32=True),
+    @property
+    def experts(self) -> ExpertsConfig:
+        return ExpertsConfig(
+            num_experts=self.num_local_experts,
+            top_k=self.experts_per_token,
+            inner_size=self.intermediate_size,
+            router=RouterConfig(name="router", has_bias=True),
+            stored="interleaved",
+            names=("experts.gate_up_proj", "experts.down_proj"),
+            limit=self.swiglu_limit,
+            alpha=self.swiglu_alpha,
         )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from collections.abc import Mapping
+from typing import ClassVar, Final, Literal
 
 from msgspec import field
 from msgspec.structs import replace
 
-from aioengine.families._block_config import BlockConfig, MambaConfig
+from aioengine.families._block_config import BlockConfig, MambaConfig, MlpConfig
 from aioengine.families._config import DecoderConfig
 from aioengine.families._experts import ExpertsConfig, RouterConfig
 from aioengine.families._fields import check_factor, not_implemented
@@ -51,8 +52,9 @@ class GraniteMoeFamily(GraniteFamily, frozen=True, kw_only=True):
     num_local_experts: int = 8
     experts_per_token: int = field(default=2, name="num_experts_per_tok")
 
-    def decoder(self) -> DecoderConfig:
-        experts = ExpertsConfig(
+    @property
+    def experts(self) -> ExpertsConfig:
+        return ExpertsConfig(
             num_experts=self.num_local_experts,
             top_k=self.experts_per_token,
             inner_size=self.intermediate_size,
@@ -60,14 +62,17 @@ class GraniteMoeFamily(GraniteFamily, frozen=True, kw_only=True):
             stored="packed",
             names=("input_linear.weight", "output_linear.weight"),
         )
-        return replace(super().decoder(), experts=experts)
 
 
 class GraniteMoeHybridFamily(GraniteFamily, frozen=True, kw_only=True):
     """Granite 4 without experts: Mamba 2 layers instead of attention in some layers, or in none."""
 
-    may_be_zero = ("num_local_experts",)
+    limits: ClassVar[Mapping[str, tuple[int, int]]] = {
+        "num_local_experts": (0, 2**14),
+        "shared_intermediate_size": (1, 2**24),
+    }
     block = BlockConfig(mlp="shared_mlp.")
+    mlp = MlpConfig(first=("input_linear",), second="output_linear")
 
     layer_types: list[Literal["attention", "full_attention", "mamba", "linear_attention"]] | None = None
     num_local_experts: int = 8
@@ -87,8 +92,6 @@ class GraniteMoeHybridFamily(GraniteFamily, frozen=True, kw_only=True):
         super().__post_init__()
         if self.num_local_experts:
             not_implemented("num_local_experts", self.num_local_experts, "0")
-        if not 1 <= self.shared_intermediate_size <= 2**24:
-            not_implemented("shared_intermediate_size", self.shared_intermediate_size, f"1 to {2**24}")
         if len(self.mamba_layers) == self.num_hidden_layers:
             not_implemented("layer_types", self.layer_types, "attention in at least one layer")
         if self.mamba_layers:
@@ -145,7 +148,7 @@ class GraniteMoeHybridFamily(GraniteFamily, frozen=True, kw_only=True):
         return replace(
             decoder,
             intermediate_size=self.shared_intermediate_size,
-            mlp=replace(decoder.mlp, first=("input_linear",), second="output_linear", has_bias=False),
+            mlp=replace(decoder.mlp, has_bias=False),
             layer_ropes=() if self.position_embedding_type == "rope" else (None,) * self.num_hidden_layers,
             mamba=self.mamba,
             keeps_states=bool(self.mamba_layers),

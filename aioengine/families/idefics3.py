@@ -8,11 +8,11 @@ from aioengine.families._vision import ImageToken, VisionFamily
 
 
 class Idefics3Family(VisionFamily, frozen=True, kw_only=True):
-    text_types: ClassVar[tuple[str, ...]] = ("llama",)
+    text_types = ("llama",)
     text_defaults: ClassVar[dict[str, object]] = {"rms_norm_eps": 1e-5}
-    tower_types: ClassVar[tuple[str, ...]] = ("", "idefics3", "idefics3_vision", "smolvlm", "smolvlm_vision")
-    towers: ClassVar[tuple[str, ...]] = ("vision_model.", "connector.")
-    renamed: ClassVar[tuple[tuple[str, str], ...]] = (
+    tower_types = ("", "idefics3", "idefics3_vision", "smolvlm", "smolvlm_vision")
+    towers = ("vision_model.", "connector.")
+    renamed = (
         ("model.text_model.", "model."),
         ("model.vision_model.", "vision_model."),
         ("model.connector.", "connector."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import msgspec
@@ -20,9 +21,12 @@ from aioengine.families._fields import check_factor, not_implemented
 
 
 class Lfm2Family(DecoderFamily, frozen=True, kw_only=True):
-    default_theta: ClassVar[float] = 1e6
+    default_theta = 1e6
+    limits: ClassVar[Mapping[str, tuple[int, int]]] = {"conv_width": (2, 64), "block_multiple_of": (1, 2**24)}
     names = TensorNames(norm="model.embedding_norm")
     block = BlockConfig(mlp="feed_forward.", attention_norm="operator_norm", mlp_norm="ffn_norm")
+    attention = AttentionConfig(output="out_proj", head_norm=HeadNorm(names=("q_layernorm", "k_layernorm")))
+    mlp = MlpConfig(first=("w1", "w3"), second="w2")
 
     intermediate_size: int = 12_288
     num_key_value_heads: int | None = 8
@@ -41,12 +45,8 @@ class Lfm2Family(DecoderFamily, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 2 <= self.conv_width <= 64:
-            not_implemented("conv_L_cache", self.conv_width, "2 to 64")
         if not 0 < len(self.conv_layers) < self.num_hidden_layers:
             not_implemented("layer_types", self.layer_types, "layers of both types")
-        if self.block_multiple_of < 1:
-            not_implemented("block_multiple_of", self.block_multiple_of, "at least 1")
         if self.block_ffn_dim_multiplier is not None:
             check_factor("block_ffn_dim_multiplier", self.block_ffn_dim_multiplier)
         if not 1 <= self.inner_size <= 2**24:
@@ -77,8 +77,6 @@ class Lfm2Family(DecoderFamily, frozen=True, kw_only=True):
             decoder,
             intermediate_size=self.inner_size,
             tied=decoder.tied if self.tie_embedding is None else self.tie_embedding,
-            attention=AttentionConfig(output="out_proj", head_norm=HeadNorm(names=("q_layernorm", "k_layernorm"))),
-            mlp=MlpConfig(first=("w1", "w3"), second="w2"),
             short_conv=ShortConvConfig(layers=self.conv_layers, width=self.conv_width, has_bias=self.conv_bias),
             keeps_states=True,
         )

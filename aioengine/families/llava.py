@@ -15,9 +15,9 @@ class LlavaFamily(VisionFamily, frozen=True, kw_only=True):
         default_placeholder_id: the placeholder token of files that do not name it.
     """
 
-    text_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "qwen2")
-    tower_types: ClassVar[tuple[str, ...]] = ("clip_vision_model", "siglip_vision_model")
-    renamed: ClassVar[tuple[tuple[str, str], ...]] = (
+    text_types = ("llama", "mistral", "qwen2")
+    tower_types = ("clip_vision_model", "siglip_vision_model")
+    renamed = (
         ("language_model.model.", "model."),
         ("language_model.lm_head.", "lm_head."),
         ("model.language_model.", "model."),

@@ -30,9 +30,8 @@ class OlmoFamily(DecoderFamily, frozen=True, kw_only=True):
     clip_qkv: Annotated[float, Meta(gt=0)] | None = None
 
     def decoder(self) -> DecoderConfig:
-        bias = self.attention_bias
-        attention = AttentionConfig(qkv_bias=bias, output_bias=bias, clip=self.clip_qkv)
-        return replace(super().decoder(), epsilon=1e-5, attention=attention)
+        decoder = super().decoder()
+        return replace(decoder, epsilon=1e-5, attention=replace(decoder.attention, clip=self.clip_qkv))
 
 
 class Olmo2Family(DecoderFamily, frozen=True, kw_only=True):
@@ -40,15 +39,10 @@ class Olmo2Family(DecoderFamily, frozen=True, kw_only=True):
 
     norm = NormConfig(scales_in_fp32=True)
     block = POST_NORMS
+    attention = AttentionConfig(head_norm=HeadNorm(norm=norm, extent="all_heads"))
 
     rms_norm_eps: float = 1e-5
     attention_bias: bool = False
-
-    def decoder(self) -> DecoderConfig:
-        bias, head_norm = self.attention_bias, HeadNorm(norm=self.norm, extent="all_heads")
-        return replace(
-            super().decoder(), attention=AttentionConfig(qkv_bias=bias, output_bias=bias, head_norm=head_norm)
-        )
 
 
 class Olmo3Family(Olmo2Family, frozen=True, kw_only=True):
@@ -80,6 +74,8 @@ class Olmo3Family(Olmo2Family, frozen=True, kw_only=True):
 class OlmoeFamily(DecoderFamily, frozen=True, kw_only=True):
     """OLMoE: norms over all query heads and all key heads, and experts in all layers."""
 
+    attention = AttentionConfig(head_norm=HeadNorm(extent="all_heads"))
+
     rms_norm_eps: float = 1e-5
     max_position_embeddings: int = 4096
     attention_bias: bool = False
@@ -93,16 +89,14 @@ class OlmoeFamily(DecoderFamily, frozen=True, kw_only=True):
         if self.clip_qkv is not None:
             not_implemented("clip_qkv", self.clip_qkv, "null")
 
-    def decoder(self) -> DecoderConfig:
-        bias = self.attention_bias
-        experts = ExpertsConfig(
+    @property
+    def experts(self) -> ExpertsConfig:
+        return ExpertsConfig(
             num_experts=self.num_experts,
             top_k=self.experts_per_token,
             inner_size=self.intermediate_size,
             router=RouterConfig(is_normalized=self.norm_topk_prob),
         )
-        attention = AttentionConfig(qkv_bias=bias, output_bias=bias, head_norm=HeadNorm(extent="all_heads"))
-        return replace(super().decoder(), experts=experts, attention=attention)
 
 
 PLUGIN = OlmoFamily

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import msgspec
 from msgspec.structs import replace
@@ -14,7 +14,7 @@ from aioengine.families.gpt2 import UNREAD
 
 
 class OptFamily(DecoderFamily, frozen=True, kw_only=True):
-    unread: ClassVar[tuple[str, ...]] = UNREAD
+    unread = UNREAD
     names = TensorNames(
         embedding="model.decoder.embed_tokens",
         positions="model.decoder.embed_positions",
@@ -23,6 +23,7 @@ class OptFamily(DecoderFamily, frozen=True, kw_only=True):
         norm="model.decoder.final_layer_norm",
     )
     block = BlockConfig(mlp="", attention_norm="self_attn_layer_norm", mlp_norm="final_layer_norm")
+    attention = AttentionConfig(output="out_proj")
     mlp = MlpConfig(first=("fc1",), second="fc2", is_gated=False)
 
     intermediate_size: int = msgspec.field(name="ffn_dim")
@@ -30,7 +31,7 @@ class OptFamily(DecoderFamily, frozen=True, kw_only=True):
     tie_word_embeddings: bool = True
     do_layer_norm_before: bool = True
     word_embed_proj_dim: int | None = None
-    has_bias: bool = msgspec.field(default=True, name="enable_bias")
+    attention_bias: bool = msgspec.field(default=True, name="enable_bias")
     layer_norm_elementwise_affine: bool = True
     without_last_norm: Literal[False] = msgspec.field(default=False, name="_remove_final_layer_norm")
 
@@ -41,16 +42,14 @@ class OptFamily(DecoderFamily, frozen=True, kw_only=True):
         if self.word_embed_proj_dim not in (None, self.hidden_size):
             not_implemented("word_embed_proj_dim", self.word_embed_proj_dim, f"hidden_size ({self.hidden_size})")
 
+    @property
+    def mlp_bias(self) -> bool:
+        return self.attention_bias
+
     def decoder(self) -> DecoderConfig:
-        decoder, bias, has_weight = super().decoder(), self.has_bias, self.layer_norm_elementwise_affine
-        return replace(
-            decoder,
-            epsilon=1e-5,
-            norm=NormConfig(kind="layer", has_weight=has_weight, has_bias=has_weight),
-            attention=AttentionConfig(output="out_proj", qkv_bias=bias, output_bias=bias),
-            mlp=replace(decoder.mlp, has_bias=bias),
-            layer_ropes=(None,) * decoder.num_layers,
-        )
+        decoder, has_weight = super().decoder(), self.layer_norm_elementwise_affine
+        norm = NormConfig(kind="layer", has_weight=has_weight, has_bias=has_weight)
+        return replace(decoder, epsilon=1e-5, norm=norm, layer_ropes=(None,) * decoder.num_layers)
 
 
 PLUGIN = OptFamily

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from msgspec import field
-from msgspec.structs import replace
 
 from aioengine.families._block_config import AttentionConfig
-from aioengine.families._config import DecoderConfig, WindowFamily
+from aioengine.families._config import WindowFamily
 from aioengine.families._experts import ExpertsConfig, RouterConfig, SharedConfig, dense_layers
 
 
 class Qwen2Family(WindowFamily, frozen=True, kw_only=True):
+    attention = AttentionConfig(qkv_bias=True)
+
     num_key_value_heads: int | None = 32
     max_position_embeddings: int = 32_768
     use_sliding_window: bool = False
@@ -22,9 +23,6 @@ class Qwen2Family(WindowFamily, frozen=True, kw_only=True):
 
     def has_window(self, layer: int) -> bool:
         return layer >= self.max_window_layers
-
-    def decoder(self) -> DecoderConfig:
-        return replace(super().decoder(), attention=AttentionConfig(qkv_bias=True))
 
 
 class Qwen2MoeFamily(Qwen2Family, frozen=True, kw_only=True):
@@ -43,8 +41,9 @@ class Qwen2MoeFamily(Qwen2Family, frozen=True, kw_only=True):
     def has_window(self, layer: int) -> bool:
         return layer % 2 == 0 and layer < self.max_window_layers
 
-    def decoder(self) -> DecoderConfig:
-        experts = ExpertsConfig(
+    @property
+    def experts(self) -> ExpertsConfig:
+        return ExpertsConfig(
             num_experts=self.num_experts,
             top_k=self.experts_per_token,
             inner_size=self.moe_intermediate_size,
@@ -52,7 +51,6 @@ class Qwen2MoeFamily(Qwen2Family, frozen=True, kw_only=True):
             shared=SharedConfig(inner_size=self.shared_expert_intermediate_size, gate="shared_expert_gate"),
             dense_layers=dense_layers(self.num_hidden_layers, self.decoder_sparse_step, self.mlp_only_layers or ()),
         )
-        return replace(super().decoder(), experts=experts, attention=AttentionConfig(qkv_bias=self.qkv_bias))
 
 
 PLUGIN = Qwen2Family

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 from msgspec import field
-from msgspec.structs import replace
 
 from aioengine.families._block_config import AttentionConfig, HeadNorm
 from aioengine.families._config import DecoderConfig
@@ -15,19 +13,16 @@ from aioengine.families.qwen2 import Qwen2Family
 
 
 class Qwen3Family(Qwen2Family, frozen=True, kw_only=True):
+    attention = AttentionConfig(head_norm=HeadNorm())
+
     head_dim: int | None = 128
     attention_bias: bool = False
-
-    def decoder(self) -> DecoderConfig:
-        bias = self.attention_bias
-        attention = AttentionConfig(qkv_bias=bias, output_bias=bias, head_norm=HeadNorm())
-        return replace(super().decoder(), attention=attention)
 
 
 class Qwen3MoeFamily(Qwen3Family, frozen=True, kw_only=True):
     """Qwen3-MoE: Qwen3 with experts, and a sliding window in all layers or in none."""
 
-    has_one_window: ClassVar[bool] = True
+    has_one_window = True
 
     num_key_value_heads: int | None = 4
     head_dim: int | None = None
@@ -49,15 +44,15 @@ class Qwen3MoeFamily(Qwen3Family, frozen=True, kw_only=True):
     def has_window(self, layer: int) -> bool:
         return True
 
-    def decoder(self) -> DecoderConfig:
-        experts = ExpertsConfig(
+    @property
+    def experts(self) -> ExpertsConfig:
+        return ExpertsConfig(
             num_experts=self.num_experts,
             top_k=self.experts_per_token,
             inner_size=self.moe_intermediate_size,
             router=RouterConfig(is_normalized=self.norm_topk_prob),
             dense_layers=dense_layers(self.num_hidden_layers, self.decoder_sparse_step, self.mlp_only_layers or ()),
         )
-        return replace(super().decoder(), experts=experts)
 
 
 PLUGIN = Qwen3Family

@@ -25,8 +25,8 @@ class Qwen35TextFamily(DeltaNetFamily, frozen=True, kw_only=True):
 
 
 class Qwen35Family(VisionFamily, frozen=True, kw_only=True):
-    text_types: ClassVar[tuple[str, ...]] = ("qwen3_5_text",)
-    tower_types: ClassVar[tuple[str, ...]] = ("", "qwen3_5", "qwen3_5_vision")
+    text_types = ("qwen3_5_text",)
+    tower_types = ("", "qwen3_5", "qwen3_5_vision")
 
     def decoder(self) -> DecoderConfig:
         decoder = self.text()

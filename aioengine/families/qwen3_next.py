@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Final, Literal
 
 from msgspec import field
@@ -25,9 +26,17 @@ class DeltaNetFamily(DecoderFamily, frozen=True, kw_only=True):
         is_grouped: see ``DeltaNetConfig``.
     """
 
-    default_partial: ClassVar[float | None] = 0.25
+    default_partial = 0.25
     is_grouped: ClassVar[bool] = True
+    limits: ClassVar[Mapping[str, tuple[int, int]]] = {
+        "full_attention_interval": (1, 2**14),
+        "linear_conv_kernel_dim": (2, _MAX_HEAD),
+        "linear_key_head_dim": (1, _MAX_HEAD),
+        "linear_value_head_dim": (1, _MAX_HEAD),
+        "linear_num_value_heads": (1, 2**14),
+    }
     norm = NormConfig(offset=1.0)
+    attention = AttentionConfig(head_norm=HeadNorm(norm=norm), has_output_gate=True)
 
     head_dim: int | None = 256
     max_position_embeddings: int = 32_768
@@ -42,18 +51,6 @@ class DeltaNetFamily(DecoderFamily, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, size in (
-            ("linear_key_head_dim", self.linear_key_head_dim),
-            ("linear_value_head_dim", self.linear_value_head_dim),
-        ):
-            if not 1 <= size <= _MAX_HEAD:
-                not_implemented(name, size, f"1 to {_MAX_HEAD}")
-        if not 2 <= self.linear_conv_kernel_dim <= _MAX_HEAD:
-            not_implemented("linear_conv_kernel_dim", self.linear_conv_kernel_dim, f"2 to {_MAX_HEAD}")
-        if self.full_attention_interval < 1:
-            not_implemented("full_attention_interval", self.full_attention_interval, "at least 1")
-        if not 1 <= self.linear_num_value_heads <= 2**14:
-            not_implemented("linear_num_value_heads", self.linear_num_value_heads, f"1 to {2**14}")
         if self.linear_num_key_heads < 1 or self.linear_num_value_heads % self.linear_num_key_heads:
             divisor = f"a divisor of {self.linear_num_value_heads} value heads"
             not_implemented("linear_num_key_heads", self.linear_num_key_heads, divisor)
@@ -69,12 +66,8 @@ class DeltaNetFamily(DecoderFamily, frozen=True, kw_only=True):
         return frozenset(layer for layer, kind in enumerate(self.layer_types) if kind == "linear_attention")
 
     def decoder(self) -> DecoderConfig:
-        bias = self.attention_bias
         return replace(
             super().decoder(),
-            attention=AttentionConfig(
-                qkv_bias=bias, output_bias=bias, head_norm=HeadNorm(norm=self.norm), has_output_gate=True
-            ),
             delta_net=DeltaNetConfig(
                 layers=self.linear_layers,
                 num_value_heads=self.linear_num_value_heads,
@@ -92,7 +85,7 @@ class DeltaNetFamily(DecoderFamily, frozen=True, kw_only=True):
 class Qwen3NextFamily(DeltaNetFamily, frozen=True, kw_only=True):
     """Qwen3-Next. If ``num_experts`` is 0, all layers have an MLP."""
 
-    may_be_zero = ("num_experts",)
+    limits: ClassVar[Mapping[str, tuple[int, int]]] = {**DeltaNetFamily.limits, "num_experts": (0, 2**14)}
 
     num_key_value_heads: int | None = 2
     decoder_sparse_step: int = 1
@@ -103,10 +96,11 @@ class Qwen3NextFamily(DeltaNetFamily, frozen=True, kw_only=True):
     experts_per_token: int = field(default=10, name="num_experts_per_tok")
     norm_topk_prob: bool = True
 
-    def decoder(self) -> DecoderConfig:
+    @property
+    def experts(self) -> ExpertsConfig | None:
         if not self.num_experts:
-            return super().decoder()
-        experts = ExpertsConfig(
+            return None
+        return ExpertsConfig(
             num_experts=self.num_experts,
             top_k=self.experts_per_token,
             inner_size=self.moe_intermediate_size,
@@ -114,7 +108,6 @@ class Qwen3NextFamily(DeltaNetFamily, frozen=True, kw_only=True):
             shared=SharedConfig(inner_size=self.shared_expert_intermediate_size, gate="shared_expert_gate"),
             dense_layers=dense_layers(self.num_hidden_layers, self.decoder_sparse_step, self.mlp_only_layers or ()),
         )
-        return replace(super().decoder(), experts=experts)
 
 
 PLUGIN = Qwen3NextFamily

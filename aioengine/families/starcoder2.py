@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import msgspec
-from msgspec.structs import replace
 
-from aioengine.families._block_config import AttentionConfig, MlpConfig, NormConfig
-from aioengine.families._config import DecoderConfig, WindowFamily
+from aioengine.families._block_config import MlpConfig, NormConfig
+from aioengine.families._config import WindowFamily
 
 
 class Starcoder2Family(WindowFamily, frozen=True, kw_only=True):
-    has_one_window: ClassVar[bool] = True
+    has_one_window = True
     norm = NormConfig(kind="layer", has_bias=True)
     mlp = MlpConfig(first=("c_fc",), second="c_proj", is_gated=False)
 
@@ -21,13 +18,12 @@ class Starcoder2Family(WindowFamily, frozen=True, kw_only=True):
     rms_norm_eps: float = msgspec.field(default=1e-5, name="norm_epsilon")
     max_position_embeddings: int = 4096
     tie_word_embeddings: bool = True
-    use_bias: bool = True
+    attention_bias: bool = msgspec.field(default=True, name="use_bias")
     sliding_window: int | None = None
 
-    def decoder(self) -> DecoderConfig:
-        decoder, bias = super().decoder(), self.use_bias
-        attention = AttentionConfig(qkv_bias=bias, output_bias=bias)
-        return replace(decoder, attention=attention, mlp=replace(decoder.mlp, has_bias=bias))
+    @property
+    def mlp_bias(self) -> bool:
+        return self.attention_bias
 
 
 PLUGIN = Starcoder2Family

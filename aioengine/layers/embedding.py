@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 class EmbeddingTable(Layer):
     """[T] ids -> [T, D]."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, placement: Placement) -> None:
-        self.weight = placement.empty(vocab_size, hidden_size)
+    def __init__(self, weight: Tensor, placement: Placement) -> None:
+        """Use the weight [V, D]."""
+        self.weight = weight
         self._batch_invariant = placement.batch_invariant
         self._head: Matmul | None = None
 

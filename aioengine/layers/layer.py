@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,7 +18,7 @@ class Layer:
         parts: the layers of this layer, each with the prefix of its tensor names; entries with None are skipped.
     """
 
-    is_adaptable: ClassVar[bool] = True
+    is_adaptable: bool = True
     parts: Sequence[tuple[str, Layer | None]] = ()
 
     def tensors(self) -> dict[str, Target]:

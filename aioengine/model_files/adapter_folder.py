@@ -11,6 +11,7 @@ import os
 import re
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -51,8 +52,8 @@ _HEAD_STAYS: Final = (
 MAX_RANK: Final = 4096
 _MAX_LISTED: Final = 5
 _MATCH_TIMEOUT_S: Final = 0.2
-_PATTERNS_TIMEOUT_S: Final = 5.0
-"""CPU time limit for all patterns of a config. peft writes at most one per layer, which takes a millisecond."""
+_PATTERNS_TIMEOUT_S: Final = 10.0
+"""Time limit for all patterns of a config. peft writes at most one per layer, which takes a millisecond."""
 _MATCHING_INITS: Final = True, False, None, "true", "false", "gaussian", "eva", "orthogonal"
 """Values of ``init_lora_weights`` that do not change the base model."""
 
@@ -269,14 +270,16 @@ def _modules(entries: list[Entry], config: AdapterConfig, folder: Path) -> tuple
     if not pairs:
         raise ValueError(f"{folder / TENSORS} has no tensors")
     patterns = _Patterns(folder)
-    rank_of = _Values("rank_pattern", config.rank_pattern, patterns)
-    alpha_of = _Values("alpha_pattern", config.alpha_pattern, patterns)
+    ranks, alphas = (
+        [(patterns.compiled(field, rf"\A(.*\.)?({end})$"), value) for end, value in (values or {}).items()]
+        for field, values in (("rank_pattern", config.rank_pattern), ("alpha_pattern", config.alpha_pattern))
+    )
     modules: list[AdapterModule] = []
     for name, pair in sorted(pairs.items()):
         if len(pair) < 2:
             missing = "B" if "A" in pair else "A"
             raise ValueError(f"{folder / TENSORS} lacks {_STEM}{name}.lora_{missing}.weight")
-        rank, alpha = int(rank_of(name, config.r)), alpha_of(name, config.lora_alpha)
+        rank, alpha = int(patterns.value_of(name, ranks, config.r)), patterns.value_of(name, alphas, config.lora_alpha)
         if not 1 <= rank <= MAX_RANK or not math.isfinite(alpha):
             raise ValueError(
                 f"{folder / CONFIG}: {name} has rank {rank} and alpha {alpha}; what works: 1 to {MAX_RANK}, and a "
@@ -369,7 +372,7 @@ class _Patterns:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._left_s = _PATTERNS_TIMEOUT_S
+        self._end_s = time.monotonic() + _PATTERNS_TIMEOUT_S
 
     def compiled(self, field: str, pattern: str) -> CompiledPattern:
         import regex  # slow to import, and most folders have no patterns
@@ -377,7 +380,7 @@ class _Patterns:
         from aioengine.constraints.patterns import expanded_size
 
         compile_pattern = cast("Callable[..., CompiledPattern]", regex.compile)
-        began_at = time.thread_time()
+        self._check_time()
         try:
             expanded_size(pattern)  # limits the time of compiling
             return compile_pattern(pattern, cache_pattern=False)
@@ -385,52 +388,34 @@ class _Patterns:
             raise ValueError(
                 f"{self._folder / CONFIG}: {field} has {shown(pattern)}, which is an invalid or too large pattern"
             ) from error
-        finally:
-            self._count_time(time.thread_time() - began_at)
 
     def matches(self, pattern: CompiledPattern, name: str) -> bool:
-        began_at = time.thread_time()
+        self._check_time()
         try:
             return pattern.search(name, timeout=_MATCH_TIMEOUT_S) is not None
         except TimeoutError as error:
             raise ValueError(
                 f"{self._folder / CONFIG}: the pattern {shown(pattern.pattern)} takes too long to match {name}"
             ) from error
-        finally:
-            self._count_time(time.thread_time() - began_at)
 
-    def _count_time(self, seconds: float) -> None:
-        self._left_s -= seconds
-        if self._left_s < 0:
+    def value_of(self, name: str, values: list[tuple[CompiledPattern, float]], default: float) -> float:
+        """Return the value of the first pattern that matches the name of a layer."""
+        return next((value for pattern, value in values if self.matches(pattern, name)), default)
+
+    def _check_time(self) -> None:
+        if time.monotonic() > self._end_s:
             raise ValueError(f"{self._folder / CONFIG}: its patterns take more than {_PATTERNS_TIMEOUT_S:g} seconds")
 
 
-class _Values:
-    """Maps a layer's name to the value of the first pattern that matches the end of the name, like peft."""
+def _matcher(field: str, names: list[str] | str | None, patterns: _Patterns) -> Callable[[str], bool]:
+    """Return a function that tells whether ``target_modules`` or ``exclude_modules`` has the name of a layer.
 
-    def __init__(self, field: str, values: Mapping[str, float] | None, patterns: _Patterns) -> None:
-        self._patterns = patterns
-        self._values = [
-            (patterns.compiled(field, rf"\A(.*\.)?({key})$"), value) for key, value in (values or {}).items()
-        ]
-
-    def __call__(self, name: str, default: float) -> float:
-        return next((value for pattern, value in self._values if self._patterns.matches(pattern, name)), default)
-
-
-class _LayerNames:
-    """The layers in ``target_modules`` or ``exclude_modules``: a list of ends of names, or one pattern."""
-
-    def __init__(self, field: str, names: list[str] | str | None, patterns: _Patterns) -> None:
-        self._patterns = patterns
-        self._pattern = patterns.compiled(field, rf"\A(?:{names})\Z") if isinstance(names, str) else None
-        self._ends = frozenset(names) if isinstance(names, list) else frozenset[str]()
-
-    def __contains__(self, name: str) -> bool:
-        if self._pattern is not None:
-            return self._patterns.matches(self._pattern, name)
-        ends = [name, *(name.split(".", count)[-1] for count in range(1, name.count(".") + 1))]
-        return not self._ends.isdisjoint(ends)
+    ``names``: ends of names, or one pattern.
+    """
+    if isinstance(names, str):
+        return partial(patterns.matches, patterns.compiled(field, rf"\A(?:{names})\Z"))
+    ends = frozenset(names or ())
+    return lambda name: not ends.isdisjoint(name.split(".", count)[-1] for count in range(name.count(".") + 1))
 
 
 class _Targets:
@@ -441,8 +426,8 @@ class _Targets:
         self._is_all = config.target_modules == ALL_LINEAR
         targets = config.target_modules
         self._whole_names = frozenset(targets) if isinstance(targets, list) else frozenset[str]()
-        self._names = _LayerNames("target_modules", None if self._is_all else config.target_modules, patterns)
-        self._excluded = _LayerNames("exclude_modules", config.exclude_modules, patterns)
+        self._has_name = _matcher("target_modules", None if self._is_all else targets, patterns)
+        self._excludes = _matcher("exclude_modules", config.exclude_modules, patterns)
         layers, lists = config.layers_to_transform, config.layers_pattern
         self._layers = frozenset([layers] if isinstance(layers, int) else layers or ())
         lists = [lists] if isinstance(lists, str) else lists or []
@@ -450,13 +435,13 @@ class _Targets:
         self._index = re.compile(rf"(?:.*?\.)??(?:{blocks})\.([0-9]+)\.")
 
     def __contains__(self, name: str) -> bool:
-        if name in self._excluded:
+        if self._excludes(name):
             return False
         if self._is_all:
             return name not in _HEADS
         if name in self._whole_names:
             return True  # in any layer
-        if name not in self._names:
+        if not self._has_name(name):
             return False
         match = self._index.match(name)
         return not self._layers or (match is not None and int(match[1]) in self._layers)

@@ -6,8 +6,7 @@ The family of a model type reads config.json. The class follows from the result:
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import TYPE_CHECKING, Final
 
 from aioengine import plugins
 from aioengine.families._encoders import EncoderConfig
@@ -16,11 +15,12 @@ from aioengine.models._encoder import EncoderModel
 from aioengine.models._hybrid import HybridDecoder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from aioengine.families._config import DecoderConfig, Task
     from aioengine.models._base import Model, ModelClass, ModelOptions
+    from aioengine.models._fallback import TransformersFolder
 
 ALIASES: Final = {
     "llava": "_image_decoder:ImageDecoder",
@@ -56,19 +56,7 @@ def build(config: Mapping[str, object], options: ModelOptions) -> Model:
     return decoder_class(model_config, options)
 
 
-class FallbackModel(Protocol):
-    """A model folder that runs with the code of transformers."""
-
-    def num_bytes(self, options: ModelOptions) -> int:
-        """Return the bytes of the parameters."""
-        ...
-
-    def load(self, options: ModelOptions) -> Model:
-        """Build the model, see ``build``."""
-        ...
-
-
-def fallback(folder: Path, task: Task, *, trust_remote_code: bool, has_weights: bool) -> FallbackModel:
+def fallback(folder: Path, task: Task, *, trust_remote_code: bool, has_weights: bool) -> TransformersFolder:
     """Read config.json with transformers. Importing transformers takes a second.
 
     Args:
@@ -77,6 +65,6 @@ def fallback(folder: Path, task: Task, *, trust_remote_code: bool, has_weights: 
 
     Raises ValueError if transformers has no code for the model, or the code is in the folder and not trusted.
     """
-    module = importlib.import_module("aioengine.models._fallback")
-    make = cast("Callable[..., FallbackModel]", module.TransformersFolder)
-    return make(folder, task, trust_remote_code=trust_remote_code, has_weights=has_weights)
+    from aioengine.models._fallback import TransformersFolder
+
+    return TransformersFolder(folder, task, trust_remote_code=trust_remote_code, has_weights=has_weights)

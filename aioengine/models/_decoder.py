@@ -74,12 +74,12 @@ class DecoderModel(Layer):
         self.hidden_size = config.hidden_size
         self.prefix = config.prefix
         self.renamed = config.renamed
-        self._embedding = EmbeddingTable(config.vocab_size, config.hidden_size, placement)
+        self._embedding = EmbeddingTable(placement.empty(config.vocab_size, config.hidden_size), placement)
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=options.dtype).item()
         self._positions: EmbeddingTable | None = None
         if config.names.positions:
             num_positions = config.names.first_position + config.max_position_embeddings
-            self._positions = EmbeddingTable(num_positions, config.hidden_size, placement)
+            self._positions = EmbeddingTable(placement.empty(num_positions, config.hidden_size), placement)
         ropes = list(dict.fromkeys(config.rope_of(layer) for layer in range(config.num_layers)))
         self._ropes = [_rotary_embedding(rope, config, options, self.input_spec.short_length) for rope in ropes]
         self._blocks: list[Block] = []

@@ -141,7 +141,8 @@ class EncoderModel(Layer):
         self.hidden_size = config.hidden_size
         self.prefix = config.prefix
         self.renamed = config.renamed
-        tables = [EmbeddingTable(rows, config.hidden_size, placement) for rows in config.embeddings.values()]
+        sizes = [(rows, config.hidden_size) for rows in config.embeddings.values()]
+        tables = [EmbeddingTable(placement.empty(*size), placement) for size in sizes]
         self._tokens, self._learned = tables[0], tables[1:]
         self.input_spec = InputSpec(token_types=len(tables) > 2 and tables[2].weight.shape[0] > 1)
         norms = [LayerNorm(config.hidden_size, config.epsilon, placement, bias=config.norm_bias) for _ in config.norms]

@@ -12,7 +12,7 @@ import copy
 import inspect
 import logging
 import re
-from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch import nn
@@ -30,12 +30,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from aioengine.api import checks
 from aioengine.families._config import Task
+from aioengine.layers.linear import adaptable_linears
 from aioengine.layers.placement import Target
 from aioengine.model_files import checkpoint, folder_files
 from aioengine.models import _fallback_attention as layers
 from aioengine.models._base import InputSpec, ModelInputs
 from aioengine.models._fallback_attention import NUM_TRIED, PAGED, TRYING, PackedStep, StopError, refuse
-from aioengine.models._fallback_swaps import RecordedCalls, Swaps
+from aioengine.models._fallback_swaps import Swaps, recorded_calls
 from aioengine.models._fallback_weights import by_stored_name
 
 if TYPE_CHECKING:
@@ -63,7 +64,6 @@ _IMPLEMENTATION: Final = "_attn_implementation"
 """Attribute of a transformers config with the name of the attention function."""
 
 _NO_INTERFACE: Final = "its attention does not go through transformers' attention interface"
-_ROPE_TYPE: Final = "rope_type"
 
 _CLASSES = {
     Task.GENERATE: AutoModelForCausalLM,
@@ -113,9 +113,8 @@ class TransformersModel:
         """Try the model, replace its layers with ours, and try it again. Some code reads attributes of its layers."""
         self._try(gives_positions=False)
         own_positions = self._tables
-        calls = RecordedCalls(self._model)
-        self._try()
-        calls.end()
+        with recorded_calls(self._model) as calls:
+            self._try()
         if self._tables != own_positions:
             refuse(self._step.model_type, "it looks up position 0 at another place of its table than at the first")
         swaps = Swaps(self._model, calls, self._step, options.placement)
@@ -144,7 +143,13 @@ class TransformersModel:
                     self._step.model_type,
                     f"of {NUM_TRIED} tokens it gives states {list(output.last_hidden_state.shape)}",
                 )
-            tables.check(self._step)
+            for first, size in tables.tables:
+                if first + self._step.max_positions > size:
+                    longest = size - first
+                    refuse(
+                        self._step.model_type,
+                        f"it has a table of {longest} positions; context_length={longest} works",
+                    )
             self._tables = tables.tables
             self._body_output.output_type = type(output)
             self._head = _with_body(self._model, self._body, self._body_output)
@@ -153,29 +158,23 @@ class TransformersModel:
         except ValueError:
             raise
         except Exception as error:
-            self._fail(error)
-
-    def _fail(self, error: Exception) -> NoReturn:
-        kind = self._step.model_type
-        message = f"model_type {kind!r} cannot run with transformers' code here: it fails with packed tokens"
-        raise ValueError(f"{message}: {_described(error)}") from error
+            kind = self._step.model_type
+            raise ValueError(
+                f"model_type {kind!r} cannot run with transformers' code here: it fails with packed tokens: "
+                f"{_described(error)}"
+            ) from error
 
     def weights(self) -> dict[str, Target]:
+        saved = self._model.state_dict().keys()
+        tensors = {
+            **{name: parameter.data for name, parameter in self._model.named_parameters()},
+            **{name: target.tensor for name, target in self._swaps.weights().items()},
+            **{name: buffer for name, buffer in self._model.named_buffers() if name in saved},
+        }
         stored = None
         if self._folder is not None:
             stored = [entry.name for entry in checkpoint.read_headers(self._folder, "")]
-        tensors = by_stored_name(self._model, self._tensors(), stored)
-        return {name: Target(tensor) for name, tensor in tensors.items()}
-
-    def _tensors(self) -> dict[str, Tensor]:
-        """Return name in the model -> tensor [...] to load."""
-        parameters = {name: parameter.data for name, parameter in self._model.named_parameters()}
-        saved = self._model.state_dict().keys()
-        return (
-            parameters
-            | {name: target.tensor for name, target in self._swaps.weights().items()}
-            | {name: buffer for name, buffer in self._model.named_buffers() if name in saved}
-        )
+        return {name: Target(tensor) for name, tensor in by_stored_name(self._model, tensors, stored).items()}
 
     def is_ignored(self, name: str) -> bool:
         model = self._model
@@ -192,7 +191,7 @@ class TransformersModel:
     def linears(self) -> list[tuple[str, Linear]]:
         """Implement ``models._base.AdaptableModel``."""
         stem = f"{self._model.base_model_prefix}." if self._body is self._model else ""
-        return [(f"{stem}{prefix}", linear) for prefix, linear in self._swaps.linears()]
+        return adaptable_linears(self._swaps, stem)
 
     def finish_loading(self) -> None:
         self._swaps.finish_loading()
@@ -334,7 +333,7 @@ def _fix_rope(body: nn.Module, step: PackedStep) -> None:
     Raises ValueError if a request may be longer.
     """
     for module in body.modules():
-        rope = getattr(module, _ROPE_TYPE, None)
+        rope = getattr(module, "rope_type", None)
         if rope is None:
             continue
         kinds: dict[str | None, str] = rope if isinstance(rope, dict) else {None: rope}
@@ -352,7 +351,7 @@ def _fix_rope(body: nn.Module, step: PackedStep) -> None:
                     f"with rope_type {kind!r} all tokens of a step would be rotated like those of the longest request; "
                     f"context_length={longest} works",
                 )
-        setattr(module, _ROPE_TYPE, dict.fromkeys(rope, "default") if isinstance(rope, dict) else "default")
+        cast("Any", module).rope_type = dict.fromkeys(rope, "default") if isinstance(rope, dict) else "default"
 
 
 class _PositionTables(TorchFunctionMode):
@@ -373,23 +372,21 @@ class _PositionTables(TorchFunctionMode):
                 self.tables.append((indices[0], args[1].shape[0]))
         return cast("Callable[..., Any]", func)(*args, **(kwargs or {}))
 
-    def check(self, step: PackedStep) -> None:
-        """Raise ValueError if a request may have more positions than a table."""
-        for first, size in self.tables:
-            if first + step.max_positions > size:
-                longest = size - first
-                refuse(step.model_type, f"it has a table of {longest} positions; context_length={longest} works")
-
 
 class TransformersFolder:
-    """Implements ``models.FallbackModel``."""
+    """A model folder that runs with the code of transformers."""
 
     def __init__(self, folder: Path, task: Task, *, trust_remote_code: bool, has_weights: bool) -> None:
         self._task = task
         self._folder = folder
         self._trusts = trust_remote_code
         self._has_weights = has_weights
-        _check_code(folder, trusts=trust_remote_code)
+        raw = folder_files.read_json(folder / "config.json", dict[str, object]) or {}
+        if raw.get("auto_map") and not trust_remote_code and raw.get("model_type") not in CONFIG_MAPPING:
+            raise ValueError(
+                f"the model in {folder} (model_type {raw.get('model_type')!r}) needs code from its folder, which "
+                "transformers does not have; trust_remote_code=True runs it, with all rights of this program"
+            )
         try:
             self._config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         except Exception as error:
@@ -397,26 +394,17 @@ class TransformersFolder:
             raise ValueError(message) from error
 
     def num_bytes(self, options: ModelOptions) -> int:
+        """Return the bytes of the parameters."""
         return sum(parameter.nbytes for parameter in self._build(options).parameters())
 
     def load(self, options: ModelOptions) -> TransformersModel:
+        """Build the model, see ``models.build``."""
         logger.info("running model_type %r with the code of transformers", self._config.model_type)
         folder = self._folder if self._has_weights else None
         return TransformersModel(self._build(options), self._task, options, folder)
 
     def _build(self, options: ModelOptions) -> PreTrainedModel:
         return build_module(self._config, self._task, options, trust_remote_code=self._trusts)
-
-
-def _check_code(folder: Path, *, trusts: bool) -> None:
-    """Raise ValueError if the code of the model is in the folder, and not trusted."""
-    raw = folder_files.read_json(folder / "config.json", dict[str, object]) or {}
-    if raw.get("auto_map") and not trusts and raw.get("model_type") not in CONFIG_MAPPING:
-        message = (
-            f"the model in {folder} (model_type {raw.get('model_type')!r}) needs code from its folder, which "
-            "transformers does not have; trust_remote_code=True runs it, with all rights of this program"
-        )
-        raise ValueError(message)
 
 
 def build_module(
@@ -445,16 +433,11 @@ def build_module(
             refuse(config.model_type, _NO_INTERFACE)
         message = f"transformers does not build a model_type {config.model_type!r}: {_described(error)}"
         raise ValueError(message) from error
-    _keep_in_fp32(model, options.dtype)
-    return model.requires_grad_(False).eval()
-
-
-def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Convert the tensors [...] to fp32 that transformers does not convert to ``dtype``."""
-    patterns = [name.replace("*", ".*") for name in model._get_dtype_plan(dtype)]
+    patterns = [name.replace("*", ".*") for name in model._get_dtype_plan(options.dtype)]
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if any(re.search(pattern, name) for pattern in patterns):
-            tensor.data = tensor.data.float()
+            tensor.data = tensor.data.float()  # from_config converts all tensors
+    return model.requires_grad_(False).eval()
 
 
 def _described(error: Exception) -> str:

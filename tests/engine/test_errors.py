@@ -73,7 +73,7 @@ WRONG_CALLS: list[tuple[dict[str, object], type[Exception], str]] = [
     ({"prompt": "a", "priority": 0.5}, TypeError, "priority"),
     ({"prompt": "a", "stream": 1}, TypeError, "stream"),
     ({"prompt": "a", "return_exceptions": None}, TypeError, "return_exceptions"),
-    ({"prompt": "a", "image_data": "x.png"}, ValueError, "image_data is given, and this model takes text alone"),
+    ({"prompt": "a", "image_data": "x.png"}, ValueError, "image_data is given, and this model accepts only text"),
     ({"prompt": ["a"], "image_data": [None, "x.png"]}, ValueError, "image_data has 2 entries for 1 prompt;"),
     ({"prompt": "a", "return_routed_experts": 0}, ValueError, "only False or None is accepted"),
     ({"prompt": "a", "return_logprobs": False}, TypeError, "did you mean 'return_logprob'"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from msgspec.structs import replace
@@ -383,6 +383,15 @@ async def test_closing_lets_requests_that_run_go_on() -> None:
             await engine.async_generate("x", session_params={"id": sid, "rid": stream.rid})
         await engine.close_session(sid)
         await until(lambda: engine.stats()["num_pinned_pages"] == 0)
+
+
+async def test_with_instead_of_async_with_says_so() -> None:
+    async with fake_async_engine() as engine:
+        with (
+            pytest.raises(TypeError, match="a session of an AsyncEngine needs `async with`"),
+            cast("Any", engine.open_session()),
+        ):
+            pass
 
 
 async def test_the_end_of_a_block_closes_its_session() -> None:

@@ -59,7 +59,7 @@ OF_CALLS: dict[str, Fault] = OF_ALL | {
     "rid in use": ({"rid": ["x", IN_USE, "z"]}, ValueError, "'in use' is in use"),
     "rid twice": ({"rid": ["x", "x", "z"]}, ValueError, "'x' stands for two prompts"),
 }
-IMAGE = ({"image_data": [None, "a.png", []]}, ValueError, "this model takes text alone")
+IMAGE = ({"image_data": [None, "a.png", []]}, ValueError, "this model accepts only text")
 OF_GENERATION: dict[str, Fault] = OF_CALLS | {
     "image": IMAGE,
     "parameter": (params({"temperature": 9}), ValueError, "temperature must be"),

@@ -16,10 +16,8 @@ at its end at once, even if chunks are ready. Reading ends by these methods of `
 
     method                 used for                              effect
     abort                  abort()                               rows end with reason "abort"; the reader stays open
-    leave                  aclose(), close(), end of ``with``    closes the reader; the call is left: its rows end
-                                                                 without a reason, and unread chunks are freed
-    leave_later            finalizers, signal handlers           as ``leave``, later on the engine's loop: takes no lock
-    leave_for              an exception in a wait                ``leave``, or ``leave_later`` for GeneratorExit
+    leave                  aclose(), close(), end of ``with``,   closes the reader; the call is left: its rows end
+                           finalizers, exceptions in a wait      without a reason, and unread chunks are freed
     leave_if_interrupted   an exception in ``take``              ``leave``, unless it is the error of the call itself
 
 An attachable call (``resume_ttl``) is not left with its reader: it continues, and another reader may attach.
@@ -112,7 +110,7 @@ class CallRow(Struct, eq=False):
     """Whether output may be read again."""
 
     def __post_init__(self) -> None:
-        self.info = {
+        self.info = {  # type: ignore[typeddict-item]  # keys that the call asks for are added later
             "id": self.rid,
             "finish_reason": None,
             "prompt_tokens": len(self.prompt_token_ids),
@@ -205,7 +203,7 @@ class CallRow(Struct, eq=False):
         text, text_offset, token_offset = self.text, self.text_offset, self.token_offset
         info = self.info.copy()
         num_tokens = info["completion_tokens"] = token_offset + len(token_ids)
-        chunk: Chunk = {
+        chunk: Chunk = {  # type: ignore[typeddict-item]
             "text": text,
             "output_ids": token_ids,
             "meta_info": info,
@@ -235,7 +233,11 @@ class CallRow(Struct, eq=False):
         info["completion_tokens"] = len(token_ids)
         if self.finished is not None:
             self._add_end(info, self.finished)
-        answer: Answer = {"text": self.text, "output_ids": token_ids, "meta_info": cast("MetaInfo", info)}
+        answer: Answer = {  # type: ignore[typeddict-item]
+            "text": self.text,
+            "output_ids": token_ids,
+            "meta_info": cast("MetaInfo", info),
+        }
         if self.shows_prompt:
             answer["prompt_token_ids"] = self.prompt_token_ids
         if self.extras or self.readers:

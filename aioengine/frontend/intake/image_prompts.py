@@ -49,7 +49,7 @@ def check_images(request: CallRequest, number: int, images: PromptImages | None)
         return
     if images is None:
         problem = "the messages have images" if in_messages else "image_data is given"
-        raise ValueError(f"{problem}, and this model takes text alone")
+        raise ValueError(f"{problem}, and this model accepts only text")
     if not _has_pillow():
         raise EngineError("images need Pillow, which is not installed: pip install 'aioengine[images]'")
     if in_messages and isinstance(prompt, ChatPrompt) and prompt.rules.keep_last is not None:

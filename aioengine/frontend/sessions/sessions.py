@@ -28,7 +28,6 @@ from msgspec import structs
 
 from aioengine.api import checks
 from aioengine.errors import EngineClosedError, EngineOverloadedError
-from aioengine.frontend.callers import refuse_interrupting
 from aioengine.frontend.intake.prompts import MediaIds
 from aioengine.frontend.sessions.session_params import MAX_ID_BYTES
 from aioengine.logs import log
@@ -38,6 +37,7 @@ from aioengine.supervision.tasks import post
 if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Generator
+    from typing import NoReturn
 
     from aioengine.frontend.calls.call import Call, CallRow
     from aioengine.frontend.calls.overload import QueueLimits
@@ -218,6 +218,14 @@ class SessionOpening(Coroutine[Any, Any, str]):
         self._close = close
         self._id = ""
 
+    if not TYPE_CHECKING:  # type checkers report ``with`` themselves
+
+        def __enter__(self) -> NoReturn:
+            self._opening.close()
+            raise TypeError("a session of an AsyncEngine needs `async with`")
+
+        __exit__ = __enter__  # Python calls __enter__ only if __exit__ exists
+
     async def __aenter__(self) -> str:
         self._id = await self._opening
         return self._id
@@ -294,7 +302,6 @@ class Sessions:
         name = os.urandom(16).hex() if session_id is None else _checked_id(session_id)
         is_streaming = checks.switch("streaming", streaming)
         timeout_s = None if timeout is None else checks.number("timeout", timeout, 0, MAX_TIMEOUT_S, above=True)
-        refuse_interrupting(self._lock)
         with self._lock:
             self._limits.check_refusal()
             if name in self._by_id:
@@ -317,7 +324,6 @@ class Sessions:
             TypeError, ValueError: ``session_id`` is not an id.
         """
         name = _checked_id(session_id)
-        refuse_interrupting(self._lock)
         with self._lock:
             session = self._by_id.get(name)
             if session is not None:

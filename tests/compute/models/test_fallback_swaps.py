@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 from transformers import CohereConfig, Gemma2Config, LlamaConfig, Phi3Config
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.llama import modeling_llama
@@ -17,7 +16,7 @@ from transformers.models.phi3 import modeling_phi3
 from aioengine.families._config import Task
 from aioengine.layers.placement import Placement
 from aioengine.models._fallback import TransformersModel, build_module
-from aioengine.models._fallback_swaps import find_gated, find_norm
+from aioengine.models._fallback_swaps import find_norm, gated_activation
 from aioengine.quantization.plain import plain
 from tests.compute.models.test_fallback import SIZES, load, save
 from tests.compute.stepping import Stepper, options
@@ -34,67 +33,43 @@ def placement(dtype: torch.dtype) -> Placement:
     return Placement(dtype=dtype, device=torch.device("cpu"), format_of=plain)
 
 
-class WideNorm(nn.Module):
-    """Multiplies in fp32."""
-
-    def __init__(self, size: int, limit: float = 1e9) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.least, self.other, self.limit = 1e-5, 2e-3, limit
+class ClampedRMSNorm(modeling_llama.LlamaRMSNorm):
+    """Limits its input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., D]."""
-        wide = x.float().clamp(-self.limit, self.limit)
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.least) * self.weight).to(x.dtype)
+        return super().forward(x.clamp(-5.0, 5.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
-def test_norms_are_recognized_by_their_results(dtype: torch.dtype) -> None:
+def test_rms_norms_are_replaced_if_results_match(dtype: torch.dtype) -> None:
     """[1, T, D], with weights of 32 numbers."""
-    given = torch.zeros(1, 3, 32, dtype=dtype)
-    norms = modeling_llama.LlamaRMSNorm(32), modeling_gemma2.Gemma2RMSNorm(32), WideNorm(32), nn.RMSNorm(32, 1e-6)
-    for module in norms:
-        found = find_norm(module.to(dtype), given, placement(dtype))
-        assert found is not None, module
+    x = torch.zeros(1, 3, 32, dtype=dtype)
+    for module in (modeling_llama.LlamaRMSNorm(32), modeling_gemma2.Gemma2RMSNorm(32), nn.RMSNorm(32, 1e-6)):
+        norm = find_norm(module.to(dtype), x, placement(dtype))
+        assert norm is not None, module
         weight = torch.randn(32).to(dtype)
         module.weight.copy_(weight)
-        found.tensors()["weight"].tensor.copy_(weight)
-        found.finish_loading()
+        norm.tensors()["weight"].tensor.copy_(weight)
+        norm.finish_loading()
         x = torch.randn(40, 32).to(dtype)
-        assert (found(x) != module(x)).float().mean() < 0.01 or dtype == torch.float32
-        torch.testing.assert_close(found(x), module(x))
-    for other in (nn.LayerNorm(32), nn.LayerNorm(32, bias=False), WideNorm(32, limit=5.0), nn.Linear(32, 32)):
-        assert find_norm(other.to(dtype), given, placement(dtype)) is None
-
-
-class UpFirst(nn.Module):
-    """An MLP with gates last. With a limit, it differs for large values."""
-
-    def __init__(self, limit: float = 1e9) -> None:
-        super().__init__()
-        self.one, self.two, self.three = nn.Linear(8, 32), nn.Linear(8, 32), nn.Linear(32, 8)
-        self.limit = limit
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., D] -> [..., D]."""
-        return self.three(self.one(x) * functional.gelu(self.two(x).clamp(max=self.limit), approximate="tanh"))
+        assert (norm(x) != module(x)).float().mean() < 0.01 or dtype == torch.float32
+        torch.testing.assert_close(norm(x), module(x))
+    for other in (nn.LayerNorm(32), ClampedRMSNorm(32), nn.Linear(32, 32)):
+        assert find_norm(other.to(dtype), x, placement(dtype)) is None
 
 
 @torch.inference_mode()
-def test_gated_mlps_are_recognized_by_their_results() -> None:
-    names = ["gate_proj", "up_proj"]
+def test_activation_of_gated_mlp_is_determined_by_results() -> None:
+    names = "gate_proj", "up_proj", "down_proj"
     llama = modeling_llama.LlamaMLP(LlamaConfig(**SMALL))
-    assert find_gated(llama, names, "down_proj") == (names, "silu")
-    assert find_gated(llama, names[::-1], "down_proj") == (names, "silu")
-    gemma = modeling_gemma2.Gemma2MLP(Gemma2Config(**SMALL))
-    assert find_gated(gemma, names, "down_proj") == (names, "gelu_tanh")
-    phi = modeling_phi3.Phi3MLP(Phi3Config(**SMALL))
-    assert find_gated(phi, ["gate_up_proj"], "down_proj") == (["gate_up_proj"], "silu")
-    assert find_gated(UpFirst(), ["one", "two"], "three") == (["two", "one"], "gelu_tanh")
-    assert find_gated(UpFirst(limit=7.0), ["one", "two"], "three") is None
+    assert gated_activation(llama, names) == "silu"
+    assert gated_activation(modeling_gemma2.Gemma2MLP(Gemma2Config(**SMALL)), names) == "gelu_tanh"
+    assert gated_activation(modeling_phi3.Phi3MLP(Phi3Config(**SMALL)), ("gate_up_proj", "down_proj")) == "silu"
+    assert gated_activation(llama, ("up_proj", "gate_proj", "down_proj")) is None
     llama.act_fn = nn.Tanh()
-    assert find_gated(llama, names, "down_proj") is None
+    assert gated_activation(llama, names) is None
 
 
 def build(config: PreTrainedConfig) -> tuple[TransformersModel, list[str]]:

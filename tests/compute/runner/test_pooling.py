@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from aioengine.protocol.messages import FinishCode, Limits, RequestKind, Sampling, Submit, TextRules
-from aioengine.scheduler.plan import VECTOR, NewRow, Row, StepPlan
+from aioengine.scheduler.plan import StepPlan
 from aioengine.settings.config import PoolingSettings
 from tests.compute.models.test_encoders import ENCODER, SPECIAL
 from tests.compute.runner_world import World, make_settings, save_model
@@ -173,14 +173,3 @@ def test_a_vector_that_is_not_finite_fails_alone(tmp_path: Path) -> None:
     assert "non-finite" in world.ended[bad].message
     assert np.isfinite(world.vectors[good]).all()
     assert bad not in world.vectors
-
-
-def test_a_request_that_is_not_known_fails_alone_too(tmp_path: Path) -> None:
-    saved(BertConfig(**SMALL), tmp_path)
-    runner = PoolWorld(settings_for(tmp_path, "embed", "cls")).runner
-    new = NewRow(1, Sampling(0), 2, [5, 6], [0], RequestKind.POOL)
-    plan = StepPlan([Row(1, 0, 2, VECTOR, [5, 6]), Row(2, 0, 2, VECTOR, [5, 6])], [new])
-    result = runner.collect(runner.launch(plan))
-    result.check(plan)
-    assert [extra.uid for extra in result.tokens.extras] == [1]
-    assert result.failed.keys() == {2}

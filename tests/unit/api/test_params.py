@@ -182,7 +182,7 @@ def test_unknown_keys_are_named_with_the_nearest() -> None:
     for make in (SamplingParams.parse, by_keyword):
         with pytest.raises(UnknownParameterError, match=r"'temprature' \(did you mean 'temperature'\?\)"):
             make({"temprature": 1})
-    with pytest.raises(TypeError, match="SamplingParams takes keywords alone"):
+    with pytest.raises(TypeError, match="SamplingParams takes only keywords"):
         SamplingParams({"temperature": 1})  # type: ignore[misc]
     with pytest.raises(TypeError, match="unknown sampling parameter 5"):
         SamplingParams.parse({5: 1})  # type: ignore[dict-item]

@@ -242,9 +242,9 @@ def test_tags_that_cannot_be_enforced_are_refused(tag: dict[str, Any], match: st
 @pytest.mark.parametrize(
     ("params", "why"),
     [
-        ({"regex": "(a"}, ": it is no regular expression of Python"),
+        ({"regex": "(a"}, ": it is not a valid Python regular expression"),
         ({"regex": "a(?=b)"}, " cannot be enforced: it has lookaround; write it without"),
-        ({"json_schema": "{"}, ": it is no JSON text"),
+        ({"json_schema": "{"}, ": it is not valid JSON"),
         ({"json_schema": '{"not": {}}'}, " cannot be enforced: 'not' at # is not enforced; leave it out"),
         ({"json_schema": '{"contains": {}}'}, " cannot be enforced: 'contains' at # is not enforced; leave it out"),
         (
@@ -257,7 +257,7 @@ def test_tags_that_cannot_be_enforced_are_refused(tag: dict[str, Any], match: st
             {"structural_tag": '{"format": {"type": "json_schema", "json_schema": {"not": {}}}}'},
             " cannot be enforced: in the schema at /format/json_schema, 'not' at # is not enforced; leave it out",
         ),
-        ({"json_object": True, "whitespace": "(?)"}, ": it is no regular expression of Python"),
+        ({"json_object": True, "whitespace": "(?)"}, ": it is not a valid Python regular expression"),
     ],
 )
 def test_refusals_name_the_parameter_and_its_value(params: Mapping[str, Any], why: str) -> None:

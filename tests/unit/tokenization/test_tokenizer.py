@@ -195,7 +195,7 @@ def test_text_parts_are_joined_unless_the_template_knows_them(llama: Sample, tmp
         assert text == tokenizer.apply_chat_template(PARTS, chat_template=template)
     text = tokenizer.apply_chat_template(PARTS[:1], continue_final_message=True)
     assert text == "<s>[user] Hi <b>"
-    with pytest.raises(ValueError, match=r"takes text alone, and messages\[0\] has other parts"):
+    with pytest.raises(ValueError, match=r"accepts only text, and messages\[0\] has other parts"):
         tokenizer.apply_chat_template([{"role": "user", "content": [{"type": "image"}]}])
 
 
@@ -414,7 +414,7 @@ WORDS = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a", "continuing_s
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model": merged("x", [["a", "Ġ"]])}, "continuing_subword_prefix is 'x', and the merge .* goes on without it"),
+        ({"model": merged("x", [["a", "Ġ"]])}, "continuing_subword_prefix is 'x', and the merge .* without it"),
         ({"model": merged("##", ["a b"])}, "continuing_subword_prefix"),
         ({"model": merged("é", [["a", "éb"]])}, "continuing_subword_prefix"),
         ({"normalizer": {"type": "Prepend", "prepend": "x" * 5000}}, "its normalizer adds 5000 characters"),

@@ -102,7 +102,7 @@ def check(tables: list[list[int]], found: list[CascadeGroup]) -> None:
 
 def test_the_rows_of_a_step_in_their_new_order() -> None:
     table = RowTable(
-        page_tables=PageTables(max_rows=64, max_row_pages=8, num_pages=64),
+        page_tables=PageTables(max_rows=64, max_row_pages=8),
         num_embeddings=100,
         device=torch.device("cpu"),
         processors=(),

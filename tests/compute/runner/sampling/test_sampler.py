@@ -30,7 +30,7 @@ def make(
 ) -> tuple[Sampler, SampledRows]:
     processors = logits_processors.load()
     table = RowTable(
-        page_tables=PageTables(max_rows=max(len(samplings), 1), max_row_pages=4, num_pages=4),
+        page_tables=PageTables(max_rows=max(len(samplings), 1), max_row_pages=4),
         num_embeddings=width,
         device=CPU,
         processors=processors,
