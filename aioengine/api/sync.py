@@ -117,7 +117,10 @@ Result = TypeVar("Result")
 def _on_loop(
     method: Callable[Concatenate[AsyncEngine, Options], Coroutine[object, None, Result]],
 ) -> Callable[Concatenate[Engine, Options], Result]:
-    """Return the synchronous form of a coroutine method: run it on the engine's loop, and wait for its result."""
+    """Return the synchronous form of a coroutine method: run it on the engine's loop, and wait for its result.
+
+    Of ``self``, the method uses only ``_running()``, which both engines have.
+    """
 
     @wraps(method)
     def call(self: Any, /, *arguments: Options.args, **options: Options.kwargs) -> Result:
