@@ -23,7 +23,6 @@ from aioengine.frontend.startup import start_frontend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
-    from types import TracebackType
     from typing import NoReturn, Self
 
     from aioengine.api.answers import Answer, BatchOutput, Chunk, Embedding, Ranking
@@ -84,9 +83,7 @@ class ChunkIterator(Iterator["Chunk"]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
 
@@ -194,9 +191,7 @@ class Engine(EngineFace):
         self._running()
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.shutdown()
 
     def __del__(self) -> None:
