@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, ClassVar, Literal, NotRequired, Protocol, SupportsIndex, TypedDict, cast, overload
 
 from aioengine.api import checks
@@ -355,3 +356,15 @@ def error(finished: End) -> RowError | None:
 
 RowError = EngineError | ValueError | TypeError
 """The errors that one row of a call may end with instead of an answer."""
+
+
+def named(error: RowError, prompt: int, num_prompts: int) -> RowError:
+    """Return the error that a prompt of a batch raises for the whole call. Its message has the number of the prompt."""
+    message = str(error)
+    if (
+        num_prompts > 1
+        and isinstance(error, ValueError | TypeError | RequestError)
+        and re.search(rf"\w\[{prompt}\]| of prompt {prompt}\b", message) is None
+    ):
+        error.args = (f"prompt {prompt}: {message}",)
+    return error

@@ -66,9 +66,11 @@ async def test_await_of_a_batch_waits_for_each_of_its_grammars(world: World) -> 
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert not task.done()
-    world.double.end([2], FinishCode.UNSUPPORTED)
-    with pytest.raises(UnsupportedSchemaError):
+    end = End(2, FinishCode.UNSUPPORTED, "pattern", "/items", "no text fits it")
+    world.double.events.on_messages([TextChunks(ended=[end])])
+    with pytest.raises(UnsupportedSchemaError, match="^prompt 2: no text fits it") as raised:
         await task
+    assert (raised.value.pointer, raised.value.keyword) == ("/items", "pattern")
 
 
 async def test_a_row_that_fails_alone_leaves_the_others_of_a_stream(world: World) -> None:
