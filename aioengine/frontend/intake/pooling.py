@@ -8,14 +8,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from aioengine.api import checks
-from aioengine.errors import RequestTooLargeError
-from aioengine.frontend.intake.prompts import MediaIds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from aioengine.frontend.intake.encoder import Encoded
-    from aioengine.settings.config import PoolingSettings
+    from aioengine.settings.config import ModelSettings
 
 
 class Pooled(Struct, frozen=True, kw_only=True):
@@ -38,12 +33,14 @@ class Pooled(Struct, frozen=True, kw_only=True):
     top_n: int | None = None
     has_sigmoid: bool = False
 
-    def check(self, settings: PoolingSettings, task: str, vector_size: int) -> None:
-        """Check the options against the model, whose vectors have ``vector_size`` numbers.
+    def check(self, model: ModelSettings) -> None:
+        """Check the options against the model.
 
         Raises:
             ValueError: the model does not support an option.
         """
+        settings, task = model.pooling, model.task
+        vector_size = settings.num_labels or model.hidden_size
         if self.gives_scores and (task != "classify" or settings.num_labels != 1):
             found = f"gives {settings.num_labels} scores" if task == "classify" else f"has the task '{task}'"
             instead = "; score() works with it" if task == "generate" else ""
@@ -55,42 +52,18 @@ class Pooled(Struct, frozen=True, kw_only=True):
             raise ValueError(f"prompt_name {checks.shown(self.prompt_name)} is not known; the model's prompts: {known}")
 
 
-def completed(pooled: Pooled | None, settings: PoolingSettings, task: str, vector_size: int) -> Pooled | None:
+def completed(pooled: Pooled | None, model: ModelSettings) -> Pooled | None:
     """Return the options with the model's defaults; None: the call generates tokens.
 
     Raises:
         ValueError: the model does not support the call.
     """
     if pooled is None:
-        if task == "generate":
+        if model.task == "generate":
             return None
-        which = "encode works" if task == "embed" else "encode and rerank work"
-        raise ValueError(f"the task of this model is '{task}', and it generates nothing; {which}")
-    pooled.check(settings, task, vector_size)
+        which = "encode works" if model.task == "embed" else "encode and rerank work"
+        raise ValueError(f"the task of this model is '{model.task}', and it generates nothing; {which}")
+    pooled.check(model)
+    settings = model.pooling
     is_normalized = settings.is_normalized if pooled.is_normalized is None else pooled.is_normalized
     return replace(pooled, is_normalized=is_normalized, has_sigmoid=settings.has_sigmoid)
-
-
-def fitting(encoded: Encoded, pooled: Pooled, max_tokens: int, check_ids: Callable[[list[int]], None]) -> Encoded:
-    """Return the ids of a text, cut to ``max_tokens`` if the call truncates, or the error of a text that is too long.
-
-    A text with images is never cut. ``check_ids`` raises ValueError for ids outside the vocabulary; it was not called
-    yet if there are too many ids.
-    """
-    if not isinstance(encoded, list) or len(encoded) <= max_tokens:
-        return encoded
-    if isinstance(encoded, MediaIds):
-        return RequestTooLargeError(
-            f"the prompt has {len(encoded)} tokens, {encoded.num_image_tokens} of them of its images, and {max_tokens} "
-            "fit; give smaller images, or fewer"
-        )
-    if pooled.truncates:
-        cut = encoded[:max_tokens]
-        try:
-            check_ids(cut)
-        except ValueError as error:
-            return error
-        return cut
-    return RequestTooLargeError(
-        f"input_ids has {len(encoded)} tokens, and {max_tokens} fit; with truncate=True the end is cut"
-    )
