@@ -42,7 +42,7 @@ class TestAnswers:
             assert (await engine.async_generate("x", {"max_new_tokens": 5}))["text"] == "one t"
 
     @pytest.mark.parametrize("made", [dict, SamplingParams])
-    async def test_what_a_caller_changes_after_its_call_changes_no_request(
+    async def test_changes_of_arguments_after_the_call_have_no_effect(
         self, made: Callable[..., SamplingParams]
     ) -> None:
         stop, ids, biases = [" th"], [3], {3: 0.0}

@@ -24,7 +24,7 @@ def busy_engine() -> AsyncEngine:
 
 
 class TestRefusingLate:
-    async def test_what_would_miss_its_deadline_is_refused_at_once(self) -> None:
+    async def test_request_that_would_miss_its_deadline_is_refused_at_once(self) -> None:
         async with busy_engine() as engine:
             await asyncio.gather(*(engine.async_generate("a", TWENTY) for _ in range(5)))
             in_line = [engine.async_generate("a", TWENTY, priority=1) for _ in range(8)]
@@ -63,7 +63,7 @@ class TestWaitingInLine:
                 await engine.admit()
             assert (await engine.async_generate("a", TWENTY))["text"]
 
-    async def test_first_come_first_served_and_nobody_is_refused(self) -> None:
+    async def test_callers_are_admitted_in_order_and_none_is_refused(self) -> None:
         async with full_engine() as engine:
             order: list[int] = []
 
@@ -77,7 +77,7 @@ class TestWaitingInLine:
                     group.create_task(ask(number))
             assert order == list(range(20))
 
-    async def test_a_place_is_kept_from_those_who_do_not_stand_in_line(self) -> None:
+    async def test_reserved_capacity_is_refused_to_callers_outside_the_queue(self) -> None:
         async with full_engine() as engine:
             running = [engine.async_generate("a", LONG) for _ in range(3)]
             waiting = asyncio.create_task(engine.admit())
@@ -105,7 +105,7 @@ class TestWaitingInLine:
             engine.async_generate("b", TWENTY).abort()
 
     @pytest.mark.parametrize("how", ["drain", "shutdown"])
-    async def test_the_end_is_told_to_those_in_line(self, how: str) -> None:
+    async def test_queued_callers_get_the_error_of_the_shutdown(self, how: str) -> None:
         async with full_engine() as engine:
             running = [engine.async_generate("a", LONG) for _ in range(3)]
             waiting = asyncio.create_task(engine.admit())

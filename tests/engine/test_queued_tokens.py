@@ -154,7 +154,7 @@ async def test_the_counts_hold_whatever_happens(acts: list[tuple[str, int]], cra
 
 
 @pytest.mark.parametrize("code", [FinishCode.SHUTDOWN, FinishCode.DEADLINE])
-async def test_a_row_that_the_scheduler_never_ends_keeps_what_its_chunks_said(code: FinishCode) -> None:
+async def test_row_ended_by_the_frontend_keeps_the_facts_of_its_chunks(code: FinishCode) -> None:
     world = World()
     async with world.engine as engine, asyncio.timeout(20):
         world.double.is_held = True
