@@ -333,17 +333,13 @@ class AsyncEngine(EngineFace):
         run = self._run
         if run is not None and not run.is_forked and (run.is_ended or run.loop.is_closed()):
             await run.end()  # the memory of the GPU is free only after the last process has ended
-        await self._joined_run().start(self._start_frontend)
-
-    def _joined_run(self) -> EngineRun:
-        """Return the current run, or a new one if none is in use."""
-        with self._choice:
+        with self._choice:  # another thread may start it at the same time
             run = self._run
             if run is None or not run.is_in_use:
                 self._run = run = EngineRun()
                 self._is_closed = False
             run.join()
-        return run
+        await run.start(self._start_frontend)
 
     async def _start_frontend(self) -> Frontend:
         bars = ProgressBars(self._progress)

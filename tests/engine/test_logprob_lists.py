@@ -87,7 +87,7 @@ async def test_tokens_whose_text_is_held_back_have_their_entries(
     check_output(await engine.async_generate(PROMPT, {**PARAMS, **params}, **ASKED))
 
 
-async def test_each_row_of_a_batch_has_what_it_asked_for(engine: AsyncEngine) -> None:
+async def test_each_row_of_a_batch_has_its_own_logprobs(engine: AsyncEngine) -> None:
     prompts = ["one", "two two", "three", "four"]
     outs = await engine.async_generate(
         prompts,
@@ -114,7 +114,7 @@ async def test_samples_have_their_own_entries(engine: AsyncEngine) -> None:
     assert len({tuple(out["output_ids"]) for out in outs}) == 3
 
 
-async def test_logprob_texts_are_the_texts_of_their_tokens(engine: AsyncEngine) -> None:
+async def test_texts_belong_to_the_tokens(engine: AsyncEngine) -> None:
     out = await engine.async_generate(PROMPT, PARAMS, return_text_in_logprobs=True, logprob_start_len=0, **ASKED)
     texts = "".join(text for _, _, text in entries_of(out, "output", "token"))
     assert texts == out["text"]
@@ -134,7 +134,7 @@ async def test_without_new_tokens_the_next_distribution_is_given(engine: AsyncEn
     assert plain["meta_info"]["finish_reason"] == "length"
 
 
-async def test_attached_reader_gets_the_logprobs_of_its_tokens(engine: AsyncEngine) -> None:
+async def test_attached_reader_gets_the_logprobs_of_its_chunks(engine: AsyncEngine) -> None:
     stream = engine.async_generate(PROMPT, PARAMS, stream=True, rid="mine", resume_ttl=60, logprob_start_len=0, **ASKED)
     first = await anext(stream)
     check_prompt(first, PROMPT, 0)
@@ -224,14 +224,14 @@ WRONG_AT_CALL: list[Wrong] = [
 
 
 @pytest.mark.parametrize(("arguments", "error", "message"), WRONG_AT_CALL)
-async def test_wrong_logprob_options_are_refused_at_the_call(
+async def test_wrong_logprob_options_are_named_at_the_call(
     engine: AsyncEngine, arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         engine.async_generate(**{"prompt": "a", "return_logprob": True, **arguments})
 
 
-async def test_wrong_row_fails_alone_and_a_wrong_call_fails_completely(engine: AsyncEngine) -> None:
+async def test_wrong_row_fails_alone_but_a_wrong_call_fails_completely(engine: AsyncEngine) -> None:
     prompts: dict[str, Any] = {"prompt": ["a", "b"], "return_logprob": True, "return_exceptions": True}
     with pytest.raises(ValueError, match="top_logprobs_num must be at most"):
         engine.async_generate(**prompts, top_logprobs_num=VOCAB_SIZE + 1)
@@ -245,7 +245,7 @@ async def test_a_chat_has_entries_too() -> None:
         check_output(await engine.async_chat([{"role": "user", "content": "Hi"}], **ASKED))
 
 
-async def test_logprob_options_that_do_not_fit_the_prompt_are_refused_at_the_await(
+async def test_logprob_options_that_do_not_fit_are_named_at_the_await(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ValueError, match="logprob_start_len must be at most 3, the tokens of the prompt, got 4"):

@@ -45,7 +45,7 @@ def test_the_library_still_panics(folder: Path) -> None:
     assert not isinstance(caught.value, Exception)
 
 
-def test_tokenizer_panic_is_an_ordinary_error_for_its_caller(folder: Path) -> None:
+def test_tokenizer_panic_is_an_ordinary_error(folder: Path) -> None:
     tokenizer = Tokenizer(folder)
     whole = tokenizer.encode("a")
     for _ in range(3):
