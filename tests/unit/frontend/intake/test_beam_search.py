@@ -88,7 +88,7 @@ def test_tokens_with_probability_zero_are_in_no_beam() -> None:
         ({"length_penalty": math.nan}, {}, ValueError, "length_penalty"),
         ({}, {"top_p": 0.5}, ValueError, "beam_search takes no 'top_p', got 0.5; it takes stop_token_ids"),
         ({}, {"n": 2}, ValueError, "beam_search takes no 'n'"),
-        ({}, {"logit_bias": {5: 1.0}}, ValueError, "takes 'logit_bias' where .* logprobs_mode='processed'"),
+        ({}, {"logit_bias": {5: 1.0}}, ValueError, "takes 'logit_bias' only if .* logprobs_mode='processed'"),
         ({}, {"stop_token_ids": "x"}, TypeError, "stop_token_ids"),
         (
             {},
