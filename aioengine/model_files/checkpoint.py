@@ -13,6 +13,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from aioengine.api import checks
+from aioengine.families._block_config import DTYPE_BYTES, FLOAT_BYTES
 from aioengine.families._tensors import checkpoint_tensors, is_ignored
 from aioengine.model_files import folder_files
 from aioengine.model_files.gguf_header import BLOCKS
@@ -26,12 +27,6 @@ if TYPE_CHECKING:
     from aioengine.families._config import TransformerConfig
 
     Renamed = tuple[tuple[str, str], ...]
-
-FLOAT_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Dtypes that are converted to the model's dtype -> bytes per element."""
-_OTHER_BYTES: Final = {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
-DTYPE_BYTES: Final = FLOAT_BYTES | _OTHER_BYTES
-"""All dtypes that can be read -> bytes per element."""
 
 _INDEX: Final = "model.safetensors.index.json"
 _WHOLE: Final = "model.safetensors"
