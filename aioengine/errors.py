@@ -24,109 +24,43 @@ All of them can be pickled and copied, with their attributes, notes and causes.
 
 from __future__ import annotations
 
-import sys
-from contextvars import ContextVar
+import pickle
 from typing import Any, Final
 
 MAX_DESCRIBED_CHARACTERS: Final = 4096
 """Longer descriptions of errors are cut (``describe``)."""
 
-_is_trial = ContextVar("_is_trial", default=False)
-"""True while a value is pickled as a trial. Nested trials would take exponential time."""
-
 
 def _reduce(self: object) -> tuple[Any, ...]:
-    """Pickle an error.
+    """Pickle an error with its attributes and its cause; a cause that cannot be pickled becomes its text.
 
     By default, unpickling calls the class with ``args``. They hold the message, not the arguments of the constructor.
     """
     assert isinstance(self, Exception)
-    if _is_trial.get():
-        return _rebuild, (type(self), self.args), _state(self, self.__cause__)
-    known = _importable(type(self))
-    notes = [] if known is type(self) else [f"Its class {type(self).__qualname__} cannot be imported."]
-    args = tuple(_portable(value, "An argument", notes) for value in self.args)
-    state = {name: _portable(value, name, notes) for name, value in _state(self, self.__cause__).items()}
-    if notes:
-        state["__notes__"] = [*getattr(self, "__notes__", ()), *notes]
-    return _rebuild, (known, args), state
+    state = _state(self)
+    cause = self.__cause__
+    if cause is not None and not isinstance(cause, _OWN):
+        try:
+            pickle.loads(pickle.dumps(cause))
+        except Exception as error:
+            state["__cause__"] = EngineError(describe(cause))
+            state["__cause__"].add_note(f"The exception itself cannot be pickled: {describe(error)}")
+    return _rebuild, (type(self), self.args), state
 
 
 def _copy(error: Exception) -> Exception:
     copied = _rebuild(type(error), error.args)
-    copied.__setstate__(_state(error, error.__cause__))
+    copied.__setstate__(_state(error))
     return copied
-
-
-def _deepcopy(error: Exception, memo: dict[int, object]) -> Exception:
-    """Copy ``error``. The copy shares values that cannot be copied."""
-    from copy import deepcopy  # the caller has imported it already
-
-    notes: list[str] = []
-
-    def copy_of(value: object) -> object:
-        try:
-            return deepcopy(value, memo)
-        except Exception as nested:
-            notes.append(f"It shares a {type(value).__name__} that cannot be copied: {describe(nested)}")
-            return value
-
-    copied = memo[id(error)] = _rebuild(type(error), error.args)
-    copied.args = tuple(copy_of(value) for value in error.args)
-    copied.__setstate__({name: copy_of(value) for name, value in _state(error, error.__cause__).items()})
-    for note in notes:
-        copied.add_note(note)
-    return copied
-
-
-def _importable(error_type: type[Exception]) -> type[Exception]:
-    """Return the class, or its nearest base that another process can import (a local class cannot be imported)."""
-    return next(base for base in error_type.__mro__ if issubclass(base, _OWN) and _can_be_found(base))
-
-
-def _can_be_found(error_type: type) -> bool:
-    found: object = sys.modules.get(error_type.__module__)
-    for name in error_type.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is error_type
 
 
 def _rebuild(error_type: type[Exception], args: tuple[object, ...]) -> Exception:
     return error_type.__new__(error_type, *args)
 
 
-def _state(error: Exception, cause: BaseException | None) -> dict[str, Any]:
-    is_suppressed = error.__suppress_context__
+def _state(error: Exception) -> dict[str, Any]:
     # Setting __cause__ sets __suppress_context__, so the order matters.
-    return {**vars(error), "__cause__": cause, "__suppress_context__": is_suppressed}
-
-
-def _portable(value: object, name: str, notes: list[str]) -> object:
-    """Return ``value``, or its text if it cannot be pickled: an unreadable result breaks a whole process pool."""
-    if value is None or type(value) in (str, int, float, bool) or isinstance(value, _OWN):
-        return value
-    import pickle  # the caller has imported it already
-
-    token = _is_trial.set(True)
-    try:
-        pickle.loads(pickle.dumps(value))
-    except Exception as error:
-        if not isinstance(value, BaseException):
-            notes.append(f"{name} cannot be pickled: {describe(error)}")
-            return _shown(value)
-        stand_in = EngineError(describe(value))
-        stand_in.add_note(f"The exception itself cannot be pickled: {describe(error)}")
-        return stand_in
-    finally:
-        _is_trial.reset(token)
-    return value
-
-
-def _shown(value: object) -> str:
-    try:
-        return repr(value)
-    except Exception as error:
-        return f"<{type(value).__name__}, whose repr raised {type(error).__name__}>"
+    return {**vars(error), "__cause__": error.__cause__, "__suppress_context__": error.__suppress_context__}
 
 
 def describe(error: BaseException) -> str:
@@ -150,7 +84,6 @@ class RequestTooLargeError(ValueError):
 
     __reduce__ = _reduce
     __copy__ = _copy
-    __deepcopy__ = _deepcopy
 
 
 class UnknownParameterError(TypeError, ValueError):
@@ -160,7 +93,6 @@ class UnknownParameterError(TypeError, ValueError):
 
     __reduce__ = _reduce
     __copy__ = _copy
-    __deepcopy__ = _deepcopy
 
 
 class UnsupportedSchemaError(ValueError):
@@ -180,7 +112,6 @@ class UnsupportedSchemaError(ValueError):
 
     __reduce__ = _reduce
     __copy__ = _copy
-    __deepcopy__ = _deepcopy
 
 
 class EngineError(RuntimeError):
@@ -190,7 +121,6 @@ class EngineError(RuntimeError):
 
     __reduce__ = _reduce
     __copy__ = _copy
-    __deepcopy__ = _deepcopy
 
 
 class EngineStartupError(EngineError):

@@ -367,7 +367,7 @@ def test_an_adapter_answers(run_here: Run, tmp_path: Path) -> None:
 def test_a_conversation_that_is_too_long_begins_anew() -> None:
     done = run("chat", "--context-length", "64", "--max-new-tokens", "8", given="word " * 200 + "\nHello!\n")
     assert done.returncode == 0
-    assert "the conversation begins anew" in done.stderr
+    assert "the conversation starts again" in done.stderr
     assert done.stderr.count("\n") == 1
     assert done.stdout.strip()
 

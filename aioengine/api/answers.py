@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from aioengine.protocol.packed_logprobs import Entry
 
-WEIGHT_VERSION = "default"
 
 FinishType = Literal["stop", "length", "abort", "deadline", "shutdown"]
 

@@ -572,7 +572,8 @@ class AsyncEngine(EngineFace):
 
     async def get_model_info(self) -> ModelInfo:
         """Return facts about the served model."""
-        return info.model_info(self._running().parts.settings)
+        frontend = self._running()
+        return info.model_info(frontend.parts.settings, frontend.weight_version)
 
     async def wait_failed(self) -> EngineError | None:
         """Wait until the engine dies, and return the error. Return None if it is shut down."""

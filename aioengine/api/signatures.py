@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence  # noqa: TC003  # for typing.get_t
 from functools import wraps
 from inspect import Parameter, Signature, iscoroutinefunction, signature
 from pathlib import PurePath  # noqa: TC003
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypedDict, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar, cast, overload
 
 from aioengine.api.answers import Answer, BatchOutput, Embedding, Ranking
 from aioengine.api.args import ARGUMENTS
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     )
     from aioengine.frontend.intake.score import PlainScoreOptions, ScoreResult
 
-MODEL_PATH: Final = "str | PurePath | None"
-
 
 class Dtype(Protocol):
     """``torch.dtype``, which is not imported here."""
@@ -50,24 +48,8 @@ class Dtype(Protocol):
     def is_complex(self) -> bool: ...
 
 
-class OtherNames(TypedDict, total=False):
-    """Names that other engines have for arguments of the constructor."""
-
-    model: str | PurePath | None
-    tokenizer: str | PurePath | None
-    max_model_len: int | None
-    max_num_seqs: int | None
-    max_num_batched_tokens: int | None
-    gpu_memory_utilization: float | None
-    block_size: int | None
-    cuda_graph_max_bs_decode: int | None
-    enforce_eager: bool | None
-    watchdog_timeout: float | None
-    seed: int | None
-
-
-class ModelArguments(OtherNames, total=False):
-    """Keyword arguments of the constructors for the model and its device."""
+class EngineArguments(TypedDict, total=False):
+    """Keyword arguments of ``Engine`` and ``AsyncEngine``, beside ``model_path``. None is the default, for each."""
 
     tokenizer_path: str | PurePath | None
     revision: str | None
@@ -88,33 +70,18 @@ class ModelArguments(OtherNames, total=False):
     disable_cuda_graph: bool | None
     cuda_graph_max_bs: int | None
     logits_processors: Sequence[str] | str | None
-
-
-class LoraArguments(ModelArguments, total=False):
-    """Keyword arguments of the constructors for LoRA adapters."""
-
     enable_lora: bool | None
     lora_paths: Sequence[str | PurePath | Mapping[str, object]] | Mapping[str, str | PurePath] | str | None
     max_loras_per_batch: int | None
     max_lora_rank: int | None
     lora_target_modules: Sequence[str] | str | None
     max_loaded_loras: int | None
-
-
-class ImageArguments(LoraArguments, total=False):
-    """Keyword arguments of the constructors for images."""
-
     allowed_local_media_path: str | PurePath | None
     allow_private_urls: bool | None
     max_image_bytes: int | None
     max_image_pixels: int | None
     max_images_per_prompt: int | None
     media_timeout: float | None
-
-
-class EngineArguments(ImageArguments, total=False):
-    """Keyword arguments of ``Engine`` and ``AsyncEngine``, beside ``model_path``. None is the default, for each."""
-
     page_size: int | None
     max_total_tokens: int | None
     mem_fraction_static: float | None
@@ -140,6 +107,18 @@ class EngineArguments(ImageArguments, total=False):
     random_seed: int | None
     log_level: str | None
     progress: bool | None
+    # names of other engines
+    model: str | PurePath | None
+    tokenizer: str | PurePath | None
+    max_model_len: int | None
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | None
+    gpu_memory_utilization: float | None
+    block_size: int | None
+    cuda_graph_max_bs_decode: int | None
+    enforce_eager: bool | None
+    watchdog_timeout: float | None
+    seed: int | None
 
 
 _ROWS = [f"    {name}: {of.description}" for name, of in ARGUMENTS.items() if name != "model_path"]
@@ -150,16 +129,14 @@ Method = TypeVar("Method", bound="Callable[..., object]")
 
 def engine_arguments(method: Method) -> Method:
     """Make ``inspect.signature``, ``help`` and notebooks show each argument of a constructor with its default."""
-    types = {name: str(getattr(of, "__forward_arg__", of)) for name, of in EngineArguments.__annotations__.items()}
-    first = [Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)]
-    first += [Parameter("model_path", Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=MODEL_PATH)]
-    others = [
-        Parameter(name, Parameter.KEYWORD_ONLY, default=argument.default, annotation=types[name])
-        for name, argument in ARGUMENTS.items()
-        if name != "model_path"
-    ]
+    types = {name: getattr(hint, "__forward_arg__", hint) for name, hint in EngineArguments.__annotations__.items()}
+    parameters = [Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)]
+    for name, argument in ARGUMENTS.items():
+        kind = Parameter.POSITIONAL_OR_KEYWORD if name == "model_path" else Parameter.KEYWORD_ONLY
+        hint = types.get(name, "str | PurePath | None")
+        parameters.append(Parameter(name, kind, default=argument.default, annotation=hint))
     method.__doc__ = EngineArguments.__doc__
-    method.__dict__["__signature__"] = Signature([*first, *others], return_annotation=None)
+    method.__dict__["__signature__"] = Signature(parameters, return_annotation=None)
     return method
 
 
@@ -203,35 +180,12 @@ class Generate(Protocol[One, Batch, Caught, Chunks]):
     @overload
     def __call__(
         self,
-        prompt: Texts,
+        prompt: Texts | None = None,
         sampling_params: BatchSampled | None = None,
-        input_ids: None = None,
+        input_ids: BatchIds | None = None,
         *,
         stream: Literal[False] = False,
-        input_embeds: None = None,
-        return_exceptions: Literal[False] = False,
-        **options: Unpack[PlainRequestOptions],
-    ) -> Batch: ...
-    @overload
-    def __call__(
-        self,
-        prompt: None = None,
-        sampling_params: BatchSampled | None = None,
-        *,
-        input_ids: BatchIds,
-        stream: Literal[False] = False,
-        input_embeds: None = None,
-        return_exceptions: Literal[False] = False,
-        **options: Unpack[PlainRequestOptions],
-    ) -> Batch: ...
-    @overload
-    def __call__(
-        self,
-        prompt: None = None,
-        sampling_params: BatchSampled | None = None,
-        *,
-        input_embeds: BatchEmbeds,
-        stream: Literal[False] = False,
+        input_embeds: BatchEmbeds | None = None,
         return_exceptions: Literal[False] = False,
         **options: Unpack[PlainRequestOptions],
     ) -> Batch: ...
@@ -365,18 +319,9 @@ class Encode(Protocol[One, Batch, Caught]):
     @overload
     def __call__(
         self,
-        prompt: Texts,
+        prompt: Texts | None = None,
         *,
-        input_ids: None = None,
-        return_exceptions: Literal[False] = False,
-        **options: Unpack[PlainEncodeOptions],
-    ) -> Batch: ...
-    @overload
-    def __call__(
-        self,
-        prompt: None = None,
-        *,
-        input_ids: BatchIds,
+        input_ids: BatchIds | None = None,
         return_exceptions: Literal[False] = False,
         **options: Unpack[PlainEncodeOptions],
     ) -> Batch: ...

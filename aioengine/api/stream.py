@@ -122,7 +122,7 @@ class Generation(Coroutine[object, None, Result]):
                     try:
                         chunk = await waiter
                     except BaseException as error:
-                        reader.leave_for(error)
+                        reader.leave(error)
                         raise
                     if chunk is not None:
                         return chunk
@@ -160,7 +160,7 @@ class Generation(Coroutine[object, None, Result]):
         try:
             await waiter
         except BaseException as error:
-            self._reader.leave_for(error)
+            self._reader.leave(error)
             raise
 
     def _loop(self) -> asyncio.AbstractEventLoop:
@@ -210,14 +210,14 @@ class Generation(Coroutine[object, None, Result]):
             raise
         except BaseException as thrown:  # cancelled before the first step, no wait notices it
             self._forget_driver()
-            self._reader.leave_for(thrown)
+            self._reader.leave(thrown)
             raise
 
     def close(self) -> None:
         for driver in self._drivers.values():
             driver.close()
         self._drivers.clear()
-        self._reader.leave_later()
+        self._reader.leave(later=True)
 
     def _driver(self) -> Generator[object, None, Result]:
         task = asyncio.current_task(self._loop())

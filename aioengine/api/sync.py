@@ -7,48 +7,32 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterator
-from functools import partial
-from typing import TYPE_CHECKING, cast
+from functools import wraps
+from inspect import getdoc, signature
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 from aioengine.api import signatures
-from aioengine.api.engine import EngineFace
+from aioengine.api.engine import AsyncEngine, EngineFace
 from aioengine.errors import EngineClosedError, EngineDeadError
 from aioengine.frontend import callers, info
 from aioengine.frontend.calls.reader import EndOfOutput
 from aioengine.frontend.frontend import STOP_TIMEOUT_S
-from aioengine.frontend.intake import requests
-from aioengine.frontend.intake.pool_requests import encode_request, rerank_request
-from aioengine.frontend.loaded_adapters import UNLOAD_TIMEOUT_S
 from aioengine.frontend.portal import Portal
 from aioengine.frontend.progress import ProgressBars
 from aioengine.frontend.startup import start_frontend
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import PurePath
+    from collections.abc import Callable, Coroutine
     from types import TracebackType
-    from typing import NoReturn, Self, Unpack
+    from typing import NoReturn, Self
 
     from aioengine.api.answers import Answer, BatchOutput, Chunk, Embedding, Ranking
-    from aioengine.api.signatures import Chat, Encode, Generate, Rerank, Score
+    from aioengine.api.signatures import Chat, Encode, Generate, Method, Rerank, Score
+    from aioengine.api.stream import Generation
     from aioengine.frontend.calls.reader import Reader
-    from aioengine.frontend.controls import Outcome, PauseMode, ProfileOptions
     from aioengine.frontend.frontend import Frontend
     from aioengine.frontend.info import Health, ModelInfo
-    from aioengine.frontend.intake.pool_requests import EncodeOptions, Pairs, PoolOptions
-    from aioengine.frontend.intake.request_options import (
-        BatchIds,
-        BatchSampled,
-        ChatOptions,
-        Conversations,
-        GenerateOptions,
-        Ids,
-        Prompt,
-        Texts,
-        TokenIds,
-    )
-    from aioengine.frontend.intake.requests import CallRequest
-    from aioengine.frontend.intake.score import ScoreOptions, ScoreResult
+    from aioengine.frontend.intake.score import ScoreResult
     from aioengine.frontend.loaded_adapters import AdapterResult
     from aioengine.frontend.startup import Blueprint
     from aioengine.protocol.messages import Progress
@@ -126,25 +110,40 @@ if TYPE_CHECKING:
     SyncRerank = Rerank[BatchOutput[Ranking], BatchOutput[Ranking | Exception]]
     SyncScore = Score[ScoreResult, ScoreResult[list[float] | Exception]]
 
-
-def _generate(method: Callable[..., object]) -> SyncGenerate:
-    return cast("SyncGenerate", method)
-
-
-def _chat(method: Callable[..., object]) -> SyncChat:
-    return cast("SyncChat", method)
+Options = ParamSpec("Options")
+Result = TypeVar("Result")
 
 
-def _encode(method: Callable[..., object]) -> SyncEncode:
-    return cast("SyncEncode", method)
+def _on_loop(
+    method: Callable[Concatenate[AsyncEngine, Options], Coroutine[object, None, Result]],
+) -> Callable[Concatenate[Engine, Options], Result]:
+    """Return the synchronous form of a coroutine method: run it on the engine's loop, and wait for its result."""
+
+    @wraps(method)
+    def call(self: Any, /, *arguments: Options.args, **options: Options.kwargs) -> Result:
+        self._running().check_waiting(blocks=True)
+        return self._portal.call(method(self, *arguments, **options))
+
+    return _described(call, method)
 
 
-def _rerank(method: Callable[..., object]) -> SyncRerank:
-    return cast("SyncRerank", method)
+def _waiting(method: Callable[..., object]) -> Any:
+    """Return the synchronous form of a method that returns a ``Generation``: its answer, or its chunks."""
+
+    @wraps(method)
+    def call(self: Any, /, *arguments: object, **options: object) -> object:
+        return self._wait(method(self, *arguments, **options))
+
+    returned = "Answer | BatchOutput | ChunkIterator"
+    call.__dict__["__signature__"] = signature(method).replace(return_annotation=returned)
+    return _described(call, method)
 
 
-def _score(method: Callable[..., object]) -> SyncScore:
-    return cast("SyncScore", method)
+def _described(call: Method, method: Callable[..., object]) -> Method:
+    call.__name__ = method.__name__.removeprefix("async_")
+    call.__qualname__ = f"Engine.{call.__name__}"
+    call.__doc__ = f"Call ``AsyncEngine.{method.__name__}`` and wait for the result.\n\n{getdoc(method)}"
+    return call
 
 
 class Engine(EngineFace):
@@ -210,65 +209,17 @@ class Engine(EngineFace):
 
     _anywhere = _running
 
-    def _blocking(self) -> Frontend:
-        """Return the running frontend for a call that waits; raise an error if waiting here would block its loop."""
-        self._running().check_waiting(blocks=True)
-        return self._frontend
-
     # ------------------------------------------------------------ generate
 
-    @_generate
-    def generate(
-        self,
-        prompt: Prompt | None = None,
-        sampling_params: BatchSampled | None = None,
-        input_ids: Ids | None = None,
-        *,
-        stream: bool = False,
-        **options: Unpack[GenerateOptions],
-    ) -> Answer | BatchOutput | ChunkIterator:
-        """Generate text for a prompt (text or token ids) or a batch (a list of prompts), and wait for the answer.
+    generate = cast("SyncGenerate", _waiting(EngineFace.async_generate))
+    chat = cast("SyncChat", _waiting(EngineFace.async_chat))
+    encode = cast("SyncEncode", _waiting(EngineFace.async_encode))
+    rerank = cast("SyncRerank", _waiting(EngineFace.async_rerank))
+    beam_search = _on_loop(EngineFace.async_beam_search)
+    score = cast("SyncScore", _on_loop(cast("Any", EngineFace.async_score)))
 
-        With ``stream=True``, return an iterator over the chunks immediately. Arguments and errors are those of
-        ``AsyncEngine.async_generate``. Ctrl-C aborts only this call.
-        """
-        return self._wait(
-            partial(requests.generate_request, prompt, sampling_params, input_ids, stream=stream, options=options)
-        )
-
-    @_chat
-    def chat(
-        self,
-        messages: Conversations,
-        sampling_params: BatchSampled | None = None,
-        *,
-        stream: bool = False,
-        **options: Unpack[ChatOptions],
-    ) -> Answer | BatchOutput | ChunkIterator:
-        """Answer a conversation, or a list of conversations, as ``AsyncEngine.async_chat``."""
-        return self._wait(partial(requests.chat_request, messages, sampling_params, stream=stream, options=options))
-
-    @_encode
-    def encode(
-        self, prompt: Prompt | None = None, *, input_ids: Ids | None = None, **options: Unpack[EncodeOptions]
-    ) -> Answer | BatchOutput | ChunkIterator:
-        """Embed a text (or token ids), or a list of texts, as ``AsyncEngine.async_encode``."""
-        return self._wait(partial(encode_request, prompt, input_ids, options))
-
-    @_rerank
-    def rerank(
-        self,
-        query: str | Pairs,
-        documents: Texts | None = None,
-        *,
-        top_n: int | None = None,
-        **options: Unpack[PoolOptions],
-    ) -> Answer | BatchOutput | ChunkIterator:
-        """Score how well documents answer a query, as ``AsyncEngine.async_rerank``."""
-        return self._wait(partial(rerank_request, query, documents, top_n, options))
-
-    def _wait(self, make_request: Callable[[], CallRequest]) -> Answer | BatchOutput | ChunkIterator:
-        reader = self._running().open(make_request)
+    def _wait(self, generation: Generation[Answer]) -> Answer | BatchOutput | ChunkIterator:
+        reader = generation._reader  # pyright: ignore[reportPrivateUsage]
         if reader.is_stream:
             return ChunkIterator(reader, self)
         try:
@@ -283,30 +234,6 @@ class Engine(EngineFace):
         """Continue a stream after its reader left, as ``AsyncEngine.attach``."""
         frontend = self._running()
         return ChunkIterator(frontend.attachments.attach(rid, from_offset, frontend), self)
-
-    def beam_search(
-        self,
-        prompt: str | TokenIds,
-        beam_width: int = 4,
-        max_new_tokens: int = 64,
-        length_penalty: float = 1.0,
-        **sampling: object,
-    ) -> BatchOutput:
-        """Return the best outputs for one prompt by beam search, as ``AsyncEngine.async_beam_search``."""
-        self._blocking()
-        return self._portal.call(self.async_beam_search(prompt, beam_width, max_new_tokens, length_penalty, **sampling))
-
-    @_score
-    def score(
-        self,
-        query: str | TokenIds | None = None,
-        items: str | Texts | TokenIds | BatchIds | None = None,
-        label_token_ids: TokenIds | BatchIds | None = None,
-        **options: Unpack[ScoreOptions],
-    ) -> ScoreResult | ScoreResult[list[float] | Exception]:
-        """Return the probabilities of labels after ``query + item``, as ``AsyncEngine.async_score``."""
-        self._blocking()
-        return self._portal.call(self.async_score(query, items, label_token_ids, **options))
 
     # ------------------------------------------------------------ sessions
 
@@ -335,52 +262,22 @@ class Engine(EngineFace):
         Raises:
             EngineDrainingError, EngineClosedError, EngineDeadError: no call will be accepted.
         """
-        self._running().overload.wait_blocking()
+        self._portal.call(self._blocking().overload.wait(threading.get_ident()))
 
-    def flush_cache(self) -> Outcome:
-        """Empty the prefix cache, as ``AsyncEngine.flush_cache``."""
-        return self._portal.call(self._blocking().controls.order("flush_cache"))
-
-    @signatures.own_arguments
-    def load_lora_adapter(self, lora_name: str, lora_path: str | PurePath, pinned: bool = False) -> AdapterResult:
-        """Load a LoRA adapter, as ``AsyncEngine.load_lora_adapter``."""
-        return self._portal.call(self._blocking().adapters.load(lora_name, lora_path, pinned))
-
-    @signatures.own_arguments
-    def unload_lora_adapter(self, lora_name: str, timeout: float = UNLOAD_TIMEOUT_S) -> AdapterResult:
-        """Unload a LoRA adapter after its last request, as ``AsyncEngine.unload_lora_adapter``."""
-        return self._portal.call(self._blocking().adapters.unload(lora_name, timeout))
+    flush_cache = _on_loop(AsyncEngine.flush_cache)
+    load_lora_adapter = _on_loop(AsyncEngine.load_lora_adapter)
+    unload_lora_adapter = _on_loop(AsyncEngine.unload_lora_adapter)
+    pause_generation = _on_loop(AsyncEngine.pause_generation)
+    continue_generation = _on_loop(AsyncEngine.continue_generation)
+    freeze_gc = _on_loop(AsyncEngine.freeze_gc)
+    start_profile = _on_loop(AsyncEngine.start_profile)
+    stop_profile = _on_loop(AsyncEngine.stop_profile)
+    drain = _on_loop(AsyncEngine.drain)
+    get_server_info = _on_loop(AsyncEngine.get_server_info)
 
     def list_lora_adapters(self) -> AdapterResult:
         """Return the loaded adapters, as ``AsyncEngine.list_lora_adapters``."""
         return self._running().adapters.list()
-
-    def pause_generation(self, mode: PauseMode = "abort") -> Outcome:
-        """Stop computing until ``continue_generation``, as ``AsyncEngine.pause_generation``."""
-        return self._portal.call(self._blocking().controls.pause(mode))
-
-    def continue_generation(self) -> Outcome:
-        """Continue after ``pause_generation``."""
-        return self._portal.call(self._blocking().controls.order("continue"))
-
-    def freeze_gc(self) -> None:
-        """Exclude all present objects from garbage collection, as ``AsyncEngine.freeze_gc``."""
-        self._portal.call(self._blocking().controls.freeze_gc())
-
-    def start_profile(
-        self, output_dir: str | os.PathLike[str] | None = None, **options: Unpack[ProfileOptions]
-    ) -> None:
-        """Start torch's profiler in the scheduler process, as ``AsyncEngine.start_profile``."""
-        self._portal.call(self._blocking().controls.start_profile(output_dir, options))
-
-    def stop_profile(self) -> str:
-        """End the trace and write it, as ``AsyncEngine.stop_profile``."""
-        return self._portal.call(self._blocking().controls.stop_profile())
-
-    @signatures.own_arguments
-    def drain(self, timeout: float | None = None) -> bool:
-        """Refuse new calls and wait for all requests, as ``AsyncEngine.drain``."""
-        return self._portal.call(self._blocking().drain(timeout))
 
     # ------------------------------------------------------------ state
 
@@ -393,13 +290,10 @@ class Engine(EngineFace):
         """Return the process ids of the engine's live processes."""
         return info.child_pids(self._frontend.parts.processes.processes(), self._frontend.images)
 
-    def get_server_info(self) -> dict[str, object]:
-        """Return the settings, the device, the memory and the scheduler's state."""
-        return self._portal.call(self._blocking().server_info())
-
     def get_model_info(self) -> ModelInfo:
         """Return facts about the served model."""
-        return info.model_info(self._running().parts.settings)
+        frontend = self._running()
+        return info.model_info(frontend.parts.settings, frontend.weight_version)
 
 
 class _EngineLoop:

@@ -1,7 +1,7 @@
 """The command line: aioengine generate | chat | bench | info.
 
-Standard output holds answers only. Errors are one line on stderr and a status that is not zero: 2 where the command
-line is wrong, 1 where something failed. Ctrl-C and a closed pipe end the program without a message.
+Standard output has answers only. An error is one line on stderr. Exit statuses: 1 if something failed, 2 if the command
+line is wrong, 130 after Ctrl-C, and 141 if the reader of the output is gone; the last two print no message.
 """
 
 from __future__ import annotations
@@ -14,24 +14,19 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 INTERRUPTED = 130
-"""The status of programs that ended by SIGINT."""
+"""The exit status of programs that SIGINT ended."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and give its status."""
+    """Run one command and return its exit status."""
     try:
-        from aioengine.cli.commands import run  # here: Ctrl-C may come during the imports
+        from aioengine.cli.commands import run  # here, because Ctrl-C may interrupt the imports
 
         return run(argv)
     except KeyboardInterrupt:
-        _end_line()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # it is closed
+                if stream is not None and stream.isatty():
+                    print(file=stream, flush=True)  # so that the shell's prompt starts a new line
+                    break
         return INTERRUPTED
-
-
-def _end_line() -> None:
-    """After Ctrl-C: what the shell prints next stands on a line of its own."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # it is closed
-            if stream is not None and stream.isatty():
-                print(file=stream, flush=True)
-                return

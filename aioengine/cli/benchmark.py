@@ -1,4 +1,4 @@
-"""A quick measurement of one engine on this machine: what ``aioengine bench`` does."""
+"""``aioengine bench``: a short measurement of one engine on this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Figures = dict[str, float | int]
 
 PERCENTILES = (50, 90, 99)
 MAX_PROMPT_TOKENS = 2**26
-"""Of all prompts together: they are made up before the measurement begins."""
+"""Maximum tokens of all prompts together, which are generated before the measurement."""
 
 
 class Workload(Struct, frozen=True, kw_only=True):
@@ -43,7 +43,7 @@ class Workload(Struct, frozen=True, kw_only=True):
 
 
 class Timeline(Struct):
-    """When one request was sent, and when each of its chunks arrived, in seconds of one clock."""
+    """The times, in seconds of one clock, at which a request was sent and its chunks arrived."""
 
     sent_at: float
     arrived_at: list[float]
@@ -51,15 +51,15 @@ class Timeline(Struct):
 
 
 async def measure(workload: Workload, config: EngineConfig) -> Figures:
-    """Start an engine, run the workload once, and give throughput (tokens a second) and latencies (milliseconds)."""
+    """Run the workload once on a new engine. Return throughput (tokens per second) and latencies (milliseconds)."""
     started_at = time.monotonic()
     async with AsyncEngine.from_config(config) as engine:
         ready_at = time.monotonic()
         facts = await engine.get_model_info()
         vocab_size, context_length = facts["vocab_size"], facts["context_length"]
-        if workload.prompt_tokens >= context_length:  # before they are made up, which may take minutes
+        if workload.prompt_tokens >= context_length:  # before generating the prompts, which may take minutes
             raise ValueError(f"the prompt has {workload.prompt_tokens} tokens, and the context {context_length}")
-        await _run(engine, _prompt(vocab_size, 16, seed=-1), num_tokens=2)  # the first request is never typical
+        await _run(engine, _prompt(vocab_size, 16, seed=-1), num_tokens=2)  # the first request is slower
         prompts = [_prompt(vocab_size, workload.prompt_tokens, seed=seed) for seed in range(workload.num_prompts)]
         begun_at = time.monotonic()
         timelines = await _run_all(engine, prompts, workload)
@@ -83,7 +83,7 @@ async def _run_all(engine: AsyncEngine, prompts: list[list[int]], workload: Work
         async with asyncio.TaskGroup() as group:
             for _ in range(min(workload.concurrency, workload.num_prompts)):
                 group.create_task(work())
-    except ExceptionGroup as failures:  # the requests are all alike: what is wrong with one is wrong with all
+    except ExceptionGroup as failures:  # all requests are alike, so all fail with the same error
         raise failures.exceptions[0] from None
     return timelines
 
@@ -101,8 +101,8 @@ def _figures(timelines: Sequence[Timeline], workload: Workload, wall_s: float) -
     num_output = sum(timeline.num_tokens for timeline in timelines)
     num_prompt = workload.prompt_tokens * workload.num_prompts
     first = [timeline.arrived_at[0] - timeline.sent_at for timeline in timelines]
-    whole = [timeline.arrived_at[-1] - timeline.sent_at for timeline in timelines]
-    each = [
+    total = [timeline.arrived_at[-1] - timeline.sent_at for timeline in timelines]
+    per_token = [
         (timeline.arrived_at[-1] - timeline.arrived_at[0]) / (timeline.num_tokens - 1)
         for timeline in timelines
         if timeline.num_tokens > 1
@@ -117,13 +117,13 @@ def _figures(timelines: Sequence[Timeline], workload: Workload, wall_s: float) -
         "prompt_tokens_per_s": round(num_prompt / wall_s, 1),
         "output_tokens_per_s": round(num_output / wall_s, 1),
     }
-    for name, seconds in (("first_token_ms", first), ("per_token_ms", each), ("request_ms", whole)):
+    for name, seconds in (("first_token_ms", first), ("per_token_ms", per_token), ("request_ms", total)):
         for percent in PERCENTILES:
             figures[f"{name}_p{percent}"] = round(1000 * percentile(seconds, percent), 2)
     return figures
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """The smallest value that ``percent`` percent of the values do not exceed; 0 where there are none."""
+    """Return the smallest value that ``percent`` percent of the values do not exceed; 0 without values."""
     ordered = sorted(values)
     return ordered[max(0, -(-len(ordered) * percent // 100) - 1)] if ordered else 0.0

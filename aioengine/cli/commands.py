@@ -21,7 +21,7 @@ from aioengine.frontend.progress import is_terminal
 from aioengine.settings.planning import plan_of, read_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping, Sequence
+    from collections.abc import Generator, Sequence
 
     from aioengine.cli.flags import Arguments
 
@@ -29,29 +29,25 @@ if TYPE_CHECKING:
 
 FAILED, WRONG_USAGE = 1, 2
 READER_GONE = 141
-"""The status of programs that ended by SIGPIPE."""
+"""The exit status of programs that SIGPIPE ended."""
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Run one command and give its status."""
-    if not _has_output():
+    """Run one command and return its exit status."""
+    _prepare_streams()
+    if sys.stdout is None:
         return _fail("standard output is closed: answers cannot be printed")
     arguments = flags.read(argv)
     try:
         arguments.check()
     except (TypeError, ValueError) as error:
         return _fail(error, WRONG_USAGE)
-    commands: Mapping[str, Callable[[Arguments], int]] = {
-        "generate": generate,
-        "chat": chat,
-        "bench": bench,
-        "info": info,
-    }
+    commands = {"generate": generate, "chat": chat, "bench": bench, "info": info}
     try:
         status = commands[arguments.command](arguments)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Python flushes stdout once more at exit; let that go nowhere.
+        # Python flushes stdout once more at exit, which must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return READER_GONE
     except (EngineError, ValueError, TypeError, OSError) as error:
@@ -59,33 +55,34 @@ def run(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _has_output() -> bool:
-    """Whether standard output is open. Closed standard input is empty, closed standard error discards."""
+def _prepare_streams() -> None:
+    """Replace closed standard input by empty input, discard output to a closed standard error, and set encodings."""
     hold_standard_descriptors()
     sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # an answer may have letters that the encoding has not
+        sys.stdout.reconfigure(errors="backslashreplace")  # the encoding may lack characters of an answer
     if isinstance(sys.stdin, io.TextIOWrapper):
-        # In the locale C, Python takes any byte, as half a character which no model can read.
+        # In the locale C, Python would read bytes that are not ASCII as lone surrogates, which no model can read.
         is_ascii = codecs.lookup(sys.stdin.encoding).name == "ascii"
         sys.stdin.reconfigure(encoding="utf-8" if is_ascii else None, errors="strict")
-    return sys.stdout is not None
 
 
 def generate(arguments: Arguments) -> int:
-    """Stream the answer to one prompt; several answers come one below the other."""
-    prompt = _piped_prompt() if arguments.prompt in (None, "-") else arguments.prompt
+    """Stream the answer to one prompt, or print several answers."""
+    prompt = arguments.prompt
+    if prompt in (None, "-"):
+        with _decoding():
+            prompt = "" if is_terminal(sys.stdin) else sys.stdin.read()
     if not prompt:
         return _fail('give a prompt: aioengine generate "Once upon a time"', WRONG_USAGE)
-    lora_path, images = arguments.lora_path, arguments.image
+    lora_path, images, params = arguments.lora_path, arguments.image, arguments.sampling()
     with Engine.from_config(arguments.config()) as engine:
         if arguments.n != 1:
-            params = {**arguments.sampling(), "n": arguments.n}
+            params["n"] = arguments.n
             answers = engine.generate([prompt], params, lora_path=lora_path, image_data=images and [images])
             print("\n\n".join(answers["text"]))
             return 0
-        params = arguments.sampling()
         for chunk in engine.generate(prompt, params, lora_path=lora_path, image_data=images, stream=True):
             print(chunk["text"], end="", flush=True)
         print(flush=True)
@@ -93,7 +90,7 @@ def generate(arguments: Arguments) -> int:
 
 
 def chat(arguments: Arguments) -> int:
-    """Hold a conversation: one line of the user, one answer, until the input ends."""
+    """Answer each line of the input, until it ends. The lines and answers are one conversation."""
     is_dialogue = is_terminal(sys.stdin)
     opening: list[Message] = [{"role": "system", "content": arguments.system}] if arguments.system else []
     messages = list(opening)
@@ -105,18 +102,23 @@ def chat(arguments: Arguments) -> int:
             if not line.strip():
                 continue
             is_first = len(messages) == len(opening)
-            said = [*images, {"type": "text", "text": line}] if images and is_first else line
-            messages.append({"role": "user", "content": said})
-            pieces: list[str] = []
+            content = [*images, {"type": "text", "text": line}] if images and is_first else line
+            messages.append({"role": "user", "content": content})
+            answer = ""
             try:
-                _answer(engine, messages, arguments, pieces)
+                params = arguments.sampling()
+                with engine.chat(messages, params, lora_path=arguments.lora_path, stream=True) as stream:
+                    for chunk in stream:
+                        answer += chunk["text"]
+                        print(chunk["text"], end="", flush=True)
+                print(flush=True)
             except KeyboardInterrupt:
                 print()
             except RequestTooLargeError as error:
-                _fail(f"{error}; the conversation begins anew")
+                _fail(f"{error}; the conversation starts again")
                 messages = list(opening)
                 continue
-            messages.append({"role": "assistant", "content": "".join(pieces)})
+            messages.append({"role": "assistant", "content": answer})
     return 0
 
 
@@ -139,17 +141,8 @@ def info(arguments: Arguments) -> int:
     return 0
 
 
-def _answer(engine: Engine, messages: list[Message], arguments: Arguments, pieces: list[str]) -> None:
-    """Stream one answer, and keep its pieces for the next turn; an interrupt ends the request."""
-    with engine.chat(messages, arguments.sampling(), lora_path=arguments.lora_path, stream=True) as stream:
-        for chunk in stream:
-            pieces.append(chunk["text"])
-            print(chunk["text"], end="", flush=True)
-    print(flush=True)
-
-
 def _next_line(is_dialogue: bool) -> str | None:
-    """The user's next line, None at the end of the input."""
+    """Return the next line of the user; None at the end of the input."""
     try:
         with _decoding():
             return input("> " if is_dialogue else "")
@@ -159,14 +152,9 @@ def _next_line(is_dialogue: bool) -> str | None:
         return None
 
 
-def _piped_prompt() -> str:
-    with _decoding():
-        return "" if is_terminal(sys.stdin) else sys.stdin.read()
-
-
 @contextlib.contextmanager
 def _decoding() -> Generator[None]:
-    """Raises ValueError where standard input is not in its encoding."""
+    """Raise ValueError if standard input is not in its encoding."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -177,7 +165,7 @@ def _decoding() -> Generator[None]:
 
 
 def _fail(error: Exception | str, status: int = FAILED) -> int:
-    """Print the error on one line, and give the status."""
+    """Print the error on one line, and return the exit status."""
     text = "; ".join(line.strip() for line in str(error).splitlines() if line.strip()) or type(error).__name__
     print(f"aioengine: {text}", file=sys.stderr)
     return status

@@ -1,4 +1,4 @@
-"""The output of the commands ``info`` and ``bench``: the facts of ``info``, and the text that each command prints."""
+"""The output of the commands ``info`` and ``bench``."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ _PACKAGES: Final = ("torch", "transformers", "tokenizers", "pyzmq", "msgspec", "
 
 
 def facts(model_path: str | None, engine_arguments: Mapping[str, object]) -> Facts:
-    """Versions, machine, model, and the settings that an engine of these arguments would use. Starts nothing.
+    """Return versions, facts about machine and model, and the settings of an engine with these arguments.
 
-    Raises:
-        TypeError, ValueError: as the constructor of an engine.
+    Starts nothing. Raises TypeError or ValueError as the constructor of an engine.
     """
     config = engine_config(model_path, engine_arguments)
     model, device = model_folder.find_facts(config.model), machine.device_facts()
@@ -73,8 +72,8 @@ def _resolved(settings: Settings) -> dict[str, object]:
 
 
 def _plain(struct: msgspec.Struct, *without: str) -> dict[str, object]:
-    found = cast("dict[str, object]", msgspec.to_builtins(struct))
-    return {name: value for name, value in found.items() if name not in without}
+    values = cast("dict[str, object]", msgspec.to_builtins(struct))
+    return {name: value for name, value in values.items() if name not in without}
 
 
 def _version(package: str) -> str:
@@ -100,7 +99,7 @@ def _word(value: object) -> str:
 
 
 def table(figures: Mapping[str, float | int]) -> str:
-    """The text of ``bench``: one line for each figure, then one for each "<name>_ms" with its percentiles."""
+    """Return the text of ``bench``: one line per figure, then one line per latency with its percentiles."""
     lines = [f"{name:<22}{value:>12,}" for name, value in figures.items() if "_ms_p" not in name]
     names = dict.fromkeys(name.rpartition("_p")[0] for name in figures if "_ms_p" in name)
     percents = dict.fromkeys(name.rpartition("_p")[2] for name in figures if "_ms_p" in name)

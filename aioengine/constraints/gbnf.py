@@ -23,6 +23,16 @@ def convertible(text: str) -> str:
     return _without_nested_repetitions(_LONG_ESCAPES.sub(_short_escape, text)) if "::=" in text else text
 
 
+def lark_names(text: str) -> dict[str, str]:
+    """Return the names of the rules in GBNF, by the names that the library gives them in Lark's syntax."""
+    names = {_lark_name(name): name for name in re.findall(r"([\w-]+)\s*::=", text)}
+    return {**names, "start": names.get("root", "start")}
+
+
+def _lark_name(name: str) -> str:
+    return re.sub("([a-z])([A-Z])", r"\1_\2", name.replace("-", "_")).lower()
+
+
 def _short_escape(escape: re.Match[str]) -> str:
     """Replace a long escape by the letter or a short escape, because the library drops the zeros of ``\\u00e9``."""
     digits = escape[1] or escape[2]

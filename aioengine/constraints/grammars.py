@@ -19,7 +19,7 @@ from weakref import WeakSet
 import numpy as np
 
 from aioengine.api import checks
-from aioengine.constraints.gbnf import convertible
+from aioengine.constraints.gbnf import convertible, lark_names
 from aioengine.constraints.lark import checked_lark
 from aioengine.constraints.token_source import SPECIAL, TokenSource, token_bytes
 from aioengine.errors import UnsupportedSchemaError
@@ -197,7 +197,7 @@ class Constraint:
             self.num_forced = 0
             self.next_token = self.forced[0] if self.forced else -1
         else:
-            self.error = f"{self.grammar.parameter}: token {token_ids[-1]} does not fit: {_why(self.matcher)}"
+            self.error = f"{self.grammar.parameter} cannot be followed any further: {_why(self.matcher)}"
 
     @property
     def is_over(self) -> bool:
@@ -414,7 +414,7 @@ class Grammars:
             except Exception as error:  # of any type, from the parser
                 raise GrammarError(f"it is read neither as GBNF nor as Lark: {checks.cut(str(error))}") from error
             try:
-                text = checked_lark(text)
+                text = checked_lark(text, lark_names(grammar.text))
             except UnsupportedSchemaError as error:
                 message = f"in the schema behind its %json, {checks.cut(str(error))}"
                 raise GrammarError(message, pointer=error.pointer, keyword=error.keyword) from error
@@ -549,6 +549,8 @@ def _why(matcher: Any) -> str:
         place = re.search(r"required property '.*?'", error)
         part = checks.cut(place[0]) if place else "it"
         return f"no value fits {part}: keywords contradict each other, or a pattern fits no text"
+    if "ff_tokens" in error:
+        return "the next text has no alternatives and too many parts; join its parts to longer literals"
     if re.search("fuel|limit|items|[tT]oo (?:many|big|large)", error):
         return "it takes more work than is allowed; make it smaller, with fewer repetitions or alternatives"
     return checks.cut(error)

@@ -1,4 +1,4 @@
-"""Grammars in the syntax of Lark: refuse grammars that take too long, and compile their JSON schemas."""
+"""Check grammars in Lark's syntax before the library compiles them, and compile their JSON schemas."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from aioengine.constraints.endless import endless_rule
 from aioengine.constraints.json_schema import OPTIONS, Budget, compile_schema
 
 if TYPE_CHECKING:
@@ -20,18 +21,22 @@ MAX_WORK: Final = 150_000_000
 
 _TOKENS: Final = re.compile(
     r"""
-    (?P<comment>(?://|\#)[^\n]*)
-    | "(?:\\.|[^"\\\n])*"?                          # a string
-    | <[^<>\s]+>                                    # a special token
-    | /(?:\\.|[^/\\])+/?                            # a regex
-    | %(?P<directive>\w+)\s*(?=\{)                  # JSON follows
-    | (?:\{[\s,]*|~\s*)(?P<counts>\d[\s\d.,]*)        # of repetitions
-    | (?P<name>\w+)(?P<rule>(?:\[[^\[\]\n]*\])?\s*:)?   # of a rule that begins here
-    | (?P<operator>[&~](?!\s*\d))
-    | (?P<choice>[|?*+\[])
+    (?P<skipped>(?://|\#)[^\n]*|->\s*[\w-]+)            # a comment, or an alias
+    | ^[ \t]*(?:(?P<statement>%ignore|%import)\b        # a rule begins in each line with a colon
+        | [!?]*(?P<rule>[\w-]++)(?:"(?:\\.|[^"\\\n])*+"|/(?:\\.|[^/\\])++/|::|[^":/\n])*+:)
+    | "(?:\\.|[^"\\\n])*+"?i?                           # a string
+    | <[^<>\s]+>                                        # a special token
+    | /(?:\\.|[^/\\])++/?[imslux]*                      # a regex
+    | %(?P<directive>\w+)\s*(?=\{)                      # JSON follows
+    | (?P<counts>\{[\s\d.,+-]+|~\s*[+\d][\s\d.,+-]*)    # of repetitions
+    | (?P<parameter>::|%if\b)
+    | (?P<name>[\w-]+)
+    | (?P<operator>[&~])
+    | (?P<mark>[|?*+()\[\]])
     """,
-    re.VERBOSE | re.DOTALL,
+    re.VERBOSE | re.DOTALL | re.MULTILINE,
 )
+_FROM_ZERO: Final = re.compile(r"[{~]\s*(?:,|-|\+?0+(?!\d))")
 _json: Final = json.JSONDecoder()
 
 
@@ -45,47 +50,81 @@ class _Body:
     names: Counter[str] = field(default_factory=Counter[str])
 
 
-def checked_lark(text: str) -> str:
+def checked_lark(text: str, names: Mapping[str, str]) -> str:
     """Check a grammar before the library compiles it, and return it with compiled JSON schemas.
 
+    names: the user's names of rules, by their names in ``text``, if they differ.
+
     Raises:
-        ValueError: it has a part that is not supported, or is too large.
+        ValueError: it has a part that is not supported, is too large, or no text completes it.
         UnsupportedSchemaError: a JSON schema in it cannot be enforced.
     """
-    num_rules = position = num_copied = 0
+    position = num_copied = 0
     parts: list[str] = []
     budget = Budget()
-    bodies: dict[str, _Body] = {}
     body = _Body()
-    while match := _TOKENS.search(text, position):
-        start = position = match.end()
-        if match["operator"]:
-            raise ValueError(f"{match['operator']!r} of terminals is not supported: it may take any time to compile")
-        if match["directive"]:
+    bodies: dict[str, _Body] = {}
+    alternatives: dict[str, list[list[str]]] = {"": [[]]}
+    """The symbols in each alternative of the rules, and of the groups in brackets."""
+    open_names = [""]
+    """The current rule, and the groups that are open."""
+    is_parametric = False
+    while token := _TOKENS.search(text, position):
+        start = position = token.end()
+        kind, mark = token.lastgroup, token["mark"]
+        symbols = alternatives[open_names[-1]][-1]
+        if kind == "operator":
+            raise ValueError(f"{token[0]!r} of terminals is not supported: it may take any time to compile")
+        if kind == "rule" or kind == "statement":
+            body = bodies.setdefault(token[kind], _Body())
+            open_names = [token[kind]]
+            alternatives.setdefault(token[kind], []).append([])
+        elif kind == "counts":
+            body.num_repeats += max((int(digits[:9]) for digits in re.findall(r"\d+", token[0])), default=1)
+            if _FROM_ZERO.match(token[0]):
+                del symbols[-1:]
+        elif kind == "mark":
+            if mark in "|?*+[":
+                body.num_choices += 1
+            if mark == "|":
+                alternatives[open_names[-1]].append([])
+            elif mark in "?*":
+                del symbols[-1:]
+            elif mark in "([":
+                group = f"({start}"
+                symbols.append(group)
+                open_names.append(group)
+                alternatives[group] = [[]] if mark == "(" else [[], []]
+            elif mark in ")]" and len(open_names) > 1:
+                open_names.pop()
+        elif kind == "parameter":
+            is_parametric = True
+        elif kind != "skipped":
+            body.num_symbols += 1
+            symbols.append(token[0])
+            if kind == "name":
+                body.names[token[0]] += 1
+        if kind == "directive":
             try:
                 value, position = _json.raw_decode(text, position)
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"no JSON follows %{match['directive']}: {error}") from None
-            if match["directive"] == "json":
+                raise ValueError(f"no JSON follows %{token[kind]}: {error}") from None
+            if token[kind] == "json":
                 schema = compile_schema(json.dumps(value), budget)
                 schema["x-guidance"] = {**value.get("x-guidance", {}), **OPTIONS}
                 parts += (text[num_copied:start], json.dumps(schema))
                 num_copied = position
-        if match["rule"]:
-            num_rules += 1
-            body = bodies.setdefault(match["name"], _Body())
-        elif match["choice"]:
-            body.num_choices += 1
-        elif match["counts"]:
-            body.num_repeats += max(int(digits[:9]) for digits in re.findall(r"\d+", match["counts"]))
-        elif not match["comment"]:
-            body.num_symbols += 1
-            body.names.update([match["name"]] if match["name"] else ())
-    if num_rules > MAX_RULES:
-        raise ValueError(f"it has {num_rules:,} rules and terminals; at most {MAX_RULES:,} are compiled")
+    if len(bodies) > MAX_RULES:
+        raise ValueError(f"it has {len(bodies):,} rules and terminals; at most {MAX_RULES:,} are compiled")
     if _work({name: body for name, body in bodies.items() if not name.lstrip("_")[:1].isupper()}) > MAX_WORK:
         raise ValueError(
             "too many of its rules have alternatives and are used in many places, or repeated often; make it smaller"
+        )
+    # The conditions of parametric rules decide which alternatives are used.
+    if not is_parametric and (name := endless_rule(alternatives, "start")) is not None:
+        name = names.get(name, name)
+        raise ValueError(
+            f"the rule {name!r} can never end: each alternative repeats rules endlessly; add one that ends"
         )
     return "".join((*parts, text[num_copied:]))
 

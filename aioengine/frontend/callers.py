@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import threading
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING
 
 from aioengine.errors import EngineClosedError, WrongLoopError
 from aioengine.supervision.tasks import runs_here
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
-
-Value = TypeVar("Value")
-
-MAX_FRAMES: Final = 150
-"""Stack frames that a call may need to start, with a margin. A test measures them."""
 
 
 def running_loop() -> asyncio.AbstractEventLoop:
@@ -62,19 +56,6 @@ def this_caller() -> Hashable:
         return threading.get_ident()
 
 
-def is_deep_stack() -> bool:
-    """Whether the engine's code might reach the recursion limit here and stop half-way."""
-    try:
-        sys._getframe(max(0, sys.getrecursionlimit() - MAX_FRAMES))
-    except ValueError:  # the stack is not that deep
-        return False
-    return True
-
-
-def deep_stack() -> RecursionError:
-    return RecursionError(f"a call to the engine needs {MAX_FRAMES} stack frames below the recursion limit")
-
-
 def is_interrupted(lock: threading.RLock) -> bool:
     """Whether this thread already holds the engine's lock.
 
@@ -86,7 +67,7 @@ def is_interrupted(lock: threading.RLock) -> bool:
 
 def refuse_interrupting(lock: threading.RLock) -> None:
     """Raise RuntimeError if this thread already holds the engine's lock."""
-    if lock._is_owned():  # type: ignore[attr-defined]  # pyright: ignore
+    if is_interrupted(lock):
         raise RuntimeError(
             "a signal handler or finalizer interrupted the engine on this thread, so it can neither start nor read a "
             "request here; only abort_request(), abort(), close(), stats() and health() may be called. Hand other "

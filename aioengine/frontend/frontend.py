@@ -22,8 +22,6 @@ from aioengine.errors import EngineClosedError, EngineDrainingError, EngineError
 from aioengine.frontend import info
 from aioengine.frontend.callers import (
     closed,
-    deep_stack,
-    is_deep_stack,
     is_interrupted,
     refuse_fork,
     refuse_interrupting,
@@ -47,7 +45,7 @@ from aioengine.frontend.loaded_adapters import AdapterRules, LoadedAdapters
 from aioengine.frontend.sessions.sessions import Sessions
 from aioengine.frontend.throughput import Throughput
 from aioengine.media.intake.image_intake import ImageIntake
-from aioengine.protocol.messages import FinishCode, Reply, Stats, TextChunks
+from aioengine.protocol.messages import DEFAULT_WEIGHT_VERSION, FinishCode, Reply, Stats, TextChunks
 from aioengine.settings.config import DeliveryConfig, QueueConfig, Settings
 from aioengine.supervision.processes import Processes
 from aioengine.supervision.tasks import post, runs_here
@@ -91,6 +89,7 @@ class Frontend:
 
     Attributes:
         images: the images of prompts; None: the model reads only text.
+        weight_version: version of the weights; a row reports the version of its own computation.
         failure: the error of all calls once the engine is dead or closed. Copies are raised, because a raised error
             keeps its frames alive, and all objects in them.
     """
@@ -99,13 +98,16 @@ class Frontend:
         settings = parts.settings
         self.parts = parts
         self.loop = asyncio.get_running_loop()
+        self.weight_version = str(parts.facts.get("weight_version", DEFAULT_WEIGHT_VERSION))
         self.failure: EngineError | None = None
         self.last_stats: Stats | None = None
         self._throughput = Throughput(settings.log_level)
         self.calls = Calls()
         self.router = Router(self.calls.rows, lock := threading.RLock(), lambda row: self._lifecycle.row_ended(row))
         self.limits = QueueLimits(
-            parts.queue, max_running=settings.scheduler.max_running, max_total_tokens=parts.max_total_tokens
+            parts.queue,
+            max_running=settings.scheduler.max_running,
+            max_total_tokens=parts.max_total_tokens * cast("int", parts.facts.get("num_replicas", 1)),
         )
         self.overload = Overload(self.limits, lock, self.loop)
         self.controls = Controls(
@@ -150,10 +152,8 @@ class Frontend:
             EngineError: the engine does not accept the call.
         """
         called_at = time.monotonic()
-        if is_deep_stack():
-            raise deep_stack()
         refuse_interrupting(self._lock)
-        call, reader = Call(called_at), None
+        call, reader = Call(called_at, self.weight_version), None
         try:
             with self._lock:
                 self.limits.reserve(call, this_caller())
@@ -173,20 +173,12 @@ class Frontend:
             else:
                 post(self.loop, self._lifecycle.start, call)
         except BaseException:  # KeyboardInterrupt, too
-            try:
-                self._undo(call, is_begun=reader is not None)
-            except BaseException:  # a second one
-                self._undo(call, is_begun=reader is not None)
-                raise
+            with self._lock:
+                self.limits.release(call, time.monotonic())
+            if reader is not None:
+                post(self.loop, self._lifecycle.discard, call)
             raise
         return reader
-
-    def _undo(self, call: Call, *, is_begun: bool) -> None:
-        """Undo the opening of a call that failed half-way. May be repeated."""
-        with self._lock:
-            self.limits.release(call, time.monotonic())
-        if is_begun:
-            post(self.loop, self._lifecycle.discard, call)
 
     @property
     def is_interrupted(self) -> bool:
@@ -203,18 +195,13 @@ class Frontend:
             refuse_own_thread(self.loop)
         refuse_fork(self._pid)
 
-    def leave(self, call: Call, ready: deque[CallRow]) -> None:
+    def leave(self, call: Call, ready: deque[CallRow], *, later: bool = False) -> None:
         if not call.is_attachable:
             call.is_left = True
-        if runs_here(self.loop) and not is_deep_stack():
+        if runs_here(self.loop) and not later:
             self._lifecycle.on_left(call, ready)
         else:
             post(self.loop, self._lifecycle.on_left, call, ready)
-
-    def leave_later(self, call: Call, ready: deque[CallRow]) -> None:
-        if not call.is_attachable:
-            call.is_left = True
-        post(self.loop, self._lifecycle.on_left, call, ready)
 
     def on_read(self, call: Call) -> None:
         post(self.loop, self._lifecycle.on_read, call)
@@ -313,7 +300,7 @@ class Frontend:
             if not await self._become_idle(STOP_TIMEOUT_S):  # the scheduler hangs, or is being replaced
                 for call in list(self.calls.opened):
                     self._lifecycle.give_up(call, FinishCode.SHUTDOWN)
-                await self._lifecycle.unstarted.wait()
+                await self._lifecycle.submitter.wait_unstarted()
             return False
         return self.failure is None
 
@@ -335,7 +322,7 @@ class Frontend:
         if images is not None:
             await asyncio.wait([asyncio.wrap_future(images)])
         # Readers on other threads wait for these rows, and the loop may end after this.
-        await self._lifecycle.unstarted.wait()
+        await self._lifecycle.submitter.wait_unstarted()
 
     def close_now(self, error: EngineError | None = None) -> None:
         """End processes and threads now, and the calls in the next turn of the loop. From any thread.
@@ -364,7 +351,7 @@ def _end_calls(frontend: Frontend, error: EngineError) -> None:
         frontend.limits.refuse(frontend.failure or error)
     frontend.attachments.clear(closed())  # no timer of a closed loop can forget them
     frontend.fail(error)
-    frontend._lifecycle.unstarted.end_some(sys.maxsize)
+    frontend._lifecycle.submitter.end_some(sys.maxsize)
 
 
 def _computed_since(frontend: Frontend, since: float) -> Collection[int] | None:

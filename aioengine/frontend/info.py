@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Final, TypedDict, cast
 import msgspec
 from msgspec.structs import asdict
 
-from aioengine.api.answers import WEIGHT_VERSION
 from aioengine.api.params import FROM_MODEL
 from aioengine.errors import EngineClosedError, EngineStalledError
 from aioengine.protocol.messages import Sampling, Stats
@@ -143,14 +142,14 @@ def scheduler_counters(last: Stats | None) -> dict[str, int]:
     return counters
 
 
-def model_info(settings: Settings) -> ModelInfo:
-    """``get_model_info``: what the settings say of the model."""
+def model_info(settings: Settings, weight_version: str) -> ModelInfo:
+    """Return the result of ``get_model_info``."""
     defaults = asdict(Sampling(0)) | settings.model.sampling_defaults
     return {
         "model_path": settings.model.path,
         "tokenizer_path": settings.text.tokenizer_path,
         "is_generation": settings.model.task == "generate",
-        "weight_version": WEIGHT_VERSION,
+        "weight_version": weight_version,
         "load_format": settings.model.load_format,
         "dtype": settings.model.dtype,
         "context_length": settings.model.context_length,

@@ -32,6 +32,7 @@ from aioengine.protocol.messages import Progress
 from aioengine.settings import machine
 from aioengine.settings.config import DeliveryConfig, QueueConfig, Settings
 from aioengine.settings.resolve import resolve
+from aioengine.supervision.fleet import Fleet
 from aioengine.supervision.processes import Events, Processes
 from aioengine.supervision.supervisor import Supervisor
 from aioengine.supervision.tasks import WorkerThread, require_real_threads
@@ -131,8 +132,15 @@ def blueprint_of(config: EngineConfig) -> Blueprint:
     if tokenizer_path is not None:
         check_files(Path(tokenizer_path))
 
-    def make_processes(events: Events) -> Processes:
+    num_replicas = config.supervision.num_replicas
+    if num_replicas > 1 and settings.runner.device != "cpu":
+        raise ValueError(f"{num_replicas} replicas need a device each, and all would use the same; use device='cpu'")
+
+    def make_replica(events: Events) -> Supervisor:
         return Supervisor(settings, config.supervision, launcher="process", events=events)
+
+    def make_processes(events: Events) -> Processes:
+        return make_replica(events) if num_replicas == 1 else Fleet([make_replica] * num_replicas, events)
 
     return Blueprint(
         settings=settings,

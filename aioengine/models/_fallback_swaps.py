@@ -86,6 +86,7 @@ class _Function(nn.Module):
     """Replaces a module by a function of its input [..., D]."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        """function: [..., D] -> [..., O]."""
         super().__init__()
         self.function = function
 

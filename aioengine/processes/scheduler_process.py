@@ -20,6 +20,7 @@ from aioengine.child_process.uplink import encodable
 from aioengine.constraints.grammars import GrammarError, Grammars
 from aioengine.errors import describe
 from aioengine.protocol.messages import (
+    DEFAULT_WEIGHT_VERSION,
     DETOKENIZER,
     LOAD_ADAPTER,
     MAX_PAYLOAD_BYTES,
@@ -318,6 +319,7 @@ class SchedulerService:
         self._report(Progress(control.name, 0, 1, ""))
         try:
             reply = self._runner.controls[control.name](control)
+            self._core.requests.events.weight_version = weight_version_in(self._runner.facts)
             num_bytes = len(reply.data) + len(reply.payload)
             if num_bytes > MAX_PAYLOAD_BYTES:  # sending it would fail and end this process
                 raise ValueError(f"its reply has {num_bytes:,} bytes, the limit is {MAX_PAYLOAD_BYTES:,}")
@@ -389,9 +391,11 @@ def build_service(
     profile = Profile(report)
     depth = settings.scheduler.depth
     core = SchedulerCore(scheduler, runner, depth, clock=time.monotonic, trace=profile, board=board)
+    core.requests.events.weight_version = weight_version_in(runner.facts)
     facts: Facts = {
         "page_size": settings.memory.page_size,
         "max_total_tokens": scheduler.cache.num_pages * settings.memory.page_size,
+        "max_running_requests": settings.scheduler.max_running,
         "load_s": round(time.monotonic() - start, 3),
         "start_imports_s": round(imports_s, 3),
         **runner.facts,
@@ -428,6 +432,11 @@ def page_windows(facts: Mapping[str, str | int | float | bool]) -> tuple[int | N
     """Return ``PageGroups.windows`` from the facts of a runner. Empty if all layers have the same page table."""
     text = facts.get("page_windows", "")
     return tuple(int(word) or None for word in text.split()) if isinstance(text, str) else ()
+
+
+def weight_version_in(facts: Mapping[str, str | int | float | bool]) -> str:
+    """Return the version of the weights from the facts of a runner."""
+    return str(facts.get("weight_version", DEFAULT_WEIGHT_VERSION))
 
 
 def load_factory(name: str) -> RunnerFactory:

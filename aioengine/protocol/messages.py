@@ -187,13 +187,20 @@ class PairIds(list[int]):
 # ---------------------------------------------------------------- to the scheduler
 
 
+DEFAULT_WEIGHT_VERSION = "default"
+
+
 class FirstToken(Struct, frozen=True, array_like=True, gc=False):
-    """A request has its first token. ``num_cached``: prompt tokens taken from the prefix cache."""
+    """A request has its first token.
+
+    num_cached: number of prompt tokens taken from the prefix cache. weight_version: version of the model's weights.
+    """
 
     uid: int
     num_cached: int
     admitted_at: float
     first_token_at: float
+    weight_version: str = DEFAULT_WEIGHT_VERSION
 
 
 class Continuation(Struct, frozen=True, array_like=True, gc=False):

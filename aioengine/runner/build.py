@@ -82,10 +82,26 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
     kv_dtype = _dtype(settings.memory.kv_dtype or settings.model.dtype, device)
     memory = DeviceMemory(device)
     vocab_size = sampled_vocab_size(settings)
-    model, choice, weights_bytes = load_model(
-        settings, dtype, memory, kv_dtype=kv_dtype, vocab_size=vocab_size, report=report, times=times
-    )
-    shape = model.attention_shape
+    check_unchanged(settings.model.files, "since the engine was made")
+    advice = "End other processes on the GPU, or use a smaller model or a larger GPU"
+    if dtype == torch.float32:
+        advice += "; dtype='bfloat16' needs half"
+    with memory.take("the weights", advice=advice, need=_weights_bytes(settings, dtype)), torch.no_grad():
+        model = _model(settings, dtype, device)
+        if device.type == "cuda" and is_installed() and model.task is Task.GENERATE:
+            _compile_sampling(model, vocab_size, logprobs_mode=settings.runner.logprobs_mode, device=device)
+        times.end("device")
+        shape = model.attention_shape
+        choice = choose_attention(settings.runner, shape, dtype, device, kv_dtype=kv_dtype, report=report)
+        times.end("attention")
+        weights_bytes = weights.load(
+            model,
+            Path(settings.model.path),
+            load_format=settings.model.load_format,
+            seed=settings.random_seed,
+            report=lambda done, total: report(Progress("loading weights", done, total, "B")),
+        )
+    times.end("weights")
     adapters = _take_adapters(model, settings, memory, dtype)
     state_bytes = model.state_shape.num_bytes if isinstance(model, StatefulModel) else 0
     demand = PoolDemand.of(settings, kv_cache_of(shape), itemsize=kv_dtype.itemsize, state_bytes=state_bytes)
@@ -121,32 +137,30 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         adapters=adapters,
         states=states,
     )
-    facts = _facts(parts, settings.model.dtype, choice)
-    facts |= {"max_total_tokens": demand.tokens_in(pool.num_pages), "weights_bytes": weights_bytes}
+    facts: Facts = {
+        "dtype": settings.model.dtype,
+        "device": str(device),
+        "attention_backend": choice.name,
+        "num_threads": torch.get_num_threads(),
+        "max_total_tokens": demand.tokens_in(pool.num_pages),
+        "weights_bytes": weights_bytes,
+        **kv_pool.facts,
+    }
+    if states is not None:
+        facts |= states.facts
+    if adapters is not None:
+        facts["adapters_bytes"] = adapters.num_bytes
+    if choice.warning:
+        facts["warning"] = choice.warning
+    for package in ("torch", "triton", "flashinfer-python"):
+        with suppress(metadata.PackageNotFoundError):
+            facts[f"{package.removesuffix('-python')}_version"] = metadata.version(package)
     with memory.take("CUDA graphs", advice=_LESS_GRAPHS):
         runner = ModelRunner(parts, facts)
         if device.type == "cuda":
             warm_up_device(runner, parts, settings, report=report, times=times)
-    runner.facts |= memory.facts() | _versions() | times.facts()
+    runner.facts |= memory.facts() | times.facts()
     return runner
-
-
-def _facts(parts: DeviceParts, dtype: str, choice: AttentionChoice) -> Facts:
-    """Return the facts about a runner that are reported to the supervisor."""
-    facts: Facts = {
-        "dtype": dtype,
-        "device": str(parts.device),
-        "attention_backend": choice.name,
-        "num_threads": torch.get_num_threads(),
-        **parts.kv_pool.facts,
-    }
-    if parts.states is not None:
-        facts |= parts.states.facts
-    if parts.adapters is not None:
-        facts["adapters_bytes"] = parts.adapters.num_bytes
-    if choice.warning:
-        facts["warning"] = choice.warning
-    return facts
 
 
 def _pool_budget(model: Model, settings: Settings, memory: DeviceMemory, adapters: AdapterPool | None) -> PoolBudget:
@@ -197,68 +211,28 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def _versions() -> Facts:
-    """Return the versions of the installed packages that compute."""
-    versions: Facts = {}
-    for package in ("torch", "triton", "flashinfer-python"):
-        with suppress(metadata.PackageNotFoundError):
-            versions[f"{package.removesuffix('-python')}_version"] = metadata.version(package)
-    return versions
-
-
-def load_model(
-    settings: Settings,
-    dtype: torch.dtype,
-    memory: DeviceMemory,
-    *,
-    kv_dtype: torch.dtype,
-    vocab_size: int,
-    report: Callable[[Progress], None],
-    times: StartTimes,
-) -> tuple[Model, AttentionChoice, int]:
-    """Load the model. Return it, the attention backend that works for it, and the bytes of the parameters. Token ids
-    below ``vocab_size`` will be sampled.
-    """
-    check_unchanged(settings.model.files, "since the engine was made")
-    advice = "End other processes on the GPU, or use a smaller model or a larger GPU"
-    if dtype == torch.float32:
-        advice += "; dtype='bfloat16' needs half"
-    with memory.take("the weights", advice=advice, need=_weights_bytes(settings, dtype)), torch.no_grad():
-        model = _model(settings, dtype, memory.device)
-        if memory.device.type == "cuda" and is_installed() and model.task is Task.GENERATE:
-            _compile_sampling(model, vocab_size, memory.device, logprobs_mode=settings.runner.logprobs_mode)
-        times.end("device")
-        shape, device = model.attention_shape, memory.device
-        choice = choose_attention(settings.runner, shape, dtype, device, kv_dtype=kv_dtype, report=report)
-        times.end("attention")
-        weights_bytes = weights.load(
-            model,
-            Path(settings.model.path),
-            load_format=settings.model.load_format,
-            seed=settings.random_seed,
-            report=lambda done, total: report(Progress("loading weights", done, total, "B")),
-        )
-    times.end("weights")
-    return model, choice, weights_bytes
-
-
-def _compile_sampling(model: Model, vocab_size: int, device: torch.device, *, logprobs_mode: str) -> None:
+def _compile_sampling(model: Model, vocab_size: int, *, logprobs_mode: str, device: torch.device) -> None:
     """Compile the sampling kernels, which take the longest, while FlashInfer is imported and weights are read."""
-    module = importlib.import_module("aioengine.runner.sampling.device_sampler")
+    from aioengine.runner.sampling import device_sampler  # imports Triton
+
     width = model.vocab_size
     vocab_size = min(vocab_size, width)
-    module.compile_kernels(vocab_size=vocab_size, num_embeddings=width, dtype=model.dtype, device=device)
+    device_sampler.compile_kernels(vocab_size=vocab_size, num_embeddings=width, dtype=model.dtype, device=device)
     token_logprobs.compile_kernels(width, model.dtype, device)
     if logprobs_mode == "processed":
         token_logprobs.compile_kernels(vocab_size, torch.float32, device)
 
 
 def _model(settings: Settings, dtype: torch.dtype, device: torch.device) -> Model:
-    options = _options(settings, dtype, device)
     if settings.model.implementation == TRANSFORMERS:
-        return _fallback(settings).load(options)
-    config = _config(Path(settings.model.path))
-    return models.build(as_embedder(config) if settings.model.task == Task.EMBED else config, options)
+        return _fallback(settings).load(_options(settings, dtype, device))
+    folder = Path(settings.model.path)
+    config = folder_files.read_json(folder / "config.json", dict[str, object])
+    if config is None:
+        raise ValueError(f"{folder} has no config.json, which a model folder must have")
+    if settings.model.task == Task.EMBED:
+        config = as_embedder(config)
+    return models.build(config, _options(settings, dtype, device))
 
 
 def _weights_bytes(settings: Settings, dtype: torch.dtype) -> int:
@@ -287,13 +261,6 @@ def _fallback(settings: Settings) -> TransformersFolder:
         trust_remote_code=model.trust_remote_code,
         has_weights=model.load_format != "dummy",
     )
-
-
-def _config(folder: Path) -> dict[str, object]:
-    config = folder_files.read_json(folder / "config.json", dict[str, object])
-    if config is None:
-        raise ValueError(f"{folder} has no config.json, which a model folder must have")
-    return config
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,25 +299,23 @@ def choose_attention(
     if name == "fused" and (kv_dtype != dtype or not fused.serves(shape, dtype, device)):
         return AttentionChoice("torch")
     if kv_dtype != dtype and name != "torch":
-        message = (
+        raise ValueError(
             f"attention_backend {name!r} needs a KV cache in the dtype of the queries, {dtype}, not {kv_dtype}; "
             "'torch' works"
         )
-        raise ValueError(message)
     if name != "flashinfer":
         return AttentionChoice(name)
     try:
-        make_flashinfer_ready(settings, shape, dtype, device, report=report)
+        _make_flashinfer_ready(settings, shape, dtype, device, report=report)
     except BackendUnavailableError as error:
         if not settings.fallback_backend:
-            message = f"attention_backend='flashinfer' does not work here: {error}"
-            raise ValueError(message) from error
+            raise ValueError(f"attention_backend='flashinfer' does not work here: {error}") from error
         warning = f"attention uses {settings.fallback_backend}, which is slower than FlashInfer, because {error}"
         return AttentionChoice(settings.fallback_backend, warning)
     return AttentionChoice(name)
 
 
-def make_flashinfer_ready(
+def _make_flashinfer_ready(
     settings: RunnerSettings,
     shape: AttentionShape,
     dtype: torch.dtype,
@@ -369,6 +334,5 @@ def make_flashinfer_ready(
         message = f"the package {error.name!r} is not installed; pip install 'aioengine[cuda]' installs FlashInfer"
         raise BackendUnavailableError(message) from error
     except (ImportError, OSError, RuntimeError) as error:
-        message = f"FlashInfer cannot be imported: {type(error).__name__}: {error}"
-        raise BackendUnavailableError(message) from error
+        raise BackendUnavailableError(f"FlashInfer cannot be imported: {type(error).__name__}: {error}") from error
     kernels.make_ready(shape, dtype, device, timeout_s=settings.compile_timeout_s, report=report)

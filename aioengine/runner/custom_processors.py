@@ -138,14 +138,12 @@ def load_processor(name: str) -> CustomLogitsProcessor:
         member = members.get(class_name)
         processor: CustomLogitsProcessor | None = member() if isinstance(member, type) else None
     except Exception as error:
-        message = f"logits_processors: {name!r} cannot be created: {type(error).__name__}: {error}"
-        raise ValueError(message) from error
+        raise ValueError(f"logits_processors: {name!r} cannot be created: {type(error).__name__}: {error}") from error
     if processor is None:
         problem = "does not exist" if member is None else f"is not a class but {shown(member)}"
         classes = ", ".join(key for key, value in members.items() if callable(getattr(value, "apply", None)))
         message = f"logits_processors: {name!r} {problem}; classes with apply in {module_name}: {classes or 'none'}"
         raise ValueError(message)
     if not callable(getattr(processor, "apply", None)):
-        message = f"logits_processors: {name!r} has no method apply(logits, params)"
-        raise ValueError(message)
+        raise ValueError(f"logits_processors: {name!r} has no method apply(logits, params)")
     return processor

@@ -28,7 +28,7 @@ from aioengine.settings.memory_model import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -116,8 +116,10 @@ class DeviceMemory:
         steps = with_margin(peak)
         reserved = reserved_bytes(peak, max_running=largest.num_rows, vocab_size=model.vocab_size)
         reserved += captured_bytes(model, largest, steps)
-        if isinstance(model, VisionModel):
-            reserved += self._images_budget(model, largest, steps)
+        if isinstance(model, VisionModel):  # the vision tower runs before the step, in the same memory
+            with self.take("the largest image", advice="Lower context_length, which limits the images of a prompt"):
+                peak, feature_bytes = image_memory(model, self.device, largest.image_tokens)
+            reserved += max(with_margin(peak) - steps, 0) + feature_bytes + GPU_FEATURE_BYTES
         left, total = torch.cuda.mem_get_info(self.device)
         explanation = self.describe()
         if fraction is not None:
@@ -125,12 +127,6 @@ class DeviceMemory:
             explanation += f". {limit} leaves {format_bytes(max(left, 0))}"
         explanation += f"; the largest step and the CUDA graphs need {format_bytes(reserved)} of it"
         return PoolBudget(max(left - reserved, 0), explanation)
-
-    def _images_budget(self, model: VisionModel, largest: LargestStep, steps: int) -> int:
-        """Return the memory for images beyond ``steps``. The vision tower runs before the step, in the same memory."""
-        with self.take("the largest image", advice="Lower context_length, which limits the images of a prompt"):
-            peak, feature_bytes = image_memory(model, self.device, largest.image_tokens)
-        return max(with_margin(peak) - steps, 0) + feature_bytes + GPU_FEATURE_BYTES
 
     def describe(self) -> str:
         """Describe total and free memory, and the memory of this engine and of other processes."""
@@ -202,14 +198,22 @@ def peak_memory(model: Model, device: torch.device, largest: LargestStep, adapte
         for num_rows in _WARMUP_ROWS:
             ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
             model.compute_logits(model.forward(model_inputs(model, ids, ids), attention))
+    ids = torch.zeros(largest.num_tokens, dtype=torch.int64, device=device)
+
+    def run() -> None:
+        hidden = model.forward(model_inputs(model, ids, ids, adapters=adapters), attention)
+        logits = model.compute_logits(hidden[: max(largest.num_rows, SAMPLED_ROWS)])
+        logits[:SAMPLED_ROWS].to(torch.float32, copy=True)
+
+    return ids.nbytes + _peak_of(device, run)
+
+
+def _peak_of(device: torch.device, run: Callable[[], None]) -> int:
+    """Return the maximum bytes that ``run`` allocates at the same time."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    ids = torch.zeros(largest.num_tokens, dtype=torch.int64, device=device)
-    hidden = model.forward(model_inputs(model, ids, ids, adapters=adapters), attention)
-    logits = model.compute_logits(hidden[: max(largest.num_rows, SAMPLED_ROWS)])
-    logits[:SAMPLED_ROWS].to(torch.float32, copy=True)
-    del hidden, logits
+    run()
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
@@ -226,15 +230,14 @@ def image_memory(model: VisionModel, device: torch.device, num_tokens: int) -> t
     for small in _WARMUP_IMAGES:
         model.encode_image(model.largest_image(small))
     arrays = model.largest_image(num_tokens)
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    # copied here, because the model would copy through pinned memory that is never freed
-    feature_bytes = model.encode_image({name: array.to(device) for name, array in arrays.items()}).nbytes
-    torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) - before
-    torch.cuda.empty_cache()
-    return peak, feature_bytes
+    feature_bytes = 0
+
+    def run() -> None:
+        nonlocal feature_bytes
+        # copied here, because the model would copy through pinned memory that is never freed
+        feature_bytes = model.encode_image({name: array.to(device) for name, array in arrays.items()}).nbytes
+
+    return _peak_of(device, run), feature_bytes
 
 
 def other_processes(device: torch.device) -> list[str]:

@@ -8,6 +8,7 @@ N positions, T tokens of the step, S rows that sample, D model size.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -43,28 +44,24 @@ class PromptStates(NamedTuple):
     token_indices: Ints
 
 
+@dataclass(slots=True)
 class StepHiddenStates:
-    """The hidden states of a step, while they are copied to the host."""
+    """The hidden states of a step, while they are copied to the host: runs, and the states [N, D] of their positions.
 
-    def __init__(self) -> None:
-        self._prompts: tuple[list[_StateRun], Tensor] | None = None
-        self._sampled: tuple[list[_StateRun], Tensor] | None = None
+    Attributes:
+        prompts: the positions of prompts. sampled: the positions before sampled tokens.
+    """
 
-    def add_prompts(self, runs: list[_StateRun], hidden: Tensor) -> None:
-        """Copy hidden [N, D], the positions of these runs in order, before the next step overwrites it."""
-        self._prompts = runs, host_copy(hidden)
-
-    def add_sampled(self, runs: list[_StateRun], hidden: Tensor) -> None:
-        """Copy hidden [N, D] of the positions before sampled tokens."""
-        self._sampled = runs, host_copy(hidden)
+    prompts: tuple[list[_StateRun], Tensor] | None = None
+    sampled: tuple[list[_StateRun], Tensor] | None = None
 
     def extras(self) -> list[Extra]:
         """Return the states of output tokens once the step is done. Prompt states are kept until the first token."""
-        for request, _, data in _data_of(self._prompts):
+        for request, _, data in _data_of(self.prompts):
             if request.prompt_states is not None:
                 request.prompt_states.append(data)
         extras: list[Extra] = []
-        for request, end, data in _data_of(self._sampled):
+        for request, end, data in _data_of(self.sampled):
             if request.prompt_states is not None:  # the first token: its state is the last of the prompt
                 states = b"".join(request.prompt_states)
                 extras += state_extras(request.uid, states[: -len(data)], len(data))
@@ -110,11 +107,11 @@ class HiddenStates:
 
     def add_prompts(self, hidden: Tensor, prompts: PromptStates) -> None:
         """Add hidden [N, D] of ``prompts.token_indices``."""
-        self._step.add_prompts(prompts.runs, hidden)
+        self._step.prompts = prompts.runs, host_copy(hidden)  # before the next step overwrites it
 
     def add_sampled(self, hidden: Tensor, rows: SampledRows) -> None:
         """Add hidden [S, D] of the positions from whose logits the tokens of these rows are sampled."""
         chosen = [i for i, request in enumerate(rows.requests) if request.sampling.hidden_states]
         runs = [_StateRun(rows.requests[i], int(rows.positions[i]), 1) for i in chosen]
         if runs:
-            self._step.add_sampled(runs, hidden[self._upload(np.array(chosen, dtype=np.int64))])
+            self._step.sampled = runs, host_copy(hidden[self._upload(np.array(chosen, dtype=np.int64))])

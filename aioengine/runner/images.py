@@ -182,8 +182,7 @@ class Images:
         own = prompt[media.start : media.start + media.num_tokens]
         indices = np.flatnonzero(own == self._model.image_token_id) + media.start
         if len(indices) != media.num_features:
-            message = f"an image of {media.num_features} features has {len(indices)} placeholders in the prompt"
-            raise ValueError(message)
+            raise ValueError(f"an image of {media.num_features} features has {len(indices)} placeholders in the prompt")
         return indices
 
     def _features(self, media: Media) -> Tensor:

@@ -87,48 +87,6 @@ def model_inputs(
     )
 
 
-def allows_graphs(model: Model, inputs: ModelInputs) -> bool:
-    """Return whether graphs support a step with prompts: it has output indices, and neither embeddings of the user nor
-    deepstack features.
-    """
-    has_user_embeds = inputs.token_ids is None and not model.input_spec.embeddings
-    return inputs.outputs is not None and not has_user_embeds and inputs.deepstack is None
-
-
-def _with_parts(batch: ForwardBatch, slots_GT: Ints, tables_GRP: npt.NDArray[np.int32], upload: Upload) -> ForwardBatch:
-    """Add the batch of each layer group, with slots_GT [G, T] and page tables tables_GRP [G, R, P]."""
-    groups = zip(upload(slots_GT), upload(tables_GRP), tables_GRP, strict=True)
-    parts = [replace(batch, slot_mapping=slots, page_table=table, host_pages=host) for slots, table, host in groups]
-    return replace(batch, parts=parts)
-
-
-def _packed(rows: StepRows, kv_lengths: Ints) -> tuple[Ints, Ints]:
-    """Return the row [T] and the position [T] of each token of the step; kv_lengths [R]."""
-    num_rows, num_tokens = len(rows.requests), int(rows.token_ends[-1])
-    if num_tokens == num_rows:
-        return np.arange(num_tokens), rows.starts
-    row_of_token = np.repeat(np.arange(num_rows), rows.counts)
-    return row_of_token, np.arange(num_tokens) + np.repeat(kv_lengths - rows.token_ends, rows.counts)
-
-
-def _outputs(rows: StepRows, row_outputs: Ints | None, extra_outputs: Ints | None, num_outputs: int) -> Ints | None:
-    """Return ``ModelInputs.outputs`` [num_outputs + N], see ``InputBuilder.build``; None: all tokens."""
-    if row_outputs is None or (extra_outputs is None and int(rows.token_ends[-1]) == len(rows.requests)):
-        return None
-    outputs = np.zeros(num_outputs, dtype=np.int64)
-    outputs[: len(rows.requests)] = row_outputs
-    return outputs if extra_outputs is None else np.concatenate([outputs, extra_outputs])
-
-
-def _token_types(rows: StepRows, row_of_token: Ints, positions: Ints, upload: Upload) -> Tensor | None:
-    """Return the token types [T] int64 from the row and position of each token; None: no row is a text pair."""
-    starts = np.array([request.second_text for request in rows.requests])
-    if not starts.any():
-        return None
-    starts[starts == 0] = np.iinfo(np.int64).max
-    return upload((positions >= starts[row_of_token]).astype(np.int64))
-
-
 class InputBuilder:
     """Builds the tensors of a step. Token ids must be below ``num_embeddings``.
 
@@ -198,20 +156,20 @@ class InputBuilder:
 
     def find_errors(self, rows: list[Row]) -> dict[int, str]:
         """Return uid -> error of the rows that cannot be computed."""
-        errors = {row.uid: self._find_error(row) for row in rows}
-        return {uid: error for uid, error in errors.items() if error}
-
-    def _find_error(self, row: Row) -> str:
-        request = self.table.requests.get(row.uid)
-        if request is None:
-            return "the runner does not know this request"
-        if row.start < 0 or row.count < 1 or not 0 <= row.count - len(row.token_ids) <= 1:
-            return f"{len(row.token_ids)} token ids for {row.count} positions from {row.start} on"
-        capacity = int(self.table.page_tables.counts[request.row_index]) * self.page_size
-        if row.start + row.count > capacity:
-            return f"positions up to {row.start + row.count}, but its pages hold {capacity}"
-        wrong = [i for i in row.token_ids if not 0 <= i < self._num_embeddings]
-        return f"token id {wrong[0]} is outside the vocabulary of {self._num_embeddings}" if wrong else ""
+        errors: dict[int, str] = {}
+        for row in rows:
+            request, num_ids, end = self.table.requests.get(row.uid), len(row.token_ids), row.start + row.count
+            if request is None:
+                errors[row.uid] = "the runner does not know this request"
+                continue
+            capacity = int(self.table.page_tables.counts[request.row_index]) * self.page_size
+            if row.start < 0 or row.count < 1 or not 0 <= row.count - num_ids <= 1:
+                errors[row.uid] = f"{num_ids} token ids for {row.count} positions from {row.start} on"
+            elif end > capacity:
+                errors[row.uid] = f"positions up to {end}, but its pages hold {capacity}"
+            elif wrong := [i for i in row.token_ids if not 0 <= i < self._num_embeddings]:
+                errors[row.uid] = f"token id {wrong[0]} is outside the vocabulary of {self._num_embeddings}"
+        return errors
 
     def build(
         self,
@@ -232,40 +190,50 @@ class InputBuilder:
             extra_outputs: [N] further tokens, returned after ``row_outputs``.
             on_host: the tensors stay on the host; all tokens of the rows must be known.
         """
-        upload = cast("Upload", torch.from_numpy) if on_host else self.table.upload
+        table, spec, page_size = self.table, model.input_spec, self.page_size
+        upload = cast("Upload", torch.from_numpy) if on_host else table.upload
+        num_rows, num_tokens = len(rows.requests), int(rows.token_ends[-1])
         kv_lengths = rows.starts + rows.counts
-        row_of_token, positions = _packed(rows, kv_lengths)
-        outputs = _outputs(rows, row_outputs, extra_outputs, num_outputs)
-        images, spans = self.table.images, self._image_spans(rows)
+        # the row of each token, and its index in the request
+        row_of_token, indices = np.arange(num_tokens), rows.starts
+        if num_tokens > num_rows:
+            row_of_token = np.repeat(np.arange(num_rows), rows.counts)
+            indices = np.arange(num_tokens) + np.repeat(kv_lengths - rows.token_ends, rows.counts)
+        outputs: Ints | None = None
+        if row_outputs is not None and (extra_outputs is not None or num_tokens > num_rows):
+            outputs = np.zeros(num_outputs, dtype=np.int64)
+            outputs[:num_rows] = row_outputs
+            if extra_outputs is not None:
+                outputs = np.concatenate([outputs, extra_outputs])
+        token_types = None
+        if spec.token_types:
+            second_starts = np.array([request.second_text for request in rows.requests])
+            if second_starts.any():  # some row is a text pair
+                second_starts[second_starts == 0] = np.iinfo(np.int64).max
+                token_types = upload((indices >= second_starts[row_of_token]).astype(np.int64))
+        images, spans = table.images, self._image_spans(rows)
+        if images and spans:
+            positions = images.positions(spans, indices)
+        else:
+            positions = rows.shifted(indices, spec.short_length, row_of_token)
         inputs = model_inputs(
             model,
-            upload(rows.known_ids) if on_host else self._token_ids(rows, len(positions)),
-            upload(self._positions(model, rows, positions, row_of_token, spans=spans)),
-            rows=upload(row_of_token) if model.input_spec.rows else None,
-            token_types=_token_types(rows, row_of_token, positions, upload) if model.input_spec.token_types else None,
+            upload(rows.known_ids) if on_host else self._token_ids(rows, num_tokens),
+            upload(positions),
+            rows=upload(row_of_token) if spec.rows else None,
+            token_types=token_types,
             outputs=None if outputs is None else upload(outputs),
-            adapters=self.table.adapters.of_step(rows.row_indices, row_of_token, outputs),
+            adapters=table.adapters.of_step(rows.row_indices, row_of_token, outputs),
         )
         if self.states is not None:
             inputs = replace(inputs, states=self.states.of_step(rows.row_indices, rows.starts, rows.counts, upload))
-        if self.table.num_with_embeds:
+        if table.num_with_embeds:
             inputs = self._with_embeds(model, rows, inputs)
         if images and spans:
             inputs = images.add_features(spans, inputs, upload)
-        batch = self._batch(rows, kv_lengths, row_of_token, positions, upload=upload)
-        if images and spans and model.attention_shape.has_bidirectional_images:
-            batch = replace(batch, bidirectional_images=images.bidirectional(spans))
-        return inputs, batch
-
-    def _batch(
-        self, rows: StepRows, kv_lengths: Ints, row_of_token: Ints, positions: Ints, *, upload: Upload
-    ) -> ForwardBatch:
-        """Build the batch of attention from kv_lengths [R], row_of_token [T] and positions [T]."""
-        page_size = self.page_size
-        num_pages = -(-int(kv_lengths.max()) // page_size)
-        tables_GRP = self.table.page_tables.of_step(rows.row_indices, rows.starts, num_pages)
-        pages = positions // page_size
-        slots = [positions + (table[row_of_token, pages] - pages) * page_size for table in tables_GRP]
+        tables_GRP = table.page_tables.of_step(rows.row_indices, rows.starts, -(-int(kv_lengths.max()) // page_size))
+        pages = indices // page_size
+        slots = [indices + (pages_RP[row_of_token, pages] - pages) * page_size for pages_RP in tables_GRP]
         batch = ForwardBatch(
             slot_mapping=upload(slots[0]),
             page_table=upload(tables_GRP[0]),
@@ -273,13 +241,13 @@ class InputBuilder:
             kv_lengths=kv_lengths.tolist(),
             host_pages=tables_GRP[0],
         )
-        return batch if len(slots) == 1 else _with_parts(batch, np.stack(slots), tables_GRP, upload)
-
-    def _positions(self, model: Model, rows: StepRows, indices: Ints, row_of_token: Ints, *, spans: list[Span]) -> Ints:
-        """Return the model's positions [T], or [3, T], of tokens at ``indices`` [T] of their requests."""
-        if spans and self.table.images is not None:
-            return self.table.images.positions(spans, indices)
-        return rows.shifted(indices, model.input_spec.short_length, row_of_token)
+        if len(slots) > 1:
+            groups = zip(upload(np.stack(slots)), upload(tables_GRP), tables_GRP, strict=True)
+            parts = [replace(batch, slot_mapping=own, page_table=pages, host_pages=host) for own, pages, host in groups]
+            batch = replace(batch, parts=parts)
+        if images and spans and model.attention_shape.has_bidirectional_images:
+            batch = replace(batch, bidirectional_images=images.bidirectional(spans))
+        return inputs, batch
 
     def _image_spans(self, rows: StepRows) -> list[Span]:
         """Return the rows of requests with images."""

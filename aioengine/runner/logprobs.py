@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from itertools import groupby, repeat
 from operator import is_
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.runner.inputs import StepRows
-    from aioengine.runner.rows import RequestRow, SampledRows
+    from aioengine.runner.rows import RequestRow, RowLogprobs, SampledRows
+    from aioengine.runner.sampling.device_sampler import DeviceSampler
+    from aioengine.runner.sampling.sampler import Sampler
     from aioengine.runner.transfer import Upload
 
     Ints = npt.NDArray[np.int64]
@@ -48,7 +50,7 @@ MAX_NUMBERS, MANY_VALUES_ROWS = 1 << 22, 16
 class Run(NamedTuple):
     """``count`` consecutive positions of a request. Their logits are computed at the previous positions."""
 
-    request: RequestRow
+    own: RowLogprobs
     first: int
     count: int
 
@@ -62,7 +64,7 @@ class PromptRuns(NamedTuple):
 
     runs: list[Run]
     token_indices: Ints
-    ended: list[RequestRow]
+    ended: list[RowLogprobs]
 
 
 class _Columns(NamedTuple):
@@ -85,7 +87,7 @@ class _RowGroup(NamedTuple):
         chosen: [X] their indices among the sampled rows of a step. indices: the same for tensors on the device.
     """
 
-    requests: list[RequestRow]
+    owns: list[RowLogprobs]
     chosen: Ints
     indices: Tensor | slice
     columns: _Columns
@@ -94,24 +96,17 @@ class _RowGroup(NamedTuple):
 class _Results(NamedTuple):
     """Results while they are copied to the host. numbers: [N, W], the concatenated positions of ``runs``."""
 
-    runs: Iterable[tuple[RequestRow, int, int]]
+    runs: Iterable[tuple[RowLogprobs, int, int]]
     numbers: Tensor
     columns: _Columns
 
 
 class StepLogprobs:
-    """The logprobs of one step, while they are copied to the host."""
+    """The logprobs of one step, while they are copied to the host. ended: requests whose prompts end with this step."""
 
     def __init__(self) -> None:
-        self._results: list[_Results] = []
-        self._ended: list[RequestRow] = []
-
-    def add(self, results: _Results) -> None:
-        self._results.append(results)
-
-    def end(self, requests: list[RequestRow]) -> None:
-        """Note that the prompts of these requests end with this step."""
-        self._ended += requests
+        self.results: list[_Results] = []
+        self.ended: list[RowLogprobs] = []
 
     def extras(self) -> tuple[list[Extra], set[int]]:
         """Return the logprobs as messages once the device is done, and the uids of requests with a NaN logprob (because
@@ -119,49 +114,37 @@ class StepLogprobs:
         """
         extras: list[Extra] = []
         invalid: set[int] = set()
-        for results in self._results:
-            invalid |= _read(results, extras)
-        for request in self._ended:
-            if request.logprobs is not None and request.logprobs.parts:
-                extras += prompt_extras(request.uid, b"".join(request.logprobs.parts), request.logprobs.rules)
-                request.logprobs.parts.clear()
+        for runs, tensor, columns in self.results:
+            numbers = tensor.numpy()
+            is_invalid = np.isnan(numbers[:, 0].view(np.float32))
+            has_invalid = bool(is_invalid.any())
+            data_of_all, row_bytes = numbers.tobytes(), numbers.strides[0]
+            computed = columns.num_top, columns.num_requested
+            start = 0
+            for own, first, count in runs:
+                end = start + count
+                if has_invalid and is_invalid[start:end].any():
+                    invalid.add(own.uid)
+                needed = own.rules.num_top, len(own.rules.token_ids)
+                if needed == computed:
+                    data = data_of_all[start * row_bytes : end * row_bytes]
+                else:
+                    data = numbers[start:end, _column_indices(needed, computed)].tobytes()
+                start = end
+                index = first - own.num_prompt
+                if index < 0:
+                    prompt_bytes = -index * own.rules.position_bytes
+                    own.parts.append(data[:prompt_bytes])
+                    data = data[prompt_bytes:]
+                if own.returns_next and data:
+                    extras.append(Extra(own.uid, NO_TOKEN, NEXT_LOGPROBS, data))
+                elif data:
+                    extras.append(Extra(own.uid, index, OUTPUT_LOGPROBS, data))
+        for own in self.ended:
+            if own.parts:
+                extras += prompt_extras(own.uid, b"".join(own.parts), own.rules)
+                own.parts.clear()
         return extras, invalid
-
-
-def _read(results: _Results, extras: list[Extra]) -> set[int]:
-    """Append the logprobs of output tokens to ``extras``, and prompt logprobs to their rows.
-
-    Returns the uids of requests with a NaN logprob.
-    """
-    numbers = results.numbers.numpy()
-    is_invalid = np.isnan(numbers[:, 0].view(np.float32))
-    has_invalid, invalid = bool(is_invalid.any()), set[int]()
-    data_of_all, row_bytes = numbers.tobytes(), numbers.strides[0]
-    computed = results.columns.num_top, results.columns.num_requested
-    start = 0
-    for request, first, count in results.runs:
-        own = request.logprobs
-        if own is None:
-            raise ValueError(f"request {request.uid} has no logprobs")
-        end = start + count
-        if has_invalid and is_invalid[start:end].any():
-            invalid.add(request.uid)
-        needed = own.rules.num_top, len(own.rules.token_ids)
-        if needed == computed:
-            data = data_of_all[start * row_bytes : end * row_bytes]
-        else:
-            data = numbers[start:end, _column_indices(needed, computed)].tobytes()
-        start = end
-        index = first - request.num_prompt
-        if index < 0:
-            prompt_bytes = -index * own.rules.position_bytes
-            own.parts.append(data[:prompt_bytes])
-            data = data[prompt_bytes:]
-        if own.returns_next and data:
-            extras.append(Extra(request.uid, NO_TOKEN, NEXT_LOGPROBS, data))
-        elif data:
-            extras.append(Extra(request.uid, index, OUTPUT_LOGPROBS, data))
-    return invalid
 
 
 def _column_indices(needed: tuple[int, int], computed: tuple[int, int]) -> Ints:
@@ -173,61 +156,57 @@ def _column_indices(needed: tuple[int, int], computed: tuple[int, int]) -> Ints:
     return np.r_[0 : 1 + num_top, requested, first_id : first_id + 1 + num_top]
 
 
-class ProcessorChain(Protocol):
-    """The logits processors of a sampler."""
-
-    def process(self, logits: Tensor, rows: SampledRows) -> Tensor:
-        """Logits [S, >= V] of these rows -> [S, V] after the processors; valid until the next call."""
-        ...
-
-
 class Logprobs:
     """Computes the logprobs of steps. ``take`` returns those of the current step."""
 
     def __init__(
-        self, compute_logits: Callable[[Tensor], Tensor], upload: Upload, processors: ProcessorChain | None
+        self, compute_logits: Callable[[Tensor], Tensor], upload: Upload, sampler: Sampler | DeviceSampler | None
     ) -> None:
-        """compute_logits: [N, D] -> [N, V]. processors: None for logprobs of the model's own distribution."""
+        """compute_logits: [N, D] -> [N, V]. sampler: applies logits processors; None for logprobs of the model's own
+        distribution.
+        """
         self._compute_logits = compute_logits
         self._upload = upload
-        self._processors = processors
-        self._step: StepLogprobs | None = None
+        self._sampler = sampler
+        self._step = StepLogprobs()
         self._requests: list[RequestRow] = []
         self._groups: list[_RowGroup] = []  # of these requests
 
-    def take(self) -> StepLogprobs | None:
-        """Return the logprobs of the step; None: there are none."""
-        step, self._step = self._step, None
+    def take(self) -> StepLogprobs:
+        """Return the logprobs of the step."""
+        step, self._step = self._step, StepLogprobs()
         return step
 
     def find_prompts(self, rows: StepRows) -> PromptRuns | None:
         """Return the prompt positions of these rows that get logprobs; None: there are none."""
         runs: list[Run] = []
-        ended: list[RequestRow] = []
+        ended: list[RowLogprobs] = []
         token_indices = [np.zeros(0, dtype=np.int64)]
-        for i in _with_logprobs(rows.requests):
-            request = rows.requests[i]
-            own, start, count = request.logprobs, int(rows.starts[i]), int(rows.counts[i])
-            if own is None or start >= request.num_prompt or (own.rules.start < 0 and not own.returns_next):
+        for i, own in _with_logprobs(rows.requests):
+            start, count = int(rows.starts[i]), int(rows.counts[i])
+            if start >= own.num_prompt or (own.rules.start < 0 and not own.returns_next):
                 continue
-            first = request.num_prompt if own.rules.start < 0 else max(start, own.rules.start - 1, 0) + 1
-            last = min(start + count, request.num_prompt - (not own.returns_next))
+            first = own.num_prompt if own.rules.start < 0 else max(start, own.rules.start - 1, 0) + 1
+            last = min(start + count, own.num_prompt - (not own.returns_next))
             if last >= first:
-                runs.append(Run(request, first, last + 1 - first))
+                runs.append(Run(own, first, last + 1 - first))
                 token_indices.append(rows.token_ends[i] - count - start + np.arange(first - 1, last))
-            if start + count >= request.num_prompt:
-                ended.append(request)
+            if start + count >= own.num_prompt:
+                ended.append(own)
         return PromptRuns(runs, np.concatenate(token_indices), ended) if runs or ended else None
 
     def add_prompts(self, hidden: Tensor, prompts: PromptRuns) -> None:
         """Compute logprobs from hidden [N, D] of ``prompts.token_indices``."""
         done = 0
         for runs in _pieces(prompts.runs, CPU_ROWS if hidden.device.type == "cpu" else PROMPT_ROWS):
-            token_ids = np.concatenate([_targets(run) for run in runs])
+            # the tokens at these positions; 0 after the end of a prompt
+            parts = [own.prompt[first : first + count] for own, first, count in runs]
+            parts = [np.pad(part, (0, run.count - len(part))) for part, run in zip(parts, runs, strict=True)]
+            token_ids = np.concatenate(parts)
             logits = self._compute_logits(hidden[done : done + len(token_ids)])
             done += len(token_ids)
             self._measure(logits, self._upload(token_ids), self._columns(runs), runs)
-        self._current.end(prompts.ended)
+        self._step.ended += prompts.ended
 
     def add_sampled(self, logits: Tensor, rows: SampledRows, token_ids: Tensor, order: Tensor | None = None) -> None:
         """Compute the logprobs of sampled tokens.
@@ -244,78 +223,55 @@ class Logprobs:
             self._groups = list(self._grouped(rows.requests, max_rows))
         for group in self._groups:
             scores = logits[group.indices if order is None else order[group.indices]]
-            if self._processors is not None:
-                scores = self._processed(scores, rows.part(group.chosen))
-            runs = zip(group.requests, rows.positions[group.chosen].tolist(), repeat(1), strict=False)
+            if self._sampler is not None:  # after processors and temperature, before truncation
+                part = rows.part(group.chosen)
+                is_greedy, temperatures = part.records["is_greedy"], part.records["temperature"]
+                temperatures = np.where(is_greedy, np.float32(1.0), temperatures).astype(np.float32)
+                scores = self._sampler.process(scores, part) / self._upload(temperatures)[:, None]
+            runs = zip(group.owns, rows.positions[group.chosen].tolist(), repeat(1), strict=False)
             self._measure(scores, token_ids[group.indices].clamp(min=0), group.columns, runs)
-
-    @property
-    def _current(self) -> StepLogprobs:
-        if self._step is None:
-            self._step = StepLogprobs()
-        return self._step
-
-    def _processed(self, logits: Tensor, rows: SampledRows) -> Tensor:
-        """Logits [N, V] -> [N, V] fp32 after processors and temperature (greedy rows: 1), before truncation."""
-        assert self._processors is not None
-        records = rows.records
-        temperatures = np.where(records["is_greedy"], np.float32(1.0), records["temperature"]).astype(np.float32)
-        return self._processors.process(logits, rows) / self._upload(temperatures)[:, None]
 
     def _grouped(self, requests: list[RequestRow], max_rows: int) -> Iterator[_RowGroup]:
         """Group the requests [S] with logprobs for computation. Each of them samples one token."""
         with_logprobs = _with_logprobs(requests)
         done = 0
-        for runs in _pieces([Run(requests[i], 0, 1) for i in with_logprobs], max_rows):
-            chosen = np.array(with_logprobs[done : done + len(runs)], dtype=np.int64)
+        for runs in _pieces([Run(own, 0, 1) for _, own in with_logprobs], max_rows):
+            chosen = np.array([i for i, _ in with_logprobs[done : done + len(runs)]], dtype=np.int64)
             done += len(runs)
             start, end = int(chosen[0]), int(chosen[-1]) + 1
             is_range = np.array_equal(chosen, np.arange(start, end))
             indices = slice(start, end) if is_range else self._upload(chosen)
-            yield _RowGroup([run.request for run in runs], chosen, indices, self._columns(runs))
+            yield _RowGroup([run.own for run in runs], chosen, indices, self._columns(runs))
 
     def _columns(self, runs: list[Run]) -> _Columns:
         """Return the logprobs to compute for the positions of these runs."""
-        all_rules = [run.request.logprobs.rules for run in runs if run.request.logprobs is not None]
-        num_top = max(rules.num_top for rules in all_rules)
-        num_requested = max(len(rules.token_ids) for rules in all_rules)
+        num_top = max(run.own.rules.num_top for run in runs)
+        num_requested = max(len(run.own.rules.token_ids) for run in runs)
         if not num_requested:
             return _Columns(num_top, 0, None)
         table = np.zeros((len(runs), num_requested), dtype=np.int64)
-        for row, rules in zip(table, all_rules, strict=True):
-            row[: len(rules.token_ids)] = rules.token_ids
+        for row, run in zip(table, runs, strict=True):
+            row[: len(run.own.rules.token_ids)] = run.own.rules.token_ids
         requested = self._upload(np.repeat(table, [run.count for run in runs], axis=0))
         return _Columns(num_top, num_requested, requested)
 
     def _measure(
-        self, logits: Tensor, token_ids: Tensor, columns: _Columns, runs: Iterable[tuple[RequestRow, int, int]]
+        self, logits: Tensor, token_ids: Tensor, columns: _Columns, runs: Iterable[tuple[RowLogprobs, int, int]]
     ) -> None:
         """Compute logprobs from logits [N, V] and token_ids [N] of the concatenated positions of these runs."""
         numbers = host_copy(measure(logits, token_ids, columns.num_top, columns.requested))
-        self._current.add(_Results(runs, numbers, columns))
+        self._step.results.append(_Results(runs, numbers, columns))
 
 
-def _with_logprobs(requests: list[RequestRow]) -> list[int]:
-    """Return the indices of requests with logprobs, sorted by size class."""
-    indices = [i for i, request in enumerate(requests) if request.logprobs is not None]
-    return sorted(indices, key=lambda i: _class_of(requests[i]))
-
-
-def _targets(run: Run) -> Ints:
-    """Return the tokens [count] at the positions of a run of a prompt; 0 after its end."""
-    own = run.request.logprobs
-    assert own is not None
-    token_ids = own.prompt[run.first : run.first + run.count]
-    return np.pad(token_ids, (0, run.count - len(token_ids)))
-
-
-def _class_of(request: RequestRow) -> int:
-    return 0 if request.logprobs is None else request.logprobs.size_class
+def _with_logprobs(requests: list[RequestRow]) -> list[tuple[int, RowLogprobs]]:
+    """Return the requests with logprobs and their indices, sorted by size class."""
+    owned = [(i, own) for i, request in enumerate(requests) if (own := request.logprobs) is not None]
+    return sorted(owned, key=lambda pair: pair[1].size_class)
 
 
 def _pieces(runs: list[Run], max_rows: int) -> Iterator[list[Run]]:
     """Split the runs, in order, into pieces of one size class with up to ``max_rows`` positions."""
-    for size_class, group in groupby(runs, key=lambda run: _class_of(run.request)):
+    for size_class, group in groupby(runs, key=lambda run: run.own.size_class):
         most = min(max_rows, max(1, MAX_NUMBERS >> size_class), MANY_VALUES_ROWS) if size_class else max_rows
         piece, left = list[Run](), most
         for full_run in group:

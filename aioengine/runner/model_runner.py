@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch.nn import functional
 
+from aioengine.attention._base import CapturableAttention
 from aioengine.protocol.columns import TokenColumns
 from aioengine.runner import logits as logits_processors
 from aioengine.runner.constrained_rows import ConstrainedRows
@@ -20,7 +20,7 @@ from aioengine.runner.failed_rows import FailedRows
 from aioengine.runner.graphs.encoder_graphs import EncoderGraphs
 from aioengine.runner.hidden_states import HiddenStates
 from aioengine.runner.images import images_of
-from aioengine.runner.inputs import InputBuilder, allows_graphs
+from aioengine.runner.inputs import InputBuilder
 from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.logprobs import Logprobs
 from aioengine.runner.page_tables import PageTables
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionBackend, ForwardBatch
-    from aioengine.models._base import Model, ModelInputs
+    from aioengine.attention._base import AttentionBackend
+    from aioengine.models._base import Model
     from aioengine.protocol.messages import Control, Reply
     from aioengine.runner.graphs.decode_graphs import DecodeGraphs
     from aioengine.runner.graphs.piece_graphs import PieceGraphs
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from aioengine.runner.lora.pool import AdapterPool
     from aioengine.runner.pooler import PooledRows
     from aioengine.runner.rows import RequestRow, SampledRows
+    from aioengine.runner.sampling.device_sampler import DeviceSampler
     from aioengine.runner.state_pool import StatePool
     from aioengine.scheduler.plan import Row, StepPlan
 
@@ -80,16 +81,6 @@ class DeviceParts:
     adapters: AdapterPool | None = None
     states: StatePool | None = None
 
-    def page_tables(self) -> PageTables:
-        """Return page tables for requests of the context length. Steps in flight never compute later positions. With
-        layer groups, a request frees pages, so over time it may have more pages than the pool.
-        """
-        pool = self.kv_pool
-        num_pages = -(-self.context_length // pool.page_size)
-        if pool.groups is None:
-            num_pages = min(num_pages, pool.num_pages)
-        return PageTables(max_rows=self.max_rows, max_row_pages=num_pages, num_pages=pool.num_pages, groups=pool.groups)
-
 
 class ModelRunner:
     """Computes plans: synchronously on a CPU, queued on a GPU.
@@ -107,13 +98,20 @@ class ModelRunner:
         self.controls: dict[str, Callable[[Control], Reply]] = {}
         self._model = parts.model
         self._attention = parts.attention
-        self._kv_pool = parts.kv_pool
-        vocab_size = self._vocab_size = min(parts.vocab_size, parts.model.vocab_size)
+        pool = self._kv_pool = parts.kv_pool
+        num_embeddings = parts.model.vocab_size
+        vocab_size = self._vocab_size = min(parts.vocab_size, num_embeddings)
         self._custom = CustomProcessors(parts.logits_processors, vocab_size=vocab_size)
         processors = logits_processors.load(self._custom)
-        num_embeddings = parts.model.vocab_size
+        # Pages of the longest request. Steps in flight never compute positions after the context length. With layer
+        # groups, a request frees pages, so over time it may have more pages than the pool.
+        num_pages = -(-parts.context_length // pool.page_size)
+        if pool.groups is None:
+            num_pages = min(num_pages, pool.num_pages)
         self._table = RowTable(
-            page_tables=parts.page_tables(),
+            page_tables=PageTables(
+                max_rows=parts.max_rows, max_row_pages=num_pages, num_pages=pool.num_pages, groups=pool.groups
+            ),
             num_embeddings=num_embeddings,
             device=parts.device,
             processors=processors,
@@ -121,11 +119,10 @@ class ModelRunner:
             images=images_of(parts.model, max_rows=parts.max_rows, device=parts.device),
             adapters=parts.adapters,
         )
-        page_size = parts.kv_pool.page_size
-        self._inputs = InputBuilder(self._table, parts.states, page_size=page_size, num_embeddings=num_embeddings)
-        self._sampler = _sampler(parts, self._table, processors)
-        chain = self._sampler if parts.logprobs_mode == "processed" else None
-        self._logprobs = Logprobs(parts.model.compute_logits, self._table.upload, chain)
+        self._inputs = InputBuilder(self._table, parts.states, page_size=pool.page_size, num_embeddings=num_embeddings)
+        self._sampler = _sampler(self._table, processors, vocab_size=vocab_size, num_embeddings=num_embeddings)
+        processor = self._sampler if parts.logprobs_mode == "processed" else None
+        self._logprobs = Logprobs(parts.model.compute_logits, self._table.upload, processor)
         self._states = HiddenStates(self._table.upload)
         self._pooler = Pooler(parts.model, parts.pooling, self._table.upload)
         self._graphs: DecodeGraphs | None = None
@@ -140,13 +137,17 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_graphs(self, max_rows: int, report: Callable[[int, int], None]) -> None:
-        """Capture decode steps of up to ``max_rows`` rows as CUDA graphs. Attention must be a ``CapturableAttention``.
+        """Capture decode steps of up to ``max_rows`` rows as CUDA graphs.
 
         report: called with the numbers of captured and of all graphs.
         """
-        module = importlib.import_module("aioengine.runner.graphs.decode_graphs")
-        graphs: DecodeGraphs = module.DecodeGraphs(self._model, self._attention, self._inputs, self._vocab_size)
-        graphs.capture(max_rows, report)
+        from aioengine.runner.graphs.decode_graphs import DecodeGraphs  # imports Triton
+
+        assert isinstance(self._attention, CapturableAttention)
+        graphs = DecodeGraphs(
+            self._model, self._attention, self._inputs, vocab_size=self._vocab_size, max_rows=max_rows
+        )
+        graphs.capture(report)
         self._graphs = graphs
         self._constrained.max_tokens = graphs.max_rows
         self.facts["cuda_graph_sizes"] = " ".join(map(str, graphs.sizes))
@@ -178,7 +179,6 @@ class ModelRunner:
         values = Readback(self._compute(rows, sampled, pooled))
         logprobs = self._logprobs.take() if self._table.num_with_logprobs else None
         states = self._states.take() if self._table.num_with_states else None
-        vectors = None if pooled is None else pooled.vectors()
         self._inputs.take_snapshots(plan.snapshots, rows)
         ticket = self._newest = Ticket(
             with_outputs,
@@ -188,7 +188,7 @@ class ModelRunner:
             failed,
             logprobs,
             states,
-            vectors,
+            pooled,
         )
         if self._table.num_with_grammar:
             self._constrained.note(ticket, sampled, (rows.starts + rows.counts)[rows.samples])
@@ -282,7 +282,7 @@ class ModelRunner:
         self._constrained.finish()
         hidden = self._last_states(rows)
         if pooled is not None:
-            pooled.pool(hidden)
+            self._pooler.pool(hidden, pooled)
         if len(sampled) == len(rows.requests):
             return self._draw(hidden, self._table.sampled(sampled, rows.row_indices, rows.starts + rows.counts))
         # Attention propagates non-finite numbers of a row to its last token; for exceptions see FailedRows.
@@ -319,26 +319,25 @@ class ModelRunner:
             )
         if encoder_step is not None:
             hidden = encoder_step.replay(inputs, batch)
+        elif (
+            not isinstance(graphs, EncoderGraphs | None)
+            and inputs.outputs is not None
+            and not extra_outputs
+            and (inputs.token_ids is not None or self._model.input_spec.embeddings)  # no embeddings of the user
+            and inputs.deepstack is None
+            and graphs.fits(batch)
+        ):
+            hidden = graphs.replay(inputs, batch)
         else:
-            hidden = self._forward(inputs, batch, has_extra_outputs=bool(extra_outputs))
+            with part("prepare"):
+                self._attention.prepare(batch)
+            hidden = self._model.forward(inputs, self._attention)
         num_states = 0 if states is None else len(states.token_indices)
         if states is not None:
             self._states.add_prompts(hidden[num_outputs : num_outputs + num_states], states)
         if prompts is not None:
             self._logprobs.add_prompts(hidden[num_outputs + num_states :], prompts)
         return self._pooler.states(hidden, rows)
-
-    def _forward(self, inputs: ModelInputs, batch: ForwardBatch, *, has_extra_outputs: bool) -> Tensor:
-        """Return the hidden states [T, D] of all tokens, or of ``inputs.outputs``: one token per row, then extra tokens
-        with ``has_extra_outputs``.
-        """
-        graphs = self.prompt_graphs
-        may_fit = not has_extra_outputs and allows_graphs(self._model, inputs)
-        if may_fit and not isinstance(graphs, EncoderGraphs | None) and graphs.fits(batch):
-            return graphs.replay(inputs, batch)
-        with part("prepare"):
-            self._attention.prepare(batch)
-        return self._model.forward(inputs, self._attention)
 
     def _num_padded(self, num_rows: int) -> int:
         """Return the row count of the next larger captured decode step. For a matmul with a new row count, CUDA may
@@ -384,30 +383,17 @@ class ModelRunner:
         return token_ids
 
 
-class _AnySampler(Protocol):
-    """``sampler.Sampler``, or ``device_sampler.DeviceSampler`` on a GPU."""
-
-    def sample(self, logits: Tensor, rows: SampledRows) -> Tensor:
-        """Logits [S, V], which are not changed -> token ids [S]."""
-        ...
-
-    def process(self, logits: Tensor, rows: SampledRows) -> Tensor:
-        """See ``logprobs.ProcessorChain``: logits [S, V] -> [S, V]."""
-        ...
-
-
-def _sampler(parts: DeviceParts, table: RowTable, processors: tuple[LogitsProcessor, ...]) -> _AnySampler:
-    num_embeddings = parts.model.vocab_size
-    vocab_size = min(parts.vocab_size, num_embeddings)
-    if parts.device.type == "cpu":
-        return Sampler(vocab_size=vocab_size, num_embeddings=num_embeddings, device=parts.device, processors=processors)
+def _sampler(
+    table: RowTable, processors: tuple[LogitsProcessor, ...], *, vocab_size: int, num_embeddings: int
+) -> Sampler | DeviceSampler:
+    device = table.last_tokens.device
+    if device.type == "cpu":
+        return Sampler(vocab_size=vocab_size, num_embeddings=num_embeddings, device=device, processors=processors)
     if find_spec("triton") is None:
         raise ValueError("device='cuda' needs the package triton, which torch's CUDA wheels install")
-    module = importlib.import_module("aioengine.runner.sampling.device_sampler")
-    sampler: _AnySampler = module.DeviceSampler(
-        vocab_size=vocab_size, num_embeddings=num_embeddings, table=table, processors=processors
-    )
-    return sampler
+    from aioengine.runner.sampling.device_sampler import DeviceSampler
+
+    return DeviceSampler(vocab_size=vocab_size, num_embeddings=num_embeddings, table=table, processors=processors)
 
 
 def _failure_reason(request: RequestRow | None) -> str:

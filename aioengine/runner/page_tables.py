@@ -60,12 +60,10 @@ class PageTables:
         start = int(self.counts[row_index])
         end = start + len(pages) // num_groups
         if end > max_row_pages:
-            message = f"a request can have {max_row_pages} pages, got {end}"
-            raise ValueError(message)
+            raise ValueError(f"a request can have {max_row_pages} pages, got {end}")
         least = 0 if self.groups is None else -1
         if pages and not (min(pages) >= least and max(pages) < self._pool_pages):
-            message = f"pages must be below {self._pool_pages}, got {pages}"
-            raise ValueError(message)
+            raise ValueError(f"pages must be below {self._pool_pages}, got {pages}")
         if num_groups == 1:
             self.tables[0, row_index, start:end] = [page + FIRST_PAGE for page in pages]
         else:

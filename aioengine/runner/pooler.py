@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -29,39 +29,21 @@ MEAN = "mean"
 """The ``PoolingSettings.kind`` that needs the hidden states of all tokens."""
 
 
-class PooledVectors:
-    """The vectors of a step, while they are copied to the host."""
+class PooledRows(NamedTuple):
+    """The rows of a step with a pooled vector.
 
-    def __init__(self, uids: list[int], vectors: Tensor) -> None:
-        """vectors: [R, C] fp32 of the requests ``uids``."""
-        self._uids = uids
-        self._vectors = Readback(vectors)
+    Attributes:
+        indices: their indices among all rows. vectors: [rows, C] fp32, while they are copied to the host.
+    """
+
+    uids: list[int]
+    indices: list[int]
+    vectors: Readback
 
     def extras(self) -> list[Extra]:
         """Wait for the device, and return the vectors as raw fp32."""
-        vectors = self._vectors.array()
-        return [
-            Extra(uid, NO_TOKEN, POOLED_VECTOR, vector.tobytes())
-            for uid, vector in zip(self._uids, vectors, strict=True)
-        ]
-
-
-class PooledRows:
-    """The rows of a step with a pooled vector. indices: their indices among all rows."""
-
-    def __init__(self, pooler: Pooler, uids: list[int], indices: list[int]) -> None:
-        self._pooler = pooler
-        self._uids = uids
-        self._indices = indices
-        self._vectors: Tensor | None = None
-
-    def pool(self, states: Tensor) -> None:
-        """Compute the vectors from states [R, D] of all rows."""
-        self._vectors = self._pooler.vectors(states, self._indices)
-
-    def vectors(self) -> PooledVectors:
-        assert self._vectors is not None, "the step was not computed"
-        return PooledVectors(self._uids, self._vectors)
+        pairs = zip(self.uids, self.vectors.array(), strict=True)
+        return [Extra(uid, NO_TOKEN, POOLED_VECTOR, vector.tobytes()) for uid, vector in pairs]
 
 
 class Pooler:
@@ -76,7 +58,7 @@ class Pooler:
         """Return the rows of the computed ``requests`` with a vector; None: there are none."""
         uids = {row.uid for row in plan.rows if row.outputs & VECTOR}
         indices = [index for index, request in enumerate(requests) if request.uid in uids]
-        return PooledRows(self, [requests[index].uid for index in indices], indices) if indices else None
+        return PooledRows([requests[index].uid for index in indices], indices, Readback(None)) if indices else None
 
     def outputs(self, rows: StepRows) -> Ints | None:
         """Return indices [R] of the tokens whose hidden states are needed; None: all tokens."""
@@ -91,10 +73,10 @@ class Pooler:
         lengths = self._upload(rows.counts)
         return torch.segment_reduce(hidden.float(), "mean", lengths=lengths, axis=0, unsafe=True)
 
-    def vectors(self, states: Tensor, indices: list[int]) -> Tensor:
-        """States [R, D] -> vectors [rows, C] fp32 of the rows ``indices``: hidden states, or scores of a classifier."""
-        if len(indices) < len(states):
-            states = states[self._upload(np.array(indices))]
-        if self._model.task is not Task.CLASSIFY:
-            return states.float()
-        return self._model.compute_logits(states.to(self._model.dtype)).float()
+    def pool(self, states: Tensor, rows: PooledRows) -> None:
+        """Compute the vectors of ``rows`` from states [R, D] of all rows: hidden states, or scores of a classifier."""
+        if len(rows.indices) < len(states):
+            states = states[self._upload(np.array(rows.indices))]
+        if self._model.task is Task.CLASSIFY:
+            states = self._model.compute_logits(states.to(self._model.dtype))
+        rows.vectors.start(states.float())

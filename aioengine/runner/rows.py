@@ -69,6 +69,7 @@ class RowLogprobs:
     """The logprobs of an open request.
 
     Attributes:
+        uid, num_prompt: as in ``RequestRow``.
         rules: the requested logprobs.
         size_class: requests of one class are computed together. 0 for up to ``FEW_VALUES`` logprobs per position, else
             the bit length of their number.
@@ -77,6 +78,8 @@ class RowLogprobs:
         parts: packed logprobs of the prompt computed so far.
     """
 
+    uid: int
+    num_prompt: int
     rules: LogprobRules
     size_class: int
     returns_next: bool
@@ -370,7 +373,8 @@ def _row_logprobs(opened: NewRow, rules: LogprobRules) -> RowLogprobs:
         first[rules.num_values] = prompt[0]
         parts.append(first.tobytes())
     size_class = rules.num_values.bit_length() if rules.num_values > FEW_VALUES else 0
-    return RowLogprobs(rules, size_class, opened.kind is RequestKind.SCORE, prompt, parts)
+    returns_next = opened.kind is RequestKind.SCORE
+    return RowLogprobs(opened.uid, opened.num_prompt, rules, size_class, returns_next, prompt, parts)
 
 
 def logits_row(index: int, request: RequestRow, position: int) -> LogitsRow:

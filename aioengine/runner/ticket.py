@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from aioengine.runner.hidden_states import StepHiddenStates
     from aioengine.runner.logits import OpenConstraint
     from aioengine.runner.logprobs import StepLogprobs
-    from aioengine.runner.pooler import PooledVectors
+    from aioengine.runner.pooler import PooledRows
     from aioengine.runner.rows import RequestRow
     from aioengine.runner.transfer import Readback
 
@@ -39,7 +39,7 @@ class Ticket:
     failed: dict[int, str]
     logprobs: StepLogprobs | None = None
     states: StepHiddenStates | None = None
-    pooled: PooledVectors | None = None
+    pooled: PooledRows | None = None
     constrained: list[Awaited] = field(default_factory=list["Awaited"])
     repeated: set[int] = field(default_factory=set[int])
     forced: dict[int, list[int]] = field(default_factory=dict[int, list[int]])

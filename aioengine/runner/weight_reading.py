@@ -288,18 +288,16 @@ def _check_finite(entries: list[Entry], targets: dict[str, Target], sums: dict[s
         tensor = tensors[entry.name]
         if not math.isfinite(sums.get(entry.name, 0.0)) and not tensor.isfinite().all():
             kind = str(tensor.dtype).removeprefix("torch.")
-            message = (
+            raise ValueError(
                 f"{entry.path}: tensor {entry.stored_name} has numbers that are not finite in {kind} (NaN, infinite, "
                 "or too large): the file is damaged, or the model needs a larger dtype"
             )
-            raise ValueError(message)
 
 
 def _opened(path: Path) -> BinaryIO:
     file = folder_files.open_file(path)
     if file is None:
-        message = f"cannot read {path}: it was removed while the weights were read"
-        raise ValueError(message)
+        raise ValueError(f"cannot read {path}: it was removed while the weights were read")
     return file
 
 

@@ -18,7 +18,16 @@ from typing import TYPE_CHECKING
 from aioengine import plugins
 from aioengine.memory.adapter_slots import AdapterSlots, Waiter
 from aioengine.protocol.columns import TokenColumns
-from aioengine.protocol.messages import End, FinishCode, FirstToken, RequestKind, StepOutput, TextOpened, Totals
+from aioengine.protocol.messages import (
+    DEFAULT_WEIGHT_VERSION,
+    End,
+    FinishCode,
+    FirstToken,
+    RequestKind,
+    StepOutput,
+    TextOpened,
+    Totals,
+)
 from aioengine.scheduler.admission import Pace, refusal_of_late
 from aioengine.scheduler.gates import Gate
 from aioengine.scheduler.queue import Deadlines, Tenants
@@ -38,12 +47,17 @@ FINISHED_CODES = (FinishCode.STOP, FinishCode.LENGTH, FinishCode.DEADLINE)
 
 
 class StepEvents:
-    """Collects events until ``take``."""
+    """Collects events until ``take``.
 
-    __slots__ = ("_ended", "_opened", "_preempted", "totals")
+    Attributes:
+        totals: counters. weight_version: version of the runner's weights, which each first token reports.
+    """
+
+    __slots__ = ("_ended", "_opened", "_preempted", "totals", "weight_version")
 
     def __init__(self) -> None:
         self.totals = Totals()
+        self.weight_version = DEFAULT_WEIGHT_VERSION
         self._opened: list[TextOpened] = []
         self._preempted: list[int] = []
         self._ended: list[End] = []
@@ -57,7 +71,8 @@ class StepEvents:
         """Record the first token. Earlier preemptions are sent now, because the detokenizer needs the text first."""
         history = request.history
         history.is_text_open = True
-        first_token = FirstToken(request.uid, history.num_cached, history.admitted_at or now, now)
+        admitted_at = history.admitted_at or now
+        first_token = FirstToken(request.uid, history.num_cached, admitted_at, now, self.weight_version)
         self._opened.append(TextOpened(first_token, request.submit.text))
         self._preempted += [request.uid] * history.num_preemptions
         self.totals.prompt_tokens += request.num_prompt

@@ -26,7 +26,10 @@ class Runner(Protocol[Ticket]):
 
     @property
     def facts(self) -> Mapping[str, str | int | float | bool]:
-        """Facts about the device, for ``Ready``. ``num_pages`` (int) is the size of the KV pool."""
+        """Facts about the device, for ``Ready``. ``num_pages`` (int) is the size of the KV pool.
+
+        ``weight_version`` (str) is the version of the weights. It may change in a function of ``controls``.
+        """
         ...
 
     @property

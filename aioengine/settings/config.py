@@ -132,11 +132,13 @@ class SupervisionConfig(Struct, frozen=True, kw_only=True):
     """Starting, watching and replacing the processes.
 
     Attributes:
+        num_replicas: number of copies of the model, each with its own processes. No argument of the engine sets it.
         max_restarts: 0: the engine ends when a process ends.
         stall_timeout_s: a process without progress for this time is replaced. Every step must be shorter, even a
             prefill chunk of a large model on two cores.
     """
 
+    num_replicas: int = 1
     max_restarts: int = 3
     restart_window_s: float = 600.0
     stall_timeout_s: float = 600.0

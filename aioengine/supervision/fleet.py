@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 1.0
 _LATEST = ("sent_at", "step_ended_at")
+_FOR_ONE_REPLICA = ("start_profile", "stop_profile")
+"""Control calls whose replies cannot be merged, because every replica would return another file."""
+
 _NUM_TOTALS = len(Totals.__struct_fields__)
 
 
@@ -62,7 +65,8 @@ class Fleet:
     async def start(self) -> dict[str, object]:
         """Start all replicas, wait until they are ready, and return the facts of the first replica.
 
-        ``max_total_tokens`` is the minimum over all replicas.
+        ``max_total_tokens`` is the minimum over all replicas, because any replica may get the longest request.
+        ``max_running_requests`` is the sum.
 
         Raises:
             EngineStartupError: a replica could not start. No replica is left running.
@@ -79,8 +83,12 @@ class Fleet:
             await asyncio.wait(starts)
             await self.stop(0.0)
             raise
-        sizes = [size for part in facts if isinstance(size := part.get("max_total_tokens"), int)]
-        return {**facts[0], **({"max_total_tokens": min(sizes)} if sizes else {})}
+        return {
+            **facts[0],
+            "num_replicas": len(facts),
+            "max_total_tokens": min(cast("int", replica["max_total_tokens"]) for replica in facts),
+            "max_running_requests": sum(cast("int", replica["max_running_requests"]) for replica in facts),
+        }
 
     def send(self, messages: Sequence[ToScheduler]) -> None:
         """Send each request to one replica, and each control call to all replicas."""
@@ -88,6 +96,10 @@ class Fleet:
         for message in messages:
             if isinstance(message, Submit):
                 due.setdefault(self._routes.choose(message), []).append(message)
+            elif isinstance(message, Control) and message.name in _FOR_ONE_REPLICA:
+                text = f"{message.name} needs an engine with one replica; this engine has {len(self._replicas)}"
+                replies: list[ToFrontend] = [Reply(message.call_id, False, text)]
+                asyncio.get_running_loop().call_soon(self._events.on_messages, replies)
             elif isinstance(message, Control):
                 self._replies[message.call_id] = dict.fromkeys(self._routes.replicas)
                 for number in self._routes.replicas:

@@ -1,4 +1,4 @@
-"""Writes chats as the text that a model expects, by the chat templates of its folder.
+"""Writes chats as the text that a model expects, with the chat templates of its folder.
 
 ``template_language`` imports jinja2, so it is imported with the first chat.
 """
@@ -27,29 +27,26 @@ Message: TypeAlias = Mapping[str, object]
 """One entry of a chat, with ``role`` and ``content``."""
 
 Source: TypeAlias = str | os.PathLike[str]
-"""A template as callers give it: its text, or the path of a file."""
+"""A template as callers pass it: its text, the name of one of the model's, or the path of a file."""
 
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 MAX_TEMPLATE_BYTES: Final = 128 * 1024
 MAX_NAME_BYTES: Final = 256
 MAX_VALUES: Final = 200_000
-"""Of the messages, of the tools, and of each variable; a value that is held twice counts twice."""
+"""Maximum values in the messages, in the tools, and in each variable. A value in two places counts twice."""
 MAX_COMPILED: Final = 32
-"""The number of compiled templates that are kept: calls may bring their own."""
+"""Maximum number of compiled templates in the cache. Calls may bring their own."""
 
 VARIABLES: Final = "chat_template_kwargs"
 _NOT_VARIABLES: Final = ("messages", "tools", "chat_template", "tokenize", VARIABLES)
 _MARKS: Final = ("{{", "{%", "{#")
 _REASONING: Final = ("reasoning_content", "thinking", "reasoning")
-"""Names that several programs give to a model's thoughts before its answer, in messages."""
+"""Names in messages, in several programs, for the model's reasoning before its answer."""
 _END_OF_MESSAGE = "\ue000end of the last message\ue000"
-
-
 _SAMPLE: Final = "a sample"
 
-
 _TEXT, _PARTS, _BOTH, _EITHER = "text", "parts", "both", "either"
-"""The content of messages that a template writes: text, a list of parts, or both, and whether both the same way."""
+"""The content of messages that a template supports: text; a list of parts; both; both, with the same result."""
 
 
 class _Named(msgspec.Struct):
@@ -58,7 +55,7 @@ class _Named(msgspec.Struct):
 
 
 class ChatText(str):
-    """Text written by a chat template: it has its special tokens, so ``Tokenizer.encode`` adds none."""
+    """Text that a chat template wrote. It has its special tokens already, so ``Tokenizer.encode`` adds none."""
 
     __slots__ = ()
 
@@ -71,7 +68,7 @@ class ChatTemplates:
     """
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
-        """``special_tokens``: the text of each by its name (``bos_token``...); they are variables of the templates."""
+        """``special_tokens``: their text by name (``bos_token``...). They are variables of the templates."""
         self.sources = dict(sources)
         self._special_tokens = dict(special_tokens)
         self._compiled: dict[str, Template] = {}
@@ -79,47 +76,51 @@ class ChatTemplates:
     def render(
         self,
         messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, object]] | None,
-        chat_template: Source | None,
-        continue_final_message: bool,
         variables: Mapping[str, object],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        chat_template: Source | None = None,
     ) -> ChatText:
-        """Write a chat as text; the arguments are those of ``Tokenizer.apply_chat_template``.
+        """Write a chat as text; see ``Tokenizer.apply_chat_template``.
 
-        ``variables`` may hold the two switches, too.
+        ``variables`` may contain its switches ``add_generation_prompt`` and ``continue_final_message``.
         """
         plain = {name: _plain(f"the chat template variable {name!r}", value) for name, value in variables.items()}
-        add_generation_prompt = _switch(plain, "add_generation_prompt", add_generation_prompt)
-        continue_final_message = _switch(plain, "continue_final_message", continue_final_message)
+        is_prompt = checks.switch("add_generation_prompt", plain.pop("add_generation_prompt", True))
+        is_open = checks.switch("continue_final_message", plain.pop("continue_final_message", False))
         chat = [_normalized(message) for message in _checked_messages(messages)]
         template = self._template(chat_template, has_tools=bool(tools))
-        writes = self._writes(template)
-        if writes != _EITHER and any(isinstance(message.get("content"), list) for message in chat):
-            keeps_images = writes != _TEXT
-            chat = [_joined(place, message, keeps_images=keeps_images) for place, message in enumerate(chat)]
-        if continue_final_message:
-            add_generation_prompt = False
-            chat = _open_ended(chat)
-        if writes == _PARTS:
-            chat = [_in_parts(message) for message in chat]
-        checked = None if tools is None else [_checked_tool(tool) for tool in tools]
-        given = {**plain, "tools": checked, "add_generation_prompt": add_generation_prompt}
-        text = self._written(template, chat, given)
-        return ChatText(_cut_at_end_of_message(text) if continue_final_message else text)
+        form = self._content_form(template)
+        if form != _EITHER:
+            chat = [_joined(place, message, keeps_images=form != _TEXT) for place, message in enumerate(chat)]
+        if is_open:
+            content = chat[-1].get("content") if chat else None
+            if not isinstance(content, str):
+                raise ValueError("continue_final_message needs a last message whose content is text")
+            chat[-1] = {**chat[-1], "content": content + _END_OF_MESSAGE}
+        for message in chat:
+            if form == _PARTS and isinstance(message.get("content"), str):
+                message["content"] = [{"type": "text", "text": message["content"]}]
+        plain["tools"] = None if tools is None else [_checked_tool(tool) for tool in tools]
+        plain["add_generation_prompt"] = is_prompt and not is_open
+        text = self._written(template, chat, plain)
+        if is_open:
+            text, mark, _ = text.rpartition(_END_OF_MESSAGE)
+            if not mark:
+                raise ValueError("continue_final_message: the chat template does not write the last message as it is")
+        return ChatText(text)
 
     def _written(self, template: Template, chat: list[Json], variables: Mapping[str, object]) -> str:
         return template.render({**self._special_tokens, "documents": None, **variables, "messages": chat})
 
-    def _writes(self, template: Template) -> str:
-        """The form of content that the template writes, tried with one text."""
+    def _content_form(self, template: Template) -> str:
+        """Return the content that the template supports, from a trial with one text."""
         if template.content is None:
             forms: list[object] = [_SAMPLE, [{"type": "text", "text": _SAMPLE}]]
             text, parts = (self._tried(template, form) for form in forms)
             if text == parts:
                 template.content = _EITHER
-            elif _SAMPLE not in parts or "'type'" in parts:  # it does not know them, or writes them as they are
+            elif _SAMPLE not in parts or "'type'" in parts:  # it ignores parts, or prints the list
                 template.content = _TEXT
             else:
                 template.content = _BOTH if _SAMPLE in text else _PARTS
@@ -142,21 +143,18 @@ class ChatTemplates:
 
     def _source(self, wanted: Source | None, *, has_tools: bool) -> str:
         if isinstance(wanted, str):
-            if wanted in self.sources:
-                return self.sources[wanted]
-            if not is_text(wanted):
+            if wanted not in self.sources and not is_text(wanted):
                 names = ", ".join(sorted(self.sources)) or "it has none"
                 raise ValueError(
                     f"chat_template={checks.shown(wanted)} is neither the text of a template (it has no {{{{ or {{%) "
                     f"nor the name of one of the model's ({names}); a file is given as a pathlib.Path"
                 )
-            return wanted
+            return self.sources.get(wanted, wanted)
         if wanted is not None:
             return read_template(wanted)
-        if has_tools and WITH_TOOLS in self.sources:
-            return self.sources[WITH_TOOLS]
-        if DEFAULT in self.sources:
-            return self.sources[DEFAULT]
+        name = WITH_TOOLS if has_tools and WITH_TOOLS in self.sources else DEFAULT
+        if name in self.sources:
+            return self.sources[name]
         if self.sources:
             raise ValueError(f"the model has several chat templates; pass chat_template= one of {sorted(self.sources)}")
         raise ValueError(
@@ -166,16 +164,12 @@ class ChatTemplates:
 
 
 def is_text(source: str) -> bool:
-    """Whether this is the text of a template, and not a name or a path."""
+    """Whether this is the text of a template, not a name or a path."""
     return any(mark in source for mark in _MARKS)
 
 
 def read_template(path: Source) -> str:
-    """The template in a file.
-
-    Raises:
-        ValueError: the file does not exist, cannot be read, or is too large.
-    """
+    """Return the template in a file. Raises ValueError if it does not exist, cannot be read, or is too large."""
     try:
         text = folder_files.read_text(Path(path), MAX_TEMPLATE_BYTES)
     except ValueError as error:
@@ -186,58 +180,49 @@ def read_template(path: Source) -> str:
 
 
 def checked_template(source: str) -> str:
-    """The text of a template that was given as text or as a path; it can be compiled.
-
-    Raises:
-        ValueError: it is neither, or the template is not valid.
-    """
+    """Return the text of a template, from its text or its path. Raises ValueError if it cannot be compiled."""
     text = source if is_text(source) else read_template(source)
     compiled(text)
     return text
 
 
 def compiled(source: str) -> Template:
-    """The compiled template. Raises ValueError if it is not valid, or too large."""
+    """Compile a template. Raises ValueError if it is not valid, or too large."""
     from aioengine.tokenization.template_language import Template
 
     return Template(checks.text("the chat template", source, max_bytes=MAX_TEMPLATE_BYTES))
 
 
 def read_chat_templates(folder: Path) -> dict[str, str]:
-    """The templates of a model folder by name. A file of its own counts more than an entry of a JSON file.
+    """Return the templates of a model folder by name. A template file replaces the entry of a JSON file.
 
-    Raises:
-        ValueError: one of the files cannot be read, or has no template in the place of one.
+    Raises ValueError if a file cannot be read, or an entry is not a template.
     """
-    found: dict[str, str] = {}
+    templates: dict[str, str] = {}
     for path in (folder / folder_files.TOKENIZER_CONFIG, folder / "chat_template.json"):
-        found |= _templates_in(path)
+        value = folder_files.read_object(path).get("chat_template")
+        if isinstance(value, str):
+            templates[DEFAULT] = value
+        elif value is not None:
+            try:
+                templates |= {entry.name: entry.template for entry in msgspec.convert(value, list[_Named])}
+            except msgspec.ValidationError as error:
+                raise ValueError(
+                    f"chat_template in {str(path)!r} must be a text, or a list of objects with name and template: "
+                    f"{error}"
+                ) from error
     files = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     for name, path in {**files, DEFAULT: folder / "chat_template.jinja"}.items():
         text = folder_files.read_text(path, MAX_TEMPLATE_BYTES)
         if text is not None:
-            found[name] = text
-    return found
-
-
-def _templates_in(path: Path) -> dict[str, str]:
-    """The templates in a JSON file: one text, or a list of named ones."""
-    value = folder_files.read_object(path).get("chat_template")
-    if value is None or isinstance(value, str):
-        return {} if value is None else {DEFAULT: value}
-    try:
-        named = msgspec.convert(value, list[_Named])
-    except msgspec.ValidationError as error:
-        raise ValueError(
-            f"chat_template in {str(path)!r} must be a text, or a list of objects with name and template: {error}"
-        ) from error
-    return {entry.name: entry.template for entry in named}
+            templates[name] = text
+    return templates
 
 
 def check_files(folder: Path) -> None:
-    """Check tokenizer.json and the files beside it before anything is started. Raises ValueError, which names the file.
+    """Check tokenizer.json and related files before the start. Raises ValueError, which names the file.
 
-    The tokenizers library finds more faults. It reads the file while the processes start.
+    The tokenizers library makes more checks when it reads the file, while the processes start.
     """
     if not folder_files.is_gguf(folder):
         read_tokenizer(folder / folder_files.TOKENIZER)
@@ -249,30 +234,26 @@ def check_files(folder: Path) -> None:
 
 
 def template_variables(keywords: Mapping[str, object]) -> dict[str, object]:
-    """The keywords of a call that are variables of its template, with the entries of ``chat_template_kwargs``.
+    """Return the keywords of a call that are variables of its template, with the entries of ``chat_template_kwargs``.
 
     Raises:
-        TypeError: ``chat_template_kwargs`` is no dict with names for keys.
+        TypeError: ``chat_template_kwargs`` is not a dict with strings as keys.
         ValueError: a variable has the name of another argument, or is given twice.
     """
-    found = dict(keywords)
-    more = found.pop(VARIABLES, None)
+    variables = dict(keywords)
+    more = variables.pop(VARIABLES, None)
     if more is None:
-        return found
+        return variables
     if not isinstance(more, Mapping):
         raise checks.wrong_type(VARIABLES, "a dict of variables for the chat template", more)
     for key, value in cast("Mapping[object, object]", more).items():
         name = checks.text(f"{VARIABLES} keys", key, max_bytes=MAX_NAME_BYTES)
         if name in _NOT_VARIABLES:
-            raise ValueError(f"{VARIABLES} has {name!r}, which is no variable of a chat template")
-        if name in found:
+            raise ValueError(f"{VARIABLES} has {name!r}, which is not a variable of a chat template")
+        if name in variables:
             raise ValueError(f"{name} is given twice, by itself and in {VARIABLES}")
-        found[name] = value
-    return found
-
-
-def _switch(variables: dict[str, object], name: str, given: bool) -> bool:
-    return checks.switch(name, variables.pop(name, given))
+        variables[name] = value
+    return variables
 
 
 def _checked_messages(messages: object) -> list[Json]:
@@ -287,7 +268,7 @@ def _checked_messages(messages: object) -> list[Json]:
 
 
 def _joined(place: int, message: Json, *, keeps_images: bool) -> Json:
-    """The message with its text parts as one text; with ``keeps_images`` only where all of its parts are text."""
+    """Join the text parts of a message. A message with images stays unchanged if ``keeps_images``, or is an error."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
@@ -302,12 +283,6 @@ def _joined(place: int, message: Json, *, keeps_images: bool) -> Json:
     return {**message, "content": "".join(texts)}
 
 
-def _in_parts(message: Json) -> Json:
-    """The message with its text as a part."""
-    content = message.get("content")
-    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
-
-
 def _checked_tool(tool: object) -> Json:
     if not isinstance(tool, Mapping):
         raise TypeError(f"a tool must be a dict with its JSON schema, not {type(tool).__name__}")
@@ -315,18 +290,18 @@ def _checked_tool(tool: object) -> Json:
 
 
 def _normalized(message: Json) -> Json:
-    """The message as transformers gives it to templates: without None values, and with thoughts under two names."""
+    """Return a message as transformers passes it to templates: without None, and with the reasoning under two names."""
     plain = cast("Json", _plain("messages", message))
-    found = {name: value for name, value in plain.items() if value is not None}
-    thought = next((found[name] for name in _REASONING if name in found), None)
-    return found if thought is None else {"thinking": thought, **found, "reasoning_content": thought}
+    entries = {name: value for name, value in plain.items() if value is not None}
+    reasoning = next((entries[name] for name in _REASONING if name in entries), None)
+    return entries if reasoning is None else {"thinking": reasoning, **entries, "reasoning_content": reasoning}
 
 
 def _plain(name: str, value: object) -> object:
-    """A copy of JSON data: a template must get no object of the program, whose methods it could call.
+    """Copy JSON data. A template must not get objects of the program, because it could call their methods.
 
     Raises:
-        TypeError: it holds anything else.
+        TypeError: it contains other objects.
         ValueError: it is nested too deeply, or has too many values.
     """
     try:
@@ -340,34 +315,14 @@ def _copied(name: str, value: object, numbers: Iterator[int]) -> object:
         raise ValueError(f"{name} has more than {MAX_VALUES} values")
     if value is None or type(value) in (str, int, float, bool):
         return value
-    if isinstance(value, str):  # also an enum of strings: not its methods
+    if isinstance(value, str):  # for members of an enumeration, str(value) would be the name
         return str.__str__(value)
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value)
+    if isinstance(value, int | float):
+        return int(value) if isinstance(value, int) else float(value)
     if isinstance(value, Mapping):
-        given = cast("Mapping[object, object]", value)
-        return {cast("str", _copied(name, key, numbers)): _copied(name, entry, numbers) for key, entry in given.items()}
+        entries = cast("Mapping[object, object]", value).items()
+        return {cast("str", _copied(name, key, numbers)): _copied(name, entry, numbers) for key, entry in entries}
     if isinstance(value, list | tuple):
-        entries = [_copied(name, entry, numbers) for entry in cast("Sequence[object]", value)]
-        return tuple(entries) if isinstance(value, tuple) else entries
+        copies = [_copied(name, entry, numbers) for entry in cast("Sequence[object]", value)]
+        return tuple(copies) if isinstance(value, tuple) else copies
     raise checks.wrong_type(name, "made of dicts, lists, text, numbers, True, False and None", value)
-
-
-# ---------------------------------------------------------------- continuing a message
-
-
-def _open_ended(chat: list[Json]) -> list[Json]:
-    """The chat with a mark at the end of its last message."""
-    content = chat[-1].get("content") if chat else None
-    if not isinstance(content, str):
-        raise ValueError("continue_final_message needs a last message whose content is text")
-    return [*chat[:-1], {**chat[-1], "content": content + _END_OF_MESSAGE}]
-
-
-def _cut_at_end_of_message(text: str) -> str:
-    before, mark, _ = text.rpartition(_END_OF_MESSAGE)
-    if not mark:
-        raise ValueError("continue_final_message: the chat template does not write the last message as it is")
-    return before

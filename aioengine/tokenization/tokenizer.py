@@ -1,7 +1,7 @@
-"""Text and chats to token ids, and ids to text, with the tokenizer of a model folder.
+"""Converts text and chats to token ids, and ids to text, with the tokenizer of a model folder.
 
-Reads ``tokenizer.json`` with the ``tokenizers`` library; neither transformers nor torch is needed. The ids are those
-that transformers' ``AutoTokenizer`` gives for the same folder.
+Reads ``tokenizer.json`` with the ``tokenizers`` library, without transformers and torch. The ids are equal to those of
+transformers' ``AutoTokenizer`` for the same folder.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 
 class _PanicsAsErrors:
-    """Turns a panic of the Rust library, which is a BaseException, and its plain Exception into a RuntimeError.
+    """Raises RuntimeError instead of the Rust library's panic, which is a BaseException, and of its plain Exception.
 
     The class of the panic cannot be imported.
     """
 
     def __enter__(self) -> None:
-        """Nothing to prepare."""
+        """Do nothing."""
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
@@ -55,22 +55,20 @@ class _PanicsAsErrors:
 _panics_as_errors = _PanicsAsErrors()
 
 
-def _cut_sizes(sizes: list[int], room: int) -> list[int]:
-    """How much of each of one or two texts is kept of ``room`` tokens. The shorter one stays whole unless it has more
-    than half of them.
-    """
+def _cut_sizes(sizes: list[int], max_tokens: int) -> list[int]:
+    """Return the tokens to keep of one or two texts. The shorter one is cut only if it has more than half of them."""
     if len(sizes) == 1:
-        return [room]
-    short = min(*sizes, room // 2)
-    return [short, room - short] if sizes[0] <= sizes[1] else [room - short, short]
+        return [max_tokens]
+    short = min(*sizes, max_tokens // 2)
+    return [short, max_tokens - short] if sizes[0] <= sizes[1] else [max_tokens - short, short]
 
 
 _WITHOUT_TYPES: Final = ("PreTrainedTokenizer", "TokenizersBackend", "DistilBertTokenizer")
-"""Classes of transformers, without "Fast", that give a model no token types, unless ``model_input_names`` has them."""
+"""Classes of transformers (without "Fast") that return no token types unless ``model_input_names`` has them."""
 
 
 def _has_token_types(config: Json) -> bool:
-    """Whether a model gets token types, according to tokenizer_config.json."""
+    """Whether the model gets token types, according to tokenizer_config.json."""
     names = config.get("model_input_names")
     if isinstance(names, list):
         return "token_type_ids" in names
@@ -81,20 +79,19 @@ class Tokenizer:
     """The tokenizer of a model folder. Its methods may be called from any thread."""
 
     def __init__(self, folder: str | Path, *, chat_template: str | None = None) -> None:
-        """Read the tokenizer's files. ``chat_template``: the text of a template, in place of those of the folder.
+        """Read the tokenizer's files. ``chat_template``: the text of a template that replaces the folder's templates.
 
-        Raises:
-            ValueError: the folder has no ``tokenizer.json``, or a file in it cannot be read.
+        Raises ValueError if the folder has no ``tokenizer.json``, or a file cannot be read.
         """
         self.folder = Path(folder)
         config = folder_files.read_object(self.folder / folder_files.TOKENIZER_CONFIG)
         self._fast = _read_fast_tokenizer(self.folder)
-        self._fast.no_truncation()  # some files have these on; a prompt must not be cut or filled up silently
+        self._fast.no_truncation()  # some files switch it on, but prompts must not be cut or padded silently
         self._fast.no_padding()
         self._has_token_types = _has_token_types(config)
         older = folder_files.read_object(self.folder / folder_files.SPECIAL_TOKENS)
         self.special_tokens = folder_files.named_tokens(config, older)
-        """The text of the special tokens by name, as chat templates know them: ``bos_token``, ``eos_token``..."""
+        """The text of the special tokens by their names in chat templates: ``bos_token``, ``eos_token``..."""
         with _panics_as_errors:
             _add_tokens(self._fast, self.folder, config, self.special_tokens)
         own = read_chat_templates(self.folder)
@@ -107,31 +104,28 @@ class Tokenizer:
 
     @property
     def bos_token_id(self) -> int | None:
-        """The id of the token that begins a text; None: there is none."""
+        """The id of the token at the start of a text; None without such a token."""
         return self._id_of("bos_token")
 
     @property
     def eos_token_id(self) -> int | None:
-        """The id of the token that ends a text; None: there is none."""
+        """The id of the token at the end of a text; None without such a token."""
         token_id = self._id_of("eos_token")
-        if token_id is None and self.eos_token_ids:
-            return self.eos_token_ids[0]
-        return token_id
+        return next(iter(self.eos_token_ids), None) if token_id is None else token_id
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """All ids that end a text: those of generation_config.json and config.json, and the tokenizer's own."""
-        found: list[int] = []
+        """All ids that end a text: from generation_config.json, config.json and the tokenizer."""
+        values: list[object] = []
         for name in ("generation_config.json", "config.json"):
             value = folder_files.read_object(self.folder / name).get("eos_token_id")
-            listed = cast("list[object]", value) if isinstance(value, list) else [value]
-            found += [item for item in listed if isinstance(item, int)]
-        own = self._id_of("eos_token")
-        return tuple(dict.fromkeys(found if own is None else [*found, own]))
+            values += cast("list[object]", value) if isinstance(value, list) else [value]
+        values.append(self._id_of("eos_token"))
+        return tuple(dict.fromkeys(value for value in values if isinstance(value, int)))
 
     @cached_property
     def vocab_size(self) -> int:
-        """One more than the highest id. (A model's own vocabulary may be larger: padding.)"""
+        """One more than the highest id. (The vocabulary of a model may be larger because of padding.)"""
         highest = max(self._fast.get_added_tokens_decoder(), default=-1)
         return max(highest + 1, self._fast.get_vocab_size(with_added_tokens=True))
 
@@ -146,7 +140,7 @@ class Tokenizer:
         return tuple(sorted(self._chats.sources))
 
     def decoding_facts(self) -> Json:
-        """The parts of tokenizer.json that decoding needs: ``decoder``, ``added_tokens``, ``vocab`` of ``model``."""
+        """Return the parts of tokenizer.json for decoding: ``decoder``, ``added_tokens``, ``vocab`` of ``model``."""
         decoder = self._fast.decoder
         added = self._fast.get_added_tokens_decoder()
         return {
@@ -165,31 +159,27 @@ class Tokenizer:
     # ------------------------------------------------------------ encode, decode
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of ``text``. See ``encode_batch``."""
+        """Return the ids of ``text``. See ``encode_batch``."""
         return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """The ids of several texts; other Python threads run meanwhile.
+        """Return the ids of several texts. Releases the GIL.
 
-        Where the tokenizer adds special tokens (a BOS) it does so here: tokenizer.json says it, whatever
-        ``add_bos_token`` in tokenizer_config.json may say (as in transformers 5). But a text that begins with a BOS
-        gets no second one, and nothing is added to ``ChatText`` or without ``add_special_tokens``.
+        tokenizer.json defines the special tokens that are added, whatever ``add_bos_token`` in tokenizer_config.json
+        is (as in transformers 5). But a text that starts with a BOS gets no second one, and nothing is added to
+        ``ChatText`` or without ``add_special_tokens``.
 
         Raises:
-            TypeError: a text is no ``str``.
-            ValueError: a text holds half of a surrogate pair, which no text file could.
+            TypeError: a text is not a ``str``.
+            ValueError: a text contains a lone surrogate.
             RuntimeError: the tokenizers library failed or panicked; the tokenizer can still be used.
         """
         for text in texts:
             _check_text(text)
-        complete = [not add_special_tokens or isinstance(text, ChatText) for text in texts]
-        if not any(complete):
-            return self._encode(texts, add_special_tokens=True)
-        if all(complete):
-            return self._encode(texts, add_special_tokens=False)
-        return [
-            self._encode([text], add_special_tokens=not done)[0] for text, done in zip(texts, complete, strict=True)
-        ]
+        adds = [add_special_tokens and not isinstance(text, ChatText) for text in texts]
+        if len(set(adds)) <= 1:
+            return self._encode(texts, add_special_tokens=any(adds))
+        return [self._encode([text], add_special_tokens=each)[0] for text, each in zip(texts, adds, strict=True)]
 
     def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         # the library does not accept subclasses of str everywhere
@@ -203,10 +193,9 @@ class Tokenizer:
         return rows
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str | None]]) -> list[PairIds]:
-        """The ids of texts, or of pairs of texts, with special tokens; other Python threads run meanwhile.
+        """Return the ids of texts, or of pairs of texts, with special tokens. Releases the GIL.
 
-        Raises:
-            RuntimeError: the tokenizers library failed or panicked; the tokenizer can still be used.
+        Raises RuntimeError if the tokenizers library failed or panicked; the tokenizer can still be used.
         """
         inputs = [first if second is None else (first, second) for first, second in pairs]
         with _panics_as_errors:
@@ -214,32 +203,30 @@ class Tokenizer:
         return [self._pair_ids(encoding) for encoding in encodings]
 
     def _pair_ids(self, encoding: Encoding) -> PairIds:
-        found = PairIds(encoding.ids)
-        types = encoding.type_ids
+        pair, types = PairIds(encoding.ids), encoding.type_ids
         if self._has_token_types and types and types[-1]:
-            found.second_text = types.index(1)
-        return found
+            pair.second_text = types.index(1)
+        return pair
 
     def encode_cut(self, first: str, second: str | None, max_tokens: int) -> PairIds:
-        """The same of one text or pair with at most ``max_tokens`` tokens: the end is cut, special tokens stay. Of a
-        pair the longer text is cut first.
+        """Return at most ``max_tokens`` ids of one text or pair: cut the end, and keep the special tokens.
 
-        Raises:
-            ValueError: not even the special tokens fit.
+        In a pair, the longer text is cut first. Raises ValueError if the special tokens alone do not fit.
         """
         with _panics_as_errors:
             one = self._fast.encode(first, add_special_tokens=False)
             two = None if second is None else self._fast.encode(second, add_special_tokens=False)
-            room = max_tokens - self._fast.num_special_tokens_to_add(second is not None)
-            if room < 0:
-                raise ValueError(f"{max_tokens} tokens are too few: the special tokens alone are {max_tokens - room}")
+            num_special = self._fast.num_special_tokens_to_add(second is not None)
+            if num_special > max_tokens:
+                raise ValueError(f"{max_tokens} tokens are too few: there are {num_special} special tokens")
             parts = [one] if two is None else [one, two]
-            for part, size in zip(parts, _cut_sizes([len(part.ids) for part in parts], room), strict=True):
+            sizes = _cut_sizes([len(part.ids) for part in parts], max_tokens - num_special)
+            for part, size in zip(parts, sizes, strict=True):
                 part.truncate(size)
             return self._pair_ids(self._fast.post_process(one, two, add_special_tokens=True))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of ``ids``. Unknown ids have no text; ValueError: an id is negative, or has more than 32 bits."""
+        """Return the text of ``ids``. Unknown ids have no text. Raises ValueError for ids outside of 32 bits."""
         try:
             with _panics_as_errors:
                 return self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -259,26 +246,20 @@ class Tokenizer:
         continue_final_message: bool = False,
         **variables: object,
     ) -> str | list[int]:
-        """Write a chat as the model expects it: text, or with ``tokenize`` its ids.
+        """Write a chat as the model expects it: return the text, or with ``tokenize`` its ids.
 
         ``messages`` are dicts with ``role`` and ``content``. ``tools`` are JSON schemas. ``chat_template`` is the text
-        of a template, the name of one of the model's, or a file (``pathlib.Path``). With ``continue_final_message``
-        the text ends within the last message, for the model to go on with it. Other keywords (``enable_thinking``...)
-        are variables for the template; ``chat_template_kwargs`` is a dict of more of them.
+        of a template, the name of one of the model's, or a file (``pathlib.Path``). With ``continue_final_message``,
+        the text has no end of the last message, so that the model continues it. Other keywords (``enable_thinking``...)
+        are variables of the template; ``chat_template_kwargs`` is a dict with more variables.
 
         Raises:
             ValueError: there is no (such) template, or it refuses these messages.
-            TypeError: the messages, tools or variables are of a wrong type.
+            TypeError: the messages, tools or variables have a wrong type.
         """
-        given = template_variables(variables)
-        text = self._chats.render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            tools=tools,
-            chat_template=chat_template,
-            continue_final_message=continue_final_message,
-            variables=given,
-        )
+        switches = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        given = switches | template_variables(variables)
+        text = self._chats.render(messages, given, tools=tools, chat_template=chat_template)
         return self.encode(text) if tokenize else text
 
 
@@ -290,22 +271,21 @@ def _read_fast_tokenizer(folder: Path) -> FastTokenizer:
     content = read_tokenizer(path)
     if content is None and folder_files.is_gguf(folder):
         raise ValueError(
-            f"{str(folder)!r} has no tokenizer in it; name a folder that has one with tokenizer_path=, or pass "
+            f"{str(folder)!r} contains no tokenizer; pass tokenizer_path= a folder that has one, or pass "
             "skip_tokenizer_init=True and token ids"
         )
     if content is None:
-        others = [
-            name for name in ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json") if (folder / name).exists()
-        ]
-        found = f" (it has {', '.join(others)})" if others else "" if folder.is_dir() else " (there is no such folder)"
+        names = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+        others = ", ".join(name for name in names if (folder / name).exists())
+        reason = f" (it has {others})" if others else "" if folder.is_dir() else " (there is no such folder)"
         raise ValueError(
-            f"{folder} has no tokenizer.json{found}. Write one with transformers: "
-            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder); or name a folder that has one with "
-            "tokenizer_path=; or pass skip_tokenizer_init=True and token ids"
+            f"{folder} has no tokenizer.json{reason}. Write one with transformers: "
+            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder); or pass tokenizer_path= a folder that has "
+            "one; or pass skip_tokenizer_init=True and token ids"
         )
     try:
         with _panics_as_errors:
-            return FastTokenizer.from_buffer(content)  # its from_file takes UTF-8 paths alone
+            return FastTokenizer.from_buffer(content)  # from_file accepts only UTF-8 paths
     except Exception as error:  # the library raises nothing more specific
         raise ValueError(
             f"{folder_files.shown_path(path)} cannot be read by this version of tokenizers: {error}"
@@ -337,6 +317,6 @@ def _check_text(text: object) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"the text holds half of a surrogate pair, U+{ord(text[error.start]):04X}, at position {error.start}, "
-            "which is no character; decode the text with errors='replace' where it comes from"
+            f"the text contains half of a surrogate pair, U+{ord(text[error.start]):04X}, at position {error.start}, "
+            "which is not a character; decode the text with errors='replace' where it comes from"
         ) from None

@@ -1,10 +1,11 @@
-"""What a tokenizer.json may not have: values with which the tokenizers library ends the process or takes all memory."""
+"""Checks tokenizer.json for values with which the tokenizers library ends the process or uses up the memory."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Final, cast
+import math
+from collections.abc import Iterator  # noqa: TC003  # Structs look up the types of their methods
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -14,25 +15,80 @@ from aioengine.model_files import folder_files
 if TYPE_CHECKING:
     from pathlib import Path
 
-_SECTIONS: Final = {
-    "normalizer": "normalizers",
-    "pre_tokenizer": "pretokenizers",
-    "post_processor": "processors",
-    "decoder": "decoders",
-}
-"""Sections that may be a sequence of parts -> the name of the list of these."""
 _MAX_PARTS: Final = 1000
-"""Of a section. The largest known have some 20."""
+"""Maximum parts of a section. The largest known section has about 20."""
 _MAX_GROWTH: Final = 256
-"""How much longer a text may become. Unicode's own forms make some letters 18 times as long."""
+"""Maximum ratio of lengths of a text after and before a section. Unicode normalization makes some letters 18 times as
+long.
+"""
 _GROWTHS: Final = {"ByteLevel": 4, "BertNormalizer": 3}
-"""Parts that write a character as several: for its bytes, or with spaces around it."""
+"""Parts that replace a character by several: by its bytes, or by itself with spaces around it."""
 _MAX_ADDED: Final = 1024
-"""Characters that normalizers put before a text, and tokens that a template puts around it."""
+"""Maximum characters and tokens that a section adds to a text."""
+
+
+class _Pattern(msgspec.Struct, frozen=True):
+    String: str | None = None
+
+
+class _Ids(msgspec.Struct, frozen=True):
+    ids: list[int]
+
+
+class _Id(msgspec.Struct, frozen=True):
+    id: str
+
+
+class _Piece(msgspec.Struct, frozen=True):
+    """An entry of a template: a special token, or one of the texts."""
+
+    SpecialToken: _Id | None = None
+    Sequence: object = None
+
+
+class _Part(msgspec.Struct, frozen=True):
+    """A normalizer, pre-tokenizer, post-processor or decoder. A sequence has its parts in one of the last lists."""
+
+    type: str = ""
+    pattern: _Pattern | None = None
+    content: str = ""
+    prepend: str = ""
+    precompiled_charsmap: str | None = None
+    single: list[_Piece] = []
+    pair: list[_Piece] = []
+    special_tokens: dict[str, _Ids] = {}
+    normalizers: list[_Part] = []
+    pretokenizers: list[_Part] = []
+    processors: list[_Part] = []
+    decoders: list[_Part] = []
+
+    def leaves(self) -> Iterator[_Part]:
+        """Yield the parts of a sequence and of sequences in it, or the part itself."""
+        parts = self.normalizers or self.pretokenizers or self.processors or self.decoders
+        if not parts:
+            yield self
+        for part in parts:
+            yield from part.leaves()
+
+    @property
+    def growth(self) -> float:
+        """How many times as long a text may become."""
+        replaced = self.pattern.String if self.pattern is not None else None
+        repetitions = [sum(piece.Sequence is not None for piece in template) for template in (self.single, self.pair)]
+        longest = max(_GROWTHS.get(self.type, 1), _longest_text(self.precompiled_charsmap or ""), *repetitions)
+        return max(longest, len(self.content) / max(len(replaced or ""), 1))
+
+    @property
+    def num_added(self) -> int:
+        """Characters and tokens that are added to every text."""
+        templates = [[piece.SpecialToken for piece in pieces] for pieces in (self.single, self.pair)]
+        sizes = {name: len(token.ids) for name, token in self.special_tokens.items()}
+        most = max(sum(sizes.get(token.id, 1) for token in tokens if token is not None) for tokens in templates)
+        return len(self.prepend) + most
 
 
 class _Model(msgspec.Struct, frozen=True):
-    """``merges``: pairs, or the two parts with a space between them."""
+    """``merges``: pairs, or texts with a space between the two parts."""
 
     continuing_subword_prefix: object = None
     merges: msgspec.Raw = msgspec.Raw(b"[]")
@@ -40,17 +96,16 @@ class _Model(msgspec.Struct, frozen=True):
 
 class _File(msgspec.Struct, frozen=True):
     model: _Model
-    normalizer: object = None
-    pre_tokenizer: object = None
-    post_processor: object = None
-    decoder: object = None
+    normalizer: _Part | None = None
+    pre_tokenizer: _Part | None = None
+    post_processor: _Part | None = None
+    decoder: _Part | None = None
 
 
 def read_tokenizer(path: Path) -> bytes | None:
-    """Return the contents of a tokenizer.json, checked before the library reads it; None: there is no such file.
+    """Return the contents of a tokenizer.json, checked before the library reads it; None if there is no such file.
 
-    Raises:
-        ValueError: the file is not JSON, has no model, or has a dangerous value. The library makes further checks.
+    Raises ValueError if it is not JSON, has no model, or has a dangerous value. The library makes further checks.
     """
     content = folder_files.read_bytes(path, folder_files.MAX_TOKENIZER_BYTES)
     if content is None:
@@ -66,22 +121,22 @@ def read_tokenizer(path: Path) -> bytes | None:
 def _check(file: _File) -> None:
     if isinstance(file.model.continuing_subword_prefix, str):
         _check_merges(file.model.continuing_subword_prefix, file.model.merges)
-    for section, of_parts in _SECTIONS.items():
-        parts = list(_parts(getattr(file, section), of_parts))
+    for section in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        part: _Part | None = getattr(file, section)
+        parts = [] if part is None else list(part.leaves())
         if len(parts) > _MAX_PARTS:
             raise ValueError(f"its {section} has {len(parts)} parts; at most {_MAX_PARTS} work")
-        growth = 1.0
-        for part in parts:
-            growth *= _growth(part)
+        growth = math.prod((part.growth for part in parts), start=1.0)
         if growth > _MAX_GROWTH:
             raise ValueError(f"its {section} makes texts {growth:g} times as long; at most {_MAX_GROWTH} works")
-        if (added := sum(map(_added, parts))) > _MAX_ADDED:
+        if (added := sum(part.num_added for part in parts)) > _MAX_ADDED:
             raise ValueError(f"its {section} adds {added} characters or tokens to a text; at most {_MAX_ADDED} works")
 
 
 def _check_merges(prefix: str, content: msgspec.Raw) -> None:
-    """Raise ValueError where the second part of a merge does not begin with the prefix, of which the library cuts off
-    as many bytes as it has characters.
+    """Raise ValueError if the second part of a merge does not start with the prefix, or the prefix is not ASCII.
+
+    The library removes as many bytes from it as the prefix has characters.
     """
     try:
         merges = msgspec.json.decode(content, type=list[str | tuple[str, str]])
@@ -91,72 +146,20 @@ def _check_merges(prefix: str, content: msgspec.Raw) -> None:
         right = merge.partition(" ")[2] if isinstance(merge, str) else merge[1]
         if not prefix.isascii() or not right.startswith(prefix):
             raise ValueError(
-                f"its continuing_subword_prefix is {checks.shown(prefix)}, and the merge {checks.shown(merge)} goes on "
-                "without it"
+                f"its continuing_subword_prefix is {checks.shown(prefix)}, and the merge {checks.shown(merge)} has a "
+                "second part without it"
             )
 
 
-def _parts(section: object, of_parts: str) -> Iterator[Mapping[str, object]]:
-    """The parts of a section in their order, of sequences in sequences too."""
-    waiting = [section]
-    while waiting:
-        part = waiting.pop()
-        if not isinstance(part, Mapping):
-            continue
-        given = cast("Mapping[str, object]", part)
-        inner = given.get(of_parts)
-        if isinstance(inner, list):
-            waiting += reversed(cast("list[object]", inner))
-        else:
-            yield given
+def _longest_text(table: str) -> int:
+    """Return the bytes of the longest replacement of a character in the table of a Precompiled normalizer, or 0.
 
-
-def _growth(part: Mapping[str, object]) -> float:
-    """How many times as long a text may become: a part replaces it by a longer one, or a template repeats it."""
-    content, pattern = part.get("content"), part.get("pattern")
-    growth = float(max(_GROWTHS.get(str(part.get("type")), 1), _longest_in_table(part.get("precompiled_charsmap"))))
-    if isinstance(content, str):
-        replaced = cast("Mapping[str, object]", pattern).get("String") if isinstance(pattern, Mapping) else None
-        growth = max(growth, len(content) / max(len(replaced) if isinstance(replaced, str) else 1, 1))
-    return max(growth, *(len(_entries(part, template, "Sequence")) for template in ("single", "pair")))
-
-
-def _longest_in_table(table: object) -> int:
-    """Bytes of the longest text that a Precompiled normalizer may write for a character; 0: there is no such table.
-
-    The table, in base64, is the size of a trie in 4 bytes, the trie, and the texts, each with a null byte behind it.
+    The table, in base64, is the size of a trie in 4 bytes, the trie, and the replacements, each with a null byte at its
+    end.
     """
-    if not isinstance(table, str):
-        return 0
     try:
         content = base64.b64decode(table)
     except ValueError:  # the library refuses it, too
         return 0
     texts = content[4 + int.from_bytes(content[:4], "little") :]
     return max(map(len, texts.split(b"\0")))
-
-
-def _added(part: Mapping[str, object]) -> int:
-    """Characters, or tokens, that a part adds to every text."""
-    prepended = part.get("prepend")
-    num_characters = len(prepended) if isinstance(prepended, str) else 0
-    tokens = part.get("special_tokens")
-    if not isinstance(tokens, Mapping):
-        return num_characters
-    sizes = {
-        name: len(cast("list[object]", ids))
-        for name, token in cast("Mapping[str, object]", tokens).items()
-        if isinstance(token, Mapping) and isinstance(ids := cast("Mapping[str, object]", token).get("ids"), list)
-    }
-    return num_characters + max(
-        sum(sizes.get(str(entry.get("id")), 1) for entry in _entries(part, template, "SpecialToken"))
-        for template in ("single", "pair")
-    )
-
-
-def _entries(part: Mapping[str, object], template: str, kind: str) -> list[Mapping[str, object]]:
-    """The entries of a kind in a template of a TemplateProcessing."""
-    listed = part.get(template)
-    entries = cast("list[object]", listed) if isinstance(listed, list) else []
-    found = [cast("Mapping[str, object]", entry).get(kind) for entry in entries if isinstance(entry, Mapping)]
-    return [cast("Mapping[str, object]", entry) for entry in found if isinstance(entry, Mapping)]

@@ -1,4 +1,4 @@
-"""Run programs in processes where Triton uses its interpreter on the CPU, because it is chosen at import."""
+"""Run programs with Triton kernels in other processes, without a GPU: in Triton's interpreter, or only compiled."""
 
 from __future__ import annotations
 
@@ -9,13 +9,34 @@ from importlib.util import find_spec
 
 import pytest
 
+INTERPRETED = """
+from aioengine.kernels.triton import launcher
+launcher.KernelLauncher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
+"""
+COMPILED = """
+from aioengine.kernels.triton import launcher
+launcher.has_dependent_launch = lambda: True  # read when the kernels are imported
+from tests.compute.compiled import compile_for_hopper
+launcher.KernelLauncher.__call__ = compile_for_hopper
+"""
+
 
 def run_interpreted(program: str) -> None:
+    """Run a program whose kernels run in Triton's interpreter, on the CPU. Triton chooses it when it is imported."""
+    _run(INTERPRETED + program, TRITON_INTERPRET="1")
+
+
+def run_compiled(program: str) -> None:
+    """Run a program whose kernels are compiled for Hopper instead of launched."""
+    _run(COMPILED + program)
+
+
+def _run(program: str, **variables: str) -> None:
     """Run a program, and fail with its stderr if it fails. Skips the test if Triton is not installed."""
     if find_spec("triton") is None:
         pytest.skip("Triton is not installed")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    environment = {**os.environ, **variables}
     run = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=150, check=False
     )
     assert run.returncode == 0, run.stderr

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from aioengine.api.answers import Chunk
     from aioengine.api.engine import AsyncEngine
-    from aioengine.api.stream import Stream
     from aioengine.frontend.frontend import Frontend
 
 GREEDY = {"temperature": 0, "max_new_tokens": 5}
@@ -165,7 +164,7 @@ def test_a_blocking_call_from_a_handler_that_interrupts_the_engine_is_refused(mo
                 return
             for call in (
                 lambda: engine.generate("b", GREEDY), lambda: list(stream), engine.flush_cache, engine.admit,
-                lambda: engine.attach("x"), lambda: engine.drain(),
+                lambda: engine.drain(),
             ):  # fmt: skip
                 with pytest.raises(RuntimeError, match="interrupted the engine"):
                     found.append(call())
@@ -294,78 +293,6 @@ async def test_an_exception_anywhere_in_a_call_leaves_nothing_open(options: dict
             if not injected.is_raised:
                 break
         assert num_places > 50
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-async def test_a_second_exception_while_the_first_is_handled_leaves_nothing_open() -> None:
-    world = World()
-    async with world.engine as engine:
-        world.double.is_held = True
-        num_places, is_raised, most = 0, True, 0
-        while is_raised:
-            num_places, num_behind, is_raised_again = num_places + 1, 0, True
-            while is_raised_again:
-                num_behind, kept = num_behind + 1, None
-                injected = RaiseAtCall(num_places, FRONTEND, again_after=num_behind)
-                with contextlib.suppress(KeyboardInterrupt), injected:  # finalizers, which swallow it, run behind both
-                    kept = engine.async_generate("abc", timeout=60)
-                if kept is not None:
-                    kept.close()
-                is_raised, is_raised_again = injected.is_raised, injected.is_raised_again
-                for _ in range(5):
-                    await asyncio.sleep(0)
-                await until(lambda: is_clean(engine), 2)
-            most = max(most, num_behind)
-        assert num_places > 50
-        assert most > 5
-
-
-@pytest.mark.parametrize("options", OPTIONS[:3])
-async def test_a_call_at_any_depth_of_the_stack_works_or_leaves_nothing_open(options: dict[str, object]) -> None:
-    world = World()
-
-    def call_below(num_frames: int) -> object:
-        if num_frames:
-            return call_below(num_frames - 1)
-        return engine.async_generate(**options)  # type: ignore[call-overload]
-
-    async with world.engine as engine:
-        world.double.is_held = True
-        num_refused = num_opened = 0
-        for num_frames in range(max(0, sys.getrecursionlimit() - 400), sys.getrecursionlimit()):
-            try:
-                call_below(num_frames).close()  # type: ignore[attr-defined]
-                num_opened += 1
-            except RecursionError:
-                num_refused += 1
-            for _ in range(5):
-                await asyncio.sleep(0)
-            await until(lambda: is_clean(engine))
-        assert num_opened > 0
-        assert num_refused >= callers.MAX_FRAMES
-        assert frontend_of(engine).failure is None
-        assert await engine.drain(1)
-
-
-async def test_a_stream_that_is_closed_at_any_depth_of_the_stack_harms_no_other_request() -> None:
-    def close_below(num_frames: int, stream: Stream) -> None:
-        if num_frames:
-            close_below(num_frames - 1, stream)
-        else:
-            with contextlib.suppress(StopIteration):
-                stream.aclose().send(None)
-
-    async with fake_async_engine(context_length=8192) as engine:
-        other = asyncio.ensure_future(engine.async_generate("b", {"max_new_tokens": 4000}))
-        for num_frames in range(max(0, sys.getrecursionlimit() - 200), sys.getrecursionlimit()):
-            stream = engine.async_generate("a", {"max_new_tokens": 4000}, stream=True)
-            await anext(stream)
-            with contextlib.suppress(RecursionError):
-                close_below(num_frames, stream)
-            del stream
-            await asyncio.sleep(0)
-        assert (await other)["meta_info"]["finish_reason"] == "length"
-        await until(lambda: is_clean(engine))
 
 
 def test_an_exception_anywhere_in_reading_ends_the_stream_or_loses_nothing() -> None:

@@ -16,8 +16,7 @@ from aioengine.frontend.calls.calls import MAX_NAMES_FREED, Calls
 from aioengine.frontend.intake import prompts, requests
 from aioengine.frontend.intake.request_checks import RequestChecks
 from aioengine.frontend.intake.requests import ROWS_IN_PIECE
-from aioengine.frontend.intake.submitter import Submitter
-from aioengine.frontend.intake.unstarted_rows import MAX_ROWS_ENDED_AT_ONCE
+from aioengine.frontend.intake.submitter import MAX_ROWS_ENDED_AT_ONCE, Submitter
 from tests.engine.engine_double import World, expected_text
 from tests.kit.waiting import until
 

@@ -21,14 +21,11 @@ class Notes:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def leave(self, call: Call, ready: deque[CallRow]) -> None:
+    def leave(self, call: Call, ready: deque[CallRow], *, later: bool = False) -> None:
         self.asked.append("leave")
 
     def check_waiting(self, *, blocks: bool) -> None:
         """This thread can be woken."""
-
-    def leave_later(self, call: Call, ready: deque[CallRow]) -> None:
-        self.asked.append("leave_later")
 
     def abort(self, call: Call) -> None:
         self.asked.append("abort")

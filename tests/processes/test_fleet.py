@@ -11,17 +11,23 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 import pytest
 
+from aioengine.api.args import engine_config
 from aioengine.api.engine import AsyncEngine
 from aioengine.errors import EngineDeadError, EngineStartupError, RequestError
+from aioengine.frontend.startup import blueprint_of
+from aioengine.settings import machine
 from aioengine.settings.config import SupervisionConfig
 from aioengine.supervision.fleet import Fleet
 from aioengine.supervision.supervisor import Supervisor
 from aioengine.testing.fake_engine import FakeSetup
 from aioengine.testing.faults import Faults
+from tests.kit.fake_adapters import write_adapter
 from tests.kit.waiting import until
 from tests.processes.restart_kit import ANSWERS, ROLES, ask_all, frontend_of, undisturbed, until_idle, until_restarted
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from aioengine.frontend.startup import Blueprint
     from aioengine.supervision.processes import Events
 
@@ -40,6 +46,14 @@ def fleet_engine(*setups: FakeSetup, launcher: str = "process", max_restarts: in
         return msgspec.structs.replace(setups[0].blueprint(), make_processes=lambda events: Fleet(makers, events))
 
     return AsyncEngine.from_blueprint(blueprint)
+
+
+def replicated_demo(num_replicas: int) -> AsyncEngine:
+    """An engine of the demo model whose configuration asks for several replicas."""
+    config = engine_config(None, {"device": "cpu", "max_running_requests": 3, "max_total_tokens": 4096})
+    supervision = msgspec.structs.replace(config.supervision, num_replicas=num_replicas)
+    config = msgspec.structs.replace(config, supervision=supervision)
+    return AsyncEngine.from_blueprint(partial(blueprint_of, config))
 
 
 def fleet_of(engine: AsyncEngine) -> Fleet:
@@ -190,3 +204,80 @@ async def _one(engine: AsyncEngine, rid: str) -> object:
     reason = answer["meta_info"]["finish_reason"]
     assert reason is not None
     return reason["type"]
+
+
+@process
+async def test_engine_started_with_two_replicas_answers_like_one() -> None:
+    prompts = [f"Here are {number} animals:" for number in range(12)]
+    params = [{"max_new_tokens": 16, "seed": number} for number in range(12)]
+    async with replicated_demo(1) as engine:
+        assert type(frontend_of(engine).parts.processes) is Supervisor
+        assert frontend_of(engine).parts.settings.scheduler.max_running == 3
+        expected = [answer["text"] for answer in await engine.async_generate(prompts, params)]
+    async with replicated_demo(2) as engine:
+        assert [one["role"] for one in engine.health()["processes"]] == ROLES * 2
+        assert frontend_of(engine).parts.settings.scheduler.max_running == 6
+        assert [answer["text"] for answer in await engine.async_generate(prompts, params)] == expected
+        states = cast("list[dict[str, int]]", (await engine.get_server_info())["internal_states"])
+        assert all(state["num_finished"] for state in states)
+
+
+def test_replicas_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = engine_config(None, {})
+    config = msgspec.structs.replace(config, supervision=SupervisionConfig(num_replicas=2))
+    gpu = machine.DeviceFacts(num_threads=3, cpu_bfloat16=True, num_gpus=1, drawn_seed=99, has_triton=True)
+    monkeypatch.setattr(machine, "device_facts", lambda: gpu)
+    with pytest.raises(ValueError, match="2 replicas need a device each"):
+        blueprint_of(config)
+
+
+@process
+async def test_streams_of_the_other_replica_continue_when_one_scheduler_is_killed() -> None:
+    expected = await undisturbed(has_answers=False)
+    setup = FakeSetup(step_time_s=0.002)
+    async with fleet_engine(setup, setup, max_restarts=3) as engine:
+        asking = asyncio.create_task(ask_all(engine, stream=True))
+        await until(lambda: engine.stats()["output_tokens"] > 0)
+        first, other = fleet_of(engine)._replicas
+        pids = [state.pid for state in other.processes()]
+        os.kill(first.processes()[0].pid, signal.SIGKILL)
+        assert await asking == expected
+        await until_restarted(engine, 1)
+        assert (first.num_restarts, other.num_restarts) == (1, 0)
+        assert [state.pid for state in other.processes()] == pids
+        await until_idle(engine)
+
+
+async def test_limits_are_sums_over_the_replicas() -> None:
+    setup = FakeSetup(max_running=2, num_pages=8)
+    async with fleet_engine(setup, setup, launcher="inline") as engine:
+        limits = frontend_of(engine).limits
+        assert (limits._max_running, limits._max_total_tokens) == (4, 2 * 8 * 16)
+        assert (await engine.get_server_info())["max_total_num_tokens"] == 8 * 16
+
+
+async def test_sessions_and_adapters_work_with_two_replicas(tmp_path: Path) -> None:
+    setup, adapters = FakeSetup(), FakeSetup(max_loras_per_batch=2)
+    params = {"max_new_tokens": 8, "temperature": 0}
+    texts: list[list[str]] = []
+    folder = write_adapter(tmp_path / "a")
+    for num_replicas in (1, 2):
+        async with fleet_engine(*[adapters] * num_replicas, launcher="inline") as engine:
+            assert (await engine.load_lora_adapter("a", folder)).success
+            rows = await engine.async_generate(["x"] * 4, params, lora_path=["a", None, None, "a"])
+            texts.append([row["text"] for row in rows])
+            assert (await engine.unload_lora_adapter("a")).success
+        async with fleet_engine(*[setup] * num_replicas, launcher="inline") as engine:
+            sid = await engine.open_session()
+            turns = [await engine.async_generate("hello", params, session_params={"id": sid}) for _ in range(4)]
+            texts[-1] += [turn["text"] for turn in turns]
+            await engine.close_session(sid)
+            await until(lambda: engine.stats()["num_pinned_pages"] == 0)
+            assert await engine.drain()
+    assert texts[0] == texts[1]
+
+
+async def test_profile_of_two_replicas_is_refused() -> None:
+    async with fleet_engine(FakeSetup(), FakeSetup(), launcher="inline") as engine:
+        with pytest.raises(RuntimeError, match="start_profile needs an engine with one replica; this engine has 2"):
+            await engine.start_profile()

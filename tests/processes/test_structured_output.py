@@ -218,6 +218,20 @@ async def test_what_the_compiler_refuses_fails_alone(engine: Engine) -> None:
     check("schema", (await good)[0][0], (await good)[0][2])
 
 
+@pytest.mark.parametrize(
+    ("ebnf", "rule"), [('root ::= "a" root', "root"), ('root ::= "a" my-rule\nmy-rule ::= my-rule', "my-rule")]
+)
+async def test_grammar_that_can_never_end_is_refused_before_generation(engine: Engine, ebnf: str, rule: str) -> None:
+    reason = f"the rule '{rule}' can never end: each alternative repeats rules endlessly; add one that ends"
+    with pytest.raises(UnsupportedSchemaError, match=reason):
+        await engine.async_generate("x", {"ebnf": ebnf}, stream=True)
+    with pytest.raises(UnsupportedSchemaError, match=reason):
+        await anext(engine.async_generate("x", {"ebnf": ebnf}, stream=True))
+    rows = await engine.async_generate(["x", "y"], [{"ebnf": ebnf}, {"choice": ["z"]}], return_exceptions=True)
+    assert isinstance(rows[0], UnsupportedSchemaError)
+    assert (rows[0].keyword, rows[1]["text"]) == ("ebnf", "z")
+
+
 async def grammars_are_prepared(engine: AsyncEngine) -> bool:
     [state] = (await engine.get_server_info())["internal_states"]
     return bool(state["grammars_prepared"])

@@ -6,7 +6,6 @@ import copy
 import inspect
 import multiprocessing
 import pickle
-import threading
 import traceback
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.pool import Pool
@@ -109,39 +108,6 @@ def test_a_subclass_of_a_program_with_other_arguments() -> None:
     assert (type(found), found.tag, found.stage, str(found)) == (
         Tagged, "tag", "forward", "the request failed in stage 'forward': no memory"
     )  # fmt: skip
-
-
-def test_a_class_that_cannot_be_imported_is_pickled_as_its_nearest_base() -> None:
-    class Local(Tagged):
-        pass
-
-    error = EngineError("boom")
-    error.__cause__ = Local("forward", "no memory", "tag")
-    error.__cause__.add_note("a note")
-    cause = pickle.loads(pickle.dumps(error)).__cause__
-    assert (type(cause), cause.tag, cause.stage) == (Tagged, "tag", "forward")
-    assert cause.__notes__[0] == "a note"
-    assert "<locals>.Local cannot be imported" in cause.__notes__[1]
-    for found in (copy.copy(error.__cause__), copy.deepcopy(error.__cause__)):
-        assert type(found) is Local
-        assert found.__notes__ == ["a note"]
-
-
-def test_attributes_that_cannot_be_pickled_are_kept_as_text() -> None:
-    class Silent(Exception):
-        def __str__(self) -> str:
-            raise ValueError("no words")
-
-    error = EngineError("boom", lock := threading.Lock())
-    error.lock, error.number = lock, 5  # type: ignore[attr-defined]  # pyright: ignore
-    error.__cause__ = Silent()
-    found = pickle.loads(pickle.dumps(error))
-    assert (found.args, found.lock, found.number) == (("boom", repr(lock)), repr(lock), 5)
-    assert [note.partition(" cannot be pickled: ")[0] for note in found.__notes__] == ["An argument", "lock"]
-    assert str(found.__cause__) == "Silent (its message raised ValueError)"
-    copied = copy.deepcopy(error)
-    assert (copied.args, vars(copied)["lock"], type(copied.__cause__)) == (("boom", lock), lock, Silent)
-    assert "__notes__" not in vars(error)
 
 
 def test_an_error_that_holds_itself_in_a_list() -> None:

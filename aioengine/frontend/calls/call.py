@@ -16,10 +16,8 @@ at its end at once, even if chunks are ready. Reading ends by these methods of `
 
     method                 used for                              effect
     abort                  abort()                               rows end with reason "abort"; the reader stays open
-    leave                  aclose(), close(), end of ``with``    closes the reader; the call is left: its rows end
-                                                                 without a reason, and unread chunks are freed
-    leave_later            finalizers, signal handlers           as ``leave``, later on the engine's loop: takes no lock
-    leave_for              an exception in a wait                ``leave``, or ``leave_later`` for GeneratorExit
+    leave                  aclose(), close(), end of ``with``,   closes the reader; the call is left: its rows end
+                           finalizers, exceptions in a wait      without a reason, and unread chunks are freed
     leave_if_interrupted   an exception in ``take``              ``leave``, unless it is the error of the call itself
 
 An attachable call (``resume_ttl``) is not left with its reader: it continues, and another reader may attach.
@@ -37,7 +35,7 @@ from msgspec import Struct
 from aioengine.api import answers
 from aioengine.api.answers import ChunkInfo, ExtraReader, RowError
 from aioengine.protocol.columns import HIDDEN_STATES, Extra
-from aioengine.protocol.messages import LAST_STATES, End, FinishCode, FirstToken
+from aioengine.protocol.messages import DEFAULT_WEIGHT_VERSION, LAST_STATES, End, FinishCode, FirstToken
 
 if TYPE_CHECKING:
     import asyncio
@@ -118,7 +116,7 @@ class CallRow(Struct, eq=False):
             "prompt_tokens": len(self.prompt_token_ids),
             "completion_tokens": 0,
             "reasoning_tokens": 0,
-            "weight_version": answers.WEIGHT_VERSION,
+            "weight_version": self.call.weight_version,
             "dp_rank": None,
             "seed": self.seed,
             "cached_tokens": 0,
@@ -136,6 +134,7 @@ class CallRow(Struct, eq=False):
         """Record that its prompt is computed."""
         self.first_token = first_token
         self.info["cached_tokens"] = first_token.num_cached
+        self.info["weight_version"] = first_token.weight_version
 
     def preempt(self) -> None:
         """Count a preemption."""
@@ -363,13 +362,14 @@ class Call:
         wakers: callbacks of all other waiting readers.
         wants: when the reader calls ``on_read``.
         kept_row: the row of an attachable call.
+        weight_version: version of the weights when the call began, for rows without a token.
     """
 
     __slots__ = (
         "aborted", "called_at", "compiling", "counter", "deadlines", "ending", "error", "has_reader", "is_accepted",
         "is_encoding", "is_left", "is_reserved", "is_stream", "kept_row", "live", "names", "num_bytes", "num_held",
         "num_logprob_bytes", "num_open", "num_rows_of", "num_started", "num_tokens", "number", "ready", "request",
-        "results", "returns_exceptions", "rid", "row_type", "timer", "waiter", "wakers", "wants",
+        "results", "returns_exceptions", "rid", "row_type", "timer", "waiter", "wakers", "wants", "weight_version",
     )  # fmt: skip
 
     request: CallRequest
@@ -379,7 +379,7 @@ class Call:
     deadlines: dict[str, float]
     row_type: type[CallRow]
 
-    def __init__(self, called_at: float) -> None:
+    def __init__(self, called_at: float, weight_version: str = DEFAULT_WEIGHT_VERSION) -> None:
         self.called_at = called_at
         self.number = 0
         self.names: list[str] = []
@@ -408,6 +408,7 @@ class Call:
         self.wakers: list[Callable[[], object]] = []
         self.wants = Wants.NOTHING
         self.kept_row: CallRow | None = None
+        self.weight_version = weight_version
 
     def begin(self, request: CallRequest, row_type: type[CallRow]) -> None:
         """Set the checked request of the call, and the class of its rows."""

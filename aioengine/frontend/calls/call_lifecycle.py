@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Final
 
 from aioengine.frontend.calls.call import Ending, Wants
 from aioengine.frontend.intake.submitter import Submitter
-from aioengine.frontend.intake.unstarted_rows import UnstartedRows
 from aioengine.frontend.sessions.attachments import Attachments
 from aioengine.protocol.messages import Abort, End, FinishCode, Resume, Suspend
 from aioengine.supervision.tasks import post
@@ -62,7 +61,6 @@ class CallLifecycle:
         self.submitter = Submitter(
             checks, lock=lock, calls=calls, limits=limits, sessions=sessions, submit=send, settle=self.settle
         )
-        self.unstarted = UnstartedRows(lock=lock, settle=self.settle)
         self._lock = lock
         self._calls = calls
         self._limits = limits
@@ -232,7 +230,7 @@ class CallLifecycle:
         """End all rows with their output so far: submitted rows through the scheduler, the others here."""
         with self._lock:
             uids = [row.uid for row in call.live.values()]
-        self.unstarted.end(call, Ending(code))
+        self.submitter.end_unstarted(call, Ending(code))
         if uids:
             self._send([Abort(uids, code, message)])
         self.settle(call)
@@ -246,7 +244,7 @@ class CallLifecycle:
                 for row in list(call.live.values()):
                     finished = End(row.uid, FinishCode.FAILED, stage="engine", message=str(error), ended_at=now)
                     call.end_row(row, finished, now, error)
-                self.unstarted.end(call, Ending(FinishCode.FAILED, error=error))
+                self.submitter.end_unstarted(call, Ending(FinishCode.FAILED, error=error))
             else:
                 call.fail(error)
         self.settle(call)
@@ -261,7 +259,7 @@ class CallLifecycle:
         now = time.monotonic()  # one reading: a deadline is either over or waited for again
         which = call.expired_deadline(now)
         if which is not None and call.num_started < call.request.num_rows:
-            self.unstarted.end(call, Ending(FinishCode.DEADLINE, matched=which))
+            self.submitter.end_unstarted(call, Ending(FinishCode.DEADLINE, matched=which))
         for late, deadline in call.deadlines.items():
             if now >= deadline + BACKSTOP_S:
                 self.give_up(call, FinishCode.DEADLINE, late)

@@ -50,7 +50,6 @@ class Calls:
             names = self._add_names(call, 0)
         else:
             call.names += names
-        # From here to the end nothing is called: a signal handler that raises comes before all of it, or after.
         self._names |= names
         self.num_opened += 1
         call.number = self.num_opened

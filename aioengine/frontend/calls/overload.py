@@ -5,20 +5,19 @@ A call is counted before its arguments are checked, and until it is closed.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from copy import copy
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from aioengine.errors import EngineOverloadedError, RequestTooLargeError
-from aioengine.frontend.callers import refuse_interrupting, refuse_own_thread, running_loop, this_caller
+from aioengine.frontend.callers import refuse_interrupting, running_loop, this_caller
 from aioengine.frontend.calls.reader import resolve
 from aioengine.supervision.tasks import post
 
 if TYPE_CHECKING:
     import asyncio
+    import threading
     from collections.abc import Callable, Hashable
 
     from aioengine.api.answers import Chunk
@@ -33,17 +32,16 @@ RESERVED_S: Final = 1.0
 
 
 class QueuedCaller:
-    """A caller in the queue. It waits until it ``has_capacity``, or until ``error`` is set.
+    """A caller in the queue. ``error``: why it gets no capacity.
 
-    ``wake`` returns False if the caller cannot be woken because its loop is closed. It may be called twice.
+    ``wake`` returns False if the caller cannot be woken because its loop is closed.
     """
 
-    __slots__ = ("caller", "error", "has_capacity", "reserved_at", "wake")
+    __slots__ = ("caller", "error", "reserved_at", "wake")
 
     def __init__(self, caller: Hashable, wake: Callable[[], bool]) -> None:
         self.caller = caller
         self.wake = wake
-        self.has_capacity = False
         self.reserved_at = 0.0
         self.error: EngineError | None = None
 
@@ -91,8 +89,9 @@ class QueueLimits:
         """Refuse all new calls and all queued callers from now on."""
         self.refusal = error
         while self._queue:
-            self._queue[0].error = error
-            self._wake_first()
+            queued = self._queue.popleft()
+            queued.error = error
+            queued.wake()
 
     def check_refusal(self) -> None:
         """Raise EngineError if all new calls are refused."""
@@ -113,7 +112,6 @@ class QueueLimits:
             raise EngineOverloadedError(
                 f"the engine is overloaded: {excess}; try again later", retry_after=self._retry_after()
             )
-        # Python runs signal handlers between calls. There is no call between these lines, so both run or none.
         self.num_calls += 1
         call.is_reserved = True
 
@@ -213,23 +211,12 @@ class QueueLimits:
         while (oldest := self._oldest) is not None and oldest.reserved_at + RESERVED_S <= now:
             self._forget(oldest)
         while self._queue and self._excess() is None:
-            if (queued := self._wake_first()) is not None:
-                queued.has_capacity, queued.reserved_at = True, now
-                self._reserved.pop(queued.caller, None)  # it goes to the end of the order
-                self._reserved[queued.caller] = queued
-
-    def _wake_first(self) -> QueuedCaller | None:
-        """Wake the first caller and remove it from the queue. None: it cannot be woken, or has left.
-
-        It is removed after it was woken. Otherwise a signal handler that raises in between would leave it waiting
-        for ever. Garbage collection may run in ``wake`` and remove callers whose loops are gone.
-        """
-        queued = self._queue[0]
-        is_woken = queued.wake()
-        if not self._queue or self._queue[0] is not queued:
-            return None
-        self._queue.popleft()
-        return queued if is_woken else None
+            queued = self._queue.popleft()
+            queued.reserved_at = now
+            self._reserved.pop(queued.caller, None)  # the newest reservation is the last one
+            self._reserved[queued.caller] = queued
+            if not queued.wake():
+                self._forget(queued)
 
     def _forget(self, queued: QueuedCaller) -> None:
         if self._reserved.get(queued.caller) is queued:
@@ -266,8 +253,8 @@ class Overload:
         self._loop = loop
         self._timer: asyncio.TimerHandle | None = None
 
-    async def wait(self) -> None:
-        """Wait in the queue until a call of this task fits. Cancelling the wait leaves the queue.
+    async def wait(self, caller: Hashable | None = None) -> None:
+        """Wait in the queue until a call of ``caller`` (None: this task) fits. Cancelling the wait leaves the queue.
 
         Raises:
             EngineError: the engine died, was shut down or is drained.
@@ -275,41 +262,23 @@ class Overload:
         """
         loop = running_loop()
         future: asyncio.Future[Chunk | None] = loop.create_future()
-        queued = self._enter(partial(post, loop, resolve, future))
+
+        def wake() -> bool:
+            post(self._loop, self._serve)  # drops the reservation later if it is not used
+            return post(loop, resolve, future)
+
+        refuse_interrupting(self._lock)
+        queued = QueuedCaller(this_caller() if caller is None else caller, wake)
+        with self._lock:
+            self.limits.enter(queued, time.monotonic())
         try:
             await future
         except BaseException:
-            self._remove(queued)
+            with self._lock:
+                self.limits.remove(queued, time.monotonic())
             raise
-        _raise_refusal(queued)
-
-    def wait_blocking(self) -> None:
-        """Do the same in a thread without a loop."""
-        refuse_own_thread(self._loop)
-        gate = threading.Lock()
-        gate.acquire()
-        queued = self._enter(partial(_release, gate))
-        try:
-            gate.acquire()
-        except BaseException:
-            self._remove(queued)
-            raise
-        _raise_refusal(queued)
-
-    def _enter(self, wake: Callable[[], bool]) -> QueuedCaller:
-        def give() -> bool:
-            post(self._loop, self._serve)  # drops the reservation later if it is not used
-            return wake()
-
-        refuse_interrupting(self._lock)
-        queued = QueuedCaller(this_caller(), give)
-        with self._lock:
-            self.limits.enter(queued, time.monotonic())
-        return queued
-
-    def _remove(self, queued: QueuedCaller) -> None:
-        with self._lock:
-            self.limits.remove(queued, time.monotonic())
+        if queued.error is not None:
+            raise copy(queued.error)
 
     def _serve(self) -> None:
         """Give unused reservations to the next callers, now and when the oldest reservation expires.
@@ -325,14 +294,3 @@ class Overload:
             due_at = self.limits.due_at
         if due_at is not None:
             self._timer = self._loop.call_later(due_at - now, self._serve)
-
-
-def _raise_refusal(queued: QueuedCaller) -> None:
-    if queued.error is not None:
-        raise copy(queued.error)
-
-
-def _release(gate: threading.Lock) -> bool:
-    if gate.locked():
-        gate.release()
-    return True

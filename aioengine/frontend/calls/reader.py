@@ -32,16 +32,15 @@ class EndOfOutput(Exception):  # not an error: the reader has everything
 class ReaderActions(Protocol):
     """The requests of a reader to the engine. From any thread; no method waits, and all may be repeated.
 
-    All but ``leave`` may be called from a signal handler or finalizer too: they take no lock, and the engine's loop
-    does the work later. ``ready`` identifies the reader: it is its own ``Reader.ready``.
+    Signal handlers and finalizers may call them too: the engine's loop does the work later. ``ready`` identifies the
+    reader: it is its own ``Reader.ready``.
     """
 
-    def leave(self, call: Call, ready: deque[CallRow]) -> None:
-        """Stop reading: end the rows without an error, unless another reader may attach to the call."""
-        ...
+    def leave(self, call: Call, ready: deque[CallRow], *, later: bool = False) -> None:
+        """Stop reading: end the rows without an error, unless another reader may attach to the call.
 
-    def leave_later(self, call: Call, ready: deque[CallRow]) -> None:
-        """Like ``leave``, but always later on the engine's loop."""
+        ``later``: in a later turn of the engine's loop, because a finalizer may run anywhere.
+        """
         ...
 
     def abort(self, call: Call) -> None:
@@ -77,7 +76,7 @@ class Reader:
     def __del__(self) -> None:
         try:
             if self._can_be_left or (self.call.num_logprob_bytes and not self._is_closed):
-                self._actions.leave_later(self.call, self.ready)
+                self._actions.leave(self.call, self.ready, later=True)
         except AttributeError:  # the constructor was interrupted
             return
 
@@ -191,27 +190,14 @@ class Reader:
             call.wakers.append(partial(resolve, waiter))
         return waiter
 
-    def leave(self) -> None:
-        """Stop reading: the engine ends the remaining rows. Does nothing after the end or a second time."""
-        if self._can_be_left:
-            self._actions.leave(self.call, self.ready)
-            self._has_left = True
+    def leave(self, error: BaseException | None = None, *, later: bool = False) -> None:
+        """Stop reading: the engine ends the remaining rows. Does nothing after the end or a second time.
 
-    def leave_later(self) -> None:
-        """Like ``leave``, from a signal handler or finalizer."""
-        if self._can_be_left:
-            self._actions.leave_later(self.call, self.ready)
-            self._has_left = True
-
-    def leave_for(self, error: BaseException) -> None:
-        """Leave because ``error`` was raised where the reader waited.
-
-        GeneratorExit may come from garbage collection, which can run while a lock is held: ``leave_later`` takes none.
+        ``error``: the exception that ended a wait. GeneratorExit may come from garbage collection.
         """
-        if isinstance(error, GeneratorExit):
-            self.leave_later()
-        else:
-            self.leave()
+        if self._can_be_left:
+            self._actions.leave(self.call, self.ready, later=later or isinstance(error, GeneratorExit))
+            self._has_left = True
 
     def leave_if_interrupted(self, error: BaseException) -> None:
         """Leave a stream whose ``take`` was interrupted by ``error``, which may have lost a chunk.

@@ -1,12 +1,16 @@
-"""Starts the rows of calls: tokenizes prompts and sends ``Submit`` messages, a bounded number at a time."""
+"""Starts the rows of calls: tokenizes prompts and sends ``Submit`` messages, a bounded number at a time.
+
+Also ends the rows that will not start.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from msgspec.structs import replace
 
@@ -19,16 +23,17 @@ from aioengine.frontend.intake.image_prompts import check_no_images
 from aioengine.frontend.intake.pooling import fitting
 from aioengine.frontend.intake.prompts import ChatIds, ChatPrompt, EmbedsIds, IdsPrompt, MediaIds
 from aioengine.frontend.intake.row_options import check_lengths
-from aioengine.frontend.intake.unstarted_rows import end_row, refuse_row
-from aioengine.protocol.messages import SEED_MASK, FinishCode, Limits, PairIds, RequestKind, Submit
+from aioengine.protocol.messages import SEED_MASK, End, FinishCode, Limits, PairIds, RequestKind, Submit
+from aioengine.supervision.tasks import post
 from aioengine.text.detokenizer import NUM_CONTEXT_TOKENS
 
 if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Iterator
 
+    from aioengine.api.answers import RowError
     from aioengine.api.params import SamplingParams
-    from aioengine.frontend.calls.call import Call, CallRow
+    from aioengine.frontend.calls.call import Call, CallRow, Ending
     from aioengine.frontend.calls.calls import Calls
     from aioengine.frontend.calls.overload import QueueLimits
     from aioengine.frontend.intake.encoder import Encoded
@@ -38,6 +43,9 @@ if TYPE_CHECKING:
 
 MAX_ROWS_AT_ONCE: Final = 64
 """Rows of a batch that are started in one turn of the loop."""
+
+MAX_ROWS_ENDED_AT_ONCE: Final = 512
+"""Rows that are ended in one turn of the loop. Each takes up to 10 microseconds."""
 
 MAX_BYTES_AT_ONCE: Final = 4 * 1024 * 1024
 """Bytes of their messages. Every row is sent with its ids and stops, even the samples of one prompt."""
@@ -87,6 +95,7 @@ class Submitter:
         self._num_seeds = 0
         self.checking: set[Call] = set()
         self.after_checks: list[Callable[[], None]] = []
+        self._ending: deque[Call] = deque()
 
     # ------------------------------------------------------------ checks of long batches
 
@@ -265,9 +274,8 @@ class Submitter:
     def _start_row(self, call: Call, encoded: Encoded, tokenize_s: float, submits: list[Submit]) -> None:
         """Start the next row of a call, which adds to ``submits``, or end it."""
         request, position = call.request, call.num_started
-        call.num_started += 1
         prompt, sample = divmod(position, request.num_samples)
-        params, rid = request.params_of(prompt), call.row_rid(position)
+        params = request.params_of(prompt)
         if request.adapters is not None:
             encoded = request.adapters.error_of(prompt) or encoded
         try:
@@ -280,6 +288,7 @@ class Submitter:
             session = None if request.sessions is None else request.sessions.of(prompt)
             if session is not None and isinstance(encoded, list):
                 check = partial(self.checks.output_limit, params)
+                rid = call.row_rid(position)
                 encoded = self._sessions.begin(session, encoded, check=check, call=call, position=position, rid=rid)
         except (ValueError, EngineOverloadedError) as error:
             encoded = error
@@ -289,13 +298,36 @@ class Submitter:
             self._num_seeds += sample == 0
             seed = wire.drawn_seed(self._rules.random_seed + self._num_seeds)
         ids = encoded if isinstance(encoded, list) else []
+        row = self._add_row(call, ids, seed=(seed + sample) & SEED_MASK, tokenize_s=tokenize_s)
+        if not isinstance(encoded, list):
+            _refuse_row(row, encoded)
+        elif position in call.aborted:
+            _end_row(row, FinishCode.ABORT)
+        elif call.deadlines and (expired := call.expired_deadline(time.monotonic())):
+            _end_row(row, FinishCode.DEADLINE, matched=expired)
+        else:
+            try:
+                submit = self._submit_of(row, params)
+            except (ValueError, EngineOverloadedError) as error:
+                _refuse_row(row, error)
+                return
+            if submit is None:
+                _end_row(row, FinishCode.LENGTH)
+            else:
+                submits.append(submit)
+
+    def _add_row(self, call: Call, ids: list[int], *, seed: int = 0, tokenize_s: float = 0.0) -> CallRow:
+        """Create the next row of a call. ``ids``: its prompt; empty: it will not be submitted."""
+        request, position = call.request, call.num_started
+        call.num_started += 1
+        prompt = position // request.num_samples
         has_extras = request.logprobs is not None or request.states is not None
         row = call.row_type(
             call,
             position,
-            rid,
+            call.row_rid(position),
             index=position if request.gives_batch else None,
-            seed=(seed + sample) & SEED_MASK,
+            seed=seed,
             tokenize_s=tokenize_s,
             prompt_token_ids=ids,
             shows_prompt=request.shows_prompt,
@@ -305,22 +337,7 @@ class Submitter:
             is_queued=not call.is_stream,
         )
         call.add_row(row)
-        if not isinstance(encoded, list):
-            refuse_row(row, encoded)
-        elif position in call.aborted:
-            end_row(row, FinishCode.ABORT)
-        elif call.deadlines and (expired := call.expired_deadline(time.monotonic())):
-            end_row(row, FinishCode.DEADLINE, matched=expired)
-        else:
-            try:
-                submit = self._submit_of(row, params)
-            except (ValueError, EngineOverloadedError) as error:
-                refuse_row(row, error)
-                return
-            if submit is None:
-                end_row(row, FinishCode.LENGTH)
-            else:
-                submits.append(submit)
+        return row
 
     def _submit_of(self, row: CallRow, params: SamplingParams) -> Submit | None:
         """Register a row and return the message that starts it; None: it generates nothing.
@@ -396,6 +413,60 @@ class Submitter:
         with self._lock:
             call.fail(error)
         self._settle(call)
+
+    # ------------------------------------------------------------ rows that will not start
+
+    def end_unstarted(self, call: Call, ending: Ending) -> None:
+        """Start no more rows of the call, and end the rows that were not started.
+
+        They end in the next turns of the loop, because a large batch would block it. If the call is ending already,
+        nothing changes.
+        """
+        if call.ending is None and call.num_started < call.request.num_rows:
+            call.ending = ending
+            self._ending.append(call)
+            if len(self._ending) == 1:
+                post(self._loop, self.end_some)
+        with self._lock:
+            call.accept()
+
+    async def wait_unstarted(self) -> None:
+        """Wait until all these rows have ended."""
+        while self._ending:  # noqa: ASYNC110  # it is over after a known number of turns
+            await asyncio.sleep(0)
+
+    def end_some(self, max_rows: int = MAX_ROWS_ENDED_AT_ONCE) -> None:
+        """End some of these rows, one call after the other, and more in the next turn of the loop."""
+        try:
+            while self._ending and max_rows > 0:
+                call = self._ending[0]
+                with self._lock:
+                    try:
+                        while not call.is_over and call.num_started < call.request.num_rows and max_rows > 0:
+                            _end_row(self._add_row(call, []), *cast("Ending", call.ending))
+                            max_rows -= 1
+                    except Exception as error:
+                        call.fail(RequestError("submit", describe(error)))
+                max_rows -= 1  # a call without rows takes time too
+                if call.is_over or call.num_started == call.request.num_rows:
+                    self._ending.popleft()
+                    self._settle(call)
+        finally:
+            if self._ending:
+                post(self._loop, self.end_some)
+
+
+def _refuse_row(row: CallRow, error: RowError) -> None:
+    is_too_large = isinstance(error, RequestTooLargeError)
+    _end_row(row, FinishCode.TOO_LARGE if is_too_large else FinishCode.FAILED, error=error)
+
+
+def _end_row(row: CallRow, code: FinishCode, matched: str | None = None, error: RowError | None = None) -> None:
+    """End a row that never reached the scheduler."""
+    now = time.monotonic()
+    message = "" if error is None else str(error)
+    finished = End(uid=-1, code=code, matched=matched, stage="tokenize", message=message, ended_at=now)
+    row.call.end_row(row, finished, now, error)
 
 
 def _size(submit: Submit) -> int:

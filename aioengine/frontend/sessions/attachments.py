@@ -12,7 +12,6 @@ from copy import copy
 from typing import TYPE_CHECKING, Final, cast
 
 from aioengine.api import checks
-from aioengine.frontend.callers import refuse_interrupting
 from aioengine.frontend.calls.call import CallRow, Wants
 from aioengine.frontend.calls.reader import Reader
 from aioengine.frontend.calls.row_types import Log, LoggedRow
@@ -105,7 +104,6 @@ class Attachments:
         """
         offset = checks.whole("from_offset", from_offset, 0)
         rid = checks.text("rid", rid)
-        refuse_interrupting(self._lock)
         with self._lock:
             attachment = self._by_rid.get(rid)
             if attachment is None:

@@ -28,7 +28,6 @@ from msgspec import structs
 
 from aioengine.api import checks
 from aioengine.errors import EngineClosedError, EngineOverloadedError
-from aioengine.frontend.callers import refuse_interrupting
 from aioengine.frontend.intake.prompts import MediaIds
 from aioengine.frontend.sessions.session_params import MAX_ID_BYTES
 from aioengine.logs import log
@@ -294,7 +293,6 @@ class Sessions:
         name = os.urandom(16).hex() if session_id is None else _checked_id(session_id)
         is_streaming = checks.switch("streaming", streaming)
         timeout_s = None if timeout is None else checks.number("timeout", timeout, 0, MAX_TIMEOUT_S, above=True)
-        refuse_interrupting(self._lock)
         with self._lock:
             self._limits.check_refusal()
             if name in self._by_id:
@@ -317,7 +315,6 @@ class Sessions:
             TypeError, ValueError: ``session_id`` is not an id.
         """
         name = _checked_id(session_id)
-        refuse_interrupting(self._lock)
         with self._lock:
             session = self._by_id.get(name)
             if session is not None:

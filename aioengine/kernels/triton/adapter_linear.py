@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from aioengine.kernels.adapter_slots import FEW_ROWS_OF_TILE, RANKS, TABLE_COLUMNS, UNIT
 from aioengine.kernels.linear import DeviceMatmul
-from aioengine.kernels.triton.dependent import start_next_and_wait
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, has_dependent_launch, next_power_of_2, options
+from aioengine.kernels.triton.dependent import start_next, start_next_and_wait, wait
+from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
 from aioengine.kernels.triton.vector_linear import products, shape_of_programs
 
 if TYPE_CHECKING:
@@ -100,7 +99,6 @@ def _shrink_kernel(
     WIDTH: tl.constexpr,
     WORDS: tl.constexpr,
     IS_AHEAD: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ) -> None:
     tile, split, number = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     CHUNKS: tl.constexpr = (MAX_RANK + BLOCK_RANKS - 1) // BLOCK_RANKS
@@ -116,10 +114,9 @@ def _shrink_kernel(
     rows = tl.load(order + tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     vectors = x + rows[:, None] * SIZE
     is_row = (rows >= 0)[:, None]
-    if DEPENDENT:
-        gdc_launch_dependents()
-        if not IS_AHEAD:
-            gdc_wait()
+    start_next()
+    if not IS_AHEAD:
+        wait()
     if num_ranks > number % CHUNKS * BLOCK_RANKS:
         values = tl.load(vectors + columns[None, :], mask=is_row & (columns < SIZE)[None, :], other=0.0)
         total = tl.dot(values, matrix, input_precision="ieee")
@@ -130,8 +127,8 @@ def _shrink_kernel(
             total = tl.dot(values, matrix, total, input_precision="ieee")
         lines_out = ((split * num_tiles + tile) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None] * WIDTH
         tl.store(partials + lines_out + part * MAX_RANK + ranks[None, :], total, mask=(ranks < MAX_RANK)[None, :])
-    if DEPENDENT and IS_AHEAD:
-        gdc_wait()
+    if IS_AHEAD:
+        wait()
 
 
 @triton.jit
@@ -174,7 +171,7 @@ def _expand_kernel(
     partials: tl.tensor, first_part: tl.tensor, slot_size: tl.tensor, num_tiles: tl.tensor,
     SIZE_0: tl.constexpr, SIZE_1: tl.constexpr, SIZE_2: tl.constexpr, ROWS: tl.constexpr, BLOCK_RANKS: tl.constexpr,
     OUTPUTS: tl.constexpr, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
-    WIDTH: tl.constexpr, WORDS: tl.constexpr, IS_GATED: tl.constexpr, DEPENDENT: tl.constexpr,
+    WIDTH: tl.constexpr, WORDS: tl.constexpr, IS_GATED: tl.constexpr,
 ) -> None:  # fmt: skip
     block, tile = tl.program_id(0), tl.program_id(1)
     BLOCKS_0: tl.constexpr = (SIZE_0 + OUTPUTS - 1) // OUTPUTS
@@ -198,7 +195,7 @@ def _expand_kernel(
     if IS_GATED:
         up_entry, num_up_ranks = _entry(table, place, first_part + 1, slot, WORDS)
         up_matrix, up_first = _first_lines(pool, place, up_entry, num_up_ranks, outputs, size, BLOCK_RANKS)
-    start_next_and_wait(DEPENDENT)
+    start_next_and_wait()
     if IS_GATED:
         if slot >= 0:
             gate = tl.load(values, mask=inside, other=0.0)
@@ -229,13 +226,13 @@ def _vector_kernel(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor, y: tl.tensor, pool: tl.tensor, table: tl.tensor,
     slots: tl.tensor, partials: tl.tensor, first_part: tl.tensor, slot_size: tl.tensor, num_outputs: tl.tensor,
     num_programs: tl.tensor, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
-    WORDS: tl.constexpr, HAS_BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
+    WORDS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ) -> None:  # fmt: skip
     number = tl.program_id(0)
     if number < num_programs:
         rows = number * ROWS + tl.arange(0, ROWS)
         lines = weight + rows[:, None].to(tl.int64) * SIZE
-        result = products(lines, rows[:, None] < num_outputs, x, SIZE, BLOCK, DEPENDENT)
+        result = products(lines, rows[:, None] < num_outputs, x, SIZE, BLOCK)
         if HAS_BIAS:
             result += tl.load(bias + rows, mask=rows < num_outputs, other=0.0).to(tl.float32)
         tl.store(y + rows, result.to(y.dtype.element_ty), mask=rows < num_outputs)
@@ -247,7 +244,7 @@ def _vector_kernel(
         place = tl.maximum(slot - 1, 0).to(tl.int64) * slot_size
         entry, num_ranks = _entry(table, place, first_part + part, slot, WORDS)
         lines = pool + (place + tl.load(entry + 1)) * _UNIT + ranks[:, None] * SIZE
-        result = products(lines, ranks[:, None] < num_ranks, x, SIZE, BLOCK, DEPENDENT)
+        result = products(lines, ranks[:, None] < num_ranks, x, SIZE, BLOCK)
         tl.store(partials + part * MAX_RANK + ranks, result, mask=ranks < num_ranks)
 
 
@@ -309,7 +306,7 @@ def _multiply_a(x: Tensor, partials: Tensor, call: _Call) -> None:
         *(x, weights.pool, weights.table, tiles.order, tiles.slots, partials),
         *(weights.first_part, weights.pool.shape[1] // UNIT, num_tiles),
         *(weights.size, num_rows, shape.ranks, shape.block, shape.split, weights.max_rank, call.width, call.unit_words),
-        *(is_ahead, has_dependent_launch()),
+        is_ahead,
     )
     num_chunks = len(weights.sizes) * -(-weights.max_rank // shape.ranks)
     key = call.key, x.data_ptr() % 16, is_ahead
@@ -326,7 +323,7 @@ def _multiply_with_a(matmul: DeviceMatmul, x: Tensor, call: _Call) -> tuple[Tens
     arguments = (
         *(x, weight, weight if bias is None else bias, y, weights.pool, weights.table, call.tiles.slots, partials),
         *(weights.first_part, weights.pool.shape[1] // UNIT, num_outputs, num_programs),
-        *(size, rows, block, weights.max_rank, call.unit_words, bias is not None, has_dependent_launch()),
+        *(size, rows, block, weights.max_rank, call.unit_words, bias is not None),
     )
     key = call.key, weight.shape, bias is None, *alignments(x, weight)
     _vector((num_programs + call.width // rows, 1, 1), key, arguments, options(num_warps))
@@ -343,7 +340,7 @@ def _add_expanded(y: Tensor, partials: Tensor, call: _Call, *, is_gated: bool) -
         *(y, out, weights.pool, weights.table, tiles.order, tiles.slots, partials),
         *(weights.first_part, weights.pool.shape[1] // UNIT, num_tiles),
         *(*call.sizes, num_rows, shape.expand_ranks, shape.outputs, num_splits, next_power_of_2(num_splits)),
-        *(weights.max_rank, call.width, call.unit_words, is_gated, has_dependent_launch()),
+        *(weights.max_rank, call.width, call.unit_words, is_gated),
     )
     num_blocks = sum(-(-size // shape.outputs) for size in (call.sizes[:1] if is_gated else call.sizes))
     key = call.key, num_splits, y.data_ptr() % 16, is_gated

@@ -37,8 +37,9 @@ from aioengine.kernels.triton.scores import (
     merged,
     nothing_attended,
     softmax_step,
+    store_attended,
     store_split,
-    with_sinks,
+    with_split,
 )
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ SPLIT = tl.constexpr(256)
 """Positions per split at the start of a row. Splits are multiples of ``BLOCK``."""
 EVEN_SPLITS = tl.constexpr(32)
 """Number of splits of this size. After that, each doubling of the positions has half as many splits."""
+MERGED_HEADS = tl.constexpr(4)
+"""Query heads per program that merges splits."""
 ROWS = 64
 """Query rows of a tile, unless one token has more. 64 is the minimum for Hopper's tensor cores."""
 BLOCK = 64
@@ -117,6 +120,33 @@ def load_part(pointers: tl.tensor, is_there: tl.tensor, SIZE: tl.constexpr, COLU
     return tl.load(pointers + columns, mask=is_there[:, None] & (columns < SIZE), other=0.0)
 
 
+class _Sizes(NamedTuple):
+    """Constants of the kernels that compute splits. Strides are in elements.
+
+    Attributes:
+        token_stride, page_stride: of the queries and of the pool. tile_stride: between the keys of two tiles.
+        group: query heads per tile.
+        columns: ``value_size``, padded. more: size of the rest of a key, padded; 0: values are as large as keys.
+        rows, block: query rows of a tile, and positions that it loads at a time.
+        window: 0: no window. cap: see ``ScoreRules.cap``.
+    """
+
+    token_stride: int
+    page_stride: int
+    tile_stride: int
+    num_heads: int
+    group: int
+    page_size: int
+    key_size: int
+    value_size: int
+    columns: int
+    more: int
+    rows: int
+    block: int
+    window: int
+    cap: float
+
+
 @triton.jit
 def _attend_split(
     queries: tl.tensor,
@@ -129,44 +159,38 @@ def _attend_split(
     last: tl.tensor,
     first_seen: tl.tensor,
     scale: tl.tensor,
-    PAGE_STRIDE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    KEY_SIZE: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    MORE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAP: tl.constexpr,
+    SIZES: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Return the highest score, sum of weights and weighted values of each query row over positions start to stop. A
     query row attends to positions up to ``last``. first_seen: the first position that any query row attends to.
     """
     columns = tl.arange(0, queries.shape[1])[None, :]
     highest, total, sums = nothing_attended(queries.shape[0], queries.shape[1])
-    if WINDOW:
-        start += tl.maximum(first_seen - start, 0) // BLOCK * BLOCK
-    for first in tl.range(start, stop, BLOCK):
-        positions = first + tl.arange(0, BLOCK)
+    if SIZES.window:
+        start += tl.maximum(first_seen - start, 0) // SIZES.block * SIZES.block
+    for first in tl.range(start, stop, SIZES.block):
+        positions = first + tl.arange(0, SIZES.block)
         inside = positions < stop
-        if WINDOW:
+        if SIZES.window:
             inside = inside & (positions >= first_seen)
-        pages = tl.load(page_ids + positions // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
-        sources = (pages * PAGE_STRIDE + positions % PAGE_SIZE * KEY_SIZE)[:, None]
-        there = inside[:, None] & (columns < VALUE_SIZE)
+        pages = tl.load(page_ids + positions // SIZES.page_size, mask=inside, other=0).to(tl.int64)
+        sources = (pages * SIZES.page_stride + positions % SIZES.page_size * SIZES.key_size)[:, None]
+        there = inside[:, None] & (columns < SIZES.value_size)
         part = tl.load(keys + (sources + columns), mask=there, other=0.0)
-        if MORE:
-            others = load_part(keys + (sources + VALUE_SIZE), inside, KEY_SIZE - VALUE_SIZE, MORE)
+        if SIZES.more:
+            rest = keys + (sources + SIZES.value_size)
+            others = load_part(rest, inside, SIZES.key_size - SIZES.value_size, SIZES.more)
             scores = tl.dot(rotated, tl.trans(others), input_precision="ieee")
             scores = tl.dot(queries, tl.trans(part), scores, input_precision="ieee") * scale
         else:
             scores = tl.dot(queries, tl.trans(part), input_precision="ieee") * scale
-        if CAP > 0.0:
-            scores = capped(scores, CAP)
+        if SIZES.cap > 0.0:
+            scores = capped(scores, SIZES.cap)
         is_seen = positions[None, :] <= last[:, None]
-        if WINDOW:
-            is_seen = is_seen & (positions[None, :] > last[:, None] - WINDOW)
+        if SIZES.window:
+            is_seen = is_seen & (positions[None, :] > last[:, None] - SIZES.window)
         weights, shrink, highest, total = softmax_step(tl.where(is_seen, scores, MASKED), highest, total)
-        if not MORE:
+        if not SIZES.more:
             part = tl.load(values + (sources + columns), mask=there, other=0.0)
         sums = tl.dot(weights.to(part.dtype), part, sums * shrink[:, None], input_precision="ieee")
     return highest, total, sums
@@ -174,19 +198,22 @@ def _attend_split(
 
 @triton.jit
 def _load_queries(
-    q: tl.tensor,
-    offsets: tl.tensor,
-    is_member: tl.tensor,
-    KEY_SIZE: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    MORE: tl.constexpr,
+    q: tl.tensor, tokens: tl.tensor, heads: tl.tensor, is_member: tl.tensor, SIZES: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Load the first ``VALUE_SIZE`` elements of the queries at ``offsets``, and the rest if there is one."""
-    pointers = q + offsets[:, None]
-    queries = load_part(pointers, is_member, VALUE_SIZE, COLUMNS)
-    rotated = load_part(pointers + VALUE_SIZE, is_member, KEY_SIZE - VALUE_SIZE, MORE) if MORE else queries
-    return queries, rotated
+    """Load the first ``value_size`` elements of the queries, and the rest if there is one."""
+    pointers = q + (tokens * SIZES.token_stride + heads * SIZES.key_size)[:, None]
+    queries = load_part(pointers, is_member, SIZES.value_size, SIZES.columns)
+    if SIZES.more:
+        rest = load_part(pointers + SIZES.value_size, is_member, SIZES.key_size - SIZES.value_size, SIZES.more)
+    else:
+        rest = queries
+    return queries, rest
+
+
+@triton.jit
+def _is_member(is_token: tl.tensor, heads: tl.tensor, SIZES: tl.constexpr) -> tl.tensor:
+    """Return which query rows of a tile exist. The last tile of a token may have fewer heads."""
+    return is_token & (heads < SIZES.num_heads) if SIZES.num_heads % SIZES.group else is_token
 
 
 @triton.jit
@@ -220,63 +247,41 @@ def _attend_kernel(
     out: tl.tensor,
     sinks: tl.tensor,
     scale: tl.tensor,
-    TOKEN_STRIDE: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr,
-    TILE_STRIDE: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    KEY_SIZE: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    MORE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAP: tl.constexpr,
-    SINKS: tl.constexpr,
+    SIZES: tl.constexpr,
     IN_SPLITS: tl.constexpr,
 ) -> None:
+    TOKENS: tl.constexpr = SIZES.rows // SIZES.group
     tile_start, first_token, count, first_page, length = tokens_of(
-        tiles, tl.program_id(0), query_starts, page_starts, last_lengths, PAGE_SIZE
+        tiles, tl.program_id(0), query_starts, page_starts, last_lengths, SIZES.page_size
     )
-    members = tl.arange(0, ROWS)
-    token = tile_start + members // GROUP
-    heads = tl.program_id(1) * GROUP + members % GROUP
-    is_member = (members < ROWS // GROUP * GROUP) & (token < count)
-    if NUM_HEADS % GROUP:
-        is_member = is_member & (heads < NUM_HEADS)
+    members = tl.arange(0, SIZES.rows)
+    token = tile_start + members // SIZES.group
+    heads = tl.program_id(1) * SIZES.group + members % SIZES.group
+    is_member = _is_member((members < TOKENS * SIZES.group) & (token < count), heads, SIZES)
     tokens = (first_token + token).to(tl.int64)
-    offsets = tokens * TOKEN_STRIDE + heads * KEY_SIZE
-    queries, rotated = _load_queries(q, offsets, is_member, KEY_SIZE, VALUE_SIZE, COLUMNS, MORE)
+    queries, rotated = _load_queries(q, tokens, heads, is_member, SIZES)
     last = length - count + tl.minimum(token, count - 1)
-    stop = length - count + tl.minimum(tile_start + ROWS // GROUP, count)
-    first_seen = tl.maximum(length - count + tile_start - WINDOW + 1, 0)
-    keys += tl.program_id(1) * TILE_STRIDE
-    values += tl.program_id(1) * TILE_STRIDE
+    stop = length - count + tl.minimum(tile_start + TOKENS, count)
+    first_seen = tl.maximum(length - count + tile_start - SIZES.window + 1, 0)
+    keys += tl.program_id(1) * SIZES.tile_stride
+    values += tl.program_id(1) * SIZES.tile_stride
     page_ids += first_page
     if IN_SPLITS:
-        highest, total, sums = nothing_attended(ROWS, COLUMNS)
-        index = first_split(first_seen) if WINDOW else tl.full((), 0, tl.int32)
+        highest, total, sums = nothing_attended(SIZES.rows, SIZES.columns)
+        index = first_split(first_seen) if SIZES.window else tl.full((), 0, tl.int32)
         while split_start(index) < stop:
             start, end = split_start(index), tl.minimum(split_start(index + 1), stop)
             split_highest, split_total, split_sums = _attend_split(
-                *(queries, rotated, keys, values, page_ids, start, end, last, first_seen, scale),
-                *(PAGE_STRIDE, PAGE_SIZE, KEY_SIZE, VALUE_SIZE, MORE, BLOCK, WINDOW, CAP),
+                queries, rotated, keys, values, page_ids, start, end, last, first_seen, scale, SIZES
             )
             highest, total, sums = merged(highest, total, sums, split_highest, split_total, split_sums)
             index += 1
     else:
         highest, total, sums = _attend_split(
-            *(queries, rotated, keys, values, page_ids, 0, stop, last, first_seen, scale),
-            *(PAGE_STRIDE, PAGE_SIZE, KEY_SIZE, VALUE_SIZE, MORE, BLOCK, WINDOW, CAP),
+            queries, rotated, keys, values, page_ids, 0, stop, last, first_seen, scale, SIZES
         )
-    if SINKS:
-        highest, total, sums = with_sinks(highest, total, sums, sinks + heads, is_member)
-    columns = tl.arange(0, COLUMNS)[None, :]
-    targets = (tokens * NUM_HEADS + heads)[:, None] * VALUE_SIZE + columns
-    inside = is_member[:, None] & (columns < VALUE_SIZE)
-    tl.store(out + targets, (sums / total[:, None]).to(out.dtype.element_ty), mask=inside)
+    targets = tokens * SIZES.num_heads + heads
+    store_attended(out, targets, is_member, highest, total, sums, sinks, heads, SIZES.value_size)
 
 
 @triton.jit(
@@ -295,46 +300,29 @@ def _splits_kernel(
     scale: tl.tensor,
     max_splits: tl.tensor,
     num_programs: tl.tensor,
-    TOKEN_STRIDE: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr,
-    TILE_STRIDE: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    KEY_SIZE: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    MORE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAP: tl.constexpr,
+    SIZES: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
-    first_page, length = pages_of(row, page_starts, last_lengths, PAGE_SIZE)
-    members = tl.arange(0, ROWS)
-    heads = tl.program_id(1) * GROUP + members
-    is_member = members < GROUP
-    if NUM_HEADS % GROUP:
-        is_member = is_member & (heads < NUM_HEADS)
-    offsets = row * TOKEN_STRIDE + heads * KEY_SIZE
-    queries, rotated = _load_queries(q, offsets, is_member, KEY_SIZE, VALUE_SIZE, COLUMNS, MORE)
-    last = tl.zeros((ROWS,), tl.int32) + (length - 1)
-    first_seen = tl.maximum(length - WINDOW, 0)
-    keys += tl.program_id(1) * TILE_STRIDE
-    values += tl.program_id(1) * TILE_STRIDE
+    first_page, length = pages_of(row, page_starts, last_lengths, SIZES.page_size)
+    members = tl.arange(0, SIZES.rows)
+    heads = tl.program_id(1) * SIZES.group + members
+    is_member = _is_member(members < SIZES.group, heads, SIZES)
+    queries, rotated = _load_queries(q, row, heads, is_member, SIZES)
+    last = tl.zeros_like(members) + (length - 1)
+    first_seen = tl.maximum(length - SIZES.window, 0)
+    keys += tl.program_id(1) * SIZES.tile_stride
+    values += tl.program_id(1) * SIZES.tile_stride
     page_ids += first_page
     index = tl.program_id(2)
-    if WINDOW:
+    if SIZES.window:
         index += first_split(first_seen)
     while split_start(index) < length:
         start, end = split_start(index), tl.minimum(split_start(index + 1), length)
         highest, total, sums = _attend_split(
-            *(queries, rotated, keys, values, page_ids, start, end, last, first_seen, scale),
-            *(PAGE_STRIDE, PAGE_SIZE, KEY_SIZE, VALUE_SIZE, MORE, BLOCK, WINDOW, CAP),
+            queries, rotated, keys, values, page_ids, start, end, last, first_seen, scale, SIZES
         )
-        targets = (row * max_splits + index) * NUM_HEADS + heads
-        store_split(split_sums, split_marks, targets, highest, total, sums, is_member, VALUE_SIZE)
+        targets = (row * max_splits + index) * SIZES.num_heads + heads
+        store_split(split_sums, split_marks, targets, highest, total, sums, is_member, SIZES.value_size)
         index += num_programs
 
 
@@ -347,40 +335,26 @@ def _merge_kernel(
     out: tl.tensor,
     sinks: tl.tensor,
     max_splits: tl.tensor,
-    NUM_HEADS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    HEADS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SINKS: tl.constexpr,
+    SIZES: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
-    _, length = pages_of(row, page_starts, last_lengths, PAGE_SIZE)
-    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    columns = tl.arange(0, COLUMNS)[None, :]
-    is_head = heads < NUM_HEADS
-    inside = is_head[:, None] & (columns < VALUE_SIZE)
-    highest, total, sums = nothing_attended(HEADS, COLUMNS)
-    index = first_split(tl.maximum(length - WINDOW, 0)) if WINDOW else tl.full((), 0, tl.int32)
+    _, length = pages_of(row, page_starts, last_lengths, SIZES.page_size)
+    heads = tl.program_id(1) * MERGED_HEADS + tl.arange(0, MERGED_HEADS)
+    is_head = heads < SIZES.num_heads
+    highest, total, sums = nothing_attended(MERGED_HEADS, SIZES.columns)
+    index = first_split(tl.maximum(length - SIZES.window, 0)) if SIZES.window else tl.full((), 0, tl.int32)
     while split_start(index) < length:
-        sources = (row * max_splits + index) * NUM_HEADS + heads
-        split_highest = tl.load(split_marks + 2 * sources, mask=is_head, other=0.0)
-        split_total = tl.load(split_marks + 2 * sources + 1, mask=is_head, other=1.0)
-        split = tl.load(split_sums + sources[:, None] * VALUE_SIZE + columns, mask=inside, other=0.0)
-        highest, total, sums = merged(highest, total, sums, split_highest, split_total, split)
+        sources = (row * max_splits + index) * SIZES.num_heads + heads
+        highest, total, sums = with_split(
+            highest, total, sums, split_sums, split_marks, sources, is_head, SIZES.value_size, ""
+        )
         index += 1
-    if SINKS:
-        highest, total, sums = with_sinks(highest, total, sums, sinks + heads, is_head)
-    targets = (row * NUM_HEADS + heads)[:, None] * VALUE_SIZE + columns
-    tl.store(out + targets, (sums / total[:, None]).to(out.dtype.element_ty), mask=inside)
+    store_attended(out, row * SIZES.num_heads + heads, is_head, highest, total, sums, sinks, heads, SIZES.value_size)
 
 
 _attend = KernelLauncher(_attend_kernel)
 _splits = KernelLauncher(_splits_kernel)
 _merge = KernelLauncher(_merge_kernel)
-
-_MERGED_HEADS = 4
 
 
 class AttentionTile(NamedTuple):
@@ -422,16 +396,27 @@ def head_group(num_heads: int, pool: Pool) -> HeadGroup:
     return HeadGroup(AttentionTile(rows, BLOCK, 8, 2) if is_wide else AttentionTile(rows, BLOCK, 4, 3), group)
 
 
-def _sizes(q: Tensor, pool: Pool, group: HeadGroup) -> tuple[int, ...]:
-    """Return the constants of the kernels that compute splits, for q [T, H, E]."""
+def _sizes(q: Tensor, pool: Pool, group: HeadGroup, rules: ScoreRules) -> _Sizes:
+    """Return the constants of the kernels for q [T, H, E]."""
     num_heads, key_size = q.shape[1:]
     _, num_kv_heads, page_size, value_size = pool[1].shape
     head_stride = page_size * key_size
-    tile_stride = head_stride if num_kv_heads > 1 else 0  # between the keys of two tiles
     columns, more = (max(next_power_of_2(size), 16) for size in (value_size, key_size - value_size))
-    return (
-        *(q.stride(0), num_kv_heads * head_stride, tile_stride, num_heads, group.heads, page_size),
-        *(key_size, value_size, columns, more if value_size < key_size else 0, group.tile.rows, group.tile.block),
+    return _Sizes(
+        token_stride=q.stride(0),
+        page_stride=num_kv_heads * head_stride,
+        tile_stride=head_stride if num_kv_heads > 1 else 0,
+        num_heads=num_heads,
+        group=group.heads,
+        page_size=page_size,
+        key_size=key_size,
+        value_size=value_size,
+        columns=columns,
+        more=more if value_size < key_size else 0,
+        rows=group.tile.rows,
+        block=group.tile.block,
+        window=rules.window or 0,
+        cap=rules.cap,
     )
 
 
@@ -453,12 +438,11 @@ def attend(
         in_splits: False: compute rows without splits, which is faster, but differs from ``attend_splits``.
     """
     group = head_group(q.shape[1], pool)
-    sizes = *_sizes(q, pool, group), rules.window or 0, rules.cap, rules.sinks is not None, in_splits
-    sinks = out if rules.sinks is None else rules.sinks
-    tensors = (q, *pool, rows.query_starts, rows.page_starts, rows.last_lengths, rows.page_ids, tiles, out, sinks)
-    key = (q.dtype, sizes, rules.sinks_key, *alignments(q, *pool, out))
+    sizes = _sizes(q, pool, group, rules)
+    tensors = (q, *pool, rows.query_starts, rows.page_starts, rows.last_lengths, rows.page_ids, tiles, out, rules.sinks)
+    key = (q.dtype, sizes, in_splits, rules.sinks_key, *alignments(q, *pool, out))
     grid = tiles.shape[0], -(-q.shape[1] // group.heads), 1
-    _attend(grid, key, (*tensors, rules.factor(scale), *sizes), group.tile.options)
+    _attend(grid, key, (*tensors, rules.factor(scale), sizes, in_splits), group.tile.options)
 
 
 class SplitPlan(NamedTuple):
@@ -483,15 +467,14 @@ def attend_splits(
     max_splits, num_programs = splits
     sums = torch.empty(num_rows, max_splits, num_heads, value_size, dtype=torch.float32, device=q.device)
     stats = torch.empty(num_rows, max_splits, num_heads, 2, dtype=torch.float32, device=q.device)
-    group, window = head_group(num_heads, pool), rules.window or 0
-    sizes = *_sizes(q, pool, group), window, rules.cap
+    group = head_group(num_heads, pool)
+    sizes = _sizes(q, pool, group, rules)
     tensors = (q, *pool, rows.page_starts, rows.last_lengths, rows.page_ids, sums, stats)
     numbers = rules.factor(scale), max_splits, num_programs
     grid = num_rows, -(-num_heads // group.heads), num_programs
     key = (q.dtype, sizes, *alignments(q, *pool, sums, stats))
-    _splits(grid, key, (*tensors, *numbers, *sizes), group.tile.options)
-    page_size, columns = pool[0].shape[2], max(next_power_of_2(value_size), 16)
-    sizes = num_heads, page_size, value_size, columns, _MERGED_HEADS, window, rules.sinks is not None
-    tensors = sums, stats, rows.page_starts, rows.last_lengths, out, out if rules.sinks is None else rules.sinks
+    _splits(grid, key, (*tensors, *numbers, sizes), group.tile.options)
+    tensors = sums, stats, rows.page_starts, rows.last_lengths, out, rules.sinks
     key = (out.dtype, sizes, rules.sinks_key, *alignments(sums, stats, out))
-    _merge((num_rows, -(-num_heads // _MERGED_HEADS), 1), key, (*tensors, max_splits, *sizes), {"num_warps": 4})
+    grid = num_rows, -(-num_heads // MERGED_HEADS.value), 1
+    _merge(grid, key, (*tensors, max_splits, sizes), {"num_warps": 4})

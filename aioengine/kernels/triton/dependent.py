@@ -1,7 +1,7 @@
 """Programmatic dependent launch: a kernel starts while the previous kernel still runs.
 
-A kernel must not read results of the previous kernel before it has waited. DEPENDENT: whether the kernel was launched
-so (``launcher.has_dependent_launch``).
+A kernel must not read results of the previous kernel before it has waited. On GPUs without this feature, the functions
+do nothing.
 """
 
 from __future__ import annotations
@@ -10,18 +10,34 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from aioengine.kernels.triton.launcher import has_dependent_launch
+
+DEPENDENT = tl.constexpr(has_dependent_launch())
+
 
 @triton.jit
-def start_next_and_wait(DEPENDENT: tl.constexpr) -> None:
+def start_next() -> None:
+    """Allow the next kernel to start."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait() -> None:
+    """Wait for the end of the previous kernel."""
+    if DEPENDENT:
+        gdc_wait()
+
+
+@triton.jit
+def start_next_and_wait() -> None:
     """Allow the next kernel to start, then wait for the previous kernel."""
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next()
+    wait()
 
 
 @triton.jit
-def wait_and_start_next(DEPENDENT: tl.constexpr) -> None:
+def wait_and_start_next() -> None:
     """Wait for the previous kernel, then allow the next kernel to start: it may read this kernel's inputs at once."""
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait()
+    start_next()

@@ -41,57 +41,9 @@ def tile_for(num_tokens: int, num_heads: int) -> AttentionTile:
 
 
 @triton.jit
-def _block(
-    queries: tl.tensor,
-    turned: tl.tensor,
-    keys: tl.tensor,
-    rotated: tl.tensor,
-    first: tl.tensor,
-    stop: tl.tensor,
-    last: tl.tensor,
-    highest: tl.tensor,
-    total: tl.tensor,
-    sums: tl.tensor,
-    scale: tl.tensor,
-    stride: tl.tensor,
-    ROTATED_STRIDE: tl.constexpr,
-    KEY_SIZE: tl.constexpr,
-    ROTATED_SIZE: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MASKS: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Update the highest score, sum of weights and weighted values with the block of positions from ``first``."""
-    positions = first + tl.arange(0, BLOCK)
-    key_columns = tl.arange(0, queries.shape[1])[None, :]
-    columns = tl.arange(0, COLUMNS)[None, :]
-    more = tl.arange(0, turned.shape[1])[None, :]
-    pointers = keys + (positions.to(tl.int64) * stride)[:, None]
-    rotated_pointers = rotated + (positions.to(tl.int64) * ROTATED_STRIDE)[:, None]
-    inside = (positions < stop)[:, None]
-    if MASKS or queries.shape[1] > KEY_SIZE:
-        block_keys = tl.load(pointers + key_columns, mask=inside & (key_columns < KEY_SIZE), other=0.0)
-    else:
-        block_keys = tl.load(pointers + key_columns)
-    if MASKS or turned.shape[1] > ROTATED_SIZE:
-        others = tl.load(rotated_pointers + more, mask=inside & (more < ROTATED_SIZE), other=0.0)
-    else:
-        others = tl.load(rotated_pointers + more)
-    scores = tl.dot(turned, tl.trans(others), input_precision="ieee")
-    scores = tl.dot(queries, tl.trans(block_keys), scores, input_precision="ieee")
-    if MASKS:
-        scores = tl.where(positions[None, :] <= last[:, None], scores, MASKED)
-    higher = tl.maximum(highest, tl.max(scores, 1) * scale)
-    weights = tl.exp2(scores * scale - higher[:, None])
-    shrink = tl.exp2(highest - higher)
-    total = total * shrink + tl.sum(weights, 1)
-    if MASKS or VALUE_SIZE < COLUMNS:
-        values = tl.load(pointers + KEY_SIZE + columns, mask=inside & (columns < VALUE_SIZE), other=0.0)
-    else:
-        values = tl.load(pointers + KEY_SIZE + columns)
-    sums = tl.dot(weights.to(values.dtype), values, sums * shrink[:, None], input_precision="ieee")
-    return higher, total, sums
+def _loaded(pointers: tl.tensor, inside: tl.tensor, HAS_MASK: tl.constexpr) -> tl.tensor:
+    """Load from pointers [...]; 0 outside of the mask. HAS_MASK: whether the mask may be false."""
+    return tl.load(pointers, mask=inside, other=0.0) if HAS_MASK else tl.load(pointers)
 
 
 @triton.jit(
@@ -134,24 +86,35 @@ def _attend_kernel(
     token = tile_start + tl.arange(0, ROWS)
     is_there = token < count
     tokens = (first_token + token).to(tl.int64)
-    pointers = q + (tokens * Q_TOKEN)[:, None] + head * Q_HEAD
-    queries = load_part(pointers, is_there, KEY_SIZE, KEY_COLUMNS)
-    turned = load_part(pointers + KEY_SIZE, is_there, ROTATED_SIZE, MORE)
+    own = q + (tokens * Q_TOKEN)[:, None] + head * Q_HEAD
+    queries = load_part(own, is_there, KEY_SIZE, KEY_COLUMNS)
+    turned = load_part(own + KEY_SIZE, is_there, ROTATED_SIZE, MORE)
     first_position = length - count + tile_start
     last = tl.minimum(first_position + tl.arange(0, ROWS), length - 1)
     stop, seen_by_all = tl.minimum(first_position + ROWS, length), (first_position + 1) // BLOCK * BLOCK
     highest, total, sums = nothing_attended(ROWS, COLUMNS)
-    for first in tl.range(0, seen_by_all, BLOCK):
-        highest, total, sums = _block(
-            *(queries, turned, keys, rotated, first, stop, last, highest, total, sums, scale, stride),
-            *(ROTATED_STRIDE, KEY_SIZE, ROTATED_SIZE, VALUE_SIZE, COLUMNS, BLOCK, False),
-        )
-    for first in tl.range(seen_by_all, stop, BLOCK):
-        highest, total, sums = _block(
-            *(queries, turned, keys, rotated, first, stop, last, highest, total, sums, scale, stride),
-            *(ROTATED_STRIDE, KEY_SIZE, ROTATED_SIZE, VALUE_SIZE, COLUMNS, BLOCK, True),
-        )
+    key_columns, more = tl.arange(0, KEY_COLUMNS)[None, :], tl.arange(0, MORE)[None, :]
     columns = tl.arange(0, COLUMNS)[None, :]
+    for MASKS in tl.static_range(2):  # first the blocks that all tokens see, then the others
+        for first in tl.range(seen_by_all if MASKS else 0, stop if MASKS else seen_by_all, BLOCK):
+            positions = first + tl.arange(0, BLOCK)
+            pointers = keys + (positions.to(tl.int64) * stride)[:, None]
+            inside = (positions < stop)[:, None]
+            is_key = inside & (key_columns < KEY_SIZE)
+            key_part = _loaded(pointers + key_columns, is_key, MASKS or KEY_COLUMNS > KEY_SIZE)
+            others = rotated + (positions.to(tl.int64) * ROTATED_STRIDE)[:, None] + more
+            others = _loaded(others, inside & (more < ROTATED_SIZE), MASKS or MORE > ROTATED_SIZE)
+            scores = tl.dot(turned, tl.trans(others), input_precision="ieee")
+            scores = tl.dot(queries, tl.trans(key_part), scores, input_precision="ieee")
+            if MASKS:
+                scores = tl.where(positions[None, :] <= last[:, None], scores, MASKED)
+            higher = tl.maximum(highest, tl.max(scores, 1) * scale)
+            weights = tl.exp2(scores * scale - higher[:, None])
+            shrink = tl.exp2(highest - higher)
+            highest, total = higher, total * shrink + tl.sum(weights, 1)
+            values = pointers + KEY_SIZE + columns
+            values = _loaded(values, inside & (columns < VALUE_SIZE), MASKS or COLUMNS > VALUE_SIZE)
+            sums = tl.dot(weights.to(values.dtype), values, sums * shrink[:, None], input_precision="ieee")
     targets = out + (tokens * OUT_TOKEN)[:, None] + head * VALUE_SIZE + columns
     attended = (sums / total[:, None]).to(out.dtype.element_ty)
     tl.store(targets, attended, mask=is_there[:, None] & (columns < VALUE_SIZE))

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from aioengine.kernels.triton.dependent import wait_and_start_next
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, has_dependent_launch, options
+from aioengine.kernels.triton.launcher import KernelLauncher, alignments, options
 from aioengine.kernels.triton.routing import align
 
 if TYPE_CHECKING:
@@ -68,12 +68,12 @@ def _tiled_kernel(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, order: tl.tensor, tiles: tl.tensor,
     num_tiles: tl.tensor, max_tiles: tl.tensor, NUM_OUTPUTS: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, IS_GATED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, DEPENDENT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
 ) -> None:  # fmt: skip
     num_blocks = tl.cdiv(NUM_OUTPUTS, OUTPUTS)  # a constant, so that the compiler knows that stores are aligned
     tile = tl.program_id(0) // num_blocks
     outputs = tl.program_id(0) % num_blocks * OUTPUTS + tl.arange(0, OUTPUTS)
-    wait_and_start_next(DEPENDENT)
+    wait_and_start_next()
     expert, first, end = tl.load(tiles + tile), tl.load(tiles + max_tiles + tile), tl.load(tiles + 2 * max_tiles + tile)
     if tile < tl.load(num_tiles):  # otherwise the loaded numbers are undefined
         rows = first + tl.arange(0, ROWS)
@@ -113,14 +113,14 @@ def _tiled_kernel(
 def _vector_gated_kernel(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, experts: tl.tensor, num_outputs: tl.tensor,
     SIZE: tl.constexpr, TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
-    HAS_BIAS: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, DEPENDENT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
 ) -> None:  # fmt: skip
     pair = tl.program_id(1)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_output = (outputs < num_outputs)[:, None]
     columns = tl.arange(0, BLOCK)[None, :]
     vectors = x + (pair // TOP_K).to(tl.int64) * SIZE + columns + tl.zeros((OUTPUTS, 1), tl.int32)
-    wait_and_start_next(DEPENDENT)
+    wait_and_start_next()
     expert = tl.load(experts + pair).to(tl.int64)
     pointers = weight + (expert * (2 * num_outputs) + outputs.to(tl.int64))[:, None] * SIZE + columns
     up_pointers = pointers + num_outputs.to(tl.int64) * SIZE
@@ -158,13 +158,13 @@ def _vector_down_kernel(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, experts: tl.tensor, pair_weights: tl.tensor,
     shared: tl.tensor, gates: tl.tensor, num_outputs: tl.tensor,
     SIZE: tl.constexpr, TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_GATE: tl.constexpr, DEPENDENT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_GATE: tl.constexpr,
 ) -> None:  # fmt: skip
     token = tl.program_id(1)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_output = outputs < num_outputs
     columns = tl.arange(0, BLOCK)[None, :]
-    wait_and_start_next(DEPENDENT)
+    wait_and_start_next()
     total = tl.zeros((OUTPUTS,), tl.float32)
     lines, factors = (), ()
     for index in tl.static_range(TOP_K):
@@ -193,12 +193,12 @@ def _vector_down_kernel(
 def _sum_kernel(
     parts: tl.tensor, pair_weights: tl.tensor, out: tl.tensor, shared: tl.tensor, gates: tl.tensor,
     num_outputs: tl.tensor, TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, HAS_SHARED: tl.constexpr,
-    HAS_GATE: tl.constexpr, DEPENDENT: tl.constexpr,
+    HAS_GATE: tl.constexpr,
 ) -> None:  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_output = outputs < num_outputs
-    wait_and_start_next(DEPENDENT)
+    wait_and_start_next()
     own = parts + token * TOP_K * num_outputs + outputs
     total = tl.zeros((OUTPUTS,), tl.float32)
     for index in tl.static_range(TOP_K):
@@ -283,7 +283,7 @@ def _multiply_tiles(
     arguments = (
         *(x, weight, weight if bias is None else bias, out, tiling.order, tiling.tiles, tiling.num_tiles),
         *(max_tiles, num_outputs, size, top_k, tile.rows, tile.outputs, tile.block, tile.stages),
-        *(gate is not None, bias is not None, limit, alpha, has_dependent_launch()),
+        *(gate is not None, bias is not None, limit, alpha),
     )
     key = x.dtype, weight.shape, tile, top_k, gate, bias is None, *alignments(x, weight)
     _tiled((max_tiles * -(-num_outputs // tile.outputs), 1, 1), key, arguments, options(tile.warps))
@@ -333,7 +333,7 @@ def multiply_vectors(
     out = x.new_empty((num_tokens * top_k, num_outputs))
     arguments = (
         *(x, weight, weight if bias is None else bias, out, chosen.experts, num_outputs, size, top_k),
-        *(outputs, block, unroll, bias is not None, *weights.gate, has_dependent_launch()),
+        *(outputs, block, unroll, bias is not None, *weights.gate),
     )
     key = x.dtype, weight.shape, programs, top_k, weights.gate, bias is None, *alignments(x, weight)
     _vector_gated((-(-num_outputs // outputs), num_tokens * top_k, 1), key, arguments, options(num_warps))
@@ -370,8 +370,8 @@ def _shared_tensors(shared: SharedOutputs | None, unused: Tensor) -> tuple[Tenso
     return shared.values, unused if shared.gates is None else shared.gates
 
 
-def _flags(shared: SharedOutputs | None) -> tuple[bool, bool, bool]:
-    return shared is not None, shared is not None and shared.gates is not None, has_dependent_launch()
+def _flags(shared: SharedOutputs | None) -> tuple[bool, bool]:
+    return shared is not None, shared is not None and shared.gates is not None
 
 
 def _shared_key(shared: SharedOutputs | None) -> tuple[object, ...]:

@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from aioengine.kernels.triton.dependent import start_next_and_wait
-from aioengine.kernels.triton.launcher import KernelLauncher, compile_only, has_dependent_launch, options
+from aioengine.kernels.triton.launcher import KernelLauncher, compile_only, options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,10 +71,9 @@ def _gated_kernel(
     OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ) -> None:
     first = tl.program_id(0) * OUTPUTS
-    start_next_and_wait(DEPENDENT)
+    start_next_and_wait()
     gate, up = tl.zeros((OUTPUTS, ROWS), tl.float32), tl.zeros((OUTPUTS, ROWS), tl.float32)
     if MORE > 0:
         gate_more, up_more = tl.zeros((OUTPUTS, MORE), tl.float32), tl.zeros((OUTPUTS, MORE), tl.float32)
@@ -121,10 +120,7 @@ def matmul(x: Tensor, weight: Tensor, programs: Programs) -> Tensor:
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
     tiles = [TensorDescriptor.from_tensor(x, [tile_rows, block]) for tile_rows in (rows, more or rows)]
     tiles.append(TensorDescriptor.from_tensor(weight, [outputs, block]))
-    arguments = (
-        *(*tiles, out, num_rows, num_outputs, size, rows, more, outputs, block, stages),
-        has_dependent_launch(),
-    )
+    arguments = (*(*tiles, out, num_rows, num_outputs, size, rows, more, outputs, block, stages),)
     key = x.dtype, weight.shape, programs
     _gated((-(-num_outputs // outputs), 1, 1), key, arguments, options(num_warps))
     return out

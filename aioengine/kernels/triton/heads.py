@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from aioengine.kernels.triton.dependent import start_next_and_wait
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, has_dependent_launch, next_power_of_2, options
+from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,7 +89,6 @@ def _rotate_kernel(
     NORMS: tl.constexpr,
     WRITES: tl.constexpr,
     MOVES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS_AT_ONCE + tl.arange(0, HEADS_AT_ONCE)[:, None]
@@ -100,7 +99,7 @@ def _rotate_kernel(
     if NORMS:  # the weights are constant, so they need not wait for the previous kernel
         weight_low, weight_high = _norm_weights(query_weight, key_weight, head < NUM_QUERY, columns, HALF)
         least = tl.load(epsilon)
-    start_next_and_wait(DEPENDENT)
+    start_next_and_wait()
     low = tl.load(pointers, mask=inside, other=0.0)
     high = tl.load(pointers + HALF, mask=inside, other=0.0)
     value_low, value_high = low, high
@@ -149,7 +148,6 @@ def _write_kernel(
     HEADS_AT_ONCE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     MOVES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS_AT_ONCE + tl.arange(0, HEADS_AT_ONCE)[:, None]
@@ -162,7 +160,7 @@ def _write_kernel(
     is_key = inside & (head >= NUM_QUERY) & (head < NUM_QUERY + NUM_KV)
     kv_head = head - NUM_QUERY
     kv_head = tl.where(kv_head < NUM_KV, kv_head, kv_head - NUM_KV)
-    start_next_and_wait(DEPENDENT)
+    start_next_and_wait()
     slot = tl.load(slots + token).to(tl.int64)
     target = ((slot // PAGE_SIZE * NUM_KV + kv_head) * PAGE_SIZE + slot % PAGE_SIZE) * SIZE + columns
     key = tl.load(new_keys + token * key_token + kv_head * key_head + columns, mask=is_key, other=0.0)
@@ -198,7 +196,6 @@ def _rotate_qk_kernel(
     HALF: tl.constexpr,
     COLUMNS: tl.constexpr,
     HEADS_AT_ONCE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS_AT_ONCE + tl.arange(0, HEADS_AT_ONCE)[:, None]
@@ -206,7 +203,7 @@ def _rotate_qk_kernel(
     is_query = (head < NUM_QUERY) & (columns < HALF)
     is_key = (head >= NUM_QUERY) & (head < NUM_QUERY + NUM_KV) & (columns < HALF)
     key_index = head - NUM_QUERY
-    start_next_and_wait(DEPENDENT)
+    start_next_and_wait()
     query = queries + token * query_token + head * query_head + columns
     key = keys + token * key_token + key_index * key_head + columns
     low = tl.where(is_query, tl.load(query, mask=is_query), tl.load(key, mask=is_key))
@@ -274,7 +271,6 @@ def rotate(
     arguments = (
         *(heads, stride, cos, sin, *(norms or (cos, cos, cos)), slots, keys, values, heads if out is None else out),
         *(num_query, num_kv, half, next_power_of_2(half), HEADS, page_size, has_norms, writes, moves),
-        has_dependent_launch(),
     )
     dtypes = heads.dtype, keys.dtype, slots.dtype, norms[0].dtype if norms else None
     sizes = stride, num_query, num_kv, half, page_size
@@ -293,7 +289,7 @@ def write(q: Tensor, k: Tensor, v: Tensor, *, target: tuple[Tensor, Tensor, Tens
     moves, page_size = out is not None, keys.shape[2]
     arguments = (
         *(q, *strides[:2], k, *strides[2:4], v, *strides[4:], slots, keys, values, keys if out is None else out),
-        *(num_query, num_kv, size, next_power_of_2(size), HEADS, page_size, moves, has_dependent_launch()),
+        *(num_query, num_kv, size, next_power_of_2(size), HEADS, page_size, moves),
     )
     tensors = (q, k, v) if out is None else (q, k, v, out)
     key = (q.dtype, keys.dtype, slots.dtype, num_query, num_kv, size, page_size, moves, _forms(tensors, strides))
@@ -311,7 +307,7 @@ def rotate_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, T
     half = size // 2
     arguments = (
         *(q, *strides[:2], k, *strides[2:], cos, sin, out_q, out_k),
-        *(num_query, num_kv, half, next_power_of_2(half), HEADS, has_dependent_launch()),
+        *(num_query, num_kv, half, next_power_of_2(half), HEADS),
     )
     key = (q.dtype, num_query, num_kv, half, _forms((q, k, cos, sin), strides))
     grid = num_tokens, -(-(num_query + num_kv) // HEADS), 1

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from aioengine.kernels.triton.attention import AttentionTile, load_part, pages_of
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2
-from aioengine.kernels.triton.scores import MASKED, nothing_attended, softmax_step, store_split
+from aioengine.kernels.triton.scores import MASKED, nothing_attended, softmax_step, store_attended, store_split
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,45 +66,6 @@ def part_size(length: tl.tensor, few_parts: tl.tensor, most_parts: tl.tensor, BL
     )
 
 
-@triton.jit
-def _attend_part(
-    queries: tl.tensor,
-    turned: tl.tensor,
-    keys: tl.tensor,
-    page_ids: tl.tensor,
-    pages: tl.tensor,
-    start: tl.tensor,
-    stop: tl.tensor,
-    scale: tl.tensor,
-    PAGE_SIZE: tl.constexpr,
-    KEY_SIZE: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return the highest score, sum of weights and weighted values of each head over positions start to stop.
-
-    pages: page ids of the first block. The page ids of the next block are loaded together with the keys of a block,
-    so that the keys never wait for them.
-    """
-    columns = tl.arange(0, queries.shape[1])[None, :]
-    more = tl.arange(0, turned.shape[1])[None, :]
-    highest, total, sums = nothing_attended(queries.shape[0], queries.shape[1])
-    for first in tl.range(start, stop, BLOCK):
-        positions = first + tl.arange(0, BLOCK)
-        inside = (positions < stop)[:, None]
-        sources = keys + ((pages.to(tl.int64) * PAGE_SIZE + positions % PAGE_SIZE) * KEY_SIZE)[:, None]
-        values = tl.load(sources + columns, mask=inside & (columns < VALUE_SIZE), other=0.0)
-        others = tl.load(sources + VALUE_SIZE + more, mask=inside & (more < KEY_SIZE - VALUE_SIZE), other=0.0)
-        following = positions + BLOCK
-        pages = tl.load(page_ids + following // PAGE_SIZE, mask=following < stop, other=0)
-        scores = tl.dot(turned, tl.trans(others), input_precision="ieee")
-        scores = tl.dot(queries, tl.trans(values), scores, input_precision="ieee") * scale
-        scores = tl.where((positions < stop)[None, :], scores, MASKED)
-        weights, shrink, highest, total = softmax_step(scores, highest, total)
-        sums = tl.dot(weights.to(values.dtype), values, sums * shrink[:, None], input_precision="ieee")
-    return highest, total, sums
-
-
 @triton.jit(
     do_not_specialize=["few_parts", "most_parts"],
     do_not_specialize_on_alignment=["page_starts", "last_lengths", "page_ids"],
@@ -143,22 +104,32 @@ def _parts_kernel(
         return
     stop = tl.minimum(start + size, length)
     page_ids += first_page
-    positions = start + tl.arange(0, BLOCK)
-    pages = tl.load(page_ids + positions // PAGE_SIZE, mask=positions < stop, other=0)
+    following = start + tl.arange(0, BLOCK)
+    pages = tl.load(page_ids + following // PAGE_SIZE, mask=following < stop, other=0)
     heads = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     is_head = heads < NUM_HEADS
     pointers = latent + row * LATENT_ROW + heads * LATENT_HEAD
     queries = load_part(pointers[:, None], is_head, VALUE_SIZE, COLUMNS)
     pointers = rotated + row * ROTATED_ROW + heads * ROTATED_HEAD
     turned = load_part(pointers[:, None], is_head, KEY_SIZE - VALUE_SIZE, MORE)
-    highest, total, sums = _attend_part(
-        *(queries, turned, keys, page_ids, pages, start, stop, scale, PAGE_SIZE, KEY_SIZE, VALUE_SIZE, BLOCK)
-    )
-    columns = tl.arange(0, COLUMNS)[None, :]
-    inside = is_head[:, None] & (columns < VALUE_SIZE)
+    columns, more = tl.arange(0, COLUMNS)[None, :], tl.arange(0, MORE)[None, :]
+    highest, total, sums = nothing_attended(HEADS, COLUMNS)
+    for first in tl.range(start, stop, BLOCK):
+        positions = first + tl.arange(0, BLOCK)
+        inside = (positions < stop)[:, None]
+        sources = keys + ((pages.to(tl.int64) * PAGE_SIZE + positions % PAGE_SIZE) * KEY_SIZE)[:, None]
+        values = tl.load(sources + columns, mask=inside & (columns < VALUE_SIZE), other=0.0)
+        others = tl.load(sources + VALUE_SIZE + more, mask=inside & (more < KEY_SIZE - VALUE_SIZE), other=0.0)
+        # the page ids of the next block are loaded together with the keys of this block, which never wait for them
+        following = positions + BLOCK
+        pages = tl.load(page_ids + following // PAGE_SIZE, mask=following < stop, other=0)
+        scores = tl.dot(turned, tl.trans(others), input_precision="ieee")
+        scores = tl.dot(queries, tl.trans(values), scores, input_precision="ieee") * scale
+        scores = tl.where((positions < stop)[None, :], scores, MASKED)
+        weights, shrink, highest, total = softmax_step(scores, highest, total)
+        sums = tl.dot(weights.to(values.dtype), values, sums * shrink[:, None], input_precision="ieee")
     if size >= length:
-        places = out + ((row * NUM_HEADS + heads) * VALUE_SIZE)[:, None] + columns
-        tl.store(places, (sums / total[:, None]).to(out.dtype.element_ty), mask=inside)
+        store_attended(out, row * NUM_HEADS + heads, is_head, highest, total, sums, None, heads, VALUE_SIZE)
     else:
         targets = (row * most_parts + part) * NUM_HEADS + heads
         store_split(part_sums, part_marks, targets, highest, total, sums, is_head, VALUE_SIZE)

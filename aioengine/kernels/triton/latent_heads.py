@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from aioengine.kernels.triton.dependent import start_next_and_wait
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, has_dependent_launch, next_power_of_2, options
+from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
 from aioengine.kernels.triton.rows import rms_normed
 
 if TYPE_CHECKING:
@@ -113,14 +113,13 @@ def _heads_kernel(
     HEADS: tl.constexpr,
     KEEPS: tl.constexpr,
     WRITES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ) -> None:
     KEY_SIZE: tl.constexpr = VALUE_SIZE + 2 * HALF
     token = tl.program_id(0).to(tl.int64)
     cos, sin = cos + token * (2 * HALF), sin + token * (2 * HALF)
     target = heads + token * OUT_STRIDE
     if tl.program_id(1) > 0:
-        start_next_and_wait(DEPENDENT)
+        start_next_and_wait()
         head = (tl.program_id(1) - 1) * HEADS + tl.arange(0, HEADS)[:, None]
         _store_queries(
             *(q + token * Q_STRIDE + head * QUERY_SIZE, target + head * OUT_HEAD, cos, sin, head < NUM_HEADS),
@@ -131,7 +130,7 @@ def _heads_kernel(
         is_value = values < VALUE_SIZE
         scale = tl.load(weight + values, mask=is_value, other=0.0)
         least = tl.load(epsilon)
-        start_next_and_wait(DEPENDENT)
+        start_next_and_wait()
         latent = tl.load(latents + token * LATENT_STRIDE + values, mask=is_value, other=0.0)
         normed = rms_normed(latent, scale, VALUE_SIZE, least, False)
         # names differ from the other branch, because Triton merges variables of both branches
@@ -173,7 +172,7 @@ def _launch(q: Tensor, latents: Tensor, out: _Out, *, norm: Norm, tables: tuple[
     sizes = (
         *(q.stride(0), latents.stride(0), *out.heads.stride()[:2], num_heads, query_size, value_size, half),
         *(next_power_of_2(value_size), next_power_of_2(half), copied, HEADS),
-        *(out.keeps, out.pages is not None, has_dependent_launch()),
+        *(out.keeps, out.pages is not None),
     )
     tensors = q, latents, *norm, *tables, out.heads, slots, keys
     key = q.dtype, keys.dtype, slots.dtype, sizes, *alignments(q, latents, norm[0], out.heads, keys)

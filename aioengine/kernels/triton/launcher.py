@@ -108,7 +108,7 @@ def has_dependent_launch() -> bool:
 
     A kernel then starts while the previous kernel still runs, and waits for it inside.
     """
-    return torch.cuda.get_device_capability() >= (9, 0)
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
 @lru_cache(maxsize=32)

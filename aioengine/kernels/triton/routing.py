@@ -14,7 +14,7 @@ import triton.language as tl
 
 from aioengine.kernels.expert_types import ChosenExperts
 from aioengine.kernels.triton.dependent import wait_and_start_next
-from aioengine.kernels.triton.launcher import KernelLauncher, has_dependent_launch, next_power_of_2, options
+from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2, options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,13 +38,13 @@ def _route_kernel(
     logits: tl.tensor, bias: tl.tensor, experts: tl.tensor, weights: tl.tensor,
     NUM_GROUPS: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr, PLACES: tl.constexpr,
     TOP_K: tl.constexpr, LANES: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_TOP: tl.constexpr, SCALE: tl.constexpr,
-    IS_SIGMOID: tl.constexpr, IS_NORMALIZED: tl.constexpr, HAS_BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
+    IS_SIGMOID: tl.constexpr, IS_NORMALIZED: tl.constexpr, HAS_BIAS: tl.constexpr,
 ) -> None:  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     groups, places = tl.arange(0, GROUPS)[:, None], tl.arange(0, PLACES)[None, :]
     numbers = groups * SIZE + places
     is_expert = (groups < NUM_GROUPS) & (places < SIZE)
-    wait_and_start_next(DEPENDENT)
+    wait_and_start_next()
     scores = tl.load(logits + token * (NUM_GROUPS * SIZE) + numbers, mask=is_expert, other=float("-inf"))
     scores = scores.to(tl.float32)
     if IS_SIGMOID:
@@ -98,10 +98,9 @@ def _counted(
 @triton.jit(do_not_specialize=["num_pairs"])
 def _count_kernel(
     experts: tl.tensor, counts: tl.tensor, num_pairs: tl.tensor, BINS: tl.constexpr, BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ) -> None:  # fmt: skip
     block = tl.program_id(0)
-    wait_and_start_next(DEPENDENT)
+    wait_and_start_next()
     tl.store(counts + block * BINS + tl.arange(0, BINS), _counted(experts, block * BLOCK, num_pairs, BINS, BLOCK))
 
 
@@ -109,10 +108,10 @@ def _count_kernel(
 def _align_kernel(
     experts: tl.tensor, counted: tl.tensor, order: tl.tensor, tiles: tl.tensor, num_tiles: tl.tensor,
     num_pairs: tl.tensor, max_tiles: tl.tensor, BINS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    IS_COUNTED: tl.constexpr, COUNTS: tl.constexpr, DEPENDENT: tl.constexpr,
+    IS_COUNTED: tl.constexpr, COUNTS: tl.constexpr,
 ) -> None:  # fmt: skip
     expert, own_block = tl.program_id(0), tl.program_id(1)
-    wait_and_start_next(DEPENDENT)
+    wait_and_start_next()
     bins = tl.arange(0, BINS)
     counts, before = tl.zeros((BINS,), tl.int32), tl.zeros((BINS,), tl.int32)  # before: in the blocks before this one
     if IS_COUNTED:
@@ -162,7 +161,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> ChosenExpert
         *(logits, logits if bias is None else bias, experts, weights),
         *(routing.num_groups, size, next_power_of_2(routing.num_groups), next_power_of_2(size)),
         *(routing.top_k, next_power_of_2(routing.top_k), routing.top_groups, routing.group_top, routing.scale),
-        *(routing.scoring == "sigmoid", routing.is_normalized, bias is not None, has_dependent_launch()),
+        *(routing.scoring == "sigmoid", routing.is_normalized, bias is not None),
     )
     alignments = logits.data_ptr() % 16, bias is not None and bias.data_ptr() % 16
     key = logits.dtype, None if bias is None else bias.dtype, num_experts, routing, alignments
@@ -200,7 +199,7 @@ def align(chosen: ChosenExperts, *, num_experts: int, rows: int) -> Tiling:
     num_pairs = experts.numel()
     max_tiles = max_num_tiles(num_pairs, num_experts, rows)
     order, tiles, num_tiles = (experts.new_empty(shape) for shape in (num_pairs, (COLUMNS, max_tiles), 1))
-    bins, is_dependent = next_power_of_2(num_experts), has_dependent_launch()
+    bins = next_power_of_2(num_experts)
     is_counted = num_pairs > FEW_PAIRS
     block = BLOCK_OF_MANY if num_pairs > 4 * BLOCK_OF_MANY else min(max(next_power_of_2(num_pairs), 16), BLOCK_OF_FEW)
     num_warps = 8 if block == BLOCK_OF_MANY else 4
@@ -209,11 +208,11 @@ def align(chosen: ChosenExperts, *, num_experts: int, rows: int) -> Tiling:
     if is_counted:
         num_blocks = -(-num_pairs // block)
         counted = experts.new_empty((num_blocks, bins))
-        arguments = experts, counted, num_pairs, bins, block, is_dependent
+        arguments = experts, counted, num_pairs, bins, block
         _count((num_blocks, 1, 1), key, arguments, options(num_warps))
     arguments = (
         *(experts, counted, order, tiles, num_tiles, num_pairs, max_tiles),
-        *(bins, rows, block, is_counted, max(COUNTS_AT_A_TIME // bins, 1), is_dependent),
+        *(bins, rows, block, is_counted, max(COUNTS_AT_A_TIME // bins, 1)),
     )
     _align((num_experts, num_blocks, 1), (*key, rows), arguments, options(num_warps))
     return Tiling(order, tiles, num_tiles, rows, chosen)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from aioengine.kernels.triton.dependent import start_next_and_wait
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, has_dependent_launch, next_power_of_2, options
+from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,14 +38,13 @@ def _norm_kernel(
     ADDS: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < num_columns
     scale = tl.load(weight + columns, mask=inside, other=0.0)  # constant, so it need not wait for the previous kernel
     least = tl.load(epsilon)
-    start_next_and_wait(DEPENDENT)
+    start_next_and_wait()
     x = tl.load(residual + row * row_stride + columns, mask=inside, other=0.0)
     if ADDS:
         x = x + tl.load(delta + row * num_columns + columns, mask=inside, other=0.0)
@@ -65,7 +64,6 @@ def _norm_and_add_kernel(
     NORMS_SUM: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -74,7 +72,7 @@ def _norm_and_add_kernel(
     first_scale = tl.load(behind + columns, mask=inside, other=0.0)
     second_scale = tl.load(before + columns, mask=inside, other=0.0)
     least = tl.load(epsilon)
-    start_next_and_wait(DEPENDENT)
+    start_next_and_wait()
     added = rms_normed(tl.load(delta + places, mask=inside, other=0.0), first_scale, num_columns, least, WIDE)
     x = tl.load(residual + places, mask=inside, other=0.0) + added
     tl.store(residual + places, x, mask=inside)
@@ -94,7 +92,6 @@ def _layer_norm_kernel(
     HAS_BIAS: tl.constexpr,
     KEEPS_SUM: tl.constexpr,
     BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -103,7 +100,7 @@ def _layer_norm_kernel(
     shift = tl.zeros_like(scale)
     if HAS_BIAS:
         shift = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
-    start_next_and_wait(DEPENDENT)
+    start_next_and_wait()
     places = row * num_columns + columns
     x = tl.load(residual + places, mask=inside, other=0.0) + tl.load(delta + places, mask=inside, other=0.0)
     if KEEPS_SUM:
@@ -150,12 +147,11 @@ def _gated_kernel(
     size: tl.tensor,
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
-    start_next_and_wait(DEPENDENT)
+    start_next_and_wait()
     gate = tl.load(x + row * 2 * size + columns, mask=inside, other=0.0)
     up = tl.load(x + row * 2 * size + size + columns, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
@@ -169,10 +165,10 @@ def _gated_kernel(
 
 
 @triton.jit
-def _gelu_kernel(x: tl.tensor, out: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr) -> None:
+def _gelu_kernel(x: tl.tensor, out: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = places < size
-    start_next_and_wait(DEPENDENT)
+    start_next_and_wait()
     given = tl.load(x + places, mask=inside, other=0.0)
     tl.store(out + places, _gelu_of(given.to(tl.float32)).to(given.dtype), mask=inside)
 
@@ -200,7 +196,7 @@ def add_rms_norm(delta: Tensor | None, residual: Tensor, weight: Tensor, epsilon
     block = next_power_of_2(num_columns)
     arguments = (
         *(delta if adds else residual, residual, weight, out),
-        *(residual.stride(0), num_columns, epsilon, adds, is_wide, block, has_dependent_launch()),
+        *(residual.stride(0), num_columns, epsilon, adds, is_wide, block),
     )
     _norm((num_rows, 1, 1), key, arguments, options(_num_warps(block)))
     return out
@@ -214,7 +210,7 @@ def norm_and_add(delta: Tensor, residual: Tensor, post: Tensor, pre: Tensor | No
     block = next_power_of_2(num_columns)
     arguments = (
         *(delta, residual, post, post if pre is None else pre, out, num_columns, epsilon),
-        *(norms_sum, is_wide, block, has_dependent_launch()),
+        *(norms_sum, is_wide, block),
     )
     key = (residual.dtype, num_columns, norms_sum, is_wide, *alignments(delta, residual))
     _norm_and_add((num_rows, 1, 1), key, arguments, options(_num_warps(block)))
@@ -230,7 +226,7 @@ def add_layer_norm(
     block = next_power_of_2(num_columns)
     arguments = (
         *(delta, residual, weight, weight if bias is None else bias, out, num_columns),
-        *(epsilon, bias is not None, keeps_sum, block, has_dependent_launch()),
+        *(epsilon, bias is not None, keeps_sum, block),
     )
     key = (residual.dtype, num_columns, epsilon, bias is not None, keeps_sum, *alignments(delta, residual))
     _layer_norm((num_rows, 1, 1), key, arguments, options(_num_warps(block)))
@@ -247,7 +243,7 @@ def gelu(x: Tensor) -> Tensor:
     out = torch.empty_like(x)
     size, block = x.numel(), 2048
     key = (x.dtype, size % 16 == 0, size >= 1 << 31, x.data_ptr() % 16)
-    _gelu((-(-size // block), 1, 1), key, (x, out, size, block, has_dependent_launch()), options(4))
+    _gelu((-(-size // block), 1, 1), key, (x, out, size, block), options(4))
     return out
 
 
@@ -261,7 +257,7 @@ def _activate_and_mul(x: Tensor, activation: int) -> Tensor:
     num_rows, size = x.shape[0], x.shape[1] // 2
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
     block = min(next_power_of_2(size), 1024)
-    arguments = (x, out, size, activation, block, has_dependent_launch())
+    arguments = (x, out, size, activation, block)
     key = (x.dtype, size, activation, x.data_ptr() % 16)
     _gated((num_rows, -(-size // block), 1), key, arguments, options(4))
     return out

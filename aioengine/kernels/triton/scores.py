@@ -116,6 +116,29 @@ def store_split(
 
 
 @triton.jit
+def with_split(
+    highest: tl.tensor,
+    total: tl.tensor,
+    sums: tl.tensor,
+    split_sums: tl.tensor,
+    split_marks: tl.tensor,
+    sources: tl.tensor,
+    is_head: tl.tensor,
+    VALUE_SIZE: tl.constexpr,
+    CACHE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Merge the stored split of each head into the result of the previous splits. sources: [G], see ``store_split``.
+    CACHE: cache modifier of the loads.
+    """
+    split_highest = tl.load(split_marks + 2 * sources, mask=is_head, other=0.0, cache_modifier=CACHE)
+    split_total = tl.load(split_marks + 2 * sources + 1, mask=is_head, other=1.0, cache_modifier=CACHE)
+    columns = tl.arange(0, sums.shape[1])[None, :]
+    pointers = split_sums + sources[:, None] * VALUE_SIZE + columns
+    split = tl.load(pointers, mask=is_head[:, None] & (columns < VALUE_SIZE), other=0.0, cache_modifier=CACHE)
+    return merged(highest, total, sums, split_highest, split_total, split)
+
+
+@triton.jit
 def with_sinks(
     highest: tl.tensor, total: tl.tensor, sums: tl.tensor, sinks: tl.tensor, is_head: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
@@ -126,3 +149,26 @@ def with_sinks(
     higher = tl.maximum(highest, sink)
     shrink = tl.exp2(highest - higher)
     return higher, tl.fma(total, shrink, tl.exp2(sink - higher)), sums * shrink[:, None]
+
+
+@triton.jit
+def store_attended(
+    out: tl.tensor,
+    targets: tl.tensor,
+    is_head: tl.tensor,
+    highest: tl.tensor,
+    total: tl.tensor,
+    sums: tl.tensor,
+    sinks: tl.tensor,
+    heads: tl.tensor,
+    VALUE_SIZE: tl.constexpr,
+) -> None:
+    """Store the attention result of query rows at indices ``targets`` [G] of ``out``, after adding the sinks of their
+    heads [G] if there are any.
+    """
+    if sinks is not None:
+        highest, total, sums = with_sinks(highest, total, sums, sinks + heads, is_head)
+    columns = tl.arange(0, sums.shape[1])[None, :]
+    inside = is_head[:, None] & (columns < VALUE_SIZE)
+    places = targets[:, None] * VALUE_SIZE + columns
+    tl.store(out + places, (sums / total[:, None]).to(out.dtype.element_ty), mask=inside)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, has_dependent_launch, next_power_of_2, options
+from aioengine.kernels.triton.dependent import DEPENDENT, wait_and_start_next
+from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,20 +44,17 @@ def _skinny_kernel(
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ) -> None:
     tile, split = tl.program_id(0), tl.program_id(1)
     first = split * (SIZE // SPLITS)
     outputs, rows = tile * OUTPUTS + tl.arange(0, OUTPUTS)[:, None], tl.arange(0, ROWS)[None, :]
     columns = tl.arange(0, BLOCK)
     lines = weight + tl.minimum(outputs, num_outputs - 1).to(tl.int64) * SIZE + first
-    if DEPENDENT:
-        if AHEAD > 0:  # prefetch weights, 64 elements per line: they do not depend on the previous kernel
-            ahead = (lines + tl.arange(0, AHEAD)[None, :] * 64).to(tl.int64)
-            asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
-            tl.inline_asm_elementwise(asm, "=r,l", [ahead], dtype=tl.int32, is_pure=False, pack=1)
-        gdc_wait()
-        gdc_launch_dependents()  # not earlier: the next kernel may read x without waiting (adapter_linear)
+    if DEPENDENT and AHEAD > 0:  # prefetch weights, 64 elements per line: they do not depend on the previous kernel
+        ahead = (lines + tl.arange(0, AHEAD)[None, :] * 64).to(tl.int64)
+        asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
+        tl.inline_asm_elementwise(asm, "=r,l", [ahead], dtype=tl.int32, is_pure=False, pack=1)
+    wait_and_start_next()  # not earlier: the next kernel may read x without waiting (adapter_linear)
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for start in tl.range(0, SIZE // SPLITS, BLOCK, num_stages=STAGES):
         part = tl.load(lines + start + columns[None, :])
@@ -124,7 +121,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, *, programs: Programs
     has_bias = bias is not None
     arguments = (
         *(x, weight, weight if bias is None else bias, partials, num_done, out, num_rows, num_outputs),
-        *(size, rows, outputs, block, splits, stages, ahead, has_bias, has_dependent_launch()),
+        *(size, rows, outputs, block, splits, stages, ahead, has_bias),
     )
     key = (x.dtype, weight.shape, programs, rows, has_bias, *alignments(x, weight))
     _skinny((tiles, splits, 1), key, arguments, options(num_warps))

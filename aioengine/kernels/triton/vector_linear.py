@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from aioengine.kernels.triton.dependent import wait_and_start_next
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, has_dependent_launch, options
+from aioengine.kernels.triton.launcher import KernelLauncher, alignments, options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +27,6 @@ def products(
     x: tl.tensor,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ) -> tl.tensor:
     """Return the products [rows] of matrix rows with x. lines: pointers [rows, 1] to the rows.
 
@@ -36,7 +35,7 @@ def products(
     columns = tl.arange(0, BLOCK)
     pointers = lines + columns[None, :]
     part = tl.load(pointers, mask=is_row & (columns[None, :] < SIZE), other=0.0, eviction_policy="evict_first")
-    wait_and_start_next(DEPENDENT)
+    wait_and_start_next()
     vector = tl.load(x + columns, mask=columns < SIZE, other=0.0)
     total = part.to(tl.float32) * vector.to(tl.float32)[None, :]
     for start in tl.range(BLOCK, SIZE, BLOCK, loop_unroll_factor=4):
@@ -58,11 +57,10 @@ def _matmul_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ) -> None:
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     lines = weight + rows[:, None].to(tl.int64) * SIZE
-    result = products(lines, rows[:, None] < num_outputs, x, SIZE, BLOCK, DEPENDENT)
+    result = products(lines, rows[:, None] < num_outputs, x, SIZE, BLOCK)
     if HAS_BIAS:
         result += tl.load(bias + rows, mask=rows < num_outputs, other=0.0).to(tl.float32)
     tl.store(out + rows, result.to(out.dtype.element_ty), mask=rows < num_outputs)
@@ -88,7 +86,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, programs: tuple[int, 
     out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
     arguments = (
         *(x, weight, weight if bias is None else bias, out, num_outputs),
-        *(size, rows, block, bias is not None, has_dependent_launch()),
+        *(size, rows, block, bias is not None),
     )
     key = (x.dtype, weight.shape, rows, block, num_warps, bias is None, *alignments(x, weight))
     _matmul((-(-num_outputs // rows), 1, 1), key, arguments, options(num_warps))

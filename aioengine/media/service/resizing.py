@@ -167,5 +167,4 @@ class DeviceResize:
 def check_patches(height: int, width: int, step: int) -> None:
     """Raise ValueError if a picture cannot be cut into squares of ``step`` pixels."""
     if height % step or width % step:
-        message = f"it has {width} x {height} pixels, and without resizing both must be multiples of {step}"
-        raise ValueError(message)
+        raise ValueError(f"it has {width} x {height} pixels, and without resizing both must be multiples of {step}")

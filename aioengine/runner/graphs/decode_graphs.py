@@ -16,13 +16,14 @@ R rows of a step, B rows of its graph, D model size, P pages of the longest row,
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from aioengine.attention._base import CascadeAttention, DecodeBuffers, FixedCascade
+from aioengine.attention._base import CascadeAttention, DecodeBuffers
 from aioengine.kernels.triton.launcher import compile_only
 from aioengine.kernels.triton.sampling import NUM_FIELDS, Draws, SamplingKernels
 from aioengine.runner.graphs.cascade import SharedPrefixes
@@ -35,12 +36,12 @@ from aioengine.runner.sampling.device_sampler import fill_fields, is_simple
 from aioengine.runner.timing import part
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
     from torch import Tensor
 
-    from aioengine.attention._base import CapturableAttention, FixedDecode
+    from aioengine.attention._base import CapturableAttention, FixedCascade, FixedDecode
     from aioengine.kernels.adapter_slots import AdapterTiles
     from aioengine.models._base import Model
     from aioengine.runner.graphs.cascade import Cascade
@@ -57,11 +58,14 @@ the table stores the sampled tokens (-1: the graph does not sample the row), fie
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Graph:
     """A captured step of ``num_rows`` rows, which writes hidden [B, D] and token_ids [B].
 
-    logits: [B, V], in memory that other graphs use too; valid until the next replay.
+    Attributes:
+        logits: [B, V], in memory that other graphs use too; valid until the next replay.
+        cascade_attention: ``attention`` of a graph with cascade attention, else None.
+        planned: the cascade for which the graph was last planned.
     """
 
     num_rows: int
@@ -70,13 +74,8 @@ class _Graph:
     hidden: Tensor
     token_ids: Tensor
     logits: TensorAddress
-
-
-class _DecodeFunction(NamedTuple):
-    """A step to capture. ``compute`` returns hidden states [B, D] and logits [B, V], and writes token_ids [B]."""
-
-    compute: Callable[[], tuple[Tensor, Tensor]]
-    token_ids: Tensor
+    cascade_attention: FixedCascade | None = None
+    planned: Cascade | None = None
 
 
 class TensorAddress:
@@ -101,15 +100,6 @@ class TensorAddress:
         return torch.as_tensor(self, device=device).view(self._dtype)
 
 
-@dataclass(slots=True)
-class _CascadeGraph:
-    """A graph for rows that share pages, and the cascade for which it was last planned."""
-
-    graph: _Graph
-    attention: FixedCascade
-    planned: Cascade | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
     """The results of a replayed step.
@@ -130,54 +120,6 @@ class DecodeStep:
     order: Tensor | None
     needs_masks: bool = False
     last_indices: list[int] | None = None
-
-
-class _GroupMemory:
-    """KV slots of a step, then page ids, for each layer group after the first. The groups share all other inputs."""
-
-    def __init__(self, num_groups: int, capacity: int, device: torch.device) -> None:
-        self._memory = torch.zeros(num_groups, capacity, dtype=torch.int32, device=device)
-        self._host = torch.zeros(num_groups, capacity, dtype=torch.int32, pin_memory=True)
-        self._num_used = 0
-
-    def buffers(self, size: int, first: DecodeBuffers) -> list[DecodeBuffers]:
-        """Return the buffers of all groups for a graph of ``size`` rows. first: the buffers of the first group."""
-        return [first, *(replace(first, slot_mapping=row[:size], page_ids=row[size:]) for row in self._memory)]
-
-    def fill(self, size: int, slots_GR: Ints, page_ids: list[Ints]) -> None:
-        """Write a step for a graph of ``size`` rows: slots_GR [G, R], and the page ids [X] of each group."""
-        num_rows = slots_GR.shape[1]
-        self._num_used = size + len(page_ids[0]) + size - num_rows
-        for host, slots, ids in zip(self._host.numpy(), slots_GR, page_ids, strict=True):
-            host[:num_rows] = slots
-            host[num_rows:size] = 0
-            host[size : size + len(ids)] = ids
-            host[size + len(ids) : self._num_used] = PADDING_PAGE
-
-    def copy(self) -> None:
-        """Queue the copy of the step to the device."""
-        for memory, host in zip(self._memory, self._host, strict=True):
-            memory[: self._num_used].copy_(host[: self._num_used], non_blocking=True)
-
-    def clear(self) -> None:
-        self._memory.zero_()
-
-
-def _fill_draws(
-    columns: Ints, rows: StepRows, sampled: SampledRows, order: Ints64 | slice, *, is_expanded: bool, is_drawn: bool
-) -> None:
-    """Write ``columns`` [1 + NUM_FIELDS, B], the last of ``_COLUMNS``: the indices at which the table stores the
-    sampled tokens, and the fields of ``Draws``. order: [R] the row of the step of each row of the graph.
-    """
-    num_rows = int(rows.token_ends[-1])
-    columns[0] = -1
-    if is_expanded:
-        columns[0, rows.token_ends - 1] = rows.row_indices
-    elif is_drawn:
-        columns[0, :num_rows] = rows.row_indices[order]
-    fill_fields(sampled, columns[1:, : len(rows.requests)])
-    if not isinstance(order, slice):
-        columns[1:, :num_rows] = columns[1:, order]
 
 
 def _fill_pages(
@@ -209,83 +151,79 @@ def _fill_pages(
 
 
 class DecodeGraphs:
-    """The decode graphs of a model, for one table of requests."""
+    """The decode graphs of a model, for one table of requests.
 
-    def __init__(self, model: Model, attention: CapturableAttention, inputs: InputBuilder, vocab_size: int) -> None:
+    Attributes:
+        max_rows: maximum rows of a graph. sizes: the row counts of the graphs, ascending.
+    """
+
+    def __init__(
+        self, model: Model, attention: CapturableAttention, inputs: InputBuilder, *, vocab_size: int, max_rows: int
+    ) -> None:
         """inputs: builds the inputs of steps without graphs; its table, page size and states are used here too."""
         table = inputs.table
+        device = table.last_tokens.device
+        self.max_rows = max_rows
+        self.sizes = ladder(max_rows)
         self._states = inputs.states
         self._model = model
         self._attention = attention
         self._table = table
-        self._vocab_size = vocab_size
         self._page_size = inputs.page_size
         self._last_tokens = table.last_tokens
-        self._device = table.last_tokens.device
-        self._graphs: dict[int, _Graph] = {}
-        self._sizes = np.zeros(0, dtype=np.int64)
-        self._cascade_graphs: list[_CascadeGraph] = []
-        self._graphs_with_adapters: dict[int, _Graph] = {}
-        self._tiles: FixedTiles | None = None
-        self._prefixes: SharedPrefixes | None = None
+        self._device = device
+        # The memory of a step. First: columns, starts of page ids, page ids. For each further layer group with separate
+        # page tables: slots, page ids. The groups share all other inputs.
+        num_groups, _, max_pages = table.page_tables.tables.shape
+        capacity = _COLUMNS * max_rows + max_rows + 1 + max_rows * max_pages
+        host = torch.zeros(num_groups, capacity, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._memory = [*torch.zeros(num_groups, capacity, dtype=torch.int32, device=device)]
+        self._host = [*host]
+        self._host_arrays: list[Ints] = [*host.numpy()]
         self._copied = torch.cuda.Event()
-        self._kernels: SamplingKernels | None = None  # the graphs write to its memory
-        self._memory = torch.empty(0, dtype=torch.int32, device=self._device)
-        self._host = torch.empty(0, dtype=torch.int32)
-        self._groups: _GroupMemory | None = None
-
-    @property
-    def sizes(self) -> list[int]:
-        """The row counts of the graphs, ascending."""
-        return self._sizes.tolist()
-
-    @property
-    def max_rows(self) -> int:
-        return int(self._sizes[-1]) if self._sizes.size else 0
-
-    def capture(self, max_rows: int, report: Callable[[int, int], None]) -> None:
-        """Capture the ladder up to ``max_rows``. report: called with the numbers of captured and of all graphs."""
-        sizes = ladder(max_rows)
-        capacity = _COLUMNS * max_rows + max_rows + 1 + max_rows * self._table.page_table.shape[1]
-        self._memory = torch.zeros(capacity, dtype=torch.int32, device=self._device)
-        self._host = torch.zeros(capacity, dtype=torch.int32, pin_memory=True)
-        num_groups, _, max_pages = self._table.page_tables.tables.shape
-        if num_groups > 1:
-            self._groups = _GroupMemory(num_groups - 1, max_rows * (max_pages + 1), self._device)
-        kernels = SamplingKernels(max_rows=max_rows, vocab_size=self._vocab_size, device=self._device)
-        self._kernels = kernels
-        pool = torch.cuda.graph_pool_handle()
-        attention = self._attention
-        cascade_sizes: list[int] = []
+        self._kernels = SamplingKernels(max_rows=max_rows, vocab_size=vocab_size, device=device)
+        self._graphs: dict[int, _Graph] = {}
+        self._graphs_with_adapters: dict[int, _Graph] = {}
+        self._cascade_graphs: list[_Graph] = []  # ascending
+        tiles = table.adapters.tiles
+        self._tiles = None if tiles is None else FixedTiles(max_rows, tiles, device)
+        self._prefixes: SharedPrefixes | None = None
         if isinstance(attention, CascadeAttention):
-            cascade_sizes = cascade_ladder(max_rows, min_rows=attention.cascade_limits.min_rows)
-            self._prefixes = SharedPrefixes(self._table, attention.cascade_limits, page_size=self._page_size)
-        rows = {size: attention.fixed_decode(size, self._buffers(size)) for size in reversed(sizes)}
+            self._prefixes = SharedPrefixes(table, attention.cascade_limits, page_size=self._page_size)
+
+    def capture(self, report: Callable[[int, int], None]) -> None:
+        """Capture all graphs. report: called with the numbers of captured and of all graphs."""
+        attention, tiles = self._attention, self._tiles
+        rows = {size: attention.fixed_decode(size, self._buffers(size)) for size in reversed(self.sizes)}
         cascades: dict[int, FixedCascade] = {}
         if isinstance(attention, CascadeAttention):
+            cascade_sizes = cascade_ladder(self.max_rows, min_rows=attention.cascade_limits.min_rows)
             cascades = {size: attention.fixed_cascade(size, self._buffers(size)) for size in reversed(cascade_sizes)}
-        if self._table.adapters.tiles is not None:
-            self._tiles = FixedTiles(max_rows, self._table.adapters.tiles, self._device)
-        self._compile_kernels([*rows.items(), *cascades.items()], kernels)
+        with compile_only():  # compile the kernels of all steps in parallel
+            for size, fixed in [*rows.items(), *cascades.items()]:
+                self._step(size, fixed)()
+                if tiles is not None and size in (1, 2, self.max_rows):  # these use all adapter kernels
+                    self._step(size, fixed, tiles.of(size))()
+        pool = torch.cuda.graph_pool_handle()
         num_graphs = len(rows) + len(cascades)
-        if self._tiles is not None:
+        if tiles is not None:
             for size, fixed in rows.items():
-                tiles = self._tiles.of(size)
-                self._graphs_with_adapters[size] = self._captured(size, fixed, kernels, pool, tiles=tiles)
+                self._graphs_with_adapters[size] = self._captured(size, fixed, pool, tiles.of(size))
         report(0, num_graphs)
         for size, fixed in rows.items():
-            self._graphs[size] = self._captured(size, fixed, kernels, pool)
+            self._graphs[size] = self._captured(size, fixed, pool)
             report(len(self._graphs), num_graphs)
-        for size, fixed in cascades.items():
-            self._cascade_graphs.insert(0, _CascadeGraph(self._captured(size, fixed, kernels, pool), fixed))
+        for size, shared in cascades.items():
+            graph = self._captured(size, shared, pool)
+            graph.cascade_attention = shared
+            self._cascade_graphs.insert(0, graph)
             report(len(rows) + len(self._cascade_graphs), num_graphs)
-        self._sizes = np.array(sizes)
 
     def padded(self, num_rows: int) -> int:
         """Return the row count of the smallest graph for ``num_rows`` rows, or ``num_rows`` if no graph is large
         enough.
         """
-        return num_rows if num_rows > self.max_rows else int(self._sizes[np.searchsorted(self._sizes, num_rows)])
+        return num_rows if num_rows > self.max_rows else self.sizes[bisect_left(self.sizes, num_rows)]
 
     def fits(self, rows: StepRows) -> bool:
         """Return whether these rows are a decode step with a graph."""
@@ -301,48 +239,44 @@ class DecodeGraphs:
 
     def replay(self, rows: StepRows, sampled: SampledRows, *, when_ready: Callable[[], None]) -> DecodeStep:
         """Queue the step, which must fit. when_ready: called before its inputs overwrite those of the previous step."""
-        num_rows = int(rows.token_ends[-1])
+        num_rows, table = int(rows.token_ends[-1]), self._table
+        expanded, cascade = None, None
         with part("prepare"):
-            expanded = expand_rows(rows, self._table) if rows.known_ids.size else None
-            slots = self._table.adapters.slots(rows.row_indices)
-            if slots is not None and expanded is not None:
-                slots = slots[expanded.row_of_token]
-            can_share = self._prefixes is not None and expanded is None and slots is None
-            cascade = self._prefixes.find(rows) if self._prefixes and can_share else None
+            slots = table.adapters.slots(rows.row_indices)
+            if rows.known_ids.size:
+                expanded = expand_rows(rows, table)
+                slots = None if slots is None else slots[expanded.row_of_token]
+            elif slots is None and self._prefixes is not None:
+                cascade = self._prefixes.find(rows)
             chosen = self._choose(num_rows, cascade, slots)
             size = chosen.num_rows
             self._copied.synchronize()
-            is_drawn = is_simple(sampled) and expanded is None
-            host = self._host.numpy()
-            num_used = self._fill(host, size, rows, sampled, cascade=cascade, expanded=expanded, is_drawn=is_drawn)
-            ends = _COLUMNS * size
-            chosen.attention.plan(self._host[ends : ends + size + 1], self._host[3 * size : 4 * size])
+            is_drawn = expanded is None and is_simple(sampled)
+            arrays = self._host_arrays
+            num_used = self._fill(arrays, size, rows, sampled, cascade=cascade, expanded=expanded, is_drawn=is_drawn)
+            host, ends = self._host[0], _COLUMNS * size
+            chosen.attention.plan(host[ends : ends + size + 1], host[3 * size : 4 * size])
         when_ready()
-        self._memory[:num_used].copy_(self._host[:num_used], non_blocking=True)
-        if self._groups is not None:
-            self._groups.copy()
+        for memory, host, end in zip(self._memory, self._host, num_used, strict=True):
+            memory[:end].copy_(host[:end], non_blocking=True)
         self._copied.record()
         chosen.graph.replay()
         token_ids = chosen.token_ids[:num_rows] if is_drawn else None
-        needs_masks = not is_drawn and cascade is None and self._may_be_masked(sampled)
-        if expanded is not None:
-            order, last_indices = expanded.last_indices, (rows.token_ends - 1).tolist()
-            return DecodeStep(None, chosen.hidden[order], chosen, order, needs_masks, last_indices)
-        if cascade is None:
-            return DecodeStep(token_ids, chosen.hidden[:num_rows], chosen, None, needs_masks)
-        inverse = cascade.inverse
-        return DecodeStep(None if token_ids is None else token_ids[inverse], chosen.hidden[inverse], chosen, inverse)
-
-    def _may_be_masked(self, sampled: SampledRows) -> bool:
-        table = self._table
+        if cascade is not None:
+            inverse = cascade.inverse
+            token_ids = None if token_ids is None else token_ids[inverse]
+            return DecodeStep(token_ids, chosen.hidden[inverse], chosen, inverse)
         has_readers = table.num_with_logprobs or table.num_with_states
-        return not has_readers and is_simple(sampled, aside_from=table.mask_bit)
+        needs_masks = not (is_drawn or has_readers) and is_simple(sampled, aside_from=table.mask_bit)
+        if expanded is None:
+            return DecodeStep(token_ids, chosen.hidden[:num_rows], chosen, None, needs_masks)
+        order, last_indices = expanded.last_indices, (rows.token_ends - 1).tolist()
+        return DecodeStep(None, chosen.hidden[order], chosen, order, needs_masks, last_indices)
 
     def draw(self, step: DecodeStep, logits: Tensor) -> Tensor:
         """Sample token ids [R] by temperature from masked logits [>= R, V], and store them in the table. ``step`` must
         be the step that was replayed last.
         """
-        assert self._kernels is not None, "no graph was captured"
         num_rows = step.last_indices[-1] + 1 if step.last_indices else len(step.hidden)
         columns = self._columns(step.graph.num_rows)[:, :num_rows]
         token_ids = step.graph.token_ids[:num_rows]
@@ -363,92 +297,102 @@ class DecodeGraphs:
             return chosen
         if cascade is None:
             return self._graphs[self.padded(num_rows)]
-        shared = next(candidate for candidate in self._cascade_graphs if candidate.graph.num_rows >= num_rows)
-        if shared.planned is not cascade:
-            shared.attention.plan_shared(cascade.pages)
-            shared.planned = cascade
-        return shared.graph
+        chosen = next(candidate for candidate in self._cascade_graphs if candidate.num_rows >= num_rows)
+        if chosen.planned is not cascade:
+            assert chosen.cascade_attention is not None
+            chosen.cascade_attention.plan_shared(cascade.pages)
+            chosen.planned = cascade
+        return chosen
 
     def _fill(
         self,
-        host: Ints,
+        hosts: Sequence[Ints],
         size: int,
         rows: StepRows,
         sampled: SampledRows,
         *,
-        cascade: Cascade | None,
+        cascade: Cascade | None = None,
         expanded: ExpandedRows | None = None,
         is_drawn: bool,
-    ) -> int:
-        """Write the inputs of the graph of ``size`` rows to ``host`` [X]. Return the number of integers written."""
+    ) -> list[int]:
+        """Write the inputs of the graph of ``size`` rows to ``hosts``, an array [X] for each layer group with separate
+        page tables. Return the number of integers written to each of them.
+        """
         page_size, ends = self._page_size, _COLUMNS * size
         order = cascade.order if cascade else expanded.row_of_token if expanded else slice(None)
         row_indices = rows.row_indices[order]
         positions = expanded.positions if expanded else rows.starts[order]
+        num_rows = len(positions)
         last_pages = positions // page_size
         last_lengths = positions - last_pages * page_size + 1
         tables_GRP = self._table.page_tables.of_step(row_indices, positions, int(last_pages.max()) + 1)
-        num_rows = len(positions)
-        columns = host[:ends].reshape(_COLUMNS, size)
+        slots_GR = tables_GRP[:, np.arange(num_rows), last_pages] * page_size + last_lengths - 1
+        columns = hosts[0][:ends].reshape(_COLUMNS, size)
         columns[0, :num_rows] = expanded.sources if expanded else row_indices
         columns[1, :num_rows] = rows.shifted(positions, self._model.input_spec.short_length, order)
         if (images := self._table.images) is not None:
             columns[1, :num_rows] += images.deltas[row_indices]
-        columns[2, :num_rows] = tables_GRP[0][np.arange(num_rows), last_pages] * page_size + last_lengths - 1
+        columns[2, :num_rows] = slots_GR[0]
         columns[3, :num_rows] = last_lengths
-        _fill_draws(columns[4:], rows, sampled, order, is_expanded=expanded is not None, is_drawn=is_drawn)
+        columns[4] = -1
+        if expanded:
+            columns[4, rows.token_ends - 1] = rows.row_indices
+        elif is_drawn:
+            columns[4, :num_rows] = row_indices
+        fields = columns[5:]
+        fill_fields(sampled, fields[:, : len(rows.requests)])
+        if not isinstance(order, slice):
+            fields[:, :num_rows] = fields[:, order]
         if num_rows < size:
             columns[:3, num_rows:] = 0
             columns[3, num_rows:] = 1
-            columns[5:, num_rows:] = 0
+            fields[:, num_rows:] = 0
         num_shared = cascade.num_shared if cascade else None
-        num_used, is_used_RP = _fill_pages(host[ends:], size, tables_GRP[0], last_pages, num_shared=num_shared)
-        if self._groups is not None:
-            slots_GR = tables_GRP[1:, np.arange(num_rows), last_pages] * page_size + last_lengths - 1
-            self._groups.fill(size, slots_GR, [table_RP[is_used_RP] for table_RP in tables_GRP[1:]])
-        return ends + num_used
+        num_written, is_used_RP = _fill_pages(hosts[0][ends:], size, tables_GRP[0], last_pages, num_shared=num_shared)
+        num_used = [ends + num_written]
+        for host, slots_R, table_RP in zip(hosts[1:], slots_GR[1:], tables_GRP[1:], strict=True):
+            page_ids = table_RP[is_used_RP]
+            padding = size + len(page_ids)
+            host[:num_rows] = slots_R
+            host[num_rows:size] = 0
+            host[size:padding] = page_ids
+            host[padding : padding + size - num_rows] = PADDING_PAGE
+            num_used.append(padding + size - num_rows)
+        return num_used
 
     def _columns(self, size: int) -> Tensor:
         """Return the columns [_COLUMNS, size] in the memory of a step."""
-        return self._memory[: _COLUMNS * size].view(_COLUMNS, size)
+        return self._memory[0][: _COLUMNS * size].view(_COLUMNS, size)
 
     def _buffers(self, size: int) -> DecodeBuffers:
-        columns, first = self._columns(size), _COLUMNS * size + size + 1
+        (memory, *groups), columns = self._memory, self._columns(size)
+        ends, first = _COLUMNS * size, _COLUMNS * size + size + 1
         buffers = DecodeBuffers(
             slot_mapping=columns[2],
-            starts=self._memory[_COLUMNS * size : first],
+            starts=memory[ends:first],
             last_lengths=columns[3],
-            page_ids=self._memory[first:],
+            page_ids=memory[first:],
             max_pages=self._table.page_table.shape[1],
         )
-        return buffers if self._groups is None else replace(buffers, parts=self._groups.buffers(size, buffers))
-
-    def _compile_kernels(self, steps: list[tuple[int, FixedDecode]], kernels: SamplingKernels) -> None:
-        """Compile the kernels of all steps in parallel, before the first capture."""
-        with compile_only():
-            for size, attention in steps:
-                self._step(size, attention, kernels).compute()
-            if self._tiles is not None:
-                largest = steps[0][0]
-                for size, attention in steps:
-                    if size in (1, 2, largest):  # these use all adapter kernels
-                        self._step(size, attention, kernels, self._tiles.of(size)).compute()
+        if not groups:
+            return buffers
+        parts = [replace(buffers, slot_mapping=group[:size], page_ids=group[size:]) for group in groups]
+        return replace(buffers, parts=[buffers, *parts])
 
     def _step(
-        self, size: int, attention: FixedDecode, kernels: SamplingKernels, tiles: AdapterTiles | None = None
-    ) -> _DecodeFunction:
+        self, size: int, attention: FixedDecode, tiles: AdapterTiles | None = None
+    ) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
+        """Return a function that computes a step of ``size`` rows [B]. tiles: for a step with adapters."""
         columns = self._columns(size)
-        self._memory.zero_()
-        if self._groups is not None:
-            self._groups.clear()
+        for memory in self._memory:
+            memory.zero_()
         attention.plan_first(np.ones(size, dtype=np.int32))
-        stored = columns[4], self._last_tokens
         token_ids = torch.zeros(size, dtype=torch.int64, device=self._device)
         rows = torch.arange(size, device=self._device) if self._model.input_spec.rows else None
         adapters = None if tiles is None else FixedAdapters(tiles, tiles)
 
-        def compute() -> tuple[Tensor, Tensor]:
-            """Return hidden states [B, D] and logits [B, V], and write ``token_ids`` [B]."""
+        def compute() -> tuple[Tensor, Tensor, Tensor]:
+            """Return hidden states [B, D], logits [B, V] and token ids [B], which always have the same memory."""
             last_tokens = self._last_tokens.index_select(0, columns[0])
             inputs = model_inputs(self._model, last_tokens, columns[1], rows=rows, adapters=adapters)
             if self._states is not None:  # padding rows write to the padding page
@@ -456,25 +400,18 @@ class DecodeGraphs:
                 inputs = replace(inputs, states=states)
             hidden = self._model.forward(inputs, attention)
             logits = self._model.compute_logits(hidden)
-            kernels.sample(logits, Draws(columns[5:]), token_ids, stored)
-            return hidden, logits
+            self._kernels.sample(logits, Draws(columns[5:]), token_ids, (columns[4], self._last_tokens))
+            return hidden, logits, token_ids
 
-        return _DecodeFunction(compute, token_ids)
+        return compute
 
     def _captured(
-        self,
-        size: int,
-        attention: FixedDecode,
-        kernels: SamplingKernels,
-        pool: torch.cuda._POOL_HANDLE,
-        *,
-        tiles: AdapterTiles | None = None,
+        self, size: int, attention: FixedDecode, pool: torch.cuda._POOL_HANDLE, tiles: AdapterTiles | None = None
     ) -> _Graph:
-        """Capture a step. tiles: the adapter tiles of a graph for steps with adapters."""
-        step = self._step(size, attention, kernels, tiles)
-        step.compute()  # kernels must not be loaded or chosen during the capture
+        compute = self._step(size, attention, tiles)
+        compute()  # kernels must not be loaded or chosen during the capture
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            hidden, logits = step.compute()
-        return _Graph(size, graph, attention, hidden, step.token_ids, TensorAddress(logits))
+            hidden, logits, token_ids = compute()
+        return _Graph(size, graph, attention, hidden, token_ids, TensorAddress(logits))

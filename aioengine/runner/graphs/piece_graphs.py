@@ -30,79 +30,68 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionShape, CapturableAttention, ForwardBatch
+    from aioengine.attention._base import CapturableAttention, ForwardBatch
     from aioengine.models._base import Model, ModelInputs
     from aioengine.runner.lora.grouping import TileRows
     from aioengine.runner.state_pool import StatePool
 
 
-@dataclass(frozen=True, slots=True)
-class _AttentionBuffers:
-    """The buffers between graphs and attention.
-
-    Attributes:
-        heads: q, k and v as for ``split_heads``, written by graphs.
-        attended: [T, H, V], the attention outputs, read by graphs.
-    """
-
-    heads: Tensor
-    attended: Tensor
-
-    def first(self, num_tokens: int) -> _AttentionBuffers:
-        return _AttentionBuffers(self.heads[:num_tokens], self.attended[:num_tokens])
-
-
 class _GraphSplitter:
     """Replaces attention during the capture: when a layer calls attention, one graph ends and the next begins."""
 
-    def __init__(self, kv_pool: list[tuple[Tensor, Tensor]], slots: list[Tensor], buffers: _AttentionBuffers) -> None:
-        """kv_pool: for each layer, keys [N, K, S, E] and values [N, K, S, V]. slots: for each layer, KV slots [T]."""
+    def __init__(
+        self, kv_pool: list[tuple[Tensor, Tensor]], slots: list[Tensor], heads: Tensor, attended: Tensor
+    ) -> None:
+        """Each layer has an entry in the lists.
+
+        Args:
+            kv_pool: keys [N, K, S, E] and values [N, K, S, V]. slots: KV slots [T].
+            heads: q, k and v as for ``split_heads``, written by graphs.
+            attended: [T, H, V], the attention outputs, read by graphs.
+        """
         self._kv_pool = kv_pool
         self._slots = slots
-        self.buffers = buffers
+        self._heads = heads
+        self._attended = attended
         self._pool: torch.cuda._POOL_HANDLE | None = None
-        self.graphs: list[torch.cuda.CUDAGraph] = []
-
-    def copy(self) -> _GraphSplitter:
-        """Return a splitter for another capture, with the same memory."""
-        return _GraphSplitter(self._kv_pool, self._slots, self.buffers)
+        self._graphs: list[torch.cuda.CUDAGraph] = []  # of the running capture
 
     @contextmanager
-    def capture(self, pool: torch.cuda._POOL_HANDLE) -> Iterator[None]:
-        """Capture the operations inside as ``graphs``: one before the attention of each layer, and one at the end."""
+    def capture(self, pool: torch.cuda._POOL_HANDLE) -> Iterator[list[torch.cuda.CUDAGraph]]:
+        """Capture the operations inside as several graphs: one before the attention of each layer, and one at the end.
+        Yields the list of graphs.
+        """
+        graphs = self._graphs
         self._pool = pool
         self._begin()
         try:
-            yield
+            yield graphs
         finally:
-            self._end()
+            graphs[-1].capture_end()
+            self._graphs = []
 
     def target(self, layer: int) -> KVTarget:
         keys, values = self._kv_pool[layer]
-        return KVTarget(self._slots[layer], keys, values, self.buffers.heads)
+        return KVTarget(self._slots[layer], keys, values, self._heads)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """End a graph and begin the next. Return the memory [T, H * V] that attention writes between them."""
-        if self.graphs:
-            self._end()
+        if self._graphs:
+            self._graphs[-1].capture_end()
             self._begin()
-        return self.buffers.attended.flatten(1)
+        return self._attended.flatten(1)
 
     def _begin(self) -> None:
-        self.graphs.append(torch.cuda.CUDAGraph())
-        self.graphs[-1].capture_begin(pool=self._pool)
-
-    def _end(self) -> None:
-        self.graphs[-1].capture_end()
+        self._graphs.append(torch.cuda.CUDAGraph())
+        self._graphs[-1].capture_begin(pool=self._pool)
 
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """A captured step: its graphs, their inputs and buffers, and their result ``hidden`` [R, D]."""
+    """A captured step: its graphs, their inputs, and their result ``hidden`` [R, D]."""
 
     graphs: list[torch.cuda.CUDAGraph]
     inputs: PaddedInputs
-    buffers: _AttentionBuffers
     hidden: Tensor
 
 
@@ -120,14 +109,20 @@ class PieceGraphs:
         states: StatePool | None = None,
     ) -> None:
         """kv_layers: [1 or 2, N, K, S, E] of each layer. max_rows: maximum rows of a step."""
+        shape = model.attention_shape
         self._states = states
         self._model = model
         self._attention = attention
-        self._kv_pool = keys_and_values(kv_layers, model.attention_shape)
-        self._group_of_layer = _group_of_layer(model.attention_shape)
+        self._kv_pool = keys_and_values(kv_layers, shape)
+        self._group_of_layer = [0] * shape.num_layers  # index of the page table
+        if shape.page_windows:
+            for group, layers in enumerate(shape.groups):
+                for layer in layers:
+                    self._group_of_layer[layer] = group
         self._device = kv_layers[0].device
         self._max_rows = max_rows
         self._stream = torch.cuda.Stream(self._device)
+        self._heads = self._attended = torch.empty(0)  # the buffers between graphs and attention
         self._steps: dict[int, _Pieces] = {}  # ascending
         self._adapters = adapters
         self._steps_with_adapters: dict[int, _Pieces] = {}
@@ -137,34 +132,32 @@ class PieceGraphs:
 
         report: called after each size with the numbers of captured and of all sizes.
         """
-        sizes = piece_ladder(max_tokens)
-        shape, device = self._model.attention_shape, self._device
-        inputs = PaddedInputs.zeros(self._model, max_tokens, self._max_rows, device, states=self._states)
-        buffers = _AttentionBuffers(
-            torch.zeros(max_tokens, shape.num_input_heads, shape.query_size, dtype=self._model.dtype, device=device),
-            torch.zeros(max_tokens, shape.num_heads, shape.output_size, dtype=self._model.dtype, device=device),
-        )
-        adapters: PaddedAdapters | None = None
-        if self._adapters is not None:
-            adapters = PaddedAdapters(max_tokens, self._max_rows, self._adapters, device)
+        model, device, tiles = self._model, self._device, self._adapters
+        shape, sizes = model.attention_shape, piece_ladder(max_tokens)
+        inputs = PaddedInputs.zeros(model, max_tokens, self._max_rows, device, states=self._states)
+        heads_size = max_tokens, shape.num_input_heads, shape.query_size
+        self._heads = torch.zeros(heads_size, dtype=model.dtype, device=device)
+        attended_size = max_tokens, shape.num_heads, shape.output_size
+        self._attended = torch.zeros(attended_size, dtype=model.dtype, device=device)
+        adapters = None if tiles is None else PaddedAdapters(max_tokens, self._max_rows, tiles, device)
         pool = torch.cuda.graph_pool_handle()
         captured: dict[int, _Pieces] = {}
         for num_done, size in enumerate(reversed(sizes), 1):
             num_rows = min(self._max_rows, size)  # each has at least one token
             step = inputs.first(size, num_rows)
             slots = [step.slots[group] for group in self._group_of_layer]
-            splitter = _GraphSplitter(self._kv_pool, slots, buffers.first(size))
+            splitter = _GraphSplitter(self._kv_pool, slots, self._heads[:size], self._attended[:size])
             # Run the kernels once first: they must not be compiled or loaded during the capture.
             if size in (max_tokens, num_rows):
-                self._compute(step, splitter)
+                model.forward(step.inputs, splitter)
             else:  # one block is enough: the other operations ran with the largest step
-                self._model.forward_block(size, splitter)
+                model.forward_block(size, splitter)
             captured[size] = self._captured(step, splitter, pool)
             if adapters is not None:
-                step, splitter = step.with_adapters(adapters), splitter.copy()
+                step = step.with_adapters(adapters)
                 with compile_only():
-                    self._compute(step, splitter)
-                self._compute(step, splitter)
+                    model.forward(step.inputs, splitter)
+                model.forward(step.inputs, splitter)
                 self._steps_with_adapters[size] = self._captured(step, splitter, pool)
             report(num_done, len(sizes))
         self._steps = {size: captured[size] for size in sizes}
@@ -183,32 +176,21 @@ class PieceGraphs:
         with part("prepare"):
             chosen.inputs.fill(inputs, batch)
             if num_tokens < size:  # attention does not write the padding, but graphs read it: keep it finite
-                chosen.buffers.attended[num_tokens:].zero_()
+                self._attended[num_tokens:size].zero_()
         first.replay()  # the device begins while the host plans attention
         with part("prepare"):
             self._attention.prepare(batch)
-        buffers = chosen.buffers.first(num_tokens)
-        q, k, v = split_heads(buffers.heads, self._model.attention_shape)
+        attended = self._attended[:num_tokens]
+        q, k, v = split_heads(self._heads[:num_tokens], self._model.attention_shape)
         for layer, graph in enumerate(later):
-            self._attention.attend_into(q, k, v, layer, out=buffers.attended)
+            self._attention.attend_into(q, k, v, layer, out=attended)
             graph.replay()
         return chosen.hidden[: len(batch.query_lengths)]
 
-    def _compute(self, inputs: PaddedInputs, splitter: _GraphSplitter) -> Tensor:
-        """Return the hidden states [R, D]."""
-        return self._model.forward(inputs.inputs, splitter)
-
     def _captured(self, inputs: PaddedInputs, splitter: _GraphSplitter, pool: torch.cuda._POOL_HANDLE) -> _Pieces:
         torch.cuda.synchronize(self._device)
-        with torch.cuda.stream(self._stream), splitter.capture(pool):
-            hidden = self._compute(inputs, splitter)
-        for graph in splitter.graphs:
+        with torch.cuda.stream(self._stream), splitter.capture(pool) as graphs:
+            hidden = self._model.forward(inputs.inputs, splitter)
+        for graph in graphs:
             graph.replay()  # the first replay takes longer than later ones
-        return _Pieces(splitter.graphs, inputs, splitter.buffers, hidden)
-
-
-def _group_of_layer(shape: AttentionShape) -> list[int]:
-    """Return the index of the page table of each layer."""
-    if not shape.page_windows:
-        return [0] * shape.num_layers
-    return [group for _, group in sorted((layer, i) for i, layers in enumerate(shape.groups) for layer in layers)]
+        return _Pieces(graphs, inputs, hidden)

@@ -1,4 +1,4 @@
-"""Logits processors, one per file. ``PLUGIN`` of a module is its class.
+"""Logits processors. ``PLUGIN`` of a module is its class; modules with several classes are in ``ALIASES``.
 
 Processors change fp32 logits in place, and only the rows that use them. Other rows keep the bits of the model.
 """
@@ -25,6 +25,12 @@ ORDER = ("min_new_tokens", "penalties", "bias", "allowed_token_ids", "bad_words"
 """The processors, in the order of their application. Processors that forbid tokens come last, so that no later
 processor raises the logit of a forbidden token.
 """
+
+ALIASES = {
+    "allowed_token_ids": "_token_lists:AllowedTokenIds",
+    "bias": "_token_lists:Bias",
+    "min_new_tokens": "_token_lists:MinNewTokens",
+}
 
 
 class RowConstraint(Protocol):

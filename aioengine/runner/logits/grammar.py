@@ -5,7 +5,6 @@ The host computes the masks while the GPU computes the logits.
 
 from __future__ import annotations
 
-from importlib import import_module
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -57,7 +56,7 @@ class GrammarMask:
             self._buffers[0].apply(logits, rules, masks.words)
             self._buffers.reverse()
         else:
-            mask_on_cpu(logits, rules, masks.words)
+            apply_masks(logits, torch.tensor(rules), torch.from_numpy(masks.words))
 
     def begin(self, constraints: Sequence[RowConstraint | None], *, is_on_gpu: bool) -> None:
         """Start to compute the masks for the next call of ``mask`` in the background. Until then, no constraint may
@@ -149,17 +148,21 @@ class _Buffer:
             self._copy[:end].copy_(self._memory[:end], non_blocking=True)
             self._copied.record()
         torch.cuda.current_stream().wait_event(self._copied)
-        kernel = import_module("aioengine.kernels.triton.grammar_mask")
-        kernel.mask(logits, self._copy[size:end].view(-1, 2), self._copy[:size].view(masks.shape))
+        apply_masks(logits, self._copy[size:end].view(-1, 2), self._copy[:size].view(masks.shape))
         self._used.record()
 
 
-def mask_on_cpu(logits: Tensor, rules: list[tuple[int, int]], masks: npt.NDArray[np.int32]) -> None:
-    """Apply rules and masks [N, words] to logits [S, W], like ``kernels.triton.grammar_mask``."""
+def apply_masks(logits: Tensor, rules: Tensor, masks: Tensor) -> None:
+    """Apply rules [X, 2] and masks [N, words] to logits [S, W], as in ``kernels.triton.grammar_mask``."""
+    if logits.is_cuda:
+        from aioengine.kernels.triton import grammar_mask
+
+        grammar_mask.mask(logits, rules, masks)
+        return
     width = min(logits.shape[1], 32 * masks.shape[1])
-    bits = np.unpackbits(masks.view(np.uint8), axis=1, count=width, bitorder="little")
+    bits = np.unpackbits(masks.numpy().view(np.uint8), axis=1, count=width, bitorder="little")
     is_banned = torch.from_numpy(bits ^ 1).view(torch.bool)
-    for index, only in rules:
+    for index, only in rules.tolist():
         row = logits[index, :width]
         if only < 0:
             row.masked_fill_(is_banned[-1 - only], -torch.inf)

@@ -23,10 +23,6 @@ from aioengine.kernels.adapter_slots import AdapterWeights, AdapterTiles
 from aioengine.kernels.triton import adapter_linear
 from aioengine.runner.lora.grouping import tile
 
-# the interpreter compiles nothing, and there is no GPU
-adapter_linear.has_dependent_launch = lambda: False
-adapter_linear.options = lambda num_warps: {}
-adapter_linear.KernelLauncher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
 torch.manual_seed(0)
 NUM_SLOTS, UNIT, RANKS = 3, 16, 16
 

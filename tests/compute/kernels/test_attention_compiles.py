@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from importlib.util import find_spec
-
 import pytest
+
+from tests.compute.interpreted import run_compiled
 
 PROGRAM = """
 import torch
 
-from aioengine.kernels.triton import attention, decode, launcher, merge
+from aioengine.kernels.triton import attention, decode, merge
 from aioengine.kernels.triton.scores import ScoreRules
-from tests.compute.compiled import compile_for_hopper
 
-launcher.KernelLauncher.__call__ = compile_for_hopper
-decode.has_dependent_launch = lambda: True
 
 ints = torch.zeros(48, dtype=torch.int32)
 rows = attention.PagedRows(ints, ints, ints, ints)
@@ -39,7 +34,4 @@ for rules in (ScoreRules(), ScoreRules(300), ScoreRules(None, 50.0), ScoreRules(
 
 @pytest.mark.slow
 def test_kernels_compile_for_hopper() -> None:
-    if find_spec("triton") is None:
-        pytest.skip("Triton is not installed")
-    run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False)
-    assert run.returncode == 0, run.stderr
+    run_compiled(PROGRAM)

@@ -9,10 +9,6 @@ from tests.compute.interpreted import run_interpreted
 PROGRAM = """
 import torch
 
-from aioengine.kernels.triton import launcher
-
-launcher.KernelLauncher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
-
 from aioengine.kernels import clean_pages
 from aioengine.kernels.triton.clean_pages import clean
 

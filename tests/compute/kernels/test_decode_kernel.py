@@ -30,9 +30,6 @@ from aioengine.scheduler.plan import TOKENS, NewRow, Row
 from tests.compute.runner.graphs.test_cascade_groups import part_of
 from tests.compute.stepping import write_and_attend
 
-# the interpreter compiles nothing, and there is no GPU
-decode.has_dependent_launch = lambda: False
-decode.KernelLauncher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
 torch.cuda.Event = SimpleNamespace
 
 PAGE_SIZE, NUM_PAGES, HEADS, KV_HEADS, HEAD_SIZE, SIZE = 16, 200, 4, 2, 64, 12
@@ -46,7 +43,7 @@ table = RowTable(
     num_embeddings=9, device=torch.device("cpu"), processors=(), max_rows=64
 )
 inputs = InputBuilder(table, page_size=PAGE_SIZE, num_embeddings=9)
-graphs = DecodeGraphs(SimpleNamespace(input_spec=InputSpec()), None, inputs, 9)
+graphs = DecodeGraphs(SimpleNamespace(input_spec=InputSpec()), None, inputs, vocab_size=9, max_rows=SIZE)
 order = np.random.default_rng(0).permutation(NUM_PAGES).tolist()
 long, short = [order.pop() for _ in range(17)], [order.pop() for _ in range(3)]
 beginnings = [short, long, [], long, short, long, [], long]
@@ -69,9 +66,9 @@ assert found.pages.num_pages.tolist() == [17, 3]
 for cascade in (None, found):
     ordered = cascade.order if cascade else np.arange(num_rows)
     host = np.full(4000, 77, dtype=np.int32)  # leftovers of a larger step
-    num_words = graphs._fill(host, SIZE, rows, sampled, cascade=cascade, is_drawn=True)
+    (num_words,) = graphs._fill([host], SIZE, rows, sampled, cascade=cascade, is_drawn=True)
     assert (host[num_words:] == 77).all()
-    graphs._memory = torch.from_numpy(host)
+    graphs._memory = [torch.from_numpy(host)]
     columns, buffers = graphs._columns(SIZE), graphs._buffers(SIZE)
     assert columns[0, :num_rows].tolist() == rows.row_indices[ordered].tolist()
     assert columns[1, :num_rows].tolist() == rows.starts[ordered].tolist()
@@ -134,8 +131,8 @@ assert can_expand(rows)
 found = expand_rows(rows, table)
 step_inputs, batch = inputs.build(SimpleNamespace(input_spec=InputSpec()), rows, None, num_outputs=len(steps))
 host = np.full(4000, 77, dtype=np.int32)
-num_words = graphs._fill(host, SIZE, rows, sampled, cascade=None, expanded=found, is_drawn=False)
-graphs._memory = torch.from_numpy(host)
+graphs._fill([host], SIZE, rows, sampled, expanded=found, is_drawn=False)
+graphs._memory = [torch.from_numpy(host)]
 columns, buffers = graphs._columns(SIZE), graphs._buffers(SIZE)
 num_tokens = 7
 assert table.last_tokens[columns[0, :num_tokens]].tolist() == step_inputs.token_ids.tolist() == [3, 4, 5, 8, 6, 7, 8]

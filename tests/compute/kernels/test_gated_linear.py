@@ -14,12 +14,6 @@ from tests.compute.interpreted import run_interpreted
 PROGRAM = """
 import torch
 
-from aioengine.kernels.triton import launcher
-
-# the interpreter compiles nothing, and there is no GPU
-launcher.has_dependent_launch = lambda: False
-launcher.KernelLauncher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
-
 from aioengine.kernels import gated_linear
 from aioengine.kernels.triton.gated_linear import matmul
 
@@ -36,11 +30,6 @@ for num_outputs, size, num_rows, programs in (
 
 ACTIVATIONS = """
 import torch
-
-from aioengine.kernels.triton import launcher
-
-launcher.has_dependent_launch = lambda: False
-launcher.KernelLauncher.__call__ = lambda self, grid, key, arguments, options: self._kernel[grid](*arguments)
 
 from aioengine.kernels import activation, norm_and_add
 from aioengine.kernels.triton import rows

@@ -15,15 +15,13 @@ import torch
 from aioengine.models._base import InputSpec
 from aioengine.settings.page_groups import PageGroups
 from aioengine.protocol.messages import Sampling
-from aioengine.runner.graphs.decode_graphs import DecodeGraphs, _GroupMemory
+from aioengine.runner.graphs.decode_graphs import DecodeGraphs
 from aioengine.runner.inputs import InputBuilder
 from aioengine.runner.page_tables import PageTables
 from aioengine.runner.rows import RowTable
 from aioengine.scheduler.plan import TOKENS, NewRow, Row
 
 torch.cuda.Event = SimpleNamespace
-zeros = torch.zeros
-torch.zeros = lambda *size, pin_memory=False, **options: zeros(*size, **options)
 PAGE_SIZE, NUM_PAGES, SIZE, WINDOWS = 4, 400, 8, (None, 10, 5)
 groups = PageGroups(windows=WINDOWS, page_size=PAGE_SIZE)
 table = RowTable(
@@ -31,8 +29,7 @@ table = RowTable(
     num_embeddings=9, device=torch.device("cpu"), processors=(), max_rows=8
 )
 inputs = InputBuilder(table, page_size=PAGE_SIZE, num_embeddings=9)
-graphs = DecodeGraphs(SimpleNamespace(input_spec=InputSpec()), None, inputs, 9)
-graphs._groups = _GroupMemory(2, 8 * 31, torch.device("cpu"))
+graphs = DecodeGraphs(SimpleNamespace(input_spec=InputSpec()), None, inputs, vocab_size=9, max_rows=SIZE)
 order = np.random.default_rng(0).permutation(NUM_PAGES).tolist()
 lengths = [1, 4, 5, 37, 60]
 for uid, length in enumerate(lengths):
@@ -43,10 +40,9 @@ for uid, length in enumerate(lengths):
 rows = inputs.read([Row(uid, length - 1, 1, TOKENS) for uid, length in enumerate(lengths)])
 sampled = table.sampled(rows.requests, rows.row_indices, rows.starts + rows.counts)
 _, batch = inputs.build(SimpleNamespace(input_spec=InputSpec()), rows, None, num_outputs=len(lengths))
-host = np.full(4000, 77, dtype=np.int32)
-graphs._fill(host, SIZE, rows, sampled, cascade=None, is_drawn=False)
-graphs._memory = torch.from_numpy(host)
-graphs._groups.copy()
+hosts = np.full((3, 4000), 77, dtype=np.int32)
+graphs._fill(hosts, SIZE, rows, sampled, is_drawn=False)
+graphs._memory = [*torch.from_numpy(hosts)]
 parts = graphs._buffers(SIZE).parts
 assert len(parts) == len(batch.parts) == 3
 for part, own_batch, window in zip(parts, batch.parts, WINDOWS, strict=True):

@@ -25,8 +25,6 @@ from tests.compute.stepping import make_batch, write_and_attend
 
 torch.manual_seed(0)
 torch.Tensor.pin_memory = lambda tensor: tensor
-kernels.has_dependent_launch = lambda: False
-kernels.options = lambda num_warps: {"num_warps": num_warps}
 """
 FORMS = """
 _latent.TOKEN_PAIRS, _latent.POSITION_PAIRS = 0, 10

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from importlib.util import find_spec
-
 import pytest
+
+from tests.compute.interpreted import run_compiled
 
 PROGRAM = """
 import torch
 
 from aioengine.kernels.rotate_and_write import KVTarget
-from aioengine.kernels.triton import attention, expanded_attention, head_linear, launcher
+from aioengine.kernels.triton import attention, expanded_attention, head_linear
 from aioengine.kernels.triton import latent_decode, latent_heads
-from tests.compute.compiled import compile_for_hopper
 
-launcher.KernelLauncher.__call__ = compile_for_hopper
-latent_heads.has_dependent_launch = lambda: True
-latent_heads.options = lambda num_warps: {"num_warps": num_warps, "launch_pdl": True}
 
 ints = torch.zeros(3, dtype=torch.int32)
 rows = attention.PagedRows(ints, ints, ints, ints)
@@ -68,7 +62,4 @@ for num_heads, value_size, more, dtypes in (
 
 @pytest.mark.slow
 def test_kernels_compile_for_hopper() -> None:
-    if find_spec("triton") is None:
-        pytest.skip("Triton is not installed")
-    run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False)
-    assert run.returncode == 0, run.stderr
+    run_compiled(PROGRAM)

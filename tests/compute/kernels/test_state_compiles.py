@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from importlib.util import find_spec
-
 import pytest
+
+from tests.compute.interpreted import run_compiled
 
 PROGRAM = """
 import torch
 
 from aioengine.kernels.delta_gates import DeltaGates
 from aioengine.kernels.state_rows import StateRows
-from aioengine.kernels.triton import delta_blocks, launcher
-from tests.compute.compiled import compile_for_hopper
+from aioengine.kernels.triton import delta_blocks
 
-launcher.KernelLauncher.__call__ = compile_for_hopper
 
 ints = torch.zeros(1, dtype=torch.int64)
 rows = StateRows(ints, ints, ints, torch.zeros(4, 2, dtype=torch.int32))
@@ -31,7 +27,4 @@ for dtype in (torch.bfloat16, torch.float32):
 
 @pytest.mark.slow
 def test_block_kernels_compile_for_hopper() -> None:
-    if find_spec("triton") is None:
-        pytest.skip("Triton is not installed")
-    run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False)
-    assert run.returncode == 0, run.stderr
+    run_compiled(PROGRAM)

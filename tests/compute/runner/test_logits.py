@@ -11,11 +11,9 @@ from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProce
 from aioengine.protocol.messages import Sampling
 from aioengine.runner import logits as logits_processors
 from aioengine.runner.logits import LogitsRow, bad_words
-from aioengine.runner.logits.allowed_token_ids import AllowedTokenIds
+from aioengine.runner.logits._token_lists import AllowedTokenIds, Bias, MinNewTokens
 from aioengine.runner.logits.bad_words import BadWords
-from aioengine.runner.logits.bias import Bias
 from aioengine.runner.logits.grammar import GrammarMask
-from aioengine.runner.logits.min_new_tokens import MinNewTokens
 from aioengine.runner.logits.penalties import Penalties
 from aioengine.runner.token_lists import token_lists
 

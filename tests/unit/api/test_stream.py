@@ -165,16 +165,15 @@ class TestLeaving:
         slot = Slot(is_stream=False)
         slot.end(slot.rows[0])
         slot.reader.leave()
-        slot.reader.leave_later()
         slot.reader.abort()
         assert slot.notes.asked == []
 
     def test_before_the_end_abort_and_the_first_leaving_are_sent(self) -> None:
         slot = Slot()
         slot.reader.abort()
-        slot.reader.leave_later()
         slot.reader.leave()
-        assert slot.notes.asked == ["abort", "leave_later"]
+        slot.reader.leave()
+        assert slot.notes.asked == ["abort", "leave"]
 
     def test_reading_the_ends_of_rows_lets_later_rows_of_a_batch_start(self) -> None:
         slot = Slot(3)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from llguidance.gbnf_to_lark import any_to_lark
 
-from aioengine.constraints.gbnf import convertible
+from aioengine.constraints.gbnf import convertible, lark_names
 from aioengine.constraints.grammars import GrammarError
 from aioengine.constraints.lark import checked_lark
 from tests.kit.grammar_walks import accepts, allowed, demo_grammars, grammar_of, token_bytes, walk
@@ -23,7 +26,7 @@ from tests.kit.grammar_walks import accepts, allowed, demo_grammars, grammar_of,
 )
 def test_operators_of_terminals_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="of terminals is not supported"):
-        checked_lark(text)
+        checked_lark(text, {})
 
 
 @pytest.mark.parametrize(
@@ -37,7 +40,7 @@ def test_operators_of_terminals_are_refused(text: str) -> None:
     ],
 )
 def test_other_uses_of_their_characters_are_not(text: str) -> None:
-    checked_lark(text)
+    checked_lark(text, {})
 
 
 @pytest.mark.parametrize(
@@ -94,6 +97,97 @@ def test_a_text_that_can_be_read_in_too_many_ways_ends(text: str) -> None:
     assert "more work than is allowed" in constraint.error
 
 
+def test_forced_text_of_too_many_parts_says_so() -> None:
+    constraint = demo_grammars().open(grammar_of(ebnf='root ::= [a-z] x{3000}\nx ::= "b" "c"'), [], 0)
+    while not constraint.error:
+        constraint.advance(constraint.next_token if constraint.next_token >= 0 else allowed(constraint)[0])
+    assert "has no alternatives and too many parts" in constraint.error
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ('root ::= "a" root', "root"),
+        ('root ::= "a" b\nb ::= b', "b"),
+        ('root ::= "a" my-longRule\nmy-longRule ::= ("x" | my-longRule) my-longRule', "my-longRule"),
+        ('root ::= "a" | "b"\n', None),
+        ('root ::= "a" | b\nb ::= "x" b', None),
+        ('root ::= "a" b? b* b{0,2}\nb ::= "x" b', None),
+        ('root ::= b+\nb ::= "x" b', "b"),
+        ('root ::= (b+)+ | (b{2})\nb ::= "x" (b+)+', "b"),
+        ('root ::= "a"\nb ::= b', None),
+        ('root ::= b\nb ::= c | "x" b\nc ::= c', "b"),
+        ('start: "a" [start]', None),
+        ('start: "a" start\n  | "b"', None),
+        ('start: "a" start // | "b"\n# | "c"', "start"),
+        ('start: "a" start -> end', "start"),
+        ('start: a{0,3} a~0..2 a{,3} [a | a] "b"i\n?a: a\ni: i', None),
+        ("start: a{1,3}\na: a~2", "a"),
+        ('start: a -> b\na: "x"\nb: b', None),
+        ('start: "a" B\nB: /b|[^\\s\\S]/', None),
+        ('start: a\na: "x" | "y"\nb[suffix=/[:a]/]: /a/ a', None),
+        ('start: a\na: "x"\n%ignore (" " | "\\n")', None),
+        ('start: a\na: "x" a\n%ignore (" " | "\\n")', "a"),
+        ('start: %json {"type": "integer"} start', "start"),
+        ('start: p::0\np::_: "x" %if bit_set(2) | "y" p::incr([0:2])', None),
+        ("start: (missing | other-missing) start | missing", None),
+    ],
+)
+def test_rule_that_can_never_end_is_refused_by_its_name(text: str, rule: str | None) -> None:
+    lark = any_to_lark(convertible(text))
+    if rule is None:
+        checked_lark(lark, lark_names(text))
+    else:
+        with pytest.raises(ValueError, match=f"the rule '{rule}' can never end"):
+            checked_lark(lark, lark_names(text))
+
+
+Node = str | tuple[str, list[list["Node"]]]
+"""A terminal, a rule, or a group: what follows its bracket, and its alternatives."""
+
+NODES = st.recursive(
+    st.sampled_from(['"x"', "/[yz]+/", "a", "b", "start"]),
+    lambda nodes: st.tuples(
+        st.sampled_from([")", ")?", ")*", ")+", "){0,2}", "){2}", "]"]),
+        st.lists(st.lists(nodes, max_size=3), min_size=1, max_size=2),
+    ),
+    max_leaves=8,
+)
+RULES = st.fixed_dictionaries(
+    {name: st.lists(st.lists(NODES, max_size=3), min_size=1, max_size=3) for name in ("start", "a", "b")}
+)
+
+
+def written(node: Node) -> str:
+    if isinstance(node, str):
+        return node
+    end, alternatives = node
+    return ("[" if end == "]" else "(") + " | ".join(" ".join(map(written, nodes)) for nodes in alternatives) + end
+
+
+def ends(node: Node, rules: dict[str, list[list[Node]]], depth: int) -> bool:
+    """Return whether the node has a text whose rules are nested at most ``depth`` deep."""
+    if isinstance(node, str):
+        return node not in rules or (depth > 0 and any_ends(rules[node], rules, depth - 1))
+    end, alternatives = node
+    return end in (")?", ")*", "){0,2}", "]") or any_ends(alternatives, rules, depth)
+
+
+def any_ends(alternatives: list[list[Node]], rules: dict[str, list[list[Node]]], depth: int) -> bool:
+    return any(all(ends(node, rules, depth) for node in nodes) for nodes in alternatives)
+
+
+@given(RULES)
+def test_grammars_are_refused_exactly_if_no_text_completes_them(rules: dict[str, list[list[Node]]]) -> None:
+    text = "\n".join(f"{name}: {written((':', alternatives))[1:-1]}" for name, alternatives in rules.items())
+    if ends("start", rules, len(rules)):
+        checked_lark(text, {})
+        return
+    with pytest.raises(ValueError, match="can never end") as caught:
+        checked_lark(text, {})
+    assert not ends(str(caught.value).split("'")[1], rules, len(rules))
+
+
 def test_many_alternatives_and_rules_that_are_used_often_are_allowed() -> None:
     words = "start: (word space)*\nspace: " + '" "\nword: ' + " | ".join(f"w{i}" for i in range(400))
     words += "".join(f'\nw{i}: "w{i}" /[a-z]/* space?' for i in range(400))
@@ -144,7 +238,8 @@ def test_an_error_starts_with_the_reason(text: str, why: str) -> None:
 def test_a_text_is_read_once() -> None:
     for part in ("(", "(a)+", "((a", '"', "{ ", "{1", "a", "# ", "[", ")"):
         convertible("root ::= " + part * 30_000)
-    checked_lark('start: "' + '\\"' * 30_000)
-    checked_lark("start: /" + "\\/" * 30_000)
-    for part in ("<", "a", "a[", "% ", "%a", "a ", "{", "{1", "{ 1,", "1"):
-        checked_lark(part * 30_000)
+    checked_lark('start: "' + '\\"' * 30_000, {})
+    checked_lark("start: /" + "\\/" * 30_000, {})
+    parts = ("<", "a", "a[", "% ", "%a", "a ", "{", "{1", "{ 1,", "1", "-", "-> ", "::", "\na", "\n/", "(a|", ")")
+    for part in parts:
+        checked_lark(part * 30_000, {})

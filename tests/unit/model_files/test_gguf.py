@@ -185,7 +185,7 @@ def check_against_transformers(path: Path, ours: Tokenizer) -> None:
         ({"tokenizer__ggml__eos_token_id": 300}, "eos_token_id is 300; there are 300 tokens"),
         ({"tokenizer__chat_template": 7}, "tokenizer.chat_template' must be a string"),
         ({"tokenizer__ggml__tokens": ["a"] * 300}, "the tokenizer in '.*m.gguf' cannot be read by .*out of vocabulary"),
-        ({"tokenizer__ggml__model": "no_vocab"}, "m.gguf' has no tokenizer in it; name a folder that has one"),
+        ({"tokenizer__ggml__model": "no_vocab"}, "m.gguf' contains no tokenizer; pass tokenizer_path= a folder"),
     ],
 )
 def test_unsupported_metadata_is_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:

@@ -74,12 +74,5 @@ def test_values_that_share_nested_lists_are_not_copied_exponentially() -> None:
     templates = ChatTemplates({"default": "{{ messages }}"}, {})
     for chat, variables in ((messages, {}), (MESSAGES, {"x": shared})):
         with pytest.raises(ValueError, match=f"has more than {MAX_VALUES} values"):
-            templates.render(
-                chat,
-                add_generation_prompt=False,
-                tools=None,
-                chat_template=None,
-                continue_final_message=False,
-                variables=variables,
-            )
+            templates.render(chat, variables)
     assert len(checks.shown(shared)) < 100

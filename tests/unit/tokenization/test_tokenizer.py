@@ -414,7 +414,7 @@ WORDS = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a", "continuing_s
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model": merged("x", [["a", "Ġ"]])}, "continuing_subword_prefix is 'x', and the merge .* goes on without it"),
+        ({"model": merged("x", [["a", "Ġ"]])}, "continuing_subword_prefix is 'x', and the merge .* without it"),
         ({"model": merged("##", ["a b"])}, "continuing_subword_prefix"),
         ({"model": merged("é", [["a", "éb"]])}, "continuing_subword_prefix"),
         ({"normalizer": {"type": "Prepend", "prepend": "x" * 5000}}, "its normalizer adds 5000 characters"),
