@@ -78,10 +78,6 @@ class _WeightIndex(Struct):
     weight_map: dict[str, str]
 
 
-class _DamagedError(ValueError):
-    """A file is damaged. The message does not contain its path."""
-
-
 _Size = Annotated[int, Meta(ge=0, lt=2**60)]
 
 
@@ -302,7 +298,7 @@ def entries_of_file(path: Path) -> list[Entry]:
             raise ValueError(f"cannot read {path}: its header is damaged: it is nested too deeply") from error
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ValueError(f"cannot read {path}: its header is damaged: {error}") from error
-        except _DamagedError as error:
+        except ValueError as error:
             raise ValueError(f"cannot read {path}: {error}") from error
     first = size - tensors[-1][1].data_offsets[1] if tensors else size
     return [
@@ -316,11 +312,11 @@ def header_bytes(file: BinaryIO) -> bytes:
 
 
 def _tensor_headers(file: BinaryIO) -> list[tuple[str, _TensorHeader]]:
-    """Raises _DamagedError unless the tensors follow one another and fill the rest of the file."""
+    """Raises ValueError, without the path, unless the tensors follow one another and fill the rest of the file."""
     size = os.fstat(file.fileno()).st_size
     num_header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
     if num_header_bytes > _MAX_HEADER_BYTES or size < _LENGTH_BYTES + num_header_bytes:
-        raise _DamagedError(f"it is truncated or no safetensors file ({size} bytes, a header of {num_header_bytes})")
+        raise ValueError(f"it is truncated or no safetensors file ({size} bytes, a header of {num_header_bytes})")
     header = msgspec.json.decode(file.read(num_header_bytes), type=dict[str, msgspec.Raw])
     msgspec.json.decode(header.pop("__metadata__", b"{}"), type=dict[str, str])
     tensors = [(name, msgspec.json.decode(raw, type=_TensorHeader)) for name, raw in header.items()]
@@ -330,14 +326,14 @@ def _tensor_headers(file: BinaryIO) -> list[tuple[str, _TensorHeader]]:
         begin, end = tensor.data_offsets
         shown = f"its header is damaged: {checks.shown(name)}"
         if begin != position or end < begin:  # a duplicate name leaves a gap, too
-            raise _DamagedError(f"{shown} has the bytes {begin} to {end}, and the previous tensor ends at {position}")
+            raise ValueError(f"{shown} has the bytes {begin} to {end}, and the previous tensor ends at {position}")
         if tensor.dtype in DTYPE_BYTES and DTYPE_BYTES[tensor.dtype] * math.prod(tensor.shape) != end - begin:
-            raise _DamagedError(f"{shown} has shape {list(tensor.shape)} of {tensor.dtype} in {end - begin} bytes")
+            raise ValueError(f"{shown} has shape {list(tensor.shape)} of {tensor.dtype} in {end - begin} bytes")
         position = end
     expected = _LENGTH_BYTES + num_header_bytes + position
     if size != expected:
         state = "truncated" if size < expected else "damaged"
-        raise _DamagedError(f"it is {state}: it has {size} bytes of {expected}; fetch it again")
+        raise ValueError(f"it is {state}: it has {size} bytes of {expected}; fetch it again")
     return tensors
 
 
