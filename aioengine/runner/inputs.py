@@ -143,32 +143,20 @@ class InputBuilder:
             np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int64, sum(num_known)),
         )
 
-    def is_valid(self, rows: StepRows) -> bool:
-        """Return whether all rows can be computed. ``find_errors`` returns the errors."""
-        missing = rows.counts - rows.num_known
-        free = self.table.page_tables.counts[rows.row_indices] * self.page_size - rows.starts - rows.counts
-        # none of these may be negative: OR combines their sign bits
-        signs = (rows.counts - 1) | rows.starts | missing | (1 - missing) | free
-        ids = rows.known_ids
+    def find_wrong_ids(self, rows: StepRows) -> dict[int, str]:
+        """Return uid -> error of the rows with token ids without an embedding, which would stop a GPU. The frontend
+        cannot check the ids of a tokenizer that does not match the model.
+        """
         # viewed as unsigned, negative ids are larger than all others
-        are_ids_valid = not ids.size or ids.view(np.uint64).max() < self._num_embeddings
-        return bool(are_ids_valid and (not signs.size or signs.min() >= 0))
-
-    def find_errors(self, rows: list[Row]) -> dict[int, str]:
-        """Return uid -> error of the rows that cannot be computed."""
+        is_wrong = rows.known_ids.view(np.uint64) >= self._num_embeddings
+        if not is_wrong.any():
+            return {}
+        ends = rows.num_known.cumsum()
         errors: dict[int, str] = {}
-        for row in rows:
-            request, num_ids, end = self.table.requests.get(row.uid), len(row.token_ids), row.start + row.count
-            if request is None:
-                errors[row.uid] = "the runner does not know this request"
-                continue
-            capacity = int(self.table.page_tables.counts[request.row_index]) * self.page_size
-            if row.start < 0 or row.count < 1 or not 0 <= row.count - num_ids <= 1:
-                errors[row.uid] = f"{num_ids} token ids for {row.count} positions from {row.start} on"
-            elif end > capacity:
-                errors[row.uid] = f"positions up to {end}, but its pages hold {capacity}"
-            elif wrong := [i for i in row.token_ids if not 0 <= i < self._num_embeddings]:
-                errors[row.uid] = f"token id {wrong[0]} is outside the vocabulary of {self._num_embeddings}"
+        for i in np.flatnonzero(is_wrong).tolist():
+            uid = rows.requests[int(np.searchsorted(ends, i, side="right"))].uid
+            error = f"token id {rows.known_ids[i]} is outside the vocabulary of {self._num_embeddings}"
+            errors.setdefault(uid, error)
         return errors
 
     def build(

@@ -109,9 +109,7 @@ class ModelRunner:
         if pool.groups is None:
             num_pages = min(num_pages, pool.num_pages)
         self._table = RowTable(
-            page_tables=PageTables(
-                max_rows=parts.max_rows, max_row_pages=num_pages, num_pages=pool.num_pages, groups=pool.groups
-            ),
+            page_tables=PageTables(max_rows=parts.max_rows, max_row_pages=num_pages, groups=pool.groups),
             num_embeddings=num_embeddings,
             device=parts.device,
             processors=processors,
@@ -256,24 +254,18 @@ class ModelRunner:
         for row in plan.rows:
             request = self._table.requests.get(row.uid) if row.new_pages else None
             if request is not None:
-                try:
-                    self._table.page_tables.add(request.row_index, row.new_pages)
-                except ValueError as error:
-                    self._failed.add(row.uid, str(error))
+                self._table.page_tables.add(request.row_index, row.new_pages)
 
     def _read(self, rows: list[Row]) -> StepRows:
         """Return the rows that can be computed. The requests of the other rows fail."""
-        requests, failed = self._table.requests, self._failed.reasons
-        live = [row for row in rows if row.uid in requests and row.uid not in failed]
-        try:
-            columns = self._inputs.read(live)
-            if len(live) == len(rows) and self._inputs.is_valid(columns):
-                return columns
-        except OverflowError:  # a token id of more than 64 bits: find_errors reports it
-            pass
-        for uid, error in self._inputs.find_errors([row for row in rows if row.uid not in failed]).items():
+        failed = self._failed.reasons
+        columns = self._inputs.read([row for row in rows if row.uid not in failed] if failed else rows)
+        errors = self._inputs.find_wrong_ids(columns)
+        if not errors:
+            return columns
+        for uid, error in errors.items():
             self._failed.add(uid, error)
-        return self._inputs.read([row for row in live if row.uid not in failed])
+        return self._inputs.read([row for row in rows if row.uid not in failed])
 
     def _compute(self, rows: StepRows, sampled: list[RequestRow], pooled: PooledRows | None = None) -> Tensor | None:
         """Run forward and sampling of at least one row. Return ``Ticket.values`` [R]; None: sampled later."""

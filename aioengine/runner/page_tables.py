@@ -29,14 +29,13 @@ class PageTables:
         groups: the layer groups; None: all layers share one page table, and no pages are freed early.
     """
 
-    def __init__(self, *, max_rows: int, max_row_pages: int, num_pages: int, groups: PageGroups | None = None) -> None:
-        """num_pages: pages of the pool. max_row_pages: pages of the longest request."""
+    def __init__(self, *, max_rows: int, max_row_pages: int, groups: PageGroups | None = None) -> None:
+        """max_row_pages: pages of the longest request."""
         num_groups = 1 if groups is None else groups.num_groups
         shape = num_groups, max_rows, max_row_pages
         self.tables = np.zeros(shape, dtype=np.int32)  # only written parts use memory
         self.counts = np.zeros(max_rows, dtype=np.int64)
         self.groups = groups
-        self._pool_pages = num_pages
 
     def open(self, row_index: int) -> None:
         """Start a new request without pages."""
@@ -52,18 +51,10 @@ class PageTables:
 
         pages: numbered from 0 without the padding page, as in plans. -1: a page that was freed; it becomes the padding
         page.
-
-        Raises:
-            ValueError: too many pages for a request, or a page that is not in the pool.
         """
-        num_groups, _, max_row_pages = self.tables.shape
+        num_groups = len(self.tables)
         start = int(self.counts[row_index])
         end = start + len(pages) // num_groups
-        if end > max_row_pages:
-            raise ValueError(f"a request can have {max_row_pages} pages, got {end}")
-        least = 0 if self.groups is None else -1
-        if pages and not (min(pages) >= least and max(pages) < self._pool_pages):
-            raise ValueError(f"pages must be below {self._pool_pages}, got {pages}")
         if num_groups == 1:
             self.tables[0, row_index, start:end] = [page + FIRST_PAGE for page in pages]
         else:

@@ -8,7 +8,6 @@ next step reads it there.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -214,50 +213,55 @@ class RowTable:
         """Open a request.
 
         Raises:
-            ValueError: an invalid parameter or token id, which would affect other rows, or too many open requests.
+            ValueError: a bad word is too long, or an image does not match the prompt.
         """
-        self._check(opened)
-        if not self._free_indices:
-            raise ValueError(f"{len(self.requests)} requests are open, which is the maximum")
-        history, token_ids = None, list[int]()
-        is_on_gpu = self.last_tokens.is_cuda
-        if is_on_gpu and opened.sampling.has_penalties:
-            token_ids = opened.token_ids
+        longest = max(map(len, opened.sampling.bad_token_ids), default=0)
+        if longest > RECENT_TOKENS:
+            raise ValueError(f"bad_words: a word has at most {RECENT_TOKENS} tokens, got one of {longest}")
+        sampling, has_penalties = opened.sampling, opened.sampling.has_penalties
+        history, counted_ids = None, list[int]()  # for penalties on a CPU, and on a GPU
         first_id = opened.num_prompt if opened.embeds else 0
         all_ids = list[int]()
-        if opened.sampling.bad_token_ids or opened.sampling.has_penalties:
+        if sampling.bad_token_ids or has_penalties:
             all_ids = [*[NO_TOKEN] * first_id, *opened.token_ids[first_id:]]
-        if opened.sampling.has_penalties and not is_on_gpu:
+        if has_penalties and self.last_tokens.is_cuda:
+            counted_ids = opened.token_ids
+        elif has_penalties:
             history = self.upload(np.array([*all_ids, *[0] * 64], dtype=np.int64))
         row_index = self._free_indices.pop()
-        request = RequestRow(opened.uid, row_index, opened.sampling, opened.num_prompt, history, token_ids)
+        request = RequestRow(
+            opened.uid,
+            row_index,
+            sampling,
+            opened.num_prompt,
+            history,
+            counted_ids,
+            second_text=opened.second_text,
+            first_id=first_id,
+            is_pooled=opened.kind is RequestKind.POOL,
+            is_long=opened.is_long,
+        )
         self.requests[opened.uid] = request  # from here on, ``close`` cleans up after an error
         self.num_opened += 1
-        request.is_pooled = opened.kind is RequestKind.POOL
-        request.is_long = opened.is_long
-        self.adapters.open(row_index, opened.adapter_slot)
-        request.lists = token_lists(opened.sampling, self._num_embeddings, self.upload)
-        if opened.sampling.bad_token_ids:
-            request.recent = self._open_recent(row_index, all_ids)
         self.num_pooled += request.is_pooled
-        self.num_with_grammar += opened.sampling.grammar is not None
-        self.num_with_states += bool(opened.sampling.hidden_states)
-        request.second_text = opened.second_text
+        self.num_with_grammar += sampling.grammar is not None
+        self.num_with_states += bool(sampling.hidden_states)
+        self.adapters.open(row_index, opened.adapter_slot)
+        request.lists = token_lists(sampling, self._num_embeddings, self.upload)
+        if sampling.bad_token_ids:
+            request.recent = self._open_recent(row_index, all_ids)
         if opened.embeds:
             request.embeds = np.frombuffer(opened.embeds, np.float32).reshape(opened.num_prompt, -1)
-            request.first_id = first_id
             self.num_with_embeds += 1
-        if opened.media:
-            if self.images is None:
-                raise ValueError("the prompt has images, but the model reads none")
+        if opened.media and self.images is not None:
             self.images.open(opened, row_index)
         if opened.logprobs is not None:
             request.logprobs = _row_logprobs(opened, opened.logprobs)
             self.num_with_logprobs += 1
-        if opened.sampling.hidden_states == ALL_STATES and len(opened.token_ids) == opened.num_prompt:
+        if sampling.hidden_states == ALL_STATES and len(opened.token_ids) == opened.num_prompt:
             request.prompt_states = []
         if opened.kind is RequestKind.GENERATE:
-            self.sampling[row_index] = self._record(opened.sampling)
+            self.sampling[row_index] = self._record(sampling)
         self.page_tables.open(row_index)
         self.page_tables.add(row_index, opened.pages)
 
@@ -306,11 +310,11 @@ class RowTable:
         if not rows.records["processors"].any():
             return
         for i, request in enumerate(rows.requests):
-            if request.history is not None:
+            if (history := request.history) is not None:
                 position = int(rows.positions[i])
-                history = _with_capacity(request.history, position + 1)
+                if position >= len(history):
+                    history = request.history = torch.cat([history, torch.zeros_like(history)])
                 history[position] = valid[i]
-                request.history = history
         if self._recent is not None:
             users = np.array([i for i, request in enumerate(rows.requests) if request.recent is not None], np.int64)
             columns = self.upload(rows.positions[users] % RECENT_TOKENS)
@@ -325,28 +329,6 @@ class RowTable:
         recent = np.full(RECENT_TOKENS, NO_TOKEN, dtype=np.int32)
         recent[np.arange(start, len(token_ids)) % RECENT_TOKENS] = token_ids[start:]
         return self._recent[row_index].copy_(self.upload(recent))
-
-    def _check(self, opened: NewRow) -> None:
-        sampling = opened.sampling
-        rules = opened.logprobs
-        if opened.kind is RequestKind.SCORE and rules is None:
-            raise ValueError("a request of kind SCORE must have logprobs")
-        longest = max(map(len, sampling.bad_token_ids), default=0)
-        if longest > RECENT_TOKENS:
-            raise ValueError(f"bad_words: a word has at most {RECENT_TOKENS} tokens, got one of {longest}")
-        if rules is not None and rules.num_top > self._num_embeddings:
-            raise ValueError(f"logprobs of {rules.num_top} tokens in a vocabulary of {self._num_embeddings}")
-        if len(sampling.bias_token_ids) != len(sampling.logit_bias):
-            raise ValueError(f"{len(sampling.bias_token_ids)} bias_token_ids, but {len(sampling.logit_bias)} values")
-        ids = (*sampling.bias_token_ids, *sampling.suppressed_token_ids, *sampling.allowed_token_ids)
-        ids = (*ids, *chain.from_iterable(sampling.bad_token_ids))
-        if rules is not None:
-            ids = (*ids, *rules.token_ids)
-        if sampling.has_penalties or (rules is not None and rules.start >= 0):
-            ids = (*ids, *opened.token_ids)
-        if ids and not (min(ids) >= 0 and max(ids) < self._num_embeddings):
-            wrong = next(i for i in ids if not 0 <= i < self._num_embeddings)
-            raise ValueError(f"token id {wrong} is outside the vocabulary of {self._num_embeddings}")
 
     def _record(self, sampling: Sampling) -> tuple[bool, bool, bool, int, float, int, float, float, int]:
         has_top_k = 0 < sampling.top_k < self._num_embeddings
@@ -391,10 +373,3 @@ def logits_row(index: int, request: RequestRow, position: int) -> LogitsRow:
         lists=request.lists,
         recent=request.recent,
     )
-
-
-def _with_capacity(history: Tensor, size: int) -> Tensor:
-    """Return history [X] in a tensor of at least ``size`` entries."""
-    if size <= len(history):
-        return history
-    return torch.cat([history, history.new_zeros(max(len(history), size - len(history)))])

@@ -205,14 +205,20 @@ class _Work:
         with ExitStack() as stack, ExitStack() as opened:
             load = self._load_to_cpu
             if self._before is not None:
-                load = stack.enter_context(_PinnedCopier(self._buffer_bytes, self._before)).load
+                copier = _PinnedCopier(self._buffer_bytes, self._before)
+                stack.enter_context(torch.cuda.stream(copier.stream))
+                stack.callback(copier.stream.synchronize)
+                load = copier.load
             file: BinaryIO | None = None
             path: Path | None = None
             while (piece := self._next()) is not None:
                 if file is None or piece.entry.path != path:
                     opened.close()
                     path = piece.entry.path
-                    file = opened.enter_context(_opened(path))
+                    file = folder_files.open_file(path)
+                    if file is None:
+                        raise ValueError(f"cannot read {path}: it was removed while the weights were read")
+                    opened.enter_context(file)
                 load(piece, file)
                 report(piece.num_bytes)
 
@@ -234,24 +240,15 @@ class _Work:
 
 
 class _PinnedCopier:
-    """Copies pieces to the GPU through pinned memory, on a separate stream per thread. Waits for all copies on exit."""
+    """Copies pieces to the GPU through pinned memory, on a separate ``stream`` per thread, which must be current."""
 
     def __init__(self, buffer_bytes: int, before: torch.cuda.Stream) -> None:
         """before: the copies wait for the work queued on this stream."""
-        self._stream = torch.cuda.Stream(before.device)
-        self._stream.wait_stream(before)
-        self._context = torch.cuda.stream(self._stream)
+        self.stream = torch.cuda.Stream(before.device)
+        self.stream.wait_stream(before)
         self._buffers = [torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(NUM_BUFFERS)]
         self._copied = [torch.cuda.Event() for _ in self._buffers]
         self._turn = 0
-
-    def __enter__(self) -> _PinnedCopier:
-        self._context.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stream.synchronize()
-        self._context.__exit__(*error)
 
     def load(self, piece: _Piece, file: BinaryIO) -> None:
         """Read a piece, and queue its copy to the target."""
@@ -264,7 +261,7 @@ class _PinnedCopier:
             piece.same_bytes.copy_(content, non_blocking=True)
         else:
             piece.target.copy_(piece.values(content.to(piece.target.device, non_blocking=True)))
-        copied.record(self._stream)
+        copied.record(self.stream)
 
 
 def _may_be_infinite(tensor: Tensor) -> bool:
@@ -292,13 +289,6 @@ def _check_finite(entries: list[Entry], targets: dict[str, Target], sums: dict[s
                 f"{entry.path}: tensor {entry.stored_name} has numbers that are not finite in {kind} (NaN, infinite, "
                 "or too large): the file is damaged, or the model needs a larger dtype"
             )
-
-
-def _opened(path: Path) -> BinaryIO:
-    file = folder_files.open_file(path)
-    if file is None:
-        raise ValueError(f"cannot read {path}: it was removed while the weights were read")
-    return file
 
 
 def _fill(file: BinaryIO, piece: _Piece, content: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ T tokens of a graph, R rows, D model size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,72 +24,52 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import ForwardBatch, FullGraphAttention
-    from aioengine.models._base import InputSpec, Model
+    from aioengine.models._base import Model
 
 TOKENS_PER_ROW = 16
 """Tokens of a graph per row. The number of rows is limited, because attention starts programs for each row."""
 LEAST_ROWS = 8
 
 
-class _StepMemory:
-    """The inputs of a step of T tokens and R rows in one int64 tensor on the device.
-
-    Attributes:
-        memory: the tensor. token_ids, positions, token_types: [T]. outputs: [R]. starts: [R + 1] int32, start of each
-            row and end of the last one.
-    """
-
-    def __init__(self, num_tokens: int, num_rows: int, device: torch.device) -> None:
-        self.num_tokens, self.num_rows = num_tokens, num_rows
-        self.memory = torch.zeros(3 * num_tokens + num_rows + num_rows // 2 + 1, dtype=torch.int64, device=device)
-        self.token_ids, self.positions, self.token_types = self.memory[: 3 * num_tokens].split(num_tokens)
-        self.outputs, starts = self.memory[3 * num_tokens :].split((num_rows, num_rows // 2 + 1))
-        self.starts = starts.view(torch.int32)[: num_rows + 1]
-
-    def inputs(self, spec: InputSpec, *, returns_all: bool) -> ModelInputs:
-        return ModelInputs(
-            positions=self.positions,
-            token_ids=self.token_ids,
-            token_types=self.token_types if spec.token_types else None,
-            outputs=None if returns_all else self.outputs,
-        )
-
-    def fill(self, inputs: ModelInputs, lengths: list[int]) -> None:
-        """Copy a step that fits, with inputs on the host. Without ``outputs``, all rows have one token."""
-        num_tokens, num_rows, size = len(inputs.positions), len(lengths), self.num_tokens
-        assert inputs.token_ids is not None, "an encoder reads token ids"
-        filled = torch.zeros(len(self.memory), dtype=torch.int64, pin_memory=self.memory.is_cuda)
-        column = filled.numpy()
-        column[:num_tokens] = inputs.token_ids.numpy()
-        column[size : size + num_tokens] = inputs.positions.numpy()
-        if inputs.token_types is not None:
-            column[2 * size : 2 * size + num_tokens] = inputs.token_types.numpy()
-        outputs = np.arange(num_rows) if inputs.outputs is None else inputs.outputs.numpy()[:num_rows]
-        column[3 * size : 3 * size + num_rows] = outputs
-        starts = column[3 * size + self.num_rows :].view(np.int32)
-        starts[1:] = num_tokens  # padding rows are empty
-        np.cumsum(lengths, out=starts[1 : num_rows + 1])
-        self.memory.copy_(filled, non_blocking=True)
-
-
-@dataclass(frozen=True, slots=True)
 class EncoderStep:
-    """A captured step, and the memory that it reads and writes.
+    """A step of up to T tokens in R rows as a CUDA graph, and the memory that it reads and writes.
 
     Attributes:
-        hidden: [R, D] of one token per row; with ``returns_all`` [T, D].
+        token_ids, positions, token_types: [T] int64. outputs: [R] int64. starts: [R + 1] int32, start of each row and
+            end of the last one. All are parts of one tensor.
+        hidden: the result: [R, D] of one token per row, or with ``returns_all`` [T, D] of all tokens.
     """
 
-    graph: torch.cuda.CUDAGraph
-    columns: _StepMemory
-    hidden: Tensor
-    returns_all: bool
+    def __init__(self, num_tokens: int, num_rows: int, device: torch.device, *, returns_all: bool) -> None:
+        self.num_tokens, self.num_rows = num_tokens, num_rows
+        self._memory = torch.zeros(3 * num_tokens + num_rows + num_rows // 2 + 1, dtype=torch.int64, device=device)
+        self.token_ids, self.positions, self.token_types = self._memory[: 3 * num_tokens].split(num_tokens)
+        self.outputs, starts = self._memory[3 * num_tokens :].split((num_rows, num_rows // 2 + 1))
+        self.starts = starts.view(torch.int32)[: num_rows + 1]
+        self.returns_all = returns_all
+        self.graph = torch.cuda.CUDAGraph()
+        self.hidden = torch.empty(0)
 
     def replay(self, inputs: ModelInputs, batch: ForwardBatch) -> Tensor:
-        """Queue a step that fits, with inputs on the host. Return hidden states [R, D], or [T, D]."""
-        num_rows, num_tokens = len(batch.query_lengths), len(inputs.positions)
+        """Queue a step that fits, with inputs on the host. Return the hidden states [R, D], or [T, D], of its rows or
+        tokens. Without ``inputs.outputs``, all rows have one token.
+        """
+        lengths, num_tokens, size = batch.query_lengths, len(inputs.positions), self.num_tokens
+        num_rows = len(lengths)
         with part("prepare"):
-            self.columns.fill(inputs, batch.query_lengths)
+            assert inputs.token_ids is not None, "an encoder reads token ids"
+            filled = torch.zeros(len(self._memory), dtype=torch.int64, pin_memory=self._memory.is_cuda)
+            column = filled.numpy()
+            column[:num_tokens] = inputs.token_ids.numpy()
+            column[size : size + num_tokens] = inputs.positions.numpy()
+            if inputs.token_types is not None:
+                column[2 * size : 2 * size + num_tokens] = inputs.token_types.numpy()
+            outputs = np.arange(num_rows) if inputs.outputs is None else inputs.outputs.numpy()[:num_rows]
+            column[3 * size : 3 * size + num_rows] = outputs
+            starts = column[3 * size + self.num_rows :].view(np.int32)
+            starts[1:] = num_tokens  # padding rows are empty
+            np.cumsum(lengths, out=starts[1 : num_rows + 1])
+            self._memory.copy_(filled, non_blocking=True)
         self.graph.replay()
         return self.hidden[: num_tokens if self.returns_all else num_rows]
 
@@ -134,21 +113,25 @@ class EncoderGraphs:
     def find(self, num_rows: int, num_tokens: int) -> EncoderStep | None:
         """Return the smallest graph with at least this many rows and tokens; None: there is none."""
         for step in self._steps:
-            if num_tokens <= step.columns.num_tokens and num_rows <= step.columns.num_rows:
+            if num_tokens <= step.num_tokens and num_rows <= step.num_rows:
                 return step
         return None
 
     def _captured(self, size: int, pool: torch.cuda._POOL_HANDLE) -> EncoderStep:
         num_rows = min(max(size // TOKENS_PER_ROW, LEAST_ROWS), size, self._max_rows)
-        columns = _StepMemory(size, num_rows, self._device)
-        inputs = columns.inputs(self._model.input_spec, returns_all=self._returns_all)
-        attention = self._attention.fixed_rows(columns.starts, min(size, self._max_length))
+        step, spec = EncoderStep(size, num_rows, self._device, returns_all=self._returns_all), self._model.input_spec
+        inputs = ModelInputs(
+            positions=step.positions,
+            token_ids=step.token_ids,
+            token_types=step.token_types if spec.token_types else None,
+            outputs=None if step.returns_all else step.outputs,
+        )
+        attention = self._attention.fixed_rows(step.starts, min(size, self._max_length))
         self._model.forward(inputs, attention)  # kernels must not be compiled or loaded during the capture
         torch.cuda.synchronize(self._device)
-        graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=pool)
-            hidden = self._model.forward(inputs, attention)
-            graph.capture_end()
-        graph.replay()  # the first replay takes longer than later ones
-        return EncoderStep(graph, columns, hidden, self._returns_all)
+            step.graph.capture_begin(pool=pool)
+            step.hidden = self._model.forward(inputs, attention)
+            step.graph.capture_end()
+        step.graph.replay()  # the first replay takes longer than later ones
+        return step

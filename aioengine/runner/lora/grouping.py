@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from aioengine.kernels.adapter_slots import AdapterTiles, max_tiles, rows_of_tile
-from aioengine.layers.adapters import Groups
+from aioengine.layers.adapters import Grouping, Groups
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from aioengine.layers.adapters import Grouping
     from aioengine.runner.transfer import Upload
 
-    Slots = npt.NDArray[np.int32]
-    """The adapter slot of each row of a step; 0: the base model."""
 
+Slots = npt.NDArray[np.int32]
+"""The adapter slot of each row of a step; 0: the base model."""
 
-class GroupRows(Protocol):
-    """Groups the rows of a step for the device."""
-
-    def __call__(self, slots: Slots, /) -> Grouping: ...
+GroupRows = Callable[[Slots], Grouping]
+"""Groups the rows of a step for the device."""
 
 
 def group_on_host(slots: Slots) -> Groups:
@@ -61,7 +58,7 @@ class TileRows:
     batch_invariant: bool
     upload: Upload
 
-    def __call__(self, slots: Slots, /) -> Grouping:
+    def __call__(self, slots: Slots) -> Grouping:
         """Return the tiles for slots [T]."""
         order, tile_slots = tile(slots, num_slots=self.num_slots, size=self.size(len(slots)))
         return AdapterTiles(self.upload(order), self.upload(tile_slots))

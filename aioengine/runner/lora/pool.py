@@ -54,7 +54,9 @@ class AdapterPool:
         self._host_layers: list[HostAdapters] = []
         group: GroupRows = group_on_host
         if device.type == "cpu":
-            self._host_layers = _host_layers(self._layout, settings.num_slots)
+            for layer in self._layout.layers:
+                self._host_layers.append(HostAdapters(settings.num_slots, is_gated=layer.linear.is_gated))
+                layer.linear.use_adapters(self._host_layers[-1])
         else:
             self._device_slots = _DeviceSlots(self._layout, settings.num_slots, dtype, device)
             self.tiles = group = TileRows(settings.num_slots, batch_invariant, upload_to(device))
@@ -97,14 +99,6 @@ def slots_bytes(linears: Iterable[tuple[str, Linear]], settings: LoraSettings, d
     """Return the memory of the slots on a GPU."""
     layout = Layout(linears, max_rank=settings.max_rank, modules=settings.modules)
     return settings.num_slots * layout.slot_size * dtype.itemsize
-
-
-def _host_layers(layout: Layout, num_slots: int) -> list[HostAdapters]:
-    layers: list[HostAdapters] = []
-    for layer in layout.layers:
-        layers.append(HostAdapters(num_slots, is_gated=layer.linear.is_gated))
-        layer.linear.use_adapters(layers[-1])
-    return layers
 
 
 class _DeviceSlots:

@@ -39,7 +39,7 @@ shape = AttentionShape(
 )
 pool = torch.randn(kv_pool_shape(shape, num_pages=NUM_PAGES + 1, page_size=PAGE_SIZE))
 table = RowTable(
-    page_tables=PageTables(max_rows=64, max_row_pages=60, num_pages=NUM_PAGES),
+    page_tables=PageTables(max_rows=64, max_row_pages=60),
     num_embeddings=9, device=torch.device("cpu"), processors=(), max_rows=64
 )
 inputs = InputBuilder(table, page_size=PAGE_SIZE, num_embeddings=9)

@@ -25,7 +25,7 @@ torch.cuda.Event = SimpleNamespace
 PAGE_SIZE, NUM_PAGES, SIZE, WINDOWS = 4, 400, 8, (None, 10, 5)
 groups = PageGroups(windows=WINDOWS, page_size=PAGE_SIZE)
 table = RowTable(
-    page_tables=PageTables(max_rows=8, max_row_pages=30, num_pages=NUM_PAGES, groups=groups),
+    page_tables=PageTables(max_rows=8, max_row_pages=30, groups=groups),
     num_embeddings=9, device=torch.device("cpu"), processors=(), max_rows=8
 )
 inputs = InputBuilder(table, page_size=PAGE_SIZE, num_embeddings=9)

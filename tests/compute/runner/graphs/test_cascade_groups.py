@@ -80,7 +80,7 @@ def test_prefixes_of_prefixes_of_many_lengths() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_groups_are_what_they_say(seed: int) -> None:
+def test_rows_of_a_group_share_its_pages(seed: int) -> None:
     generator = np.random.default_rng(seed)
     stems = [generator.integers(1, 4, 6).tolist() for _ in range(3)]
     tables = [[*stems[generator.integers(3)][: generator.integers(1, 7)], 100 + row] for row in range(30)]
@@ -102,7 +102,7 @@ def check(tables: list[list[int]], found: list[CascadeGroup]) -> None:
 
 def test_the_rows_of_a_step_in_their_new_order() -> None:
     table = RowTable(
-        page_tables=PageTables(max_rows=64, max_row_pages=8, num_pages=64),
+        page_tables=PageTables(max_rows=64, max_row_pages=8),
         num_embeddings=100,
         device=torch.device("cpu"),
         processors=(),

@@ -22,7 +22,7 @@ from aioengine.scheduler.plan import NewRow
 WIDTH = 3000
 processors = logits_processors.load()
 cpu = torch.device("cpu")
-page_tables = PageTables(max_rows=64, max_row_pages=4, num_pages=4)
+page_tables = PageTables(max_rows=64, max_row_pages=4)
 table = RowTable(page_tables=page_tables, num_embeddings=WIDTH, device=cpu, processors=processors, max_rows=64)
 generator = np.random.default_rng(0)
 samplings = [
