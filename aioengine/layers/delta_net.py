@@ -1,6 +1,7 @@
 """The gated delta net, a linear attention.
 
-Shape letters: T tokens, D hidden size, O outputs. Heads and sizes: see ``kernels.gated_delta``.
+Shape letters: T tokens, S selected tokens, D hidden size, O outputs, H heads, V value size. Heads and sizes: see
+``kernels.gated_delta``.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class GatedDeltaNet(StateLayer):
         }
 
     def mix(self, projected: Tensor, states: StepStates, layer: int) -> tuple[Tensor, Tensor]:
+        """projected [T, O] -> heads [T, H, V] and output gates [T, O]; see ``StateLayer``."""
         inputs, matrices = states.layer(layer)
         mixed, output_gates, scores, steps = projected.split(self._sizes, dim=1)
         channels = causal_conv(mixed, self._filter, inputs, states.rows)
@@ -60,6 +62,7 @@ class GatedDeltaNet(StateLayer):
         return gated_delta(channels, gates, matrices, states.rows, in_blocks=self._in_blocks), output_gates
 
     def gate(self, mixed: Tensor, gates: Tensor) -> Tensor:
+        """mixed [S, H, V] and gates [S, O] -> [S, O]."""
         return gated_rms_norm(mixed, gates, self._norm.weight, self._norm.epsilon)
 
 

@@ -1,6 +1,7 @@
 """Mamba 2, which replaces attention.
 
-Shape letters: T tokens, D hidden size. Heads, groups and sizes: see ``kernels.state_space``.
+Shape letters: T tokens, S selected tokens, D hidden size, P and O sizes of the first and last matmul. Heads,
+groups and sizes: see ``kernels.state_space``.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Mamba(StateLayer):
         return targets if self._bias is None else {**targets, "conv1d.bias": Target(self._bias)}
 
     def mix(self, projected: Tensor, states: StepStates, layer: int) -> tuple[Tensor, Tensor]:
+        """projected [T, P] -> heads [T, O] and gates [T, O]; see ``StateLayer``."""
         gates, mixed, steps = projected.split(self._sizes, dim=1)
         inputs, matrices = states.layer(layer)
         channels = causal_conv(mixed, self._filter, inputs, states.rows, bias=self._bias)
@@ -59,4 +61,5 @@ class Mamba(StateLayer):
         return heads.flatten(1), gates
 
     def gate(self, mixed: Tensor, gates: Tensor) -> Tensor:
+        """mixed and gates [S, O] -> [S, O]."""
         return self._norm(silu_and_mul(torch.cat((gates, mixed), dim=1)))

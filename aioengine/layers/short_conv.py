@@ -1,6 +1,6 @@
 """Short gated convolution, which replaces attention.
 
-Shape letters: T tokens, D hidden size.
+Shape letters: T tokens, S selected tokens, D hidden size.
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ class ShortConv(StateLayer):
         return targets if self._bias is None else {**targets, "conv.bias": Target(self._bias)}
 
     def mix(self, projected: Tensor, states: StepStates, layer: int) -> tuple[Tensor, Tensor]:
+        """projected [T, 3 D] -> convolved tokens and their factors, [T, D] each; see ``StateLayer``."""
         before, after, channels = projected.chunk(3, dim=1)
         (inputs,) = states.layer(layer)
         mixed = causal_conv(before * channels, self._filter, inputs, states.rows, bias=self._bias, activates=False)
         return mixed, after
 
     def gate(self, mixed: Tensor, gates: Tensor) -> Tensor:
+        """mixed and gates [S, D] -> [S, D]."""
         return mixed.mul_(gates)
