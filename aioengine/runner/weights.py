@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aioengine.families._block_config import TensorSpec
-from aioengine.model_files.checkpoint import FLOAT_BYTES, check_entries, check_unchanged, file_states, read_headers
+from aioengine.families._block_config import FLOAT_BYTES, TensorSpec
+from aioengine.model_files.checkpoint import check_entries, check_unchanged, file_states, read_headers
 from aioengine.runner.tensor_files import DTYPES
 from aioengine.runner.weight_reading import read_all
 
