@@ -140,12 +140,11 @@ class GivenImages:
 
     def __init__(self, value: object, *, is_batch: bool, num_prompts: int) -> None:
         """Raises ValueError if a list for a batch does not have one entry per prompt."""
-        self._is_list = isinstance(value, list | tuple)
-        self._values = list(cast("Sequence[object]", value)) if isinstance(value, list | tuple) else [value]
-        self._is_batch = is_batch
+        self._is_per_prompt = is_batch and isinstance(value, list | tuple)
+        self._entries: list[object] = list(cast("Sequence[object]", value)) if self._is_per_prompt else [value]
         self._known: dict[int, tuple[ImageSource, ...]] = {}
-        if is_batch and self._is_list and len(self._values) != num_prompts:
-            entries = checks.counted(len(self._values), "entry", "entries")
+        if self._is_per_prompt and len(self._entries) != num_prompts:
+            entries = checks.counted(len(self._entries), "entry", "entries")
             raise ValueError(
                 f"image_data has {entries} for {checks.counted(num_prompts, 'prompt')}; give one for each (an image, a "
                 "list of images, or None), or one image for all"
@@ -153,14 +152,11 @@ class GivenImages:
 
     @property
     def has_any(self) -> bool:
-        """Whether any prompt has an image: all entries of a list may be None or empty lists."""
-        if not self._is_batch:
-            return len(self._values) > 1 or self._values[0] is not None
-        return not all(map(_is_none, self._values))
+        """Whether any prompt has an image."""
+        return not all(map(_is_none, self._entries))
 
     def has_images(self, prompt: int) -> bool:
-        """Whether the entry of a prompt is neither None nor an empty list."""
-        return not _is_none(self._values[prompt if self._is_batch and self._is_list else 0])
+        return not _is_none(self._entries[prompt if self._is_per_prompt else 0])
 
     @property
     def num_bytes(self) -> int:
@@ -169,38 +165,36 @@ class GivenImages:
 
     def of(self, prompt: int, max_images: int) -> tuple[ImageSource, ...]:
         """Check and return the images of a prompt. Raises TypeError or ValueError."""
-        key = prompt if self._is_batch and self._is_list else 0
+        key = prompt if self._is_per_prompt else 0
         if key not in self._known:
-            if not self._is_batch:
-                self._known[key] = _sources("image_data", self._values, max_images)
-            else:
-                name = f"image_data[{prompt}]" if self._is_list else "image_data"
-                self._known[key] = _sources(name, self._values[key], max_images)
+            name = f"image_data[{prompt}]" if self._is_per_prompt else "image_data"
+            self._known[key] = _sources(name, self._entries[key], max_images)
         return self._known[key]
 
 
 def given_images(value: object, *, is_batch: bool, num_prompts: int) -> GivenImages | None:
     """Return ``image_data`` of a call; None if no prompt has an image. Raises ValueError as ``GivenImages``."""
-    if _is_none(value):
+    if _is_none(value) and not (is_batch and value):  # a list for a batch must have an entry per prompt
         return None
     images = GivenImages(value, is_batch=is_batch, num_prompts=num_prompts)
     return images if images.has_any else None
 
 
 def _is_none(value: object) -> bool:
-    """Whether the value is None or an empty list, which mean no image."""
-    return value is None or (isinstance(value, list | tuple) and not value)
+    """Whether the value means no image: None, an empty list or ``[None]``."""
+    if not isinstance(value, list | tuple):
+        return value is None
+    entries = cast("Sequence[object]", value)
+    return not entries or (len(entries) == 1 and entries[0] is None)
 
 
 def _sources(name: str, value: object, max_images: int) -> tuple[ImageSource, ...]:
-    if value is None:
+    if _is_none(value):
         return ()
-    if not isinstance(value, list | tuple):
-        return (image_source(name, value),)
-    entries = cast("Sequence[object]", value)
+    entries = cast("Sequence[object]", value) if isinstance(value, list | tuple) else [value]
     check_number(name, len(entries), max_images)
     if len(entries) == 1:
-        return () if entries[0] is None else (image_source(name, entries[0]),)
+        return (image_source(name, entries[0]),)
     return tuple(image_source(f"{name}[{number}]", entry) for number, entry in enumerate(entries))
 
 

@@ -6,7 +6,7 @@ to the tokens that the model was trained with: one placeholder per feature, and 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, TypeVar, cast
 
 import msgspec
 from msgspec import Struct
@@ -87,31 +87,33 @@ class Expansion(NamedTuple):
         return (len(self.texts) - 1) * self.num_repeats
 
 
-class ImageFamily(Protocol):
+class ImageFamily(Struct, frozen=True):
     """How prompts of a model contain images.
 
     Attributes:
         placeholder_id: the placeholder token.
         placeholder: its text in prompts, for error messages.
         processor: the default image processor of transformers.
-        options: further arguments of its calls.
+        options: further arguments of its calls, by name.
     """
 
     placeholder_id: int
+
     placeholder: ClassVar[str]
     processor: ClassVar[str]
-    options: ClassVar[Mapping[str, bool]]
+    options: ClassVar[tuple[tuple[str, bool], ...]] = ()
 
     @classmethod
     def read(cls, config: Mapping[str, object]) -> Self:
         """Read config.json. Raises ValueError, which names the field, for missing or unsupported values."""
-        ...
+        raise NotImplementedError
 
     def in_text(self, text: str) -> str:
         """Return the text of a prompt for the tokenizer."""
-        ...
+        return text
 
-    def expansion(self, image: ImageShape) -> Expansion: ...
+    def expansion(self, image: ImageShape) -> Expansion:
+        raise NotImplementedError
 
 
 class ImageModel(NamedTuple):
