@@ -7,21 +7,8 @@
         async for chunk in engine.async_generate("Once upon a time", stream=True):
             print(chunk["text"], end="", flush=True)
 
-``Engine`` is the same for synchronous code. The way of a request, file by file:
-
-| step | file : function | what moves |
-|---|---|---|
-| 1 | ``api.engine.AsyncEngine.async_generate``, ``frontend.intake.requests`` | arguments -> a checked ``CallRequest`` |
-| 2 | ``frontend.frontend.Frontend.open``, ``calls`` | the call is registered; an ``api.stream.Generation`` reads it |
-| 3 | ``intake.submitter.Submitter``, ``encoder``, ``tokenizer`` | text -> token ids -> ``protocol.messages.Submit`` |
-| 4 | ``processes.scheduler_process``, ``scheduler.core.SchedulerCore.step`` | ``Submit`` -> a request that waits |
-| 5 | ``scheduler.scheduler``, ``memory.prefix_cache`` | a ``StepPlan`` (rows), pages |
-| 6 | ``runner.model_runner`` | ``StepPlan`` -> tensors -> ``StepResult`` |
-| 7 | ``text.detokenizer`` in ``processes.detokenizer_process`` | ids -> text, stops; one ``TextChunks`` for each step |
-| 8 | ``delivery.Router.deliver``, ``outputs.RowStream`` | every chunk to its row, merged if unread |
-| 9 | ``api.stream.Generation.__anext__``, ``api.answers`` | new output as the public dict |
-
-Importing this package is cheap: its names are imported when they are first used, torch never.
+``Engine`` is the same for synchronous code. README.md in this folder explains the code. Importing this package is
+cheap: public names are imported when they are first used, torch never.
 """
 
 from __future__ import annotations
@@ -72,32 +59,23 @@ if TYPE_CHECKING:
     from aioengine.settings.planning import Plan, plan
     from aioengine.utils import async_stream_and_merge, stream_and_merge, trim_overlap
 
-_HOMES = {  # of public names; those that are not here are errors
-    "aioengine.api.answers": (
-        "Answer",
-        "BatchOutput",
-        "Chunk",
-        "ChunkInfo",
-        "Embedding",
-        "FinishReason",
-        "MetaInfo",
-        "Ranking",
-        "Timings",
-    ),
-    "aioengine.frontend.loaded_adapters": ("AdapterResult",),
-    "aioengine.frontend.intake.score": ("ScoreOptions", "ScoreResult"),
-    "aioengine.frontend.intake.pool_requests": ("EncodeOptions", "PoolOptions"),
-    "aioengine.frontend.intake.request_options": ("ChatOptions", "RequestOptions"),
-    "aioengine.frontend.controls": ("Outcome", "ProfileOptions"),
-    "aioengine.api.engine": ("AsyncEngine",),
-    "aioengine.frontend.info": ("Health", "ModelInfo", "__version__"),
-    "aioengine.api.params": ("SamplingParams",),
-    "aioengine.settings.planning": ("Plan", "plan"),
-    "aioengine.api.signatures": ("EngineArguments",),
-    "aioengine.api.stream": ("Generation", "Stream"),
-    "aioengine.api.sync": ("ChunkIterator", "Engine"),
-    "aioengine.utils": ("async_stream_and_merge", "stream_and_merge", "trim_overlap"),
+_HOMES = {
+    "aioengine.api.answers": "Answer BatchOutput Chunk ChunkInfo Embedding FinishReason MetaInfo Ranking Timings",
+    "aioengine.api.engine": "AsyncEngine",
+    "aioengine.api.params": "SamplingParams",
+    "aioengine.api.signatures": "EngineArguments",
+    "aioengine.api.stream": "Generation Stream",
+    "aioengine.api.sync": "ChunkIterator Engine",
+    "aioengine.frontend.controls": "Outcome ProfileOptions",
+    "aioengine.frontend.info": "Health ModelInfo __version__",
+    "aioengine.frontend.intake.pool_requests": "EncodeOptions PoolOptions",
+    "aioengine.frontend.intake.request_options": "ChatOptions RequestOptions",
+    "aioengine.frontend.intake.score": "ScoreOptions ScoreResult",
+    "aioengine.frontend.loaded_adapters": "AdapterResult",
+    "aioengine.settings.planning": "Plan plan",
+    "aioengine.utils": "async_stream_and_merge stream_and_merge trim_overlap",
 }
+"""Module -> its public names. Public names without an entry are errors."""
 
 __all__ = [
     "AdapterResult",
@@ -151,14 +129,14 @@ __all__ = [
 def __getattr__(name: str) -> object:
     """Import a public name when it is first used."""
     if name in __all__:
-        home = next((home for home, names in _HOMES.items() if name in names), "aioengine.errors")
+        home = next((home for home, names in _HOMES.items() if name in names.split()), "aioengine.errors")
         value: object = getattr(import_module(home), name)
         globals()[name] = value
         return value
     error = no_attribute(f"module {__name__!r}", name)
     caller = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     if name in OUR_WAY and caller.f_code.co_name == "_handle_fromlist":
-        # "from aioengine import LLM" replaces an AttributeError by an ImportError without its text.
+        # For "from aioengine import LLM", Python replaces an AttributeError by an ImportError without its text.
         raise ImportError(str(error), name=__name__)
     raise error
 

@@ -1,4 +1,4 @@
-"""File descriptors: the standard ones of a process, its limit, and spare ones for moments that must not lack any."""
+"""File descriptors: the standard ones of a process, its limit, and a reserve for code that must not run out of them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
 FOR_AN_ENGINE = 52
-"""How many a start needs: for processes and their channels, the launcher's spare ones, and the model's files."""
+"""Descriptors that a start needs: for processes and their channels, the launcher's reserve, and the model's files."""
 _ENOUGH = 4096
 
 
 def hold_standard_descriptors() -> None:
-    """Open the null device where standard input, output or error is closed, and leave it open.
+    """Open the null device as standard input, output or error if these are closed.
 
-    Otherwise the next socket gets that number: event loops abort on closing it, writes to the standard stream go into
-    it, and a child inherits it as its own stream.
+    Otherwise the next socket gets one of their numbers. Then event loops abort when they close it, writes to the
+    standard stream go into the socket, and a child inherits it as its own stream.
     """
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)  # as standard streams are
@@ -30,8 +30,9 @@ def hold_standard_descriptors() -> None:
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the limit of this process up to its hard limit; a few thousand suffice. Only for children, since the limit
-    of the user's process belongs to the user.
+    """Raise the limit of this process to a few thousand, or to its hard limit.
+
+    Only child processes call this; the limit of the user's process belongs to the user.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
@@ -40,9 +41,9 @@ def raise_descriptor_limit() -> None:
 
 
 class SpareDescriptors:
-    """Descriptors that are held open as a reserve, and freed just before others are needed.
+    """A reserve of open descriptors, which are closed just before others are needed.
 
-    Event loops and libzmq abort the whole program where none is free, and another part of the program may use up all
+    Event loops and libzmq abort the program if no descriptor is free, and other code of the program may use up all
     descriptors at any time.
     """
 
@@ -53,7 +54,7 @@ class SpareDescriptors:
         self.free()
 
     def hold(self, count: int) -> bool:
-        """Hold at least ``count``; returns whether as many were free."""
+        """Hold at least ``count``. Returns False if fewer were free."""
         try:
             self._open(count)
         except OSError:
@@ -63,8 +64,7 @@ class SpareDescriptors:
     def require(self, count: int) -> None:
         """Hold at least ``count``.
 
-        Raises:
-            EngineStartupError: fewer were free, or there is no null device; none is held.
+        Raises EngineStartupError if fewer are free or there is no null device. Then none is held.
         """
         try:
             self._open(count)
@@ -87,15 +87,16 @@ class SpareDescriptors:
             self._held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
 
     def free(self, *, keep: int = 0) -> None:
-        """Free all but ``keep`` of them."""
+        """Close all but ``keep`` of them."""
         with contextlib.suppress(IndexError):  # another thread ends the engine at this moment
             while len(self._held) > keep:
                 os.close(self._held.pop())
 
     @contextlib.contextmanager
     def lent(self, count: int | None = None, *, used: int = 0) -> Generator[None]:
-        """Free ``count``, or all, during a block that keeps ``used`` of them; hold the others again after it, or as
-        many as are free.
+        """Close ``count`` of them, or all, during a block which opens ``used`` descriptors that stay open.
+
+        Afterwards, hold the others again, or as many as are free.
         """
         before = len(self._held)
         self.free(keep=0 if count is None else max(0, before - count))
@@ -106,7 +107,7 @@ class SpareDescriptors:
 
 
 def require_descriptors(count: int) -> None:
-    """Raise EngineStartupError where this process cannot open ``count`` more files now."""
+    """Raise EngineStartupError if this process cannot open ``count`` more files now."""
     spare = SpareDescriptors()
     spare.require(count)
     spare.free()

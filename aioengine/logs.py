@@ -28,7 +28,7 @@ def warn(logger: logging.Logger, message: str, *arguments: object) -> None:
 
 
 def warn_caller(message: str, *, stacklevel: int) -> None:
-    """Issue a ``UserWarning``. It is raised where the program has made it an error; an error of its stderr is not."""
+    """Issue a ``UserWarning``. It is raised if the program turns warnings into errors, unlike errors of stderr."""
     try:
         warnings.warn(message, UserWarning, stacklevel=stacklevel + 1)
     except UserWarning:
@@ -48,10 +48,10 @@ class StderrLogs(logging.Handler):
 
 
 def show_logs(level: str) -> None:
-    """Let the loggers ``aioengine.*`` show the records of an engine with ``log_level=level``.
+    """Make the loggers ``aioengine.*`` show the records of an engine with ``log_level=level``.
 
-    With "debug" and "info" their level is set, unless the program has set it; and in a program without a log handler
-    the records go to stderr, where Python itself prints warnings and errors alone. Other levels change nothing.
+    "debug" and "info" set the level of the loggers, unless the program has set it. In a program without a log handler,
+    the records go to stderr, because Python itself prints only warnings and errors. Other levels change nothing.
     """
     if level not in ("debug", "info"):
         return

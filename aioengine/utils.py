@@ -46,10 +46,10 @@ def _text_of_the_only_answer(chunk: Chunk) -> str:
 
 
 def trim_overlap(existing_text: str, new_chunk: str) -> str:
-    """The part of ``new_chunk`` that does not repeat the end of ``existing_text``.
+    """Return ``new_chunk`` without the part that repeats the end of ``existing_text``.
 
-    For text of other sources, whose pieces overlap. Chunks of this engine never do: they have their offset
-    (``text_offset``). Comparing text, as here, takes a true repetition for an overlap.
+    It is for text from other sources, whose pieces overlap. Chunks of this engine do not overlap; they have a
+    ``text_offset``. A comparison of text, as here, mistakes a real repetition for an overlap.
     """
     for length in range(min(len(existing_text), len(new_chunk)), 0, -1):
         if existing_text.endswith(new_chunk[:length]):

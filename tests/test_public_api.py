@@ -97,11 +97,11 @@ def is_error(value: object) -> TypeGuard[type[Exception]]:
     return inspect.isclass(value) and issubclass(value, Exception)
 
 
-def test_the_public_names_and_signatures_are_those_of_the_record() -> None:
+def test_public_names_and_signatures_equal_the_record() -> None:
     assert surface() == RECORD.read_text().splitlines()
 
 
-def test_everything_public_says_what_it_is() -> None:
+def test_everything_public_has_a_docstring() -> None:
     assert list(undocumented()) == []
 
 

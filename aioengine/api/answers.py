@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, ClassVar, Literal, NotRequired, Protocol, SupportsIndex, TypedDict, cast, overload
 
 from aioengine.api import checks
@@ -16,7 +17,7 @@ from aioengine.protocol.columns import HIDDEN_STATES, PROMPT_STATES, Extra
 from aioengine.protocol.messages import End, FinishCode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     import numpy as np
     import numpy.typing as npt
@@ -33,8 +34,8 @@ class FinishReason(dict[str, str | int | None]):
     ``{"type": "abort", "message": ...}``, ``{"type": "deadline", "which": ...}`` or
     ``{"type": "shutdown", "message": ...}``.
 
-    It also compares equal to its type string and prints as it; ``["matched"]`` is None where nothing matched. In a
-    stream with ``return_exceptions=True`` the reason of a row that failed is "abort", and ``err_type`` names the error.
+    It also compares equal to its type string and prints as it. ``["matched"]`` is None if nothing matched. In a stream
+    with ``return_exceptions=True``, a failed row ends with the reason "abort", and ``err_type`` names the error.
     """
 
     @overload
@@ -65,10 +66,14 @@ class FinishReason(dict[str, str | int | None]):
         return self["type"]
 
 
+OutputEntry = tuple[float, int, str | None]
+"""Logprob, token id and text of an output token."""
+
+
 class Timings(TypedDict):
     """The times of a finished request, in seconds. The first five add up to ``total_s``.
 
-    ``first_token_s`` is from the call to the first token, None where there was none.
+    ``first_token_s`` is the time from the call to the first token; None without a token.
     """
 
     tokenize_s: float
@@ -83,14 +88,12 @@ class Timings(TypedDict):
 class CommonInfo(TypedDict):
     """The facts about a request at any time.
 
-    With ``return_logprob`` it has logprobs, as (logprob, token id, text or None): ``output_...`` of the tokens in
-    ``output_ids``, ``input_...`` of the prompt, in a stream with the first chunk alone. Only position 0 of a prompt has
-    no logprob.
+    The logprobs (with ``return_logprob``) are tuples (logprob, token id, text or None). ``output_...`` belong to
+    ``output_ids``, ``input_...`` to the prompt; in a stream, the first chunk has the latter. Only position 0 of a
+    prompt has no logprob.
 
-    ``image_tokens``, where the prompt has images: how many of its tokens stand for them.
-
-    ``num_retractions`` is another name of ``num_preemptions``. ``reasoning_tokens`` is 0: tokens of a thought are not
-    counted apart.
+    image_tokens: number of tokens of the prompt's images. num_retractions: another name of ``num_preemptions``.
+    reasoning_tokens: always 0, because tokens of reasoning are not counted separately.
     """
 
     id: str
@@ -103,20 +106,22 @@ class CommonInfo(TypedDict):
     cached_tokens: int
     num_preemptions: int
     num_retractions: int
-    output_token_logprobs: NotRequired[list[Entry]]
-    output_token_logprobs_length: NotRequired[int]
-    output_top_logprobs: NotRequired[list[list[Entry]]]
-    output_token_ids_logprobs: NotRequired[list[list[Entry]]]
-    input_token_logprobs: NotRequired[list[Entry]]
-    input_top_logprobs: NotRequired[list[list[Entry] | None]]
-    input_token_ids_logprobs: NotRequired[list[list[Entry] | None]]
-    hidden_states: NotRequired[list[npt.NDArray[np.float32]]]
-    sequence_score: NotRequired[float]
     image_tokens: NotRequired[int]
+    # The next keys, ``index`` and ``prompt_token_ids`` exist only if the call asks for them. They are typed as
+    # required, so that type checkers accept the code of such a call.
+    output_token_logprobs: list[OutputEntry]
+    output_token_logprobs_length: int
+    output_top_logprobs: list[list[OutputEntry]]
+    output_token_ids_logprobs: list[list[OutputEntry]]
+    input_token_logprobs: list[Entry]
+    input_top_logprobs: list[list[Entry] | None]
+    input_token_ids_logprobs: list[list[Entry] | None]
+    hidden_states: list[npt.NDArray[np.float32]]
+    sequence_score: float
 
 
 class MetaInfo(CommonInfo):
-    """The facts about a finished request beside its output."""
+    """The facts about a finished request."""
 
     finish_reason: FinishReason
     cached_tokens_details: dict[str, int]
@@ -125,7 +130,7 @@ class MetaInfo(CommonInfo):
 
 
 class ChunkInfo(CommonInfo):
-    """The ``meta_info`` of a chunk. The keys that are not required, and ``finish_reason``, come with the last one."""
+    """The ``meta_info`` of a chunk. Only the last chunk has a ``finish_reason`` and the keys that are not required."""
 
     finish_reason: FinishReason | None
     cached_tokens_details: NotRequired[dict[str, int]]
@@ -134,20 +139,19 @@ class ChunkInfo(CommonInfo):
 
 
 class Answer(TypedDict):
-    """The whole output of one request. ``extras``: what the runner gave beside the tokens, if anything."""
+    """The whole output of one request. ``extras``: other results of the runner, if any."""
 
     text: str
     output_ids: list[int]
     meta_info: MetaInfo
-    prompt_token_ids: NotRequired[list[int]]
+    prompt_token_ids: list[int]
     extras: NotRequired[list[Extra]]
 
 
 class Chunk(TypedDict):
-    """A piece of a stream: the output since the chunk before, and where it starts (in characters and tokens).
+    """A piece of a stream: the output since the last chunk, and its offset in characters and tokens.
 
-    ``index``: the row of this chunk, in batches and with ``n`` > 1. ``extras``: what the runner
-    gave beside the tokens of the chunk, if anything.
+    ``index``: the row of this chunk, in batches and with ``n`` > 1. ``extras``: other results of the runner, if any.
     """
 
     text: str
@@ -155,8 +159,8 @@ class Chunk(TypedDict):
     meta_info: ChunkInfo
     text_offset: int
     token_offset: int
-    index: NotRequired[int]
-    prompt_token_ids: NotRequired[list[int]]
+    index: int
+    prompt_token_ids: list[int]
     extras: NotRequired[list[Extra]]
 
 
@@ -176,9 +180,9 @@ class Ranking(TypedDict):
 
 
 class MetaColumns(list[MetaInfo]):
-    """The ``meta_info`` of a batch; a key gives the list of its values, one for each row (None where it is not there).
+    """The ``meta_info`` of a batch. A key returns the list of its values, one for each row (None if a row lacks it).
 
-    The entry of a row that failed (``return_exceptions=True``) is its exception.
+    The entry of a failed row (``return_exceptions=True``) is its exception.
     """
 
     @overload
@@ -210,12 +214,11 @@ else:
 
 
 class BatchOutput(list[RowType]):
-    """The answers of a batch, in the order of its prompts (with ``n`` samples: all of a prompt, then the next); or its
-    embeddings, or scores.
+    """The answers, embeddings or scores of a batch, in the order of its prompts (``n`` samples of a prompt together).
 
-    A list of dicts that also takes a column name: ``outs["text"]`` is the list of texts and
-    ``outs["meta_info"]["completion_tokens"]`` the list of counts. With ``return_exceptions=True`` an entry may be the
-    exception of its row, in columns too.
+    A list of dicts that also accepts a column name: ``outs["text"]`` is the list of texts, and
+    ``outs["meta_info"]["completion_tokens"]`` the list of counts. With ``return_exceptions=True``, the entry of a
+    failed row is its exception, in columns too.
     """
 
     @overload
@@ -243,23 +246,19 @@ class BatchOutput(list[RowType]):
         return BatchOutput(super().__getitem__(key)) if isinstance(key, slice) else super().__getitem__(key)
 
 
-def _column(rows: Iterable[object], key: str) -> list[object]:
-    """One key of every row; a row that is an exception stands for itself.
-
-    Raises KeyError for a key that no row has.
-    """
-    entries = list(rows)
-    dicts = [cast("dict[str, object]", entry) for entry in entries if isinstance(entry, dict)]
-    if dicts and not any(key in entry for entry in dicts):
-        known = list(dict.fromkeys(name for entry in dicts for name in entry))
+def _column(rows: Sequence[object], key: str) -> list[object]:
+    """Return the value of ``key`` in each row, and exceptions unchanged. Raises KeyError for a key that no row has."""
+    dicts = [cast("dict[str, object]", row) for row in rows if isinstance(row, dict)]
+    if dicts and not any(key in row for row in dicts):
+        known = list(dict.fromkeys(name for row in dicts for name in row))
         raise KeyError(f"no column {key!r}{checks.did_you_mean(key, known)}; there are {', '.join(known)}")
-    return [cast("dict[str, object]", entry).get(key) if isinstance(entry, dict) else entry for entry in entries]
+    return [cast("dict[str, object]", row).get(key) if isinstance(row, dict) else row for row in rows]
 
 
 class ExtraReader(Protocol):
-    """Reads extras of one row as they come, and makes the entries of ``meta_info`` from them.
+    """Collects extras of one row, and converts them to entries of ``meta_info``.
 
-    kinds: of the extras that it reads. num_entries: read so far.
+    kinds: the kinds of extras that it reads. num_entries: the number of extras that it has read.
     """
 
     kinds: ClassVar[frozenset[str]]
@@ -267,16 +266,12 @@ class ExtraReader(Protocol):
 
     def read(self, extra: Extra) -> None: ...
     def lists(self, start: int, end: int, *, keeps: bool) -> dict[str, object]:
-        """Those of the output tokens from ``start`` to ``end``; ``keeps``: they may be asked for again."""
+        """Return the entries of the output tokens from ``start`` to ``end``. ``keeps``: they may be needed again."""
         ...
 
 
 class StateReader:
-    """Makes arrays of the hidden states of one row, all of which it asked for. numpy must be imported by now.
-
-    Attributes:
-        num_entries: extras read so far.
-    """
+    """Converts the hidden states of one row to arrays."""
 
     __slots__ = ("_arrays", "_shape", "num_entries")
 
@@ -288,7 +283,7 @@ class StateReader:
         self._arrays: dict[int, npt.NDArray[np.float32]] = {}
 
     def read(self, extra: Extra) -> None:
-        """Read the state of a token, [D], or a block of the prompt's, in place of what was read of it before.
+        """Read the state of a token, [D], or a block of the prompt's states. It replaces states that were read before.
 
         The array of the first token is [prompt, D].
         """
@@ -306,8 +301,8 @@ class StateReader:
         self.num_entries += 1
 
     def lists(self, start: int, end: int, *, keeps: bool) -> dict[str, object]:
-        given = [index for index in range(start, end) if index in self._arrays]
-        return {"hidden_states": list(map(self._arrays.__getitem__ if keeps else self._arrays.pop, given))}
+        indices = [index for index in range(start, end) if index in self._arrays]
+        return {"hidden_states": list(map(self._arrays.__getitem__ if keeps else self._arrays.pop, indices))}
 
 
 def array(data: bytes) -> npt.NDArray[np.float32]:
@@ -343,10 +338,8 @@ def finish_reason(finished: End, num_output: int, cause: RowError | None = None)
             return FinishReason(type="abort", message=str(cause), err_type=type(cause).__name__)
 
 
-def error(
-    finished: End,
-) -> RequestTooLargeError | UnsupportedSchemaError | RequestError | EngineOverloadedError | None:
-    """The exception that a request ends with; None: it has an answer, or a part of one."""
+def error(finished: End) -> RowError | None:
+    """Return the error of a request; None if it has an answer, even an incomplete one."""
     if finished.code is FinishCode.TOO_LARGE:
         return RequestTooLargeError(finished.message)
     if finished.code is FinishCode.UNSUPPORTED:
@@ -363,3 +356,15 @@ def error(
 
 RowError = EngineError | ValueError | TypeError
 """The errors that one row of a call may end with instead of an answer."""
+
+
+def named(error: RowError, prompt: int, num_prompts: int) -> RowError:
+    """Return the error that a prompt of a batch raises for the whole call. Its message has the number of the prompt."""
+    message = str(error)
+    if (
+        num_prompts > 1
+        and isinstance(error, ValueError | TypeError | RequestError)
+        and re.search(rf"\w\[{prompt}\]| of prompt {prompt}\b", message) is None
+    ):
+        error.args = (f"prompt {prompt}: {message}",)
+    return error

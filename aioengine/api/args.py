@@ -17,6 +17,8 @@ from msgspec.structs import fields, replace
 from aioengine.api import checks
 from aioengine.api.checks import number_from, whole_from, whole_or_minus_one
 from aioengine.api.foreign_names import ALIASES, IGNORED, MISSING_ARGUMENTS, our_way
+from aioengine.api.parameter_table import ARGUMENTS_OF_CALLS
+from aioengine.api.params import is_sampling_parameter
 from aioengine.logs import warn_caller
 from aioengine.model_files.adapter_folder import MAX_RANK
 from aioengine.settings.config import EngineConfig, GivenAdapter
@@ -27,14 +29,14 @@ from aioengine.tokenization.chat_template import MAX_TEMPLATE_BYTES
 class Argument(Struct, frozen=True):
     """One public argument.
 
-    place: "section.field" or "field" of EngineConfig, which has its default and its type. unset: text for the default,
-    if EngineConfig has None, "auto" or an empty value.
+    unset: text for the default, if EngineConfig has None, "auto" or an empty value. place: "section.field" or "field"
+    of EngineConfig, which has its default and its type. It may be left out if the field has the name of the argument.
     """
 
-    place: str
     check: checks.Check
     help: str
     unset: str = ""
+    place: str = ""
 
     @property
     def read(self) -> type:
@@ -216,6 +218,7 @@ def _dtype(name: str, value: object) -> object:
 
 
 _A_DAY: Final = 86400.0
+_seconds = number_from(0, _A_DAY, above=True)
 MAX_WEIGHT: Final = 1e6
 MAX_HIDDEN_STATE_BYTES: Final = 192 * 1024 * 1024
 """They must fit into a frame together with the other results of a step."""
@@ -226,197 +229,160 @@ MAX_MODULES: Final = 1024
 ADAPTERS: Final = "a list of paths, of 'name=path' or of dicts with lora_name, lora_path and pinned; or a dict of them"
 ALL_MODULES: Final = frozenset(("all", "all-linear"))
 
-ARGUMENTS: Final[dict[str, Argument]] = {
-    "model_path": Argument("model.path", _path, "folder, hub id or GGUF file of the model", "the demo model"),
-    "tokenizer_path": Argument(
-        "model.tokenizer_path", _path, "folder or hub id of the tokenizer", "the model's folder"
-    ),
-    "revision": Argument("model.revision", _text, "branch, tag or commit on the hub", "the main branch"),
-    "download_dir": Argument("model.download_dir", _path, "folder for downloads", "the hub's cache"),
+_ROWS: Final = {
+    "model_path": Argument(_path, "folder, hub id or GGUF file of the model", "the demo model", place="model.path"),
+    "tokenizer_path": Argument(_path, "folder or hub id of the tokenizer", "the model's folder"),
+    "revision": Argument(_text, "branch, tag or commit on the hub", "the main branch"),
+    "download_dir": Argument(_path, "folder for downloads", "the hub's cache"),
     "load_format": Argument(
-        "model.load_format",
-        _words("auto", "safetensors", "gguf", "dummy"),
-        "auto, safetensors, gguf or dummy (random weights)",
+        _words("auto", "safetensors", "gguf", "dummy"), "auto, safetensors, gguf or dummy (random weights)"
     ),
-    "dtype": Argument("model.dtype", _dtype, "auto, bfloat16, float16 or float32"),
-    "context_length": Argument(
-        "model.context_length", whole_from(1), "maximum tokens of prompt and output", "the model's"
-    ),
+    "dtype": Argument(_dtype, "auto, bfloat16, float16 or float32"),
+    "context_length": Argument(whole_from(1), "maximum tokens of prompt and output", "the model's"),
     "model_impl": Argument(
-        "model.implementation",
         _words("auto", "aioengine", "transformers"),
         "code that computes the model: auto (ours if it has the model_type, otherwise transformers'), aioengine or "
         "transformers",
+        place="model.implementation",
     ),
     "trust_remote_code": Argument(
-        "model.trust_remote_code",
-        checks.switch,
-        "run code in the model's folder, if transformers' code computes the model",
+        checks.switch, "run code in the model's folder, if transformers' code computes the model"
     ),
-    "skip_tokenizer_init": Argument("model.tokenizer", _negated, "accept and return token ids only, no text"),
+    "skip_tokenizer_init": Argument(_negated, "accept and return token ids only, no text", place="model.tokenizer"),
     "chat_template": Argument(
-        "model.chat_template", _template, "text or file of a chat template that replaces the model's own", "the model's"
+        _template, "text or file of a chat template that replaces the model's own", "the model's"
     ),
     "allow_request_templates": Argument(
-        "model.allow_request_templates",
-        checks.switch,
-        "requests may contain the text or file of a chat template, which runs in this process",
+        checks.switch, "requests may contain the text or file of a chat template, which runs in this process"
     ),
     "is_embedding": Argument(
-        "model.is_embedding",
-        checks.switch,
-        "give only vectors, even if the model can generate",
-        "True for folders of sentence-transformers",
+        checks.switch, "give only vectors, even if the model can generate", "True for folders of sentence-transformers"
     ),
     "sampling_defaults": Argument(
-        "model.sampling_defaults",
         _words("model", "engine", openai="engine"),
-        "source of sampling parameters that a request leaves out: model (its generation_config.json) or engine",
+        "source of sampling parameters that a request leaves out: model (its generation_config.json) or engine (openai "
+        "is another name for engine)",
     ),
-    "device": Argument("device.name", _words("auto", "cpu", "cuda", gpu="cuda"), "auto, cpu or cuda"),
+    "device": Argument(_words("auto", "cpu", "cuda", gpu="cuda"), "auto, cpu or cuda", place="device.name"),
     "attention_backend": Argument(
-        "device.attention_backend",
         _words("auto", "flashinfer", "triton", "fused", "torch", torch_native="torch"),
         "auto; flashinfer or triton on a GPU, fused on a CPU, torch on both",
     ),
     "enable_deterministic_inference": Argument(
-        "device.batch_invariant", checks.switch, "the same bits in any batch on a GPU, too (always on a CPU)"
+        checks.switch, "the same bits in any batch on a GPU, too (always on a CPU)", place="device.batch_invariant"
     ),
-    "disable_cuda_graph": Argument("device.cuda_graphs", _negated, "no CUDA graphs"),
+    "disable_cuda_graph": Argument(_negated, "no CUDA graphs", place="device.cuda_graphs"),
     "cuda_graph_max_bs": Argument(
-        "device.cuda_graph_max_rows",
         whole_from(1, 65536),
         "maximum rows of a CUDA graph",
         f"max_running_requests, at most {GPU_GRAPH_ROWS}",
+        place="device.cuda_graph_max_rows",
     ),
     "logits_processors": Argument(
-        "device.logits_processors",
-        _classes,
-        "classes of logits processors that requests may name: a list of package.module:Class",
-        "none",
+        _classes, "classes of logits processors that requests may name: a list of package.module:Class", "none"
     ),
-    "enable_lora": Argument("lora.enabled", checks.switch, "serve LoRA adapters", "True if lora_paths is set"),
+    "enable_lora": Argument(checks.switch, "serve LoRA adapters", "True if lora_paths is set", place="lora.enabled"),
     "lora_paths": Argument(
-        "lora.adapters",
         _adapters,
         "adapters to load at the start: a list of paths, name=path or dicts, or a dict of name to path",
         "none",
+        place="lora.adapters",
     ),
-    "max_loras_per_batch": Argument("lora.num_slots", whole_from(1, 1024), "maximum adapters on the device at once"),
+    "max_loras_per_batch": Argument(
+        whole_from(1, 1024), "maximum adapters on the device at once", place="lora.num_slots"
+    ),
     "max_lora_rank": Argument(
-        "lora.max_rank", whole_from(1, MAX_RANK), "maximum rank of an adapter", "the highest of lora_paths"
+        whole_from(1, MAX_RANK), "maximum rank of an adapter", "the highest of lora_paths", place="lora.max_rank"
     ),
     "lora_target_modules": Argument(
-        "lora.modules", _modules, "modules that adapters may change: a list of names, or all", "those of lora_paths"
+        _modules,
+        "modules that adapters may change: a list of names, or all",
+        "those of lora_paths",
+        place="lora.modules",
     ),
     "max_loaded_loras": Argument(
-        "lora.max_loaded",
         whole_from(1),
         "maximum adapters in host memory, at least max_loras_per_batch",
         "as many as fit into 4 GiB",
+        place="lora.max_loaded",
     ),
-    "allowed_local_media_path": Argument(
-        "media.allowed_local_media_path", _folder, "folder that must contain image files", "any folder"
-    ),
-    "allow_private_urls": Argument(
-        "media.allow_private_urls", checks.switch, "allow image URLs with addresses that are not public"
-    ),
-    "max_image_bytes": Argument("media.max_image_bytes", whole_from(1, 1 << 32), "maximum bytes of an image file"),
-    "max_image_pixels": Argument(
-        "media.max_image_pixels", whole_from(1, 1 << 32), "maximum width times height of an image"
-    ),
-    "max_images_per_prompt": Argument(
-        "media.max_images_per_prompt", whole_from(0, 1 << 16), "maximum images per prompt"
-    ),
+    "allowed_local_media_path": Argument(_folder, "folder that must contain image files", "any folder"),
+    "allow_private_urls": Argument(checks.switch, "allow image URLs with addresses that are not public"),
+    "max_image_bytes": Argument(whole_from(1, 1 << 32), "maximum bytes of an image file"),
+    "max_image_pixels": Argument(whole_from(1, 1 << 32), "maximum width times height of an image"),
+    "max_images_per_prompt": Argument(whole_from(0, 1 << 16), "maximum images per prompt"),
     "media_timeout": Argument(
-        "media.timeout_s",
-        number_from(0, _A_DAY, above=True),
-        "seconds for the download of an image, and again for its preparation",
+        _seconds, "seconds for the download of an image, and again for its preparation", place="media.timeout_s"
     ),
-    "page_size": Argument("memory.page_size", whole_from(1, 1024), "tokens per page of KV memory"),
-    "max_total_tokens": Argument(
-        "memory.max_total_tokens", whole_from(1), "size of the KV pool in tokens", "as much as fits into memory"
-    ),
+    "page_size": Argument(whole_from(1, 1024), "tokens per page of KV memory"),
+    "max_total_tokens": Argument(whole_from(1), "size of the KV pool in tokens", "as much as fits into memory"),
     "mem_fraction_static": Argument(
-        "memory.mem_fraction_static",
         number_from(0, 1, above=True),
         "share of the memory for weights and KV pool",
         f"{GPU_MEMORY_FRACTION} on a GPU, {CPU_MEMORY_FRACTION} on a CPU",
     ),
-    "disable_radix_cache": Argument("memory.prefix_cache", _negated, "no prefix cache"),
+    "disable_radix_cache": Argument(_negated, "no prefix cache", place="memory.prefix_cache"),
     "max_running_requests": Argument(
-        "scheduler.max_running",
         whole_from(1, 65536),
         "maximum requests computed at once",
         f"{GPU_LIMITS[1]} on a GPU, {CPU_LIMITS[1]} on a CPU",
+        place="scheduler.max_running",
     ),
     "chunked_prefill_size": Argument(
-        "scheduler.chunk_tokens",
         whole_or_minus_one("prompts are never split"),
         "maximum tokens per step; -1: prompts are never split",
         f"{GPU_LIMITS[0]} on a GPU, {CPU_LIMITS[0]} on a CPU",
+        place="scheduler.chunk_tokens",
     ),
     "schedule_policy": Argument(
-        "scheduler.policy",
         _words("fcfs", "priority", "longest_prefix", lpm="longest_prefix"),
         "fcfs, longest_prefix (lpm) or priority",
+        place="scheduler.policy",
     ),
-    "tenant_weights": Argument(
-        "scheduler.tenant_weights", _weights, "shares of the engine: a dict, or tenant=weight,...", "1 each"
-    ),
+    "tenant_weights": Argument(_weights, "shares of the engine: a dict, or tenant=weight,...", "1 each"),
     "disable_overlap_schedule": Argument(
-        "scheduler.overlap", _negated, "collect each step before the next is launched (always on a CPU)"
+        _negated, "collect each step before the next is launched (always on a CPU)", place="scheduler.overlap"
     ),
-    "max_queued_requests": Argument("queue.max_requests", whole_from(0), "maximum waiting requests"),
-    "max_queued_tokens": Argument("queue.max_tokens", whole_from(0), "maximum prompt tokens of waiting requests"),
-    "max_queued_bytes": Argument("queue.max_bytes", whole_from(0), "maximum bytes of the prompts of open calls"),
-    "max_logprob_bytes": Argument(
-        "queue.max_logprob_bytes", whole_from(0, 1 << 48), "maximum bytes of all logprobs that wait to be read"
-    ),
+    "max_queued_requests": Argument(whole_from(0), "maximum waiting requests", place="queue.max_requests"),
+    "max_queued_tokens": Argument(whole_from(0), "maximum prompt tokens of waiting requests", place="queue.max_tokens"),
+    "max_queued_bytes": Argument(whole_from(0), "maximum bytes of the prompts of open calls", place="queue.max_bytes"),
+    "max_logprob_bytes": Argument(whole_from(0, 1 << 48), "maximum bytes of all logprobs that wait to be read"),
     "slow_reader": Argument(
-        "delivery.slow_reader",
         _words("coalesce", "pause", "abort"),
         "if a reader stops reading: coalesce (merge unread chunks), pause or abort the request",
     ),
     "slow_reader_timeout": Argument(
-        "delivery.slow_reader_timeout_s", number_from(0, _A_DAY, above=True), "seconds after which slow_reader applies"
+        _seconds, "seconds after which slow_reader applies", place="delivery.slow_reader_timeout_s"
     ),
     "max_hidden_state_bytes": Argument(
-        "delivery.max_hidden_state_bytes",
-        whole_from(0, MAX_HIDDEN_STATE_BYTES),
-        "maximum bytes of hidden states of a request, up to 192 MiB",
+        whole_from(0, MAX_HIDDEN_STATE_BYTES), "maximum bytes of hidden states of a request, up to 192 MiB"
     ),
-    "max_restarts": Argument(
-        "supervision.max_restarts", whole_from(0), "replacements of lost processes before the engine gives up; 0: none"
-    ),
-    "restart_window": Argument(
-        "supervision.restart_window_s", number_from(0, _A_DAY, above=True), "seconds in which max_restarts counts"
-    ),
+    "max_restarts": Argument(whole_from(0), "replacements of lost processes before the engine gives up; 0: none"),
+    "restart_window": Argument(_seconds, "seconds in which max_restarts counts", place="supervision.restart_window_s"),
     "stall_timeout": Argument(
-        "supervision.stall_timeout_s",
         number_from(2, _A_DAY),  # processes give signs of life once a second
         "seconds (at least 2) without progress before the engine counts as stalled",
+        place="supervision.stall_timeout_s",
     ),
-    "startup_timeout": Argument(
-        "supervision.startup_timeout_s", number_from(0, _A_DAY, above=True), "maximum seconds for the start"
-    ),
-    "stream_interval": Argument("stream_interval", whole_from(1), "output tokens between two chunks of a stream"),
+    "startup_timeout": Argument(_seconds, "maximum seconds for the start", place="supervision.startup_timeout_s"),
+    "stream_interval": Argument(whole_from(1), "output tokens between two chunks of a stream"),
     "logprobs_mode": Argument(
-        "logprobs_mode",
         _words("raw", "processed"),
         "raw: the model's own distribution; processed: after temperature, penalties and biases",
     ),
-    "random_seed": Argument(
-        "random_seed", whole_from(0, 2**63 - 1), "seed for drawing the seeds of requests", "random"
-    ),
+    "random_seed": Argument(whole_from(0, 2**63 - 1), "seed for drawing the seeds of requests", "random"),
     "log_level": Argument(
-        "log_level", _words("debug", "info", "warning", "error", "critical"), "debug, info, warning, error or critical"
+        _words("debug", "info", "warning", "error", "critical"), "debug, info, warning, error or critical"
     ),
-    "progress": Argument("progress", checks.switch, "progress bars", "True if stderr is a terminal or a notebook"),
+    "progress": Argument(checks.switch, "progress bars", "True if stderr is a terminal or a notebook"),
 }
-"""Every argument that works, in the order of the documentation."""
 
 _SECTIONS: Final = {field.name: field.default for field in fields(EngineConfig) if isinstance(field.default, Struct)}
+_PLACES: Final = {field.name: field.name for field in fields(EngineConfig)} | {
+    field.name: f"{name}.{field.name}" for name, section in _SECTIONS.items() for field in fields(section)
+}
+ARGUMENTS: Final = {name: replace(row, place=row.place or _PLACES[name]) for name, row in _ROWS.items()}
+"""Every argument that works, in the order of the documentation."""
 
 
 def engine_config(model_path: str | PurePath | None, arguments: Mapping[str, object]) -> EngineConfig:
@@ -429,23 +395,6 @@ def engine_config(model_path: str | PurePath | None, arguments: Mapping[str, obj
     Warns:
         UserWarning: once, with the names of all arguments that have no effect.
     """
-    own = _by_own_name(arguments)
-    if model_path is not None:
-        if own.get("model_path") is not None:
-            raise ValueError(f"model_path is given twice: {model_path!r} and {own['model_path']!r}")
-        own["model_path"] = model_path
-    values: dict[str, dict[str, object]] = {"": {}}
-    for name, value in own.items():
-        if value is not None:
-            section, _, field = ARGUMENTS[name].place.rpartition(".")
-            values.setdefault(section, {})[field] = ARGUMENTS[name].check(name, value)
-    top = values.pop("")
-    sections = {name: replace(_SECTIONS[name], **changes) for name, changes in values.items()}
-    return EngineConfig(**sections, **top)  # type: ignore[arg-type]  # every value has passed its check
-
-
-def _by_own_name(arguments: Mapping[str, object]) -> dict[str, object]:
-    """Return the arguments that have an effect, by their own names. Refuse the others, or warn about them once."""
     own: dict[str, object] = {}
     without_effect: list[str] = []
     for key, value in arguments.items():
@@ -463,12 +412,28 @@ def _by_own_name(arguments: Mapping[str, object]) -> dict[str, object]:
             raise TypeError(f"unknown argument {key!r}{our_way(key) or _hint(key)}")
     if without_effect:
         names = ", ".join(sorted(without_effect))
-        warn_caller(f"these arguments have no effect in aioengine: {names}", stacklevel=4)
-    return own
+        warn_caller(f"these arguments have no effect in aioengine: {names}", stacklevel=3)
+    if model_path is not None:
+        if own.get("model_path") is not None:
+            raise ValueError(f"model_path is given twice: {model_path!r} and {own['model_path']!r}")
+        own["model_path"] = model_path
+    names = {ALIASES[key]: f"{ALIASES[key]} (given as {key})" for key in arguments if key in ALIASES}
+    values: dict[str, dict[str, object]] = {"": {}}
+    for name, value in own.items():
+        if value is not None:
+            section, _, field = ARGUMENTS[name].place.rpartition(".")
+            values.setdefault(section, {})[field] = ARGUMENTS[name].check(names.get(name, name), value)
+    top = values.pop("")
+    sections = {name: replace(_SECTIONS[name], **changes) for name, changes in values.items()}
+    return EngineConfig(**sections, **top)  # type: ignore[arg-type]  # every value has passed its check
 
 
 def _hint(key: str) -> str:
     """Suggest an argument that works. For a misspelled argument of a missing feature, name the feature."""
+    if is_sampling_parameter(key):
+        return f"; it is a sampling parameter of each call, as sampling_params={{{key!r}: ...}}"
+    if key in ARGUMENTS_OF_CALLS:
+        return "; it is an argument of each call"
     meant = checks.nearest(key, (*ARGUMENTS, *ALIASES, *MISSING_ARGUMENTS, *IGNORED))
     if meant in ARGUMENTS or meant in ALIASES:
         return f" (did you mean {meant!r}?)"

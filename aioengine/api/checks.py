@@ -46,20 +46,18 @@ class Array(Protocol):
 
 def shown(value: object) -> str:
     """Return the repr of a value for an error message, shortened without building all of it."""
-    try:
-        return _shown(plain(value) if isinstance(value, str) else value)
-    except Exception as error:
-        return f"a {type(value).__name__} (its repr raises {type(error).__name__})"
-
-
-def _shown(value: object) -> str:
+    if isinstance(value, str):
+        value = str.__str__(value)
     if isinstance(value, str | bytes) and len(value) > MAX_SHOWN_CHARACTERS:
         return f"{value[:MAX_SHOWN_CHARACTERS]!r}... ({len(value)} long)"
     if isinstance(value, int) and value.bit_length() > 256:
         return f"an integer of {value.bit_length()} bits"
     if not isinstance(value, str | bytes) and (size := num_items(value)) > MAX_SHOWN_CHARACTERS:
         return f"a {type(value).__name__} of {size} items"
-    shortened = _SHORT.repr(value) if type(value) in (list, tuple, dict, set) else repr(value)
+    try:
+        shortened = _SHORT.repr(value) if type(value) in (list, tuple, dict, set) else repr(value)
+    except Exception as error:
+        return f"a {type(value).__name__} (its repr raises {type(error).__name__})"
     return shortened if len(shortened) <= MAX_SHOWN_CHARACTERS else f"{shortened[:MAX_SHOWN_CHARACTERS]}..."
 
 
@@ -81,8 +79,6 @@ def counted(count: int, noun: str, plural: str | None = None) -> str:
 
 def num_items(value: object) -> int:
     """Return the length of a list, an array or another sized object; 0 for other values."""
-    if isinstance(value, list | tuple):
-        return len(_storage(cast("object", value)))
     try:
         return len(value) if isinstance(value, Sized) else 0
     except TypeError:  # an array of no dimension
@@ -107,16 +103,8 @@ def plain(value: object) -> object:
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, list | tuple):
-        return _storage(cast("object", value))
+        return list(cast("Sequence[object]", value))
     return value.tolist() if isinstance(value, Array) else value
-
-
-def _storage(value: object) -> Sequence[object]:
-    """Return the entries of a list or tuple without calling methods of a subclass."""
-    if type(value) not in _PLAIN:
-        kind: type[object] = list if issubclass(type(value), list) else tuple
-        value = cast("Callable[[object, slice], object]", vars(kind)["__getitem__"])(value, slice(None))
-    return cast("Sequence[object]", value)
 
 
 def whole(name: str, value: object, low: int, high: int = MAX_COUNT) -> int:
@@ -128,14 +116,14 @@ def whole(name: str, value: object, low: int, high: int = MAX_COUNT) -> int:
     if isinstance(value, bool) or not isinstance(value, int | SupportsIndex):  # int first: faster
         raise wrong_type(name, allowed, value)
     try:
-        found = int(operator.index(value))
+        integer = int(operator.index(value))
     except TypeError:  # an array that is not one integer
         raise wrong_type(name, allowed, value) from None
-    if found > high:
-        raise wrong_value(name, f"an integer from {low} to {high}", found)
-    if found < low:
-        raise wrong_value(name, allowed, found)
-    return found
+    if integer > high:
+        raise wrong_value(name, f"an integer from {low} to {high}", integer)
+    if integer < low:
+        raise wrong_value(name, allowed, integer)
+    return integer
 
 
 def number(name: str, value: object, low: float, high: float, *, above: bool = False) -> float:
@@ -147,12 +135,12 @@ def number(name: str, value: object, low: float, high: float, *, above: bool = F
     if isinstance(value, bool) or not isinstance(value, int | float | SupportsFloat):
         raise wrong_type(name, allowed, value)
     try:
-        found = float(value)
+        finite = float(value)
     except (OverflowError, TypeError, ValueError):
         raise wrong_value(name, allowed, value) from None
-    if not math.isfinite(found) or not low <= found <= high or (above and found == low):
+    if not math.isfinite(finite) or not low <= finite <= high or (above and finite == low):
         raise wrong_value(name, allowed, value)
-    return found
+    return finite
 
 
 def whole_from(low: int, high: int = MAX_COUNT) -> Check:
@@ -164,10 +152,10 @@ def whole_or_minus_one(meaning: str) -> Check:
     """Return a check for an integer of at least 1, or -1. meaning: of -1, for the error."""
 
     def check(name: str, value: object) -> object:
-        found = whole(name, value, -1)
-        if found == 0:
+        integer = whole(name, value, -1)
+        if integer == 0:
             raise wrong_value(name, f"-1 ({meaning}) or an integer of at least 1", value)
-        return found
+        return integer
 
     return check
 

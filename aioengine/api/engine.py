@@ -81,7 +81,7 @@ class EngineFace(ABC):
 
     @classmethod
     def from_blueprint(cls, prepare: Callable[[], Blueprint], *, progress: bool | None = False) -> Self:
-        """Make an engine from prepared parts, such as those of ``aioengine.testing.fake_engine``."""
+        """Make an engine from prepared parts, as ``aioengine.testing.fake_engine`` does."""
         engine = cls.__new__(cls)
         engine._init(prepare, progress, "")
         return engine
@@ -333,17 +333,13 @@ class AsyncEngine(EngineFace):
         run = self._run
         if run is not None and not run.is_forked and (run.is_ended or run.loop.is_closed()):
             await run.end()  # the memory of the GPU is free only after the last process has ended
-        await self._joined_run().start(self._start_frontend)
-
-    def _joined_run(self) -> EngineRun:
-        """Return the current run, or a new one if none is in use."""
-        with self._choice:
+        with self._choice:  # another thread may start it at the same time
             run = self._run
             if run is None or not run.is_in_use:
                 self._run = run = EngineRun()
                 self._is_closed = False
             run.join()
-        return run
+        await run.start(self._start_frontend)
 
     async def _start_frontend(self) -> Frontend:
         bars = ProgressBars(self._progress)
@@ -483,10 +479,10 @@ class AsyncEngine(EngineFace):
 
     @signatures.own_arguments
     async def unload_lora_adapter(self, lora_name: str, timeout: float = UNLOAD_TIMEOUT_S) -> AdapterResult:
-        """Unload a LoRA adapter: refuse new requests for it at once, and wait for its running requests.
+        """Unload a LoRA adapter: refuse new requests for it immediately, and wait for its running requests.
 
-        If some still run after ``timeout`` seconds, or if this call is cancelled, the adapter stays loaded. Results and
-        errors are those of ``load_lora_adapter``; an unknown name gives a false result.
+        If some still run after ``timeout`` seconds, or if this call is cancelled, the adapter stays loaded. It has the
+        results and errors of ``load_lora_adapter``; an unknown name gives a false result.
         """
         return await self._running().adapters.unload(lora_name, timeout)
 

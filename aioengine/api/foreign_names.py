@@ -13,15 +13,7 @@ if TYPE_CHECKING:
 Missing = dict[str, tuple[tuple[object, ...], str]]
 """Argument of a missing feature -> (the values beside None that switch it off, the feature)."""
 
-_VALUES: Final[dict[str, object]] = {
-    "0": 0,
-    "1": 1,
-    "False": False,
-    "[]": [],
-    "{}": {},
-    "''": "",
-    "'{}'": "{}",
-}
+_VALUES: Final[dict[str, object]] = {"0": 0, "1": 1, "False": False, "[]": [], "{}": {}, "''": "", "'{}'": "{}"}
 """Values in the tables below that are not plain words."""
 
 
@@ -85,8 +77,8 @@ MISSING_ARGUMENTS: Final = _missing(
         "parsers of reasoning": "reasoning_parser",
         "parsers of tool calls": "tool_call_parser",
         "routed experts": "enable_return_routed_experts=False",
-        "scores of several items at once": "enable_mis=False",
-        "logits equal to those of a trainer": "rl_on_policy_target",
+        "scores of several items in one prompt": "enable_mis=False",
+        "logits that equal a trainer's": "rl_on_policy_target",
     }
 )
 
@@ -156,21 +148,20 @@ OUR_WAY: Final = _by_name(
         "use engine.tokenizer": "get_tokenizer",
         "use return_logprob=True of a call, with top_logprobs_num or logprob_start_len": "logprobs prompt_logprobs "
         "top_logprobs",
-        "structured output is json_schema, regex, choice or ebnf in sampling_params here": "response_format "
+        "for structured output, use json_schema, regex, choice or ebnf in sampling_params": "response_format "
         "guided_decoding guided_json guided_regex guided_choice guided_grammar structured_outputs",
-        "images are image_data of generate, and parts of the messages of chat here": "multi_modal_data images",
-        "it is max_images_per_prompt here": "limit_mm_per_prompt",
-        "beam search is a method of its own, engine.beam_search": "beam_width use_beam_search",
-        "it is max_loras_per_batch here, an argument of the engine": "max_loras",
-        'it is sampling_defaults="model" or "engine" here': "generation_config",
-        "the prefix cache is on, unless the engine is made with disable_radix_cache=True": "enable_prefix_caching",
-        "prompts are computed in chunks, unless the engine is made with "
-        "chunked_prefill_size=-1": "enable_chunked_prefill",
-        "it is context_length here: an argument of the engine, and a key of engine.get_model_info()": "max_model_len",
-        "it is mem_fraction_static here, an argument of the engine": "gpu_memory_utilization",
+        "for images, use image_data of generate, or parts of the messages of chat": "multi_modal_data images",
+        "its name here is max_images_per_prompt": "limit_mm_per_prompt",
+        "use the method engine.beam_search": "beam_width use_beam_search",
+        "its name here is max_loras_per_batch, an argument of the engine": "max_loras",
+        'use sampling_defaults="model" or "engine"': "generation_config",
+        "the prefix cache is on, unless the engine has disable_radix_cache=True": "enable_prefix_caching",
+        "prompts are computed in chunks, unless the engine has chunked_prefill_size=-1": "enable_chunked_prefill",
+        "its name here is context_length, in the constructor and in engine.get_model_info()": "max_model_len",
+        "its name here is mem_fraction_static, an argument of the engine": "gpu_memory_utilization",
     }
 )
-"""Name -> the hint of its error. The constructor accepts ``ALIASES``, so those have hints for other places only."""
+"""Name -> the hint of its error. The constructor accepts ``ALIASES``, so their hints are for other places only."""
 
 
 def our_way(name: str) -> str:

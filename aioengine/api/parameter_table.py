@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from typing import Annotated, Any, Final, NamedTuple, TypeVar, cast
 
@@ -151,10 +151,7 @@ class Table:
             UnknownParameterError: a name does not exist.
             ValueError: two names of one parameter.
         """
-        values = {self.aliases.get(key, key): value for key, value in given.items()}
-        if len(values) == len(given) and values.keys() <= self.rows.keys():
-            return values
-        values.clear()
+        values: dict[str, object] = {}
         for key, value in given.items():
             name = self.aliases.get(key, key)
             if value is UNSET:  # in a copy
@@ -165,7 +162,8 @@ class Table:
             if name not in self.rows:
                 raise self.unknown(key)
             if name in values:
-                raise given_twice(name, [key for key in given if self.aliases.get(key, key) == name])
+                spellings = " and ".join(repr(key) for key in given if self.aliases.get(key, key) == name)
+                raise ValueError(f"sampling parameter {name!r} is given twice, as {spellings}")
             values[name] = value
         return values
 
@@ -177,10 +175,6 @@ class Table:
             )
         hint = (our_way(key) or checks.did_you_mean(key, self.fields)) if isinstance(key, str) else ""
         return UnknownParameterError(f"unknown sampling parameter {checks.shown(key)}{hint}")
-
-
-def given_twice(name: str, spellings: Sequence[str]) -> ValueError:
-    return ValueError(f"sampling parameter {name!r} is given twice, as {' and '.join(map(repr, spellings))}")
 
 
 class ParametersType(StructMeta):
@@ -198,12 +192,11 @@ class ParametersType(StructMeta):
 
     def __call__(cls: type[Params], *positional: object, **given: object) -> Params:
         if positional:
-            raise TypeError(f"{cls.__name__} takes keywords alone; a dict may be given in its place, or to parse()")
+            raise TypeError(f"{cls.__name__} takes only keywords; pass a dict instead of it, or to parse()")
         table = cast("ParametersType", cls).__table__
         if not given.keys() <= table.rows.keys():
             given = table.by_own_names(given)
-        made: Params = super().__call__(**given)  # type: ignore[misc]
-        return made
+        return cast("Params", super().__call__(**given))  # type: ignore[misc]
 
 
 def constraint(name: str) -> checks.Check:
@@ -250,7 +243,7 @@ def patterns(name: str, value: object) -> str | list[str]:
 def json_object(name: str, value: object) -> dict[str, object]:
     """Return a new dict, decoded from the JSON of the value."""
     if not isinstance(value, Mapping):
-        raise checks.wrong_type(name, "a dict of what JSON can hold", value)
+        raise checks.wrong_type(name, "a dict of JSON values", value)
     original = dict(cast("Mapping[object, object]", value))
     if checks.json_size(original, MAX_JSON_CHARACTERS) > MAX_JSON_CHARACTERS:
         raise ValueError(f"{name} must have at most {MAX_JSON_CHARACTERS} characters of JSON, and it has more")
@@ -258,7 +251,7 @@ def json_object(name: str, value: object) -> dict[str, object]:
         text = json.dumps(original, allow_nan=False)
         copy: dict[str, object] = json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{name} must be what JSON can hold, got {checks.shown(original)}: {error}") from None
+        raise ValueError(f"{name} must have only JSON values, got {checks.shown(original)}: {error}") from None
     if len(text) > MAX_JSON_CHARACTERS:
         raise ValueError(f"{name} must have at most {MAX_JSON_CHARACTERS} characters of JSON, got {len(text)}")
     return copy

@@ -24,7 +24,6 @@ from aioengine.api.parameter_table import (
     DefaultInt,
     Parameter,
     ParametersType,
-    given_twice,
     number,
     other_name,
     parameter,
@@ -89,12 +88,12 @@ class SamplingParams(
     omit_defaults=True,
     repr_omit_defaults=True,
 ):
-    """How to generate. Every value is checked when the object is made; a wrong one raises ValueError or TypeError.
+    """The parameters of a generation. The constructor checks every value, and raises ValueError or TypeError.
 
-    Values are kept as plain Python objects, lists and dicts as copies: later changes of the given ones have no effect.
-    Token ids may be arrays, and ``stop_token_ids`` a set. None stands for the default, except as ``max_new_tokens``.
-    The model may set other defaults than these (``sampling_defaults`` of the engine).
-    ``msgspec`` encodes and decodes it, by its own names, and leaves defaults out; null is the default there too.
+    Values are kept as plain Python objects. Lists and dicts are copied, so that later changes have no effect. Token ids
+    may be arrays, and ``stop_token_ids`` a set. None means the default, except for ``max_new_tokens``. A model may set
+    other defaults (``sampling_defaults`` of the engine). ``msgspec`` encodes it without defaults, and decodes null to
+    the default.
     """
 
     max_new_tokens: int | None = parameter(
@@ -201,7 +200,7 @@ class SamplingParams(
         None,
         table.words,
         "words to avoid, up to 256 of 256 bytes each. A word stands for two sequences of tokens: with and without a "
-        "space before it. The last token of a sequence is not sampled after the others, also if those are in the "
+        "space before it. The last token of a sequence is not sampled after the others, also if they are in the "
         "prompt. Other tokens can still spell the word",
     )
     custom_params: Json | None = parameter(
@@ -228,11 +227,11 @@ class SamplingParams(
     regex: str | None = parameter(
         None,
         table.constraint("regex"),
-        "a Python regular expression that the whole output matches; without lookaround and backreferences",
+        "a Python regular expression that the output matches completely; without lookaround and backreferences",
         read=str,
     )
     ebnf: str | None = parameter(
-        None, table.constraint("text"), "a grammar that the whole output matches, in GBNF or Lark syntax"
+        None, table.constraint("text"), "a grammar that the output matches completely, in GBNF or Lark syntax"
     )
     choice: Sequence[str] | None = parameter(
         None, table.constraint("choice"), "the output is one of these strings", read=str, is_list=True
@@ -263,8 +262,11 @@ class SamplingParams(
         """Check the values that are not defaults, convert them to plain values, and build the message parts once."""
         table = type(self).__table__
         changed = [*compress(table.fields, map(is_not, astuple(self), table.defaults))]
-        if not table.aliases.keys().isdisjoint(changed):
-            changed = _by_own_names(self, changed)
+        if not table.aliases.keys().isdisjoint(changed):  # it was decoded
+            own = table.by_own_names({name: _field(self, name) for name in reversed(changed)})
+            for name, value in (dict.fromkeys(table.aliases, UNSET) | own).items():
+                force_setattr(self, name, value)
+            changed = list(own)
         sampling, limits, text = parts = (dict[str, Any](), dict[str, Any](), dict[str, Any]())
         for name in changed:
             row, value = table.rows[name], _field(self, name)
@@ -325,8 +327,9 @@ class SamplingParams(
             return _cached(cls)
         if not isinstance(cast("object", value), Mapping):
             raise checks.wrong_type("sampling_params", "a SamplingParams, a dict or None", value)
-        if not _ONLY_STRINGS.issuperset(map(type, value)):
-            value = {_key(key): entry for key, entry in value.items()}
+        for key in value:
+            if not isinstance(cast("object", key), str):
+                raise cls.__table__.unknown(key)
         if _UNCHANGING.issuperset(map(type, value.values())):
             return _cached(cls, **value)
         return cls(**value)  # type: ignore[arg-type]  # every value is checked
@@ -351,30 +354,6 @@ def is_sampling_parameter(name: str) -> bool:
 def _cached(cls: type[SamplingParams], /, **fields: object) -> SamplingParams:
     """Return the same object for the same immutable values, because many requests have equal parameters."""
     return cls(**fields)  # type: ignore[arg-type]  # every value is checked
-
-
-_ONLY_STRINGS: Final = frozenset((str,))
-
-
-def _key(key: object) -> str:
-    """Return a plain string for a string or a member of an enumeration of strings."""
-    if not isinstance(key, str):
-        raise SamplingParams.__table__.unknown(key)
-    return str.__str__(key)
-
-
-def _by_own_names(params: SamplingParams, names: Sequence[str]) -> list[str]:
-    """Move values that were decoded under other names to the own names of the parameters, and return these."""
-    spellings: dict[str, list[str]] = {}
-    for name in names:
-        spellings.setdefault(type(params).__table__.aliases.get(name, name), []).insert(0, name)
-    for name, (alias, *others) in spellings.items():
-        if others:
-            raise given_twice(name, (alias, *others))
-        if alias != name:
-            force_setattr(params, name, _field(params, alias))
-            force_setattr(params, alias, UNSET)
-    return list(spellings)
 
 
 def _field(params: SamplingParams, name: str) -> object:
@@ -413,7 +392,7 @@ def output_limit(params: SamplingParams, num_prompt: int, *, context_length: int
     if max_total_tokens < context_length:
         limit = f"the KV pool of {max_total_tokens} tokens (max_total_tokens)"
     if left <= 0:
-        raise RequestTooLargeError(f"the prompt has {num_prompt} tokens and leaves no room in {limit}")
+        raise RequestTooLargeError(f"the prompt has {num_prompt} tokens and does not fit into {limit}")
     if params.max_new_tokens is None:
         return left
     if params.is_length_explicit and params.max_new_tokens > left:
@@ -485,7 +464,7 @@ def text_rules(params: SamplingParams, *, stream_interval: int) -> TextRules:
 
 
 def stop_ids(params: SamplingParams, *, vocab_size: int, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
-    """Return the ids that end the request: those of the model and of the caller; with ``ignore_eos``, none.
+    """Return the ids that end the request, from the model and from the caller; none with ``ignore_eos``.
 
     Raises:
         ValueError: an id is outside the vocabulary.

@@ -136,6 +136,7 @@ def engine_arguments(method: Method) -> Method:
         hint = types.get(name, "str | PurePath | None")
         parameters.append(Parameter(name, kind, default=argument.default, annotation=hint))
     method.__doc__ = EngineArguments.__doc__
+    method.__qualname__ = "__init__"  # errors would name the internal base class
     method.__dict__["__signature__"] = Signature(parameters, return_annotation=None)
     return method
 

@@ -262,7 +262,8 @@ class Engine(EngineFace):
         Raises:
             EngineDrainingError, EngineClosedError, EngineDeadError: no call will be accepted.
         """
-        self._portal.call(self._blocking().overload.wait(threading.get_ident()))
+        self._running().check_waiting(blocks=True)
+        self._portal.call(self._running().overload.wait(threading.get_ident()))
 
     flush_cache = _on_loop(AsyncEngine.flush_cache)
     load_lora_adapter = _on_loop(AsyncEngine.load_lora_adapter)

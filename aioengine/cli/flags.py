@@ -170,6 +170,10 @@ def _hint(flag: str, known: Collection[str]) -> str:
         return " (a flag of a command comes after the command)"
     plain = flag.replace("_", "-")
     name = plain.removeprefix("--").replace("-", "_")
+    if name in foreign_names.MISSING_ARGUMENTS:
+        return f" ({foreign_names.MISSING_ARGUMENTS[name][1]}: not available yet)"
+    if name in foreign_names.IGNORED:
+        return " (it has no effect in aioengine)"
     name = ALIASES.get(name) or foreign_names.ALIASES.get(name, name)
     own = _flag(PARAMETERS[name].flag or name) if name in PARAMETERS else _flag(name)
     near = difflib.get_close_matches(plain, sorted(known), n=1, cutoff=0.7)

@@ -110,7 +110,7 @@ def compile_schema(text: str, budget: Budget | None = None) -> Schema:
     try:
         schema = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is no JSON text: {error}") from None
+        raise ValueError(f"it is not valid JSON: {error}") from None
     try:
         compiler = _Compiler(schema, budget or Budget())
         compiled = compiler.compile()
@@ -125,7 +125,7 @@ def compile_schema(text: str, budget: Budget | None = None) -> Schema:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not valid JSON")
 
 
 class _Compiler:
@@ -232,7 +232,7 @@ class _Compiler:
         if not isinstance(reference, str):
             schema.wrong("$ref", "a string", reference)
         if reference != "#" and not reference.startswith("#/"):
-            schema.refuse("$ref", f"{reference[:80]!r} is no reference into this schema")
+            schema.refuse("$ref", f"{reference[:80]!r} is not a reference into this schema")
         if reference not in self._names:
             self._target(reference, schema)
             self._users[reference] = schema
@@ -317,7 +317,7 @@ class _Compiler:
         for pattern in compiled:
             self._budget.take_pattern(schema, pattern)
         if compiled and schema.keywords.get("additionalProperties") is not False:
-            schema.refuse("patternProperties", 'is enforced with "additionalProperties": false alone')
+            schema.refuse("patternProperties", 'is enforced only with "additionalProperties": false')
         if compiled and (schema.keywords.get("properties") or schema.keywords.get("required")):
             schema.refuse("patternProperties", "is not enforced together with 'properties' or 'required'")
         return {
@@ -349,7 +349,7 @@ def _num_properties(schema: Subschema, compiled: Schema) -> Schema:
         limits.pop("minProperties", None)
     is_closed = compiled.get("additionalProperties") is False and "patternProperties" not in compiled
     if limits and not is_closed:
-        schema.refuse(next(iter(limits)), 'is enforced with "additionalProperties": false alone')
+        schema.refuse(next(iter(limits)), 'is enforced only with "additionalProperties": false')
     if limits.get("maxProperties", 0) >= num_listed:
         limits.pop("maxProperties", None)
     for keyword, limit in limits.items():

@@ -88,7 +88,7 @@ class _Translator:
         try:
             parsed: Any = parser.parse(pattern)
         except (re.error, OverflowError, RecursionError, FutureWarning) as error:  # warnings may be errors
-            raise ValueError(f"it is no regular expression of Python: {error}") from None
+            raise ValueError(f"it is not a valid Python regular expression: {error}") from None
         flags = parsed.state.flags
         self._is_searched = is_searched
         try:

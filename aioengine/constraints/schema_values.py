@@ -164,7 +164,7 @@ def compile_number(schema: Subschema, *, is_integer: bool) -> Schema:
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             schema.wrong("multipleOf", "a number above 0", value)
         if value > MAX_MULTIPLE or value != math.floor(value) or not is_integer:
-            schema.refuse("multipleOf", f"is enforced for integers alone, and up to {MAX_MULTIPLE}")
+            schema.refuse("multipleOf", f"is enforced only for integers, and up to {MAX_MULTIPLE}")
         compiled["multipleOf"] = int(value)
     return compiled
 

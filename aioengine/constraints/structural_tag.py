@@ -62,7 +62,7 @@ def lark_of(value: object, *, whitespace: dict[str, object]) -> str:
     try:
         tag = _object(json.loads(text), "")
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"it is no JSON text: {error}") from None
+        raise ValueError(f"it is not valid JSON: {error}") from None
     grammar = TagGrammar()
     reader = _TagReader(grammar, whitespace)
     if "format" in tag:

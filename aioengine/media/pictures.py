@@ -7,6 +7,7 @@ media process. Only objects of Pillow are decoded in the caller's process, on a 
 
 from __future__ import annotations
 
+import re
 import warnings
 from os import SEEK_END
 from typing import TYPE_CHECKING, Final, cast
@@ -71,9 +72,10 @@ def open_picture(file: BinaryIO, max_pixels: int) -> Image.Image:
         formats: list[str] = [name for name in FORMATS if name in Image.OPEN]
         image = Image.open(cast("BinaryIO", _LimitedFile(file)), formats=formats)
     except UnidentifiedImageError:
-        raise ValueError(f"it is no picture in a format that is read ({', '.join(FORMATS)})") from None
+        raise ValueError(f"it is not an image in a supported format ({', '.join(FORMATS)})") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise ValueError(f"its header says more than max_image_pixels={max_pixels} pixels ({error})") from None
+        num_pixels = "".join(re.findall(r"\d+", str(error))[:1])  # the other number is a limit of Pillow
+        raise ValueError(f"it has {num_pixels} pixels, and max_image_pixels={max_pixels} are allowed") from None
     except Exception as error:  # decoders raise any exception for a broken header
         raise ValueError(f"its header cannot be read: {type(error).__name__}: {error}") from error
     if any(tile[0] == "ppm_plain" for tile in image.tile):  # slow to read if it has comments

@@ -37,21 +37,19 @@ class _Tokenizer(msgspec.Struct):
 
 
 def num_token_ids(tokenizer_path: str) -> int:
-    """The largest id of the tokenizer in a folder, plus one: of tokenizer.json, and of tokens that the other files add.
+    """Return the largest id of a tokenizer plus one. Other files of the folder may add tokens to tokenizer.json.
 
-    Raises:
-        ValueError: a file cannot be read, or is no tokenizer.json.
+    Raises ValueError if a file cannot be read.
     """
     file = Path(tokenizer_path) / folder_files.TOKENIZER
     tokenizer = folder_files.read_json(file, _Tokenizer, folder_files.MAX_TOKENIZER_BYTES)
     if tokenizer is None:
-        message = f"cannot read {folder_files.shown_path(file)}: there is no such file"
-        raise ValueError(message)
+        raise ValueError(f"cannot read {folder_files.shown_path(file)}: there is no such file")
     vocab = tokenizer.model.vocab
     ids = [len(vocab) - 1] if isinstance(vocab, list) else vocab.values()
     num_ids = 1 + max(chain(ids, (token.id for token in tokenizer.added_tokens)), default=-1)
     added = set(folder_files.added_texts(file.parent)) - {token.content for token in tokenizer.added_tokens}
-    return num_ids if not added else num_ids + len(added - _texts(vocab))
+    return num_ids + len(added - _texts(vocab)) if added else num_ids
 
 
 def _texts(vocab: dict[str, int] | list[msgspec.Raw]) -> set[str]:
@@ -61,10 +59,9 @@ def _texts(vocab: dict[str, int] | list[msgspec.Raw]) -> set[str]:
 
 
 def sampled_vocab_size(settings: Settings) -> int:
-    """Ids beyond the tokenizer are padding of the model's vocabulary; without a tokenizer all may be sampled.
+    """Return the number of ids that may be sampled: without padding ids, which the tokenizer does not know.
 
-    Raises:
-        ValueError: the tokenizer cannot be read, or was changed since the engine was made.
+    Raises ValueError if the tokenizer cannot be read, or was changed after the engine was created.
     """
     path = settings.text.tokenizer_path
     if path is None:

@@ -50,10 +50,6 @@ class PageGroups(Struct, frozen=True, kw_only=True):
     page_size: int
     min_tokens: int = 1
 
-    def __post_init__(self) -> None:
-        if not self.windows or any(window is not None and window < 1 for window in self.windows):
-            raise ValueError(f"windows must not be empty, and each must be None or at least 1; got {self.windows}")
-
     @property
     def num_groups(self) -> int:
         return len(self.windows)

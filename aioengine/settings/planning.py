@@ -123,7 +123,7 @@ class Plan(Struct, frozen=True, kw_only=True):
         pool = f"{format_bytes(self.kv_pool_bytes)}: max_total_tokens {self.max_total_tokens:,}"
         served = f"{self.max_requests:,} of this length at a time"
         if not self.fits:
-            pool = "no room for one request of the context length"
+            pool = "too small for one request of the context length"
             served = "none; take a larger device" + (", or a dtype of fewer bits" if self.dtype == "float32" else "")
             if self.longest_context:
                 served = f"none; context_length={self.longest_context} is the most that fits"
@@ -253,8 +253,8 @@ def _num_parameters(family: TransformerConfig, facts: ModelFacts) -> int:
         return num_parameters(family, folder_files.read_object(Path(facts.path) / "config.json"))
     if not facts.weights.num_parameters:
         raise ValueError(
-            f"transformers' own code would compute this model, if it knows the type {checks.shown(facts.model_type)}, "
-            f"and the size of its weights is found in their files: {checkpoint.missing_weights(Path(facts.path))}"
+            f"transformers' code would compute this model, if it knows the type {checks.shown(facts.model_type)}. The "
+            f"size of its weights is found in their files: {checkpoint.missing_weights(Path(facts.path))}"
         )
     return facts.weights.num_parameters
 

@@ -84,8 +84,18 @@ def resolve(
     dtype = _dtype(config, model, device, is_on_gpu=is_on_gpu)
     backend = _attention_backend(config, model, dtype, is_on_gpu=is_on_gpu)
     scheduler = _scheduler_settings(config, model, is_on_gpu=is_on_gpu)
+    model_settings = _model_settings(config, model, dtype)
+    graph_rows = 0
+    if is_on_gpu and config.device.cuda_graphs:
+        wanted = config.device.cuda_graph_max_rows
+        graph_rows = min(scheduler.max_running, GPU_GRAPH_ROWS if wanted is None else wanted)
+    if config.model.tokenizer and model.tokenizer_path is None:
+        raise ValueError(
+            f"{(config.model.tokenizer_path or model.path)!r} has no tokenizer.json, and is no GGUF file with a "
+            "tokenizer; give another folder in tokenizer_path, or use token ids only with skip_tokenizer_init=True"
+        )
     return Settings(
-        model=_model_settings(config, model, dtype),
+        model=model_settings,
         memory=_memory_settings(config, backend, is_on_gpu=is_on_gpu),
         scheduler=scheduler,
         runner=RunnerSettings(
@@ -93,16 +103,16 @@ def resolve(
             device=device_name,
             attention_backend=backend,
             fallback_backend="triton" if config.device.attention_backend == "auto" else "",
-            num_threads=_num_threads(model, device),
+            num_threads=device.num_threads if _num_parameters(model) >= THREADED_PARAMETERS else 1,
             batch_invariant=config.device.batch_invariant,
-            cuda_graph_max_rows=_graph_rows(config, scheduler.max_running) if is_on_gpu else 0,
+            cuda_graph_max_rows=graph_rows,
             compile_timeout_s=COMPILE_SHARE * config.supervision.startup_timeout_s,
             logprobs_mode=config.logprobs_mode,
             logits_processors=config.device.logits_processors,
             lora=_lora_settings(config.lora, model, adapters),
         ),
         text=TextSettings(
-            tokenizer_path=_tokenizer_path(config, model),
+            tokenizer_path=model.tokenizer_path if config.model.tokenizer else None,
             allow_request_templates=config.model.allow_request_templates,
             files=model.weights.tokenizer_files,
             eos_token_ids=model.eos_token_ids,
@@ -130,10 +140,6 @@ def context_length(config: EngineConfig, model: ModelFacts) -> int:
 def _num_parameters(model: ModelFacts) -> int:
     """Estimate the number of parameters."""
     return 12 * model.num_layers * model.hidden_size**2 + model.vocab_size * model.hidden_size
-
-
-def _num_threads(model: ModelFacts, device: DeviceFacts) -> int:
-    return device.num_threads if _num_parameters(model) >= THREADED_PARAMETERS else 1
 
 
 def _device(config: EngineConfig, device: DeviceFacts) -> str:
@@ -172,12 +178,6 @@ def _attention_backend(config: EngineConfig, model: ModelFacts, dtype: str, *, i
     if wanted in {"auto", "fused"}:
         return "torch" if model.is_latent or model.has_soft_cap else "fused"
     return wanted
-
-
-def _graph_rows(config: EngineConfig, max_running: int) -> int:
-    """Return the rows of the largest CUDA graph; 0 without graphs."""
-    wanted = config.device.cuda_graph_max_rows
-    return min(max_running, GPU_GRAPH_ROWS if wanted is None else wanted) if config.device.cuda_graphs else 0
 
 
 def _dtype(config: EngineConfig, model: ModelFacts, device: DeviceFacts, *, is_on_gpu: bool) -> str:
@@ -310,18 +310,7 @@ def _lora_modules(wanted: LoraConfig, model: ModelFacts, adapters: Sequence[Adap
     modules = tuple(own for module in wanted.modules for own in FUSED.get(module, (module,)))
     if unknown := next((module for module in modules if module not in known), None):
         raise ValueError(
-            f"lora_target_modules has {checks.shown(unknown)}, which this model does not have; what works: "
+            f"lora_target_modules has {checks.shown(unknown)}, which this model does not have; it has "
             f"{', '.join(sorted(known))}"
         )
     return modules
-
-
-def _tokenizer_path(config: EngineConfig, model: ModelFacts) -> str | None:
-    if not config.model.tokenizer:
-        return None
-    if model.tokenizer_path is None:
-        raise ValueError(
-            f"{(config.model.tokenizer_path or model.path)!r} has no tokenizer.json, and is no GGUF file with a "
-            "tokenizer; give another folder in tokenizer_path, or use token ids only with skip_tokenizer_init=True"
-        )
-    return model.tokenizer_path

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final, Literal, cast, overload
 
 from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as FastTokenizer
@@ -94,6 +94,10 @@ class Tokenizer:
         """The text of the special tokens by their names in chat templates: ``bos_token``, ``eos_token``..."""
         with _panics_as_errors:
             _add_tokens(self._fast, self.folder, config, self.special_tokens)
+        ids = {name: self._fast.token_to_id(token) for name, token in self.special_tokens.items()}
+        self.bos_token_id = ids.get("bos_token")
+        """The id of the token at the start of a text; None without such a token."""
+        self._eos_token_id = ids.get("eos_token")
         own = read_chat_templates(self.folder)
         self._chats = ChatTemplates(own if chat_template is None else {DEFAULT: chat_template}, self.special_tokens)
 
@@ -103,15 +107,9 @@ class Tokenizer:
     # ------------------------------------------------------------ facts
 
     @property
-    def bos_token_id(self) -> int | None:
-        """The id of the token at the start of a text; None without such a token."""
-        return self._id_of("bos_token")
-
-    @property
     def eos_token_id(self) -> int | None:
         """The id of the token at the end of a text; None without such a token."""
-        token_id = self._id_of("eos_token")
-        return next(iter(self.eos_token_ids), None) if token_id is None else token_id
+        return next(iter(self.eos_token_ids), None) if self._eos_token_id is None else self._eos_token_id
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -120,7 +118,7 @@ class Tokenizer:
         for name in ("generation_config.json", "config.json"):
             value = folder_files.read_object(self.folder / name).get("eos_token_id")
             values += cast("list[object]", value) if isinstance(value, list) else [value]
-        values.append(self._id_of("eos_token"))
+        values.append(self._eos_token_id)
         return tuple(dict.fromkeys(value for value in values if isinstance(value, int)))
 
     @cached_property
@@ -152,10 +150,6 @@ class Tokenizer:
             ],
         }
 
-    def _id_of(self, name: str) -> int | None:
-        token = self.special_tokens.get(name)
-        return None if token is None else self._fast.token_to_id(token)
-
     # ------------------------------------------------------------ encode, decode
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -174,22 +168,29 @@ class Tokenizer:
             ValueError: a text contains a lone surrogate.
             RuntimeError: the tokenizers library failed or panicked; the tokenizer can still be used.
         """
+        plain: list[str] = []
         for text in texts:
-            _check_text(text)
-        adds = [add_special_tokens and not isinstance(text, ChatText) for text in texts]
-        if len(set(adds)) <= 1:
-            return self._encode(texts, add_special_tokens=any(adds))
-        return [self._encode([text], add_special_tokens=each)[0] for text, each in zip(texts, adds, strict=True)]
-
-    def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        # the library does not accept subclasses of str everywhere
-        plain = [str(text) for text in texts]
+            if not isinstance(cast("object", text), str):
+                raise TypeError(f"a text must be a str, not {type(text).__name__}: {checks.shown(text)}")
+            plain.append(str(text))  # the library does not accept subclasses everywhere
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(
+                    f"the text contains half of a surrogate pair, U+{ord(text[error.start]):04X}, at position "
+                    f"{error.start}, which is not a character; decode its bytes with errors='replace'"
+                ) from None
+        kinds = set(map(type, texts))
+        if add_special_tokens and ChatText in kinds:
+            if len(kinds) > 1:
+                return [self.encode(text) for text in texts]
+            add_special_tokens = False
         with _panics_as_errors:
             encodings = self._fast.encode_batch_fast(plain, add_special_tokens=add_special_tokens)
         rows = [encoding.ids for encoding in encodings]
-        bos = self.bos_token_id
-        if add_special_tokens and bos is not None:
-            rows = [row[1:] if row[:2] == [bos, bos] else row for row in rows]
+        if add_special_tokens and self.bos_token_id is not None:
+            twice = [self.bos_token_id] * 2
+            rows = [row[1:] if row[:2] == twice else row for row in rows]
         return rows
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str | None]]) -> list[PairIds]:
@@ -235,6 +236,30 @@ class Tokenizer:
 
     # ------------------------------------------------------------ chats
 
+    @overload
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tokenize: Literal[False] = False,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        chat_template: str | os.PathLike[str] | None = None,
+        continue_final_message: bool = False,
+        **variables: object,
+    ) -> str: ...
+    @overload
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tokenize: Literal[True],
+        tools: Sequence[Mapping[str, object]] | None = None,
+        chat_template: str | os.PathLike[str] | None = None,
+        continue_final_message: bool = False,
+        **variables: object,
+    ) -> list[int]: ...
     def apply_chat_template(
         self,
         messages: Sequence[Message],
@@ -305,18 +330,3 @@ def _add_tokens(fast: FastTokenizer, folder: Path, config: Json, named: dict[str
     special = folder_files.special_tokens(config, named)
     new += [AddedToken(content, special=True) for content in special if content not in known]
     fast.add_tokens(new)  # pyright: ignore[reportUnknownMemberType]
-
-
-# ---------------------------------------------------------------- checks
-
-
-def _check_text(text: object) -> None:
-    if not isinstance(text, str):
-        raise TypeError(f"a text must be a str, not {type(text).__name__}: {checks.shown(text)}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"the text contains half of a surrogate pair, U+{ord(text[error.start]):04X}, at position {error.start}, "
-            "which is not a character; decode the text with errors='replace' where it comes from"
-        ) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from msgspec.structs import replace
@@ -95,7 +95,7 @@ def test_drop_previous_output_offset_and_no_new_ids(llm: Engine, sid: str) -> No
     check_plain(llm, (begin + first["output_ids"])[: len(begin) + 1] + encoded(llm, TEXTS[2]), deep)
 
 
-def test_replace_forgets_what_went_on_from_it(llm: Engine, sid: str) -> None:
+def test_replace_forgets_the_requests_that_continued_it(llm: Engine, sid: str) -> None:
     first = llm.generate(TEXTS[0], PARAMS, session_params={"id": sid})
     of_first = {"id": sid, "rid": rid_of(first)}
     second = llm.generate(TEXTS[1], PARAMS, session_params=of_first)
@@ -369,7 +369,7 @@ def test_odd_ids_are_ids(llm: Engine) -> None:
 # ---------------------------------------------------------------- life
 
 
-async def test_closing_lets_requests_that_run_go_on() -> None:
+async def test_running_requests_continue_after_close_session() -> None:
     async with fake_async_engine() as engine:
         plain = await engine.async_generate("Hello", LONG)
         sid = await engine.open_session()
@@ -383,6 +383,15 @@ async def test_closing_lets_requests_that_run_go_on() -> None:
             await engine.async_generate("x", session_params={"id": sid, "rid": stream.rid})
         await engine.close_session(sid)
         await until(lambda: engine.stats()["num_pinned_pages"] == 0)
+
+
+async def test_with_instead_of_async_with_says_so() -> None:
+    async with fake_async_engine() as engine:
+        with (
+            pytest.raises(TypeError, match="a session of an AsyncEngine needs `async with`"),
+            cast("Any", engine.open_session()),
+        ):
+            pass
 
 
 async def test_the_end_of_a_block_closes_its_session() -> None:

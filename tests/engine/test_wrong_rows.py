@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -59,7 +60,7 @@ OF_CALLS: dict[str, Fault] = OF_ALL | {
     "rid in use": ({"rid": ["x", IN_USE, "z"]}, ValueError, "'in use' is in use"),
     "rid twice": ({"rid": ["x", "x", "z"]}, ValueError, "'x' stands for two prompts"),
 }
-IMAGE = ({"image_data": [None, "a.png", []]}, ValueError, "this model takes text alone")
+IMAGE = ({"image_data": [None, "a.png", []]}, ValueError, "this model accepts only text")
 OF_GENERATION: dict[str, Fault] = OF_CALLS | {
     "image": IMAGE,
     "parameter": (params({"temperature": 9}), ValueError, "temperature must be"),
@@ -183,8 +184,9 @@ async def test_a_wrong_row_gives_its_exception_in_its_place(
     call = getattr(engine, f"async_{method}")
     right = await call(**RIGHT[method])
     open_call = engine.async_encode("x", rid=IN_USE)
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as caught:
         await call(**RIGHT[method] | wrong)
+    assert re.search(r"^prompt 1: |\w\[1\]| of prompt 1\b", str(caught.value))
     outs = await call(**RIGHT[method] | wrong, return_exceptions=True)
     assert type(outs) is type(right)
     assert [content(out) for out in (outs[0], outs[2])] == [content(out) for out in (right[0], right[2])]

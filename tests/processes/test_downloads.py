@@ -112,7 +112,7 @@ async def test_a_body_is_read_with_and_without_its_length(server: Server) -> Non
         (endless(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n", b"x", 0.01), "within media_timeout"),
         (answer(Content_Length="9999"), "received 4096 bytes, expected 9999"),
         (answer(b"5\r\nhel", Transfer_Encoding="chunked"), "incomplete chunked read"),
-        (answer(Content_Type="text/html; charset=utf-8"), "gave text/html, which is no picture"),
+        (answer(Content_Type="text/html; charset=utf-8"), "sent text/html, which is not an image"),
         (answer(Content_Encoding="br"), "content encoding 'br'"),
         (answer(b"not zipped", Content_Encoding="gzip"), "could not be read: error"),
         (answer(status="404 Not Found"), "answered 404 Not Found"),

@@ -107,7 +107,7 @@ async def test_chats_in_streaming_sessions_see_their_images(engine: AsyncEngine,
         )
         await check_plain(engine, submitted, await chat, images)
     failing = turn_of(engine, "<image>", sid, None, b"no picture")
-    with pytest.raises(ValueError, match="it is no picture"):
+    with pytest.raises(ValueError, match="it is not an image"):
         await failing
     left = engine.async_generate("<image>", SHORT, image_data=THREE, stream=True, session_params={"id": sid})
     async for _ in left:

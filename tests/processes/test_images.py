@@ -167,17 +167,17 @@ async def test_streams_and_constraints_work_as_without_images(engine: AsyncEngin
         ("<image> <image>", [b"PICTURE"], r"has 2 image placeholders .* for 1 image; .*\(or 16, "),
         ("<image>", [b"x"] * 4, "image_data has 4 images; the limit is max_images_per_prompt=3"),
         ("<image>", ["x"] * 10_000, "image_data has 10000 images"),
-        ("<image><image>", [b"PICTURE", b"junk"], r"image 1 \(4 bytes\): it is no picture"),
+        ("<image><image>", [b"PICTURE", b"junk"], r"image 1 \(4 bytes\): it is not an image"),
         ("<image>", "missing.png", r"image 0 \('missing.png'\): it is neither a file that exists, nor a URL .*, nor"),
         ("<image>", "/home/me/picture", r"image 0 \('/home/me/picture'\): it is neither a file that exists"),
         ("<image>", "data:image/png;base64,****", "is not base64"),
         ("<image>", "file://elsewhere/x.png", "names the host 'elsewhere'"),
-        ("<image>", "/dev/zero", "it is no regular file"),
+        ("<image>", "/dev/zero", "it is not a regular file"),
         ("<image>", "/tmp", "its file cannot be read: Is a directory"),
         ("<image>", "http://127.0.0.1:1/x.png", "address 127.0.0.1, which is not public"),
         ("<image>", "", "image_data is empty"),
         ("<image>" * 2, ["a", " "], r"image_data\[1\] is empty"),
-        ("<image>", b"LARGE", "its header says more than max_image_pixels=1000000 pixels"),
+        ("<image>", b"LARGE", "pixels, and max_image_pixels=1000000 are allowed"),
         ("<image>", b"CUT", "it cannot be decoded: OSError"),
     ],
 )
@@ -549,11 +549,11 @@ async def test_text_model_refuses_images() -> None:
             assert len(await engine.async_encode(["x", "y"], image_data=none)) == 2
         with pytest.raises(ValueError, match="image_data has 1 entry for 2 prompts"):
             engine.async_generate(["x", "y"], image_data=[None])
-        with pytest.raises(ValueError, match="image_data is given, and this model takes text alone"):
+        with pytest.raises(ValueError, match="image_data is given, and this model accepts only text"):
             engine.async_generate(["x", "y"], image_data=[None, b"x"])
-        with pytest.raises(ValueError, match="image_data is given, and this model takes text alone"):
+        with pytest.raises(ValueError, match="image_data is given, and this model accepts only text"):
             engine.async_generate("x", image_data=b"x")
-        with pytest.raises(ValueError, match="the messages have images, and this model takes text alone"):
+        with pytest.raises(ValueError, match="the messages have images, and this model accepts only text"):
             engine.async_chat([{"role": "user", "content": [{"type": "image", "image": b"x"}]}])
 
 

@@ -70,7 +70,7 @@ async def with_asyncio(is_stream: bool) -> None:
         async with engine.open_session() as session:
             assert_type(session, str)
         scored = await engine.async_generate("a", return_logprob=True, top_logprobs_num=3, token_ids_logprob=[1, 2])
-        assert_type(scored["meta_info"].get("output_token_logprobs"), list[tuple[float | None, int, str | None]] | None)
+        assert_type(scored["meta_info"]["output_token_logprobs"], list[tuple[float, int, str | None]])
         rows = await engine.async_generate(["a", "b"], return_logprob=[True, False], token_ids_logprob=[[1], None])
         assert_type(rows, BatchOutput)
 
@@ -78,6 +78,8 @@ async def with_asyncio(is_stream: bool) -> None:
         assert_type(either, Generation[Answer] | Generation[BatchOutput] | Stream)
         conversation = [{"role": "user", "content": "Hi"}]
         assert_type(await engine.async_chat(conversation), Answer)
+        assert_type(engine.tokenizer.apply_chat_template(conversation), str)
+        assert_type(engine.tokenizer.apply_chat_template(conversation, tokenize=True), list[int])
         assert_type(await engine.async_chat([conversation]), BatchOutput)
         either = engine.async_chat(conversation, stream=is_stream)
         assert_type(either, Generation[Answer] | Generation[BatchOutput] | Stream)
@@ -157,7 +159,7 @@ def several_samples(llm: Engine) -> None:
 
 def requests_that_ask_for_more(llm: Engine, embeds: NDArray[float32]) -> None:
     answer = llm.generate("a", {"bad_words": ["x"], "custom_params": {"a": 1}}, custom_logit_processor="a:B")
-    states = llm.generate("a", return_hidden_states=True)["meta_info"].get("hidden_states", [])
+    states = llm.generate("a", return_hidden_states=True)["meta_info"]["hidden_states"]
     assert_type(states, list[NDArray[float32]])
     llm.generate(["a", "b"], return_hidden_states=["last", None], custom_logit_processor=["a:B", None])
     llm.generate("a", add_special_tokens=False, truncate_prompt_tokens=5)

@@ -110,7 +110,7 @@ class CallRow(Struct, eq=False):
     """Whether output may be read again."""
 
     def __post_init__(self) -> None:
-        self.info = {
+        self.info = {  # type: ignore[typeddict-item]  # keys that the call asks for are added later
             "id": self.rid,
             "finish_reason": None,
             "prompt_tokens": len(self.prompt_token_ids),
@@ -203,7 +203,7 @@ class CallRow(Struct, eq=False):
         text, text_offset, token_offset = self.text, self.text_offset, self.token_offset
         info = self.info.copy()
         num_tokens = info["completion_tokens"] = token_offset + len(token_ids)
-        chunk: Chunk = {
+        chunk: Chunk = {  # type: ignore[typeddict-item]
             "text": text,
             "output_ids": token_ids,
             "meta_info": info,
@@ -233,7 +233,11 @@ class CallRow(Struct, eq=False):
         info["completion_tokens"] = len(token_ids)
         if self.finished is not None:
             self._add_end(info, self.finished)
-        answer: Answer = {"text": self.text, "output_ids": token_ids, "meta_info": cast("MetaInfo", info)}
+        answer: Answer = {  # type: ignore[typeddict-item]
+            "text": self.text,
+            "output_ids": token_ids,
+            "meta_info": cast("MetaInfo", info),
+        }
         if self.shows_prompt:
             answer["prompt_token_ids"] = self.prompt_token_ids
         if self.extras or self.readers:
@@ -505,7 +509,8 @@ class Call:
         row.error = row.failure(finished) if error is None else error
         self.num_open -= 1
         if row.error is not None and not self.returns_exceptions:
-            self.fail(row.error)
+            prompt = row.position // self.request.num_samples
+            self.fail(answers.named(row.error, prompt, self.request.num_prompts))
         elif self.is_stream:
             row.put("", [])
             self.wake()

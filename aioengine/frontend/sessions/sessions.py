@@ -37,6 +37,7 @@ from aioengine.supervision.tasks import post
 if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Generator
+    from typing import NoReturn
 
     from aioengine.frontend.calls.call import Call, CallRow
     from aioengine.frontend.calls.overload import QueueLimits
@@ -216,6 +217,14 @@ class SessionOpening(Coroutine[Any, Any, str]):
         self._opening = opening
         self._close = close
         self._id = ""
+
+    if not TYPE_CHECKING:  # type checkers report ``with`` themselves
+
+        def __enter__(self) -> NoReturn:
+            self._opening.close()
+            raise TypeError("a session of an AsyncEngine needs `async with`")
+
+        __exit__ = __enter__  # Python calls __enter__ only if __exit__ exists
 
     async def __aenter__(self) -> str:
         self._id = await self._opening

@@ -306,7 +306,7 @@ def read_file(path: str, limits: MediaConfig) -> bytes:
         with os.fdopen(fd, "rb") as file:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
-                raise ValueError("it is no regular file")
+                raise ValueError("it is not a regular file")
             if limits.allowed_local_media_path is not None:  # parent folders may have become links
                 now = os.path.realpath(real, strict=True)
                 _check_allowed(now, limits)

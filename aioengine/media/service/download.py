@@ -135,7 +135,7 @@ class Downloader:
             raise ValueError(f"its host answered {response.status_code} {response.reason_phrase:.80}")
         content_type = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         if content_type.startswith(("text/", "application/json")):
-            raise ValueError(f"its host gave {content_type}, which is no picture")
+            raise ValueError(f"its host sent {content_type}, which is not an image")
         length = response.headers.get("Content-Length", "")
         if length.isdecimal() and int(length) > max_bytes:
             raise too_large

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 import warnings
 from pathlib import Path
 from types import NoneType
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
@@ -159,6 +160,32 @@ def test_unknown_arguments_are_type_errors_with_a_suggestion() -> None:
         engine_config(None, {"max_runing_requests": 5})
     with pytest.raises(TypeError, match="unknown argument 'zzz'$"):
         engine_config(None, {"zzz": 5})
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("temperature", "it is a sampling parameter of each call, as sampling_params={'temperature': ...}"),
+        ("max_tokens", "it is a sampling parameter of each call, as sampling_params={'max_tokens': ...}"),
+        ("enable_thinking", "it is an argument of each call"),
+        ("stream", "it is an argument of each call"),
+    ],
+)
+def test_arguments_of_calls_are_refused_with_their_place(name: str, hint: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"unknown argument {name!r}; {hint}")):
+        engine_config(None, {name: 1})
+
+
+def test_wrong_value_is_refused_by_the_name_that_the_user_wrote() -> None:
+    message = r"mem_fraction_static \(given as gpu_memory_utilization\) must be a number above 0 and up to 1, got 1.5"
+    with pytest.raises(ValueError, match=message):
+        engine_config(None, {"gpu_memory_utilization": 1.5})
+
+
+@pytest.mark.parametrize("kind", [Engine, AsyncEngine])
+def test_error_of_two_positional_arguments_names_no_internal_class(kind: Any) -> None:
+    with pytest.raises(TypeError, match=r"^__init__\(\) takes from 1 to 2 positional arguments but 3 were given"):
+        kind("a", "b")
 
 
 def test_unknown_arguments_are_never_answered_with_one_that_has_no_effect() -> None:

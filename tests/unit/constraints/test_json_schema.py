@@ -96,7 +96,7 @@ def test_keywords_that_are_not_enforced_are_refused_with_their_pointer(
         ({"anyOf": []}, "'anyOf' at # must be a list of schemas"),
         ({"$ref": "#/$defs/a"}, "a reference to something in this schema"),
         ({"items": 5}, "'schema' at /items must be an object or a boolean"),
-        ({"pattern": "("}, "no regular expression of Python"),
+        ({"pattern": "("}, "not a valid Python regular expression"),
         (5, "must be an object or a boolean"),
     ],
 )
@@ -107,7 +107,7 @@ def test_a_value_that_is_no_schema_raises_value_error(schema: object, match: str
 
 @pytest.mark.parametrize("text", ["{", "nonsense", "[" * 100_000, '{"const": NaN}', '{"const": 1' + "0" * 5000 + "}"])
 def test_text_that_is_no_json_raises_value_error(text: str) -> None:
-    with pytest.raises(ValueError, match="it is no JSON text"):
+    with pytest.raises(ValueError, match="it is not valid JSON"):
         compile_schema(text)
 
 

@@ -94,16 +94,16 @@ def test_the_smallest_picture_is_read() -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"", "no picture in a format that is read"),
-        (b"hello", "no picture"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", "no picture"),
-        (b"\x89PNG\r\n\x1a\n", "no picture|header cannot be read"),
-        (png(100_000, 100_000), "max_image_pixels=10000"),
+        (b"", "not an image in a supported format"),
+        (b"hello", "not an image"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", "not an image"),
+        (b"\x89PNG\r\n\x1a\n", "not an image|header cannot be read"),
+        (png(100_000, 100_000), "it has 10000000000 pixels, and max_image_pixels=10000 are allowed"),
         (png(101, 100), r"101 x 100 pixels, and max_image_pixels=10000"),
         (png(100, 100, bytes(500)), "cannot be decoded"),
         (saved(RGB, "PNG")[:-30], "cannot be decoded"),
         (saved(RGB, "JPEG")[:-30], "cannot be decoded"),
-        (saved(RGB, "GIF")[:60], "no picture|cannot be decoded|header cannot be read"),
+        (saved(RGB, "GIF")[:60], "not an image|cannot be decoded|header cannot be read"),
     ],
 )
 def test_incomplete_picture_is_refused(data: bytes, words: str) -> None:

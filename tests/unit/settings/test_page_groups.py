@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,9 +65,3 @@ def test_request_completes_with_the_pages_for_its_length(groups: PageGroups, len
         if has_new_page:
             firsts = [groups.first_seen(group, computed - 1) for group in range(groups.num_groups)]
     assert most <= groups.pages_for(length)
-
-
-@pytest.mark.parametrize("windows", [(), (0,), (None, -3)])
-def test_impossible_windows_are_refused(windows: tuple[int | None, ...]) -> None:
-    with pytest.raises(ValueError, match="windows must not be empty"):
-        PageGroups(windows=windows, page_size=16)

@@ -277,7 +277,7 @@ def test_ranks_and_modules_are_required_without_lora_paths() -> None:
         ({"max_loaded_loras": 3, "max_loras_per_batch": 4}, "at least max_loras_per_batch=4, got 3"),
         (
             {"lora_target_modules": ["q_proj", "x_proj"]},
-            "'x_proj', which this model does not have; what works: k_proj, q_proj",
+            "'x_proj', which this model does not have; it has k_proj, q_proj",
         ),
         (
             {"lora_paths": [{"lora_name": "a", "lora_path": "/a", "pinned": True}], "max_loras_per_batch": 1},
