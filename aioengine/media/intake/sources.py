@@ -221,8 +221,7 @@ def read_source(source: ImageSource, limits: MediaConfig) -> SourceBytes:
         data = read_file(cast("str", source.value), limits)
     else:
         data = _read_text(cast("str", source.value), limits)
-    if len(data) > limits.max_image_bytes:
-        raise _too_large(len(data), limits)
+    _check_length(len(data), limits)
     return SourceBytes(data, hashlib.sha256(data).digest())
 
 
@@ -241,7 +240,10 @@ def _read_text(text: str, limits: MediaConfig) -> bytes:
     if text[:5].lower() == "data:":
         return _read_data_url(text, limits)
     if text[:5].lower() == "file:":
-        return read_file(_path_of(text), limits)
+        parts = urlsplit(text)
+        if parts.netloc not in ("", "localhost"):
+            raise ValueError(f"its file: URL names the host {parts.netloc!r:.80}; write file:///path")
+        return read_file(unquote(parts.path), limits)
     if len(text) <= MAX_PATH and _is_readable(text, limits):
         return read_file(text, limits)
     data = _decoded(text, limits)
@@ -284,13 +286,6 @@ def _decoded(text: str, limits: MediaConfig) -> bytes | None:
         return None
 
 
-def _path_of(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.netloc not in ("", "localhost"):
-        raise ValueError(f"its file: URL names the host {parts.netloc!r:.80}; write file:///path")
-    return unquote(parts.path)
-
-
 def read_file(path: str, limits: MediaConfig) -> bytes:
     """Return the bytes of a file.
 
@@ -330,8 +325,4 @@ def _is_allowed(real: str, limits: MediaConfig) -> bool:
 
 def _check_length(num_bytes: int, limits: MediaConfig) -> None:
     if num_bytes > limits.max_image_bytes:
-        raise _too_large(num_bytes, limits)
-
-
-def _too_large(num_bytes: int, limits: MediaConfig) -> ValueError:
-    return ValueError(f"it has {num_bytes} bytes, and max_image_bytes={limits.max_image_bytes} are allowed")
+        raise ValueError(f"it has {num_bytes} bytes, and max_image_bytes={limits.max_image_bytes} are allowed")

@@ -317,11 +317,7 @@ def test_facts_and_progress(qwen: Path) -> None:
         runner.launch(StepPlan([]))
 
 
-def test_errors_of_build_name_the_reason(qwen: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'float16' is not available on a CPU.*bfloat16 or float32"):
-        build(make_settings(qwen, dtype="float16"), lambda _: None)
-    with pytest.raises(ValueError, match="dtype 'int3' is not known"):
-        build(make_settings(qwen, dtype="int3"), lambda _: None)
+def test_errors_of_build_name_the_reason(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no config\.json"):
         build(make_settings(tmp_path), lambda _: None)
     (tmp_path / "config.json").write_text("[1]")
