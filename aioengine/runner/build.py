@@ -164,7 +164,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
 
 
 def _pool_budget(model: Model, settings: Settings, memory: DeviceMemory, adapters: AdapterPool | None) -> PoolBudget:
-    """Return the memory for pages and states, after that of the largest step."""
+    """Return the memory that the largest step leaves for pages and states."""
     limits = settings.scheduler
     image_tokens = min(settings.model.context_length, MAX_IMAGE_TOKENS)
     num_captured = longest_graph(settings, model.num_active)

@@ -226,7 +226,7 @@ def read_source(source: ImageSource, limits: MediaConfig) -> SourceBytes:
 
 
 def _read_picture(value: object, limits: MediaConfig) -> SourceBytes:
-    from aioengine.media import pictures  # imports Pillow, of which the value is an image
+    from aioengine.media import pictures  # imports Pillow, which is loaded: the value is an image of it
 
     picture = cast("pictures.PillowImage", value)
     pictures.check_pixels(picture, limits.max_image_pixels)

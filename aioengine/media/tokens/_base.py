@@ -64,7 +64,7 @@ class ImageShape(Struct, frozen=True, array_like=True, gc=False):
     Attributes:
         height, width: in pixels, of the input of the vision tower: the image, or one tile.
         grid: (frames, height, width) in patches, if the processor returns it.
-        tiles: (rows, columns) of tiles, in addition to the whole image; (0, 0) if it is not split.
+        tiles: (rows, columns) of tiles, in addition to the unsplit image; (0, 0) if there are no tiles.
     """
 
     height: int
@@ -189,7 +189,7 @@ def _check_settings(settings: Mapping[str, object], config: Mapping[str, object]
 
 
 def _settings(folder: Path) -> Mapping[str, object]:
-    """Return the fields of the image processor, from its own file or from that of the whole processor."""
+    """Return the fields of the image processor, from its own file or from the file of the processor that contains it."""
     for name in _FILES:
         fields = folder_files.read_object(folder / name)
         part = fields.get("image_processor", fields if name == _FILES[0] else None)

@@ -1,4 +1,4 @@
-"""Idefics3 and SmolVLM: an image is split into tiles of one size, and added once more as a whole."""
+"""Idefics3 and SmolVLM: an image is split into tiles of one size, and then added once more without a split."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class _LlavaFields(Struct, frozen=True):
 
 
 class LlavaImages(ImageFamily, frozen=True):
-    """``num_extra``: features in addition to those of the patches: 1 if the class token is kept."""
+    """``num_extra``: features in addition to the features of patches: 1 if the class token is kept."""
 
     patch_size: int
     num_extra: int
