@@ -189,7 +189,7 @@ def _check_settings(settings: Mapping[str, object], config: Mapping[str, object]
 
 
 def _settings(folder: Path) -> Mapping[str, object]:
-    """Return the fields of the image processor, from its own file or from the file of the processor that contains it."""
+    """Return the fields of the image processor, from its own file or the file of the joint processor."""
     for name in _FILES:
         fields = folder_files.read_object(folder / name)
         part = fields.get("image_processor", fields if name == _FILES[0] else None)
