@@ -28,7 +28,7 @@ _PLACE_HEAD: Final = 2
 def blank_board(num_steps: int, max_rows: int) -> bytearray:
     """The memory of an empty board; rows beyond ``max_rows`` of a step will be left out."""
     cells = array(_CELL, [num_steps, max_rows])
-    return bytearray(cells.tobytes()) + bytearray(_CELL_BYTES * num_steps * _place_cells(max_rows))
+    return bytearray(cells.tobytes()) + bytearray(_CELL_BYTES * num_steps * (_PLACE_HEAD + 2 * max_rows))
 
 
 class CrashBoard:
@@ -37,6 +37,7 @@ class CrashBoard:
     def __init__(self, memory: bytearray | mmap.mmap) -> None:
         self._cells = memoryview(memory).cast(_CELL)
         self._num_places, self._max_rows = self._cells[:_HEAD]
+        self._place_cells = _PLACE_HEAD + 2 * self._max_rows
         self._written: list[tuple[list[int], int]] = [([], 0)] * self._num_places  # uids, and number of their step
         self._num_begun = 0
         self._num_ended = 0
@@ -55,7 +56,8 @@ class CrashBoard:
         """A step with these rows begins; ``ends`` is called unless the step before had the same requests."""
         number = self._num_begun
         self._num_begun += 1
-        cells, place, max_rows = self._cells, self._place(number), self._max_rows
+        cells, max_rows = self._cells, self._max_rows
+        place = _HEAD + number % self._num_places * self._place_cells
         num_rows = min(len(uids), max_rows)
         written, written_at = self._written[number % self._num_places]
         if uids != written:
@@ -70,16 +72,13 @@ class CrashBoard:
 
     def end(self) -> None:
         """The oldest step is over."""
-        self._cells[self._place(self._num_ended)] = 0
+        self._cells[_HEAD + self._num_ended % self._num_places * self._place_cells] = 0
         self._num_ended += 1
 
     def forget(self) -> None:
         """The newest step was not launched after all."""
         self._num_begun -= 1
-        self._cells[self._place(self._num_begun)] = 0
-
-    def _place(self, number: int) -> int:
-        return _HEAD + number % self._num_places * _place_cells(self._max_rows)
+        self._cells[_HEAD + self._num_begun % self._num_places * self._place_cells] = 0
 
 
 def read_board(memory: bytes | bytearray) -> dict[int, int]:
@@ -93,11 +92,12 @@ def read_board(memory: bytes | bytearray) -> dict[int, int]:
     cells = array(_CELL)
     cells.frombytes(memory)
     num_places, max_rows = cells[:_HEAD]
-    if len(cells) < _HEAD + num_places * _place_cells(max_rows):
+    place_cells = _PLACE_HEAD + 2 * max_rows
+    if len(cells) < _HEAD + num_places * place_cells:
         raise ValueError(f"the crash board is truncated to {len(memory)} bytes")
     rows: dict[int, int] = {}
     for number in range(num_places):
-        place = _HEAD + number * _place_cells(max_rows)
+        place = _HEAD + number * place_cells
         num_rows, age = cells[place : place + _PLACE_HEAD]
         first = place + _PLACE_HEAD
         uids = cells[first : first + num_rows]
@@ -105,7 +105,3 @@ def read_board(memory: bytes | bytearray) -> dict[int, int]:
         for uid, end in zip(uids, ends, strict=True):
             rows[uid] = max(end + age, rows.get(uid, 0))
     return rows
-
-
-def _place_cells(max_rows: int) -> int:
-    return _PLACE_HEAD + 2 * max_rows
