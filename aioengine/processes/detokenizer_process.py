@@ -283,7 +283,14 @@ class DetokenizerService:
     def _end_here(self, request: OpenText, end: End, chunks: TextChunks, now: float) -> None:
         """End a request here and abort it in the scheduler."""
         chunks.ended.append(request.complete(end, now))
-        self._forget(request.uid)
+        uid = request.uid
+        del self._open[uid]
+        if self._matching.drop(uid):
+            return  # the scheduler has already ended it
+        self._to_abort.append(uid)
+        self._stopped[uid] = None
+        if len(self._stopped) > _MAX_REMEMBERED:
+            del self._stopped[next(iter(self._stopped))]
 
     def _stop(self, request: OpenText, chunks: TextChunks, now: float) -> None:
         """End a request at a stop string."""
@@ -293,15 +300,6 @@ class DetokenizerService:
         """End a request with an error. Other requests continue."""
         message = error.cause if isinstance(error, RequestError) else describe(error)
         self._end_here(request, End(request.uid, FinishCode.FAILED, stage=_STAGE, message=message), chunks, now)
-
-    def _forget(self, uid: int) -> None:
-        del self._open[uid]
-        if self._matching.drop(uid):
-            return  # the scheduler has already ended it
-        self._to_abort.append(uid)
-        self._stopped[uid] = None
-        if len(self._stopped) > _MAX_REMEMBERED:
-            del self._stopped[next(iter(self._stopped))]
 
 
 def _ends(output: StepOutput) -> Iterable[End | None]:
