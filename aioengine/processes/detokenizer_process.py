@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 
 
 class TextSource:
-    """The stages of a request's text, by its rules; None in place of them where there is no tokenizer."""
+    """Builds text pipelines for requests. Without a tokenizer, requests have no text."""
 
     def __init__(self, tokenizer_path: str | None) -> None:
-        """Read the tokenizer in the folder ``tokenizer_path``.
+        """Read the tokenizer in the folder ``tokenizer_path``. None: there is no tokenizer.
 
         Raises:
-            ValueError: there is none, or its files cannot be read.
+            ValueError: the folder has no tokenizer, or its files cannot be read.
         """
         self._tokenizer = None if tokenizer_path is None else Tokenizer(tokenizer_path)
         self._patterns = PatternCache()
@@ -56,10 +56,10 @@ class TextSource:
             self._source(self._tokenizer, skip_special_tokens=True)
 
     def pipeline(self, rules: TextRules) -> TextPipeline | None:
-        """The stages of a new request.
+        """Return the pipeline of a new request. None: there is no tokenizer.
 
         Raises:
-            ValueError: a stop of the rules cannot be used.
+            ValueError: a stop pattern is invalid.
         """
         if self._tokenizer is None:
             return None
@@ -76,7 +76,7 @@ class TextSource:
         return TextPipeline(make_detokenizer(source, rules.context_token_ids), stops)
 
     def token_text(self, token_id: int) -> str:
-        """The text of a token by itself; U+FFFD stands for bytes that are no whole character."""
+        """Return the text of a single token, with U+FFFD for incomplete characters."""
         if self._tokenizer is None:
             return ""
         source = self._source(self._tokenizer, skip_special_tokens=False)
@@ -84,7 +84,7 @@ class TextSource:
         return text if isinstance(text, str) else text.decode(errors="replace")
 
     def _source(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> TokenTable | Decode:
-        """What decodes, with special tokens or without: a table, or the tokenizer where a table is too little."""
+        """Return the token table, or ``decode`` of the tokenizer if its decoder needs more than a table."""
         source = self._sources.get(skip_special_tokens)
         if source is None:
             facts = cast("TokenizerFile", tokenizer.decoding_facts())
@@ -101,7 +101,7 @@ _MAX_REMEMBERED = 16_384
 
 
 class DetokenizerService:
-    """Turns each ``StepOutput`` into a ``TextChunks``, and ends requests at their stop strings."""
+    """Converts each ``StepOutput`` to a ``TextChunks``, and ends requests at their stop strings."""
 
     def __init__(
         self,
