@@ -116,16 +116,11 @@ class DetokenizerService:
         self._board = board or CrashBoard(blank_board(1, 1))
         self._open: dict[int, OpenText] = {}
         self._matching = MatchingQueue()
-        self._stopped: dict[int, None] = {}  # uids of requests that ended here, in order
+        self._stopped: dict[int, None] = {}  # uids of requests that ended here; the scheduler may still send their end
         self._to_abort: list[int] = []
         self._chunks: list[Message] = []
         self._sent_at = 0.0
         self._sent_to_peer_at = 0.0
-
-    @property
-    def num_remembered(self) -> int:
-        """Number of requests that ended here. The scheduler may still send their ``End``."""
-        return len(self._stopped)
 
     def handle(self, messages: list[Message], now: float) -> None:
         self._matching.begin()
@@ -179,7 +174,7 @@ class DetokenizerService:
                 continue
             try:
                 if request.push(token_id, end, chunks):
-                    self._stop(request, chunks, now)
+                    self._end_here(request, End(request.uid, FinishCode.STOP, request.matched), chunks, now)
             except Exception as error:
                 self._fail(request, error, chunks, now)
         for uid in output.preempted:
@@ -221,7 +216,7 @@ class DetokenizerService:
             if token.is_replayed:
                 request.replay(token.token_id)
             elif request.push(token.token_id, token.end, chunks):
-                self._stop(request, chunks, now)
+                self._end_here(request, End(request.uid, FinishCode.STOP, request.matched), chunks, now)
         except Exception as error:
             self._fail(request, error, chunks, now)
         self._matching.spend(request.matching_s - used_s)
@@ -282,6 +277,7 @@ class DetokenizerService:
 
     def _end_here(self, request: OpenText, end: End, chunks: TextChunks, now: float) -> None:
         """End a request here and abort it in the scheduler."""
+        uid = request.uid
         chunks.ended.append(request.complete(end, now))
         uid = request.uid
         del self._open[uid]

@@ -148,7 +148,7 @@ SAMPLE = "One 🥖 two 東京, and now the END of it. More?"
     ],
 )
 @pytest.mark.parametrize("code", [FinishCode.LENGTH, FinishCode.ABORT])
-def test_a_request_goes_on_behind_any_chunk_in_a_new_process(rules: TextRules, code: FinishCode) -> None:
+def test_request_continues_after_any_chunk_in_a_new_process(rules: TextRules, code: FinishCode) -> None:
     """Half characters, text held back for a stop, ids that waited for others: all of it is found again."""
     token_ids = list(SAMPLE.encode())
     table = Steps(str(BYTE_MODEL))
@@ -170,7 +170,7 @@ def test_a_request_goes_on_behind_any_chunk_in_a_new_process(rules: TextRules, c
         assert (second.end(1), second.aborted) == (table.end(1), table.aborted)
 
 
-def test_an_end_before_the_next_token_still_gives_what_was_held_back() -> None:
+def test_end_without_a_token_releases_held_text() -> None:
     steps = Steps(str(BYTE_MODEL))
     ids = list(b"stay, ST")
     steps.give(
@@ -186,7 +186,7 @@ def test_an_end_before_the_next_token_still_gives_what_was_held_back() -> None:
     assert (steps.end(1).first_token_at, steps.end(1).num_preemptions) == (2.0, 5)
 
 
-def test_one_message_for_a_step_whatever_is_in_it() -> None:
+def test_each_step_gives_one_message() -> None:
     steps = Steps()
     opened = [TextOpened(FirstToken(uid, 0, 1.0, 2.0), TextRules()) for uid in (1, 2, 3)]
     outputs = StepOutput(
@@ -246,7 +246,7 @@ def test_a_stop_token_is_an_output_id_but_no_text_unless_kept(stream: bool, stop
     assert steps.end(1).matched == token_ids[-1]
 
 
-def test_what_was_held_back_leaves_with_an_abort() -> None:
+def test_abort_releases_held_text() -> None:
     steps = Steps()
     steps.open(1, TextRules(stop=("ab",)))
     steps.token(1, id_of("a"))
@@ -314,7 +314,7 @@ def test_without_a_tokenizer_ids_pass_through() -> None:
     assert steps.text(1) == ""
 
 
-def test_the_context_of_the_prompt_is_not_text_and_special_tokens_are_skipped_or_not() -> None:
+def test_prompt_context_is_not_output_text() -> None:
     special = TOKENIZER.eos_token_id
     assert special is not None
     token_ids = [*ids_of(" world"), special]
@@ -369,7 +369,7 @@ def test_many_requests_leave_nothing_behind() -> None:
         steps.token(uid, id_of("a"))
     service = steps.service
     assert len(steps.aborted) == 20_000
-    assert service.num_remembered < 17_000
+    assert len(service._stopped) < 17_000
     chunks = steps.give(StepOutput(ended=[End(19_999, FinishCode.LENGTH), End(1, FinishCode.LENGTH)]))
     assert chunks is not None
     assert chunks.num_open == 0
@@ -380,7 +380,7 @@ def test_a_missing_tokenizer_is_told_by_its_place(tmp_path: Path) -> None:
         build_service(fake_settings(tokenizer_path=str(tmp_path)))
 
 
-def test_a_request_that_ends_without_a_token_has_its_times_and_no_chunk() -> None:
+def test_request_without_tokens_has_times_and_no_chunk() -> None:
     """As a pooled request ends: opened and ended by the same message."""
     steps = Steps()
     steps.give(
@@ -403,7 +403,7 @@ def test_several_tokens_of_a_request_in_a_step_are_told_apart() -> None:
     assert (steps.text(2), steps.ids(2)) == ("cabaaab", [c, a, b, a, a, a, b])
 
 
-def test_a_stop_token_that_is_there_twice_in_a_step_is_cut_from_the_end_alone() -> None:
+def test_only_the_last_stop_token_of_a_step_is_removed() -> None:
     steps = Steps()
     steps.open(1)
     a = ids_of("a")[0]

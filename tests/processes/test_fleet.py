@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from aioengine.frontend.startup import Blueprint
-    from aioengine.supervision.processes import Events
+    from aioengine.supervision.supervisor import Events
 
 process = pytest.mark.process
 
@@ -65,7 +65,7 @@ async def pause(engine: AsyncEngine) -> None:
 
 
 @pytest.mark.parametrize("role", [0, 1])
-async def test_a_replica_that_is_lost_at_any_turn_of_the_loop_changes_nothing(role: int) -> None:
+async def test_replica_lost_at_any_time_changes_no_text(role: int) -> None:
     """Children as tasks: in every round one of them ends a little later, until all is over before."""
     expected = await undisturbed(has_answers=True)
     num_turns, num_losses = 0, 0
@@ -73,7 +73,7 @@ async def test_a_replica_that_is_lost_at_any_turn_of_the_loop_changes_nothing(ro
         async with fleet_engine(FakeSetup(answers=ANSWERS), FakeSetup(answers=ANSWERS), launcher="inline") as engine:
             fleet = fleet_of(engine)
             asking = asyncio.create_task(ask_all(engine, stream=num_turns % 2 == 0))
-            while not all(replica._ledger.num_open for replica in fleet._replicas):  # noqa: ASYNC110
+            while not all(replica.ledger.num_open for replica in fleet._replicas):  # noqa: ASYNC110
                 await asyncio.sleep(0)
             for _ in range(num_turns):
                 await asyncio.sleep(0)
@@ -92,7 +92,7 @@ async def test_a_replica_that_is_lost_at_any_turn_of_the_loop_changes_nothing(ro
 
 @process
 @pytest.mark.parametrize("kill_at", [1, 8, 40])
-async def test_requests_of_a_replica_that_is_killed_in_a_step_are_answered_exactly(kill_at: int) -> None:
+async def test_requests_of_a_killed_replica_are_answered_exactly(kill_at: int) -> None:
     expected = await undisturbed(has_answers=False)
     setup = FakeSetup()
     async with fleet_engine(FakeSetup(faults=Faults(kill_at=kill_at)), setup) as engine:
@@ -165,7 +165,7 @@ async def test_controls_go_to_all_replicas_and_statistics_are_sums() -> None:
         await pause(engine)
         asking = asyncio.create_task(ask_all(engine, stream=False))
         await until(lambda: engine.stats()["num_waiting"] == 10)
-        assert [replica._ledger.num_open for replica in fleet_of(engine)._replicas] == [5, 5]
+        assert [replica.ledger.num_open for replica in fleet_of(engine)._replicas] == [5, 5]
         info = await engine.get_server_info()
         states = cast("list[dict[str, int]]", info["internal_states"])
         assert [state["num_waiting"] for state in states] == [5, 5]

@@ -265,7 +265,7 @@ async def test_copies_of_true_frames_and_damaged_ones_do_no_harm(monkeypatch: py
         assert frontend.failures == []
 
 
-def test_without_shared_memory_and_with_a_temporary_folder_that_cannot_be_written_to() -> None:
+def test_engine_runs_without_shared_memory_and_writable_tmpdir() -> None:
     """In a container of its own, where the system gives one: /dev/shm is gone, TMPDIR is read-only and long."""
     script = f"""
 set -e

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.process
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
-async def test_the_scheduler_goes_on(number: signal.Signals) -> None:
+async def test_scheduler_continues_after_a_lost_detokenizer(number: signal.Signals) -> None:
     expected = await undisturbed(has_answers=True)
     async with fake_async_engine(ANSWERS, step_time_s=0.003, stall_timeout_s=2.0) as engine:
         scheduler = pid_of(engine, "scheduler")
@@ -146,9 +146,7 @@ async def test_another_one_that_does_not_start_is_replaced_with_the_scheduler(mo
         await until_restarted(engine, 1)
 
 
-async def test_a_scheduler_that_does_not_come_to_the_end_of_its_step_is_replaced_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_stalled_scheduler_is_replaced_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioengine.supervision.incarnation.MEND_TIMEOUT_S", 1.0)
     faults = Faults(stall_at=9, stall_s=100.0, once=str(tmp_path / "once"))
     async with fake_async_engine(ANSWERS, faults=faults) as engine:
@@ -160,7 +158,7 @@ async def test_a_scheduler_that_does_not_come_to_the_end_of_its_step_is_replaced
         assert engine.stats()["num_restarts"] == 1
 
 
-async def test_what_is_sent_while_the_epoch_changes_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_messages_during_a_change_of_epoch_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests come, and a heartbeat is answered, just before and behind the message of the change."""
     frontend = Frontend(fake_settings(step_time_s=0.002), max_restarts=1)
     plain = AsyncZmqSender.send
@@ -194,7 +192,7 @@ def remove_files(place: Path, *, only_sockets: bool) -> None:
 
 
 @pytest.mark.parametrize("what", ["sockets", "everything"])
-async def test_requests_go_on_after_the_files_of_the_engine_were_removed(
+async def test_requests_continue_after_the_engine_files_are_removed(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The children cannot connect to each other by names that are gone, so both are replaced."""

@@ -150,7 +150,7 @@ def play(rules: TextRules, code: FinishCode, num_resumed: int) -> tuple[World, E
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("code", [FinishCode.LENGTH, FinishCode.STOP])
 @pytest.mark.parametrize("num_resumed", [0, 4])
-def test_what_waits_gives_the_same_text(
+def test_delayed_matching_gives_the_same_text(
     rules: TextRules, code: FinishCode, num_resumed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, end = play(rules, code, num_resumed)
@@ -190,16 +190,16 @@ def test_an_abort_does_not_wait(waiting: World) -> None:
     waiting.step()
     assert waiting.ends[1].code == FinishCode.ABORT
     assert waiting.texts[1] == "see "
-    assert waiting.service.num_remembered == 0
+    assert len(waiting.service._stopped) == 0
 
 
 def test_a_stop_found_before_the_scheduler_ended_the_request(waiting: World) -> None:
     waiting.step()
     assert (waiting.ends[1].code, waiting.ends[1].matched) == (FinishCode.STOP, "the")
     assert waiting.texts[1] == "see "
-    assert waiting.service.num_remembered == 1
+    assert len(waiting.service._stopped) == 1
     waiting.step(StepOutput(ended=[End(1, FinishCode.LENGTH)]))
-    assert waiting.service.num_remembered == 0
+    assert len(waiting.service._stopped) == 0
 
 
 def test_a_stop_found_after_the_scheduler_ended_the_request(waiting: World) -> None:
@@ -207,10 +207,10 @@ def test_a_stop_found_after_the_scheduler_ended_the_request(waiting: World) -> N
     waiting.step()
     assert (waiting.ends[1].code, waiting.ends[1].matched) == (FinishCode.STOP, "the")
     assert waiting.aborted == []
-    assert waiting.service.num_remembered == 0
+    assert len(waiting.service._stopped) == 0
 
 
-def test_others_go_first_after_a_turn_and_nothing_is_waited_for_when_there_are_none() -> None:
+def test_exhausted_queue_rests_only_if_requests_wait() -> None:
     queue = MatchingQueue()
     queue.begin()
     queue.spend(0.02)

@@ -60,7 +60,7 @@ async def test_a_loss_at_any_turn_of_the_loop_changes_nothing(role: int, stream:
         scheduler = processes._incarnation._launcher.children[0]  # type: ignore[attr-defined]
         while True:
             asking = asyncio.create_task(ask_all(engine, stream=stream))
-            while not processes._ledger.num_open:  # type: ignore[attr-defined]  # noqa: ASYNC110
+            while not processes.ledger.num_open:  # type: ignore[attr-defined]  # noqa: ASYNC110
                 await asyncio.sleep(0)
             for _ in range(num_turns):
                 await asyncio.sleep(0)
@@ -335,7 +335,7 @@ async def test_while_processes_are_replaced_new_requests_wait_and_other_calls_ar
 
 
 @process
-async def test_an_abort_of_a_stream_meanwhile_gives_what_was_held_back() -> None:
+async def test_abort_during_recovery_releases_held_text() -> None:
     async with fake_async_engine({"": "abcSTOMP"}, faults=Faults(stall_at=6, stall_s=60.0)) as engine:
         stream = engine.async_generate("one", {"stop": ["STOP"]}, stream=True)
         text, ids = "", []
@@ -480,7 +480,7 @@ DEMO_PARAMS: list[Mapping[str, object]] = [
 
 
 @process
-async def test_the_demo_model_goes_on_bit_for_bit() -> None:
+async def test_demo_model_continues_bit_for_bit() -> None:
     """Penalties count prompt and output as before, draws fall as before, whoever was in the batch."""
     prompts = ["Tell me a long story.", "讲一个故事"]
 

@@ -49,8 +49,8 @@ def progress(done: int) -> Progress:
 def test_other_threads_wait_for_the_main_one() -> None:
     sent = Sent()
     uplink = Uplink(sent)
-    uplink.report(progress(1))
-    thread = threading.Thread(target=lambda: uplink.report(progress(2)))
+    uplink.post(progress(1))
+    thread = threading.Thread(target=lambda: uplink.post(progress(2)))
     thread.start()
     thread.join()
     assert sent.frames == [[progress(1)]]
@@ -88,7 +88,7 @@ def test_a_flood_of_records_is_cut_and_counted(monkeypatch: pytest.MonkeyPatch, 
     assert first.message == "again (800 records before this one were too many at once and are left out)"
 
 
-def test_a_record_that_the_frontend_does_not_take_is_no_error_of_the_code_that_logs() -> None:
+def test_unsent_log_record_raises_nothing_in_the_child() -> None:
     class FullSender:
         def send(self, messages: list[Message]) -> None:
             raise BacklogFullError("full")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from msgspec import Struct
 
 from aioengine.api import checks
-from aioengine.api.answers import StateReader
+from aioengine.api.answers import StateReader, named
 from aioengine.api.args import ARGUMENTS
 from aioengine.api.foreign_names import ALIASES, MISSING_OPTIONS, our_way
 from aioengine.api.params import SamplingParams, is_sampling_parameter, num_token_ids
@@ -193,7 +193,7 @@ class CallRequest(Struct):
                 prompt: Prompt | PromptError = self.make(name, self.values[place], budget)
             except (TypeError, ValueError) as error:
                 if not self.rows_fail_alone:
-                    raise
+                    raise named(error, place, self.num_prompts) from None
                 prompt = _without_frames(error)
                 for option in self.lists:
                     option.reset_row(place)
@@ -208,7 +208,7 @@ class CallRequest(Struct):
     def fail_row(self, prompt: int, error: TypeError | ValueError) -> None:
         """Give a prompt this error in its place. If rows do not fail alone, raise the error."""
         if not self.rows_fail_alone:
-            raise error
+            raise named(error, prompt, self.num_prompts) from None
         self.prompts[prompt] = _without_frames(error)
 
     def _weight(self, place: int) -> int:

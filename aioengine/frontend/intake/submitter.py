@@ -20,7 +20,6 @@ from aioengine.errors import EngineOverloadedError, RequestError, RequestTooLarg
 from aioengine.frontend.calls.call import Wants
 from aioengine.frontend.intake.encoder import Job
 from aioengine.frontend.intake.image_prompts import check_no_images
-from aioengine.frontend.intake.pooling import fitting
 from aioengine.frontend.intake.prompts import ChatIds, ChatPrompt, EmbedsIds, IdsPrompt, MediaIds
 from aioengine.frontend.intake.row_options import check_lengths
 from aioengine.protocol.messages import SEED_MASK, End, FinishCode, Limits, PairIds, RequestKind, Submit
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from aioengine.frontend.calls.calls import Calls
     from aioengine.frontend.calls.overload import QueueLimits
     from aioengine.frontend.intake.encoder import Encoded
+    from aioengine.frontend.intake.pooling import Pooled
     from aioengine.frontend.intake.prompts import Prompt, PromptError
     from aioengine.frontend.intake.request_checks import RequestChecks
     from aioengine.frontend.sessions.sessions import Sessions
@@ -272,7 +272,7 @@ class Submitter:
                     raise ValueError("the messages have images, and this model accepts only text")
                 check_no_images(encoded, self.checks.images)
             if request.pooled is not None:
-                encoded = fitting(encoded, request.pooled, self._rules.context_length, self.checks.check_ids)
+                encoded = _fitting(encoded, request.pooled, self._rules.context_length, self.checks.check_ids)
             session = None if request.sessions is None else request.sessions.of(prompt)
             if session is not None and isinstance(encoded, list):
                 check = partial(self.checks.output_limit, params)
@@ -466,3 +466,28 @@ def _size(submit: Submit) -> int:
     num_ids += sum(map(len, sampling.bad_token_ids))
     num_bytes = len(submit.embeds) + sum(map(len, text.stop)) + sum(map(len, text.stop_regex))
     return 4 * num_ids + num_bytes + (0 if sampling.grammar is None else len(sampling.grammar.text))
+
+
+def _fitting(encoded: Encoded, pooled: Pooled, max_tokens: int, check_ids: Callable[[list[int]], None]) -> Encoded:
+    """Return the ids of a text, cut to ``max_tokens`` if the call truncates, or the error of a text that is too long.
+
+    A text with images is never cut. ``check_ids`` raises ValueError for ids outside the vocabulary; it was not called
+    yet if there are too many ids.
+    """
+    if not isinstance(encoded, list) or len(encoded) <= max_tokens:
+        return encoded
+    if isinstance(encoded, MediaIds):
+        return RequestTooLargeError(
+            f"the prompt has {len(encoded)} tokens, {encoded.num_image_tokens} of them of its images, and {max_tokens} "
+            "fit; give smaller images, or fewer"
+        )
+    if pooled.truncates:
+        cut = encoded[:max_tokens]
+        try:
+            check_ids(cut)
+        except ValueError as error:
+            return error
+        return cut
+    return RequestTooLargeError(
+        f"input_ids has {len(encoded)} tokens, and {max_tokens} fit; with truncate=True the end is cut"
+    )
