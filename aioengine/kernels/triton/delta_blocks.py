@@ -61,18 +61,10 @@ def decayed(products: tl.tensor, total: tl.tensor, is_chosen: tl.tensor) -> tl.t
 
 @triton.jit
 def load_matrix(
-    state: tl.tensor,
-    slots: tl.tensor,
-    starts: tl.tensor,
-    row: tl.tensor,
-    num_heads: tl.tensor,
-    head: tl.tensor,
-    keys: tl.tensor,
-    values: tl.tensor,
-    is_value: tl.tensor,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
+    state: tl.tensor, slots: tl.tensor, starts: tl.tensor, row: tl.tensor, num_heads: tl.tensor, head: tl.tensor,
+    keys: tl.tensor, values: tl.tensor, is_value: tl.tensor,
+    KEYS: tl.constexpr, VALUES: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """Return pointers to the elements [keys, values] of a head's state matrix, and the elements. They are 0 if the row
     starts at position 0, and outside of the head size.
     """

@@ -26,15 +26,10 @@ def rms_normed(x: tl.tensor, weight: tl.tensor, num_columns: tl.tensor, epsilon:
 
 @triton.jit
 def _norm_kernel(
-    delta: tl.tensor,
-    residual: tl.tensor,
-    weight: tl.tensor,
-    out: tl.tensor,
-    row_stride: tl.tensor,
-    num_columns: tl.tensor,
-    epsilon: tl.tensor,
+    delta: tl.tensor, residual: tl.tensor, weight: tl.tensor, out: tl.tensor, row_stride: tl.tensor,
+    num_columns: tl.tensor, epsilon: tl.tensor,
     BLOCK: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < num_columns
@@ -50,15 +45,10 @@ def _norm_kernel(
 
 @triton.jit
 def _norm_and_add_kernel(
-    delta: tl.tensor,
-    residual: tl.tensor,
-    post: tl.tensor,
-    pre: tl.tensor,
-    out: tl.tensor,
-    num_columns: tl.tensor,
+    delta: tl.tensor, residual: tl.tensor, post: tl.tensor, pre: tl.tensor, out: tl.tensor, num_columns: tl.tensor,
     epsilon: tl.tensor,
     BLOCK: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < num_columns
@@ -77,16 +67,9 @@ def _norm_and_add_kernel(
 
 @triton.jit
 def _layer_norm_kernel(
-    delta: tl.tensor,
-    residual: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    out: tl.tensor,
-    num_columns: tl.tensor,
-    EPSILON: tl.constexpr,
-    KEEPS_SUM: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    delta: tl.tensor, residual: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, num_columns: tl.tensor,
+    EPSILON: tl.constexpr, KEEPS_SUM: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < num_columns

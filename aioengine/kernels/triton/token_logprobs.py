@@ -67,19 +67,10 @@ def _keys(x: tl.tensor, ids: tl.tensor, inside: tl.tensor) -> tl.tensor:
     do_not_specialize=["num_top", "num_asked"], do_not_specialize_on_alignment=["token_ids", "asked", "summary", "out"]
 )
 def _measure_kernel(
-    logits: tl.tensor,
-    row_stride: tl.tensor,
-    num_tokens: tl.tensor,
-    summary: tl.tensor,
-    num_blocks: tl.tensor,
-    token_ids: tl.tensor,
-    num_top: tl.tensor,
-    asked: tl.tensor,
-    num_asked: tl.tensor,
-    out: tl.tensor,
-    BLOCKS: tl.constexpr,
-    TOP: tl.constexpr,
-) -> None:
+    logits: tl.tensor, row_stride: tl.tensor, num_tokens: tl.tensor, summary: tl.tensor, num_blocks: tl.tensor,
+    token_ids: tl.tensor, num_top: tl.tensor, asked: tl.tensor, num_asked: tl.tensor, out: tl.tensor,
+    BLOCKS: tl.constexpr, TOP: tl.constexpr,
+) -> None:  # fmt: skip
     """Fill out [N, W] int32, see ``kernels.token_logprobs``."""
     row = tl.program_id(0).to(tl.int64)
     num_segments = num_blocks * SEGMENTS
