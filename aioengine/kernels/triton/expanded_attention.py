@@ -136,7 +136,7 @@ def _num_stages(tile: AttentionTile, query_columns: int, columns: int, itemsize:
 
 @lru_cache(maxsize=1)
 def _shared_bytes() -> int:
-    """Return the shared memory of a program; without a GPU, that of Hopper."""
+    """Return the shared memory per program in bytes; without a GPU, the value of Hopper."""
     if not torch.cuda.is_available():
         return HOPPER_BYTES
     return int(torch.cuda.get_device_properties().shared_memory_per_block_optin)

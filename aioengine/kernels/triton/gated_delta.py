@@ -87,12 +87,12 @@ def _norm_kernel(
     values = tl.arange(0, BLOCK)[None, :]
     inside = (head < num_heads) & (values < VALUES)
     places = (token * num_heads + head) * VALUES + values
-    given = tl.load(heads + places, mask=inside, other=0.0)
-    wide = given.to(tl.float32)
+    loaded = tl.load(heads + places, mask=inside, other=0.0)
+    wide = loaded.to(tl.float32)
     inverse = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 1) / VALUES + tl.load(epsilon))
-    normed = (wide * inverse[:, None]).to(given.dtype) * tl.load(weight + values, mask=values < VALUES, other=0.0)
+    normed = (wide * inverse[:, None]).to(loaded.dtype) * tl.load(weight + values, mask=values < VALUES, other=0.0)
     gate = tl.load(gates + token * gate_stride + head * VALUES + values, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + places, (normed.to(tl.float32) * (gate / (1.0 + tl.exp(-gate)))).to(given.dtype), mask=inside)
+    tl.store(out + places, (normed.to(tl.float32) * (gate / (1.0 + tl.exp(-gate)))).to(loaded.dtype), mask=inside)
 
 
 _scan = KernelLauncher(_scan_kernel)

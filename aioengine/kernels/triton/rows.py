@@ -135,8 +135,8 @@ def _gelu_kernel(x: tl.tensor, out: tl.tensor, size: tl.tensor, BLOCK: tl.conste
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = places < size
     start_next_and_wait()
-    given = tl.load(x + places, mask=inside, other=0.0)
-    tl.store(out + places, _gelu_of(given.to(tl.float32)).to(given.dtype), mask=inside)
+    loaded = tl.load(x + places, mask=inside, other=0.0)
+    tl.store(out + places, _gelu_of(loaded.to(tl.float32)).to(loaded.dtype), mask=inside)
 
 
 def _num_warps(block: int) -> int:

@@ -1,7 +1,7 @@
 """Sample token ids from logits on a GPU, without synchronizing with the host.
 
 The token of a row depends only on its logits, seed and position, because the summation order depends only on the
-vocabulary size. Truncation rules and random numbers are those of ``truncation`` and ``philox`` in ``runner.sampling``.
+vocabulary size. Truncation rules and random numbers equal ``truncation`` and ``philox`` in ``runner.sampling``.
 The probability mass is accumulated over blocks of ``BLOCK`` tokens, then within the chosen block.
 
 S rows, V vocabulary, B blocks.

@@ -75,10 +75,10 @@ def _measure_kernel(
     row = tl.program_id(0).to(tl.int64)
     num_segments = num_blocks * SEGMENTS
     x = logits + row * row_stride
-    found = summary + row * (2 * num_blocks + num_segments)
+    own_summary = summary + row * (2 * num_blocks + num_segments)
     blocks = tl.arange(0, BLOCKS)
-    largest = tl.load(found + blocks, mask=blocks < num_blocks, other=-float("inf"))
-    masses = tl.load(found + num_blocks + blocks, mask=blocks < num_blocks, other=0.0)
+    largest = tl.load(own_summary + blocks, mask=blocks < num_blocks, other=-float("inf"))
+    masses = tl.load(own_summary + num_blocks + blocks, mask=blocks < num_blocks, other=0.0)
     top = tl.max(largest, 0)
     rest = tl.log(tl.sum(masses * tl.exp(largest - top), 0))
 
@@ -97,7 +97,7 @@ def _measure_kernel(
     if num_top > 0:
         segments = tl.arange(0, BLOCKS * SEGMENTS)
         is_segment = segments < num_segments
-        keys = _keys(tl.load(found + 2 * num_blocks + segments, mask=is_segment, other=0.0), segments, is_segment)
+        keys = _keys(tl.load(own_summary + 2 * num_blocks + segments, mask=is_segment, other=0.0), segments, is_segment)
         places = tl.arange(0, TOP)
         chosen = tl.full((TOP,), -1, tl.int32)
         for place in range(tl.minimum(num_top, num_segments)):
