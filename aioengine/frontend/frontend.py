@@ -47,7 +47,7 @@ from aioengine.frontend.throughput import Throughput
 from aioengine.media.intake.image_intake import ImageIntake
 from aioengine.protocol.messages import DEFAULT_WEIGHT_VERSION, FinishCode, Reply, Stats, TextChunks
 from aioengine.settings.config import DeliveryConfig, QueueConfig, Settings
-from aioengine.supervision.processes import Processes
+from aioengine.supervision.fleet import Processes
 from aioengine.supervision.tasks import post, runs_here
 
 if TYPE_CHECKING:
