@@ -147,14 +147,14 @@ class TestAnUnknownExitCode:
 
 
 @pytest.mark.parametrize("has_pidfd", [True, False])
-def test_a_known_exit_code_is_reported(has_pidfd: bool) -> None:
+def test_known_exit_code_is_reported(has_pidfd: bool) -> None:
     found = run("default", has_pidfd, "killed")["killed"]
     assert (found["type"], found["exit_code"]) == ("EngineDeadError", -9)
     assert "was killed by signal 9" in str(found["text"])
 
 
 @pytest.mark.parametrize(("factory", "message"), [(ask, "EOFError: EOF when"), (give_up, "SystemExit: this model nee")])
-async def test_code_that_asks_or_ends_the_program_fails_the_start(factory: Callable[..., None], message: str) -> None:
+async def test_code_that_reads_input_or_exits_fails_the_start(factory: Callable[..., None], message: str) -> None:
     """Standard input is empty: nobody could answer."""
     frontend = Frontend(fake_settings(factory=f"{__name__}:{factory.__name__}"), startup_timeout_s=20.0)
     with pytest.raises(EngineStartupError, match=message):

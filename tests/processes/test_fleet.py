@@ -65,7 +65,7 @@ async def pause(engine: AsyncEngine) -> None:
 
 
 @pytest.mark.parametrize("role", [0, 1])
-async def test_a_replica_that_is_lost_at_any_turn_of_the_loop_changes_nothing(role: int) -> None:
+async def test_requests_continue_exactly_when_a_replica_is_lost_at_any_moment(role: int) -> None:
     """Children as tasks: in every round one of them ends a little later, until all is over before."""
     expected = await undisturbed(has_answers=True)
     num_turns, num_losses = 0, 0
@@ -92,7 +92,7 @@ async def test_a_replica_that_is_lost_at_any_turn_of_the_loop_changes_nothing(ro
 
 @process
 @pytest.mark.parametrize("kill_at", [1, 8, 40])
-async def test_requests_of_a_replica_that_is_killed_in_a_step_are_answered_exactly(kill_at: int) -> None:
+async def test_requests_of_a_replica_killed_in_a_step_are_answered_exactly(kill_at: int) -> None:
     expected = await undisturbed(has_answers=False)
     setup = FakeSetup()
     async with fleet_engine(FakeSetup(faults=Faults(kill_at=kill_at)), setup) as engine:
@@ -105,7 +105,7 @@ async def test_requests_of_a_replica_that_is_killed_in_a_step_are_answered_exact
 
 
 @process
-async def test_a_request_that_kills_replicas_does_not_kill_all() -> None:
+async def test_request_that_kills_its_process_leaves_other_replicas() -> None:
     setup = FakeSetup(answers={"": "x" * 50}, faults=Faults(poison_token_id=ord("~")), step_time_s=0.002)
     async with fleet_engine(*[setup] * 4) as engine:
         others = [engine.async_generate(f"number {number}", {"max_new_tokens": 40}) for number in range(12)]
@@ -118,7 +118,7 @@ async def test_a_request_that_kills_replicas_does_not_kill_all() -> None:
 
 
 @process
-async def test_a_replica_with_restarts_left_is_replaced_and_stays() -> None:
+async def test_replica_with_restarts_left_is_restarted() -> None:
     expected = await undisturbed(has_answers=False)
     setup = FakeSetup(step_time_s=0.002)
     async with fleet_engine(setup, setup, max_restarts=1) as engine:
@@ -133,7 +133,7 @@ async def test_a_replica_with_restarts_left_is_replaced_and_stays() -> None:
 
 
 @process
-async def test_the_engine_is_dead_when_all_replicas_are() -> None:
+async def test_engine_is_dead_after_all_replicas_are_lost() -> None:
     setup = FakeSetup(step_time_s=0.01)
     async with fleet_engine(setup, setup) as engine:
         tasks = [
@@ -152,7 +152,7 @@ async def test_the_engine_is_dead_when_all_replicas_are() -> None:
 
 
 @process
-async def test_a_replica_that_cannot_start_fails_the_start() -> None:
+async def test_replica_that_cannot_start_fails_the_start() -> None:
     engine = fleet_engine(FakeSetup(), FakeSetup(faults=Faults(start_error="no luck")))
     with pytest.raises(EngineStartupError, match="no luck"):
         await engine.start()
@@ -179,7 +179,7 @@ async def test_controls_go_to_all_replicas_and_statistics_are_sums() -> None:
         assert sum(state["output_tokens"] for state in states) == stats["output_tokens"]
 
 
-async def test_aborts_and_controls_meet_a_replica_that_is_lost() -> None:
+async def test_aborts_and_control_calls_work_after_a_replica_is_lost() -> None:
     setup = FakeSetup()
     async with fleet_engine(setup, setup, launcher="inline") as engine:
         fleet = fleet_of(engine)

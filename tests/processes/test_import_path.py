@@ -126,7 +126,7 @@ class TestChildren:
         assert run(f"{INSERT}\nimport os\nsys.path.insert(0, os.fsdecode({odd!r}))") == "new"
 
 
-def test_the_standard_library_stays_first() -> None:
+def test_standard_library_stays_first() -> None:
     library = os.path.dirname(os.__file__)
     own = ["/env", library, f"{library}/lib-dynload", f"{library}/site-packages"]
     parents = ["/inserted", f"{library}/site-packages", library, "/script"]
@@ -152,9 +152,7 @@ def test_entries_that_cannot_be_paths_are_ignored_as_python_ignores_them(monkeyp
 
 
 @pytest.mark.parametrize("executable", [None, ""])
-async def test_a_program_without_an_interpreter_is_named(
-    monkeypatch: pytest.MonkeyPatch, executable: str | None
-) -> None:
+async def test_program_without_an_interpreter_is_named(monkeypatch: pytest.MonkeyPatch, executable: str | None) -> None:
     monkeypatch.setattr(sys, "executable", executable)
     with pytest.raises(EngineStartupError, match=f"sys.executable is {executable!r}; set it to the path"):
         await Frontend(fake_settings()).supervisor.start()

@@ -38,7 +38,7 @@ def build_fragile(settings: Settings, report: Callable[..., None]) -> FakeRunner
     return build(settings, report)
 
 
-async def test_a_call_that_kills_the_process_fails_alone() -> None:
+async def test_call_that_kills_the_process_fails_alone() -> None:
     settings = fake_settings(factory=f"{__name__}:build_fragile")
     async with Frontend(settings, max_restarts=1) as frontend:
         reply = await frontend.call("flush_cache")
@@ -51,7 +51,7 @@ async def test_a_call_that_kills_the_process_fails_alone() -> None:
         assert frontend.failures == []
 
 
-async def test_streams_go_on_and_the_engine_is_not_paused_by_a_call_that_failed() -> None:
+async def test_failed_call_does_not_stop_streams_or_pause_the_engine() -> None:
     async with fake_async_engine(ANSWERS, step_time_s=0.005) as engine:
         asking = asyncio.create_task(ask(engine, "plain", stream=True))
         await until(lambda: engine.stats()["output_tokens"] > 3)

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.process
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
-async def test_the_scheduler_goes_on(number: signal.Signals) -> None:
+async def test_scheduler_continues_after_its_detokenizer_is_replaced(number: signal.Signals) -> None:
     expected = await undisturbed(has_answers=True)
     async with fake_async_engine(ANSWERS, step_time_s=0.003, stall_timeout_s=2.0) as engine:
         scheduler = pid_of(engine, "scheduler")
@@ -53,9 +53,7 @@ async def test_the_scheduler_goes_on(number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize("has_descriptors", [True, False])
-async def test_the_exit_of_a_detokenizer_is_reported_once(
-    has_descriptors: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_exit_of_a_detokenizer_is_reported_once(has_descriptors: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the other one would be taken for dead while it starts, and the scheduler would be replaced too."""
     if not has_descriptors:
         monkeypatch.delattr(os, "pidfd_open")
@@ -80,7 +78,7 @@ def build_and_count(settings: Settings, report: Callable[..., None]) -> FakeRunn
     return build(settings, report)
 
 
-async def test_nothing_is_loaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_weights_are_not_loaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     marks = tmp_path / "marks"
     monkeypatch.setenv("MARKS", str(marks))
     async with Frontend(fake_settings(factory=f"{__name__}:build_and_count"), max_restarts=1) as frontend:
@@ -91,7 +89,7 @@ async def test_nothing_is_loaded_again(tmp_path: Path, monkeypatch: pytest.Monke
     assert marks.read_text() == "."
 
 
-async def test_a_paused_engine_stays_so_and_calls_are_answered() -> None:
+async def test_paused_engine_stays_paused_and_control_calls_are_answered() -> None:
     async with fake_async_engine(ANSWERS, step_time_s=0.005) as engine:
         asking = asyncio.create_task(ask(engine, "plain", stream=True))
         await until(lambda: engine.stats()["output_tokens"] > 3)
@@ -110,7 +108,7 @@ async def test_a_paused_engine_stays_so_and_calls_are_answered() -> None:
 
 
 @pytest.mark.parametrize(("stage", "max_losses"), [("begin_epoch", 1), ("launch_detokenizer", 2)])
-async def test_a_scheduler_that_dies_meanwhile_is_replaced_as_ever(
+async def test_scheduler_that_dies_during_a_mend_is_replaced(
     stage: str, max_losses: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where it dies before it was ready to go on, both were lost at once."""
@@ -130,7 +128,7 @@ async def test_a_scheduler_that_dies_meanwhile_is_replaced_as_ever(
         await until_idle(engine)
 
 
-async def test_another_one_that_does_not_start_is_replaced_with_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_detokenizer_that_cannot_start_is_replaced_with_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = ProcessLauncher.launch_detokenizer
 
     async def launch(own: ProcessLauncher) -> None:
@@ -146,7 +144,7 @@ async def test_another_one_that_does_not_start_is_replaced_with_the_scheduler(mo
         await until_restarted(engine, 1)
 
 
-async def test_a_scheduler_that_does_not_come_to_the_end_of_its_step_is_replaced_too(
+async def test_scheduler_that_does_not_end_its_step_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("aioengine.supervision.incarnation.MEND_TIMEOUT_S", 1.0)
@@ -160,7 +158,7 @@ async def test_a_scheduler_that_does_not_come_to_the_end_of_its_step_is_replaced
         assert engine.stats()["num_restarts"] == 1
 
 
-async def test_what_is_sent_while_the_epoch_changes_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_messages_sent_while_the_epoch_changes_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests come, and a heartbeat is answered, just before and behind the message of the change."""
     frontend = Frontend(fake_settings(step_time_s=0.002), max_restarts=1)
     plain = AsyncZmqSender.send
@@ -194,7 +192,7 @@ def remove_files(place: Path, *, only_sockets: bool) -> None:
 
 
 @pytest.mark.parametrize("what", ["sockets", "everything"])
-async def test_requests_go_on_after_the_files_of_the_engine_were_removed(
+async def test_requests_continue_after_the_files_of_the_engine_are_removed(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The children cannot connect to each other by names that are gone, so both are replaced."""

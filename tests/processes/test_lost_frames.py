@@ -45,7 +45,7 @@ class Damage:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_frame_of_any_channel_comes_damaged(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_damaged_frame_of_any_channel_causes_a_restart(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Children as tasks: in every round a later frame, until all is over before."""
     monkeypatch.setattr("aioengine.processes.scheduler_process.HEARTBEAT_S", 0.05)
     monkeypatch.setattr("aioengine.processes.detokenizer_process.HEARTBEAT_S", 0.05)
@@ -66,7 +66,7 @@ async def test_a_frame_of_any_channel_comes_damaged(stream: bool, monkeypatch: p
     assert num_rounds > 20
 
 
-async def test_without_restarts_it_is_an_error_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_damaged_frame_without_restarts_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     damage = Damage(monkeypatch)
     async with fake_async_engine(ANSWERS, max_restarts=0) as engine:
         damage.num_left = 30
@@ -99,7 +99,7 @@ def build_damaging(settings: Settings, report: Callable[..., None]) -> FakeRunne
 
 @pytest.mark.process
 @pytest.mark.parametrize("damage_at", [2, 5, 40])
-async def test_a_frame_between_processes_comes_damaged(
+async def test_damaged_frame_between_processes_causes_a_restart(
     damage_at: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     factory = f"{__name__}:build_damaging"

@@ -150,7 +150,7 @@ def play(rules: TextRules, code: FinishCode, num_resumed: int) -> tuple[World, E
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("code", [FinishCode.LENGTH, FinishCode.STOP])
 @pytest.mark.parametrize("num_resumed", [0, 4])
-def test_what_waits_gives_the_same_text(
+def test_queued_tokens_have_the_same_text(
     rules: TextRules, code: FinishCode, num_resumed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, end = play(rules, code, num_resumed)
@@ -185,7 +185,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> World:
     return world
 
 
-def test_an_abort_does_not_wait(waiting: World) -> None:
+def test_abort_does_not_wait_for_queued_tokens(waiting: World) -> None:
     waiting.service.handle([StepOutput(ended=[End(1, FinishCode.ABORT)])], waiting.now)
     waiting.step()
     assert waiting.ends[1].code == FinishCode.ABORT
@@ -193,7 +193,7 @@ def test_an_abort_does_not_wait(waiting: World) -> None:
     assert len(waiting.service._stopped) == 0
 
 
-def test_a_stop_found_before_the_scheduler_ended_the_request(waiting: World) -> None:
+def test_stop_in_queued_text_before_the_end_of_the_scheduler(waiting: World) -> None:
     waiting.step()
     assert (waiting.ends[1].code, waiting.ends[1].matched) == (FinishCode.STOP, "the")
     assert waiting.texts[1] == "see "
@@ -202,7 +202,7 @@ def test_a_stop_found_before_the_scheduler_ended_the_request(waiting: World) -> 
     assert len(waiting.service._stopped) == 0
 
 
-def test_a_stop_found_after_the_scheduler_ended_the_request(waiting: World) -> None:
+def test_stop_in_queued_text_after_the_end_of_the_scheduler(waiting: World) -> None:
     waiting.step(StepOutput(ended=[End(1, FinishCode.LENGTH)]))
     waiting.step()
     assert (waiting.ends[1].code, waiting.ends[1].matched) == (FinishCode.STOP, "the")
@@ -210,7 +210,7 @@ def test_a_stop_found_after_the_scheduler_ended_the_request(waiting: World) -> N
     assert len(waiting.service._stopped) == 0
 
 
-def test_others_go_first_after_a_turn_and_nothing_is_waited_for_when_there_are_none() -> None:
+def test_other_requests_run_first_after_a_turn() -> None:
     queue = MatchingQueue()
     queue.begin()
     queue.spend(0.02)

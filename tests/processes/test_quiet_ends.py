@@ -123,7 +123,7 @@ def program(text: str, place: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_a_program_ends_without_a_word_and_leaves_nothing(name: str, tmp_path: Path) -> None:
+def test_program_ends_silently_and_leaves_nothing(name: str, tmp_path: Path) -> None:
     """In development mode, with every warning an error."""
     running = program(ENDS[name], tmp_path)
     out, err = running.communicate(timeout=90)
@@ -205,7 +205,7 @@ def is_open(fd: str) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_starts_and_stops_leave_everything_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starts_and_stops_leak_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
     async def cycle(number: int) -> None:
@@ -233,7 +233,7 @@ def test_starts_and_stops_leave_everything_as_it_was(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("state", ["paused", "both stopped", "one killed", "draining", "suspended"])
-async def test_closing_is_bounded_in_every_state(state: str) -> None:
+async def test_shutdown_time_is_bounded_in_every_state(state: str) -> None:
     setup = {"slow_reader": "pause", "slow_reader_timeout_s": 0.05} if state == "suspended" else {}
     async with fake_async_engine(processes=True, step_time_s=0.002, **setup) as engine:
         stream = engine.async_generate("a", {"max_new_tokens": 1500}, stream=True)

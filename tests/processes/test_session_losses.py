@@ -40,7 +40,7 @@ async def undisturbed() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("role", [0, 1])
-async def test_a_loss_at_any_turn_of_the_loop_changes_no_session(role: int) -> None:
+async def test_loss_at_any_turn_of_the_loop_changes_no_session(role: int) -> None:
     """Children as tasks: in every round one of them ends a little later, until all is over before."""
     expected = await undisturbed()
     num_turns = 0
@@ -64,7 +64,7 @@ async def test_a_loss_at_any_turn_of_the_loop_changes_no_session(role: int) -> N
 
 
 @pytest.mark.process
-async def test_a_killed_scheduler_costs_a_session_its_pages_and_nothing_else() -> None:
+async def test_session_continues_without_its_pages_after_a_crash() -> None:
     async with fake_async_engine(processes=True) as engine:
         sid = await engine.open_session()
         first = await engine.async_generate("a" * 100, PARAMS, session_params={"id": sid})

@@ -47,7 +47,7 @@ def held() -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("face", ["asynchronous", "synchronous"])
-def test_a_start_with_too_few_threads_is_an_error_and_leaves_nothing(
+def test_start_with_too_few_threads_is_an_error_and_leaves_nothing(
     face: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))

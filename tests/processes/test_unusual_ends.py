@@ -68,7 +68,7 @@ ENDS: dict[str, tuple[Callable[[Engine], Callable[[], object]], type[Exception]]
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("options", [{}, {"return_exceptions": True}], ids=["whole", "in place"])
 @pytest.mark.parametrize("end", ENDS)
-def test_an_end_on_the_engine_s_own_thread_ends_every_row_of_a_batch(end: str, options: dict[str, object]) -> None:
+def test_shutdown_on_the_engine_thread_ends_all_rows_of_a_batch(end: str, options: dict[str, object]) -> None:
     llm, outcome = fake_engine(max_queued=2 * NUM_ROWS), list[object]()
     reading = threading.Thread(target=read_batch, args=(llm, outcome), kwargs=options, daemon=True)
     reading.start()
@@ -88,7 +88,7 @@ def test_an_end_on_the_engine_s_own_thread_ends_every_row_of_a_batch(end: str, o
 
 
 @pytest.mark.parametrize("how", ["cancelled", "no time"])
-async def test_a_shutdown_that_is_cancelled_before_its_first_step_ends_every_call(how: str) -> None:
+async def test_shutdown_that_is_cancelled_before_its_first_step_ends_every_call(how: str) -> None:
     engine = fake_async_engine()
     await engine.start()
     calls = [engine.async_generate("a", LONG), engine.async_generate("a", LONG, stream=True)]
@@ -106,7 +106,7 @@ async def test_a_shutdown_that_is_cancelled_before_its_first_step_ends_every_cal
         await engine.shutdown()
 
 
-async def test_a_shutdown_whose_own_task_is_cancelled_ends_every_call() -> None:
+async def test_shutdown_whose_task_is_cancelled_ends_every_call() -> None:
     engine = fake_async_engine(max_queued=2 * NUM_ROWS)
     await engine.start()
     whole = asyncio.ensure_future(engine.async_generate("a", LONG))
@@ -134,7 +134,7 @@ async def ignore_cancellation(is_over: asyncio.Event) -> None:
 
 
 @pytest.mark.parametrize("method", ["stop", "wait"])
-async def test_a_task_that_does_not_end_is_given_up(
+async def test_task_that_does_not_end_is_given_up(
     method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tasks, "STOP_TIMEOUT_S", 0.05)
@@ -151,7 +151,7 @@ async def test_a_task_that_does_not_end_is_given_up(
     assert failures == []
 
 
-async def test_a_task_is_cancelled_from_another_thread_at_once() -> None:
+async def test_task_is_cancelled_from_another_thread_at_once() -> None:
     failures = list[EngineDeadError]()
     task = EngineTask(asyncio.sleep(60), name="aioengine-work", on_failure=failures.append)
     asyncio.get_running_loop().set_debug(True)  # in which tasks refuse other threads
@@ -168,7 +168,7 @@ async def test_a_task_is_cancelled_from_another_thread_at_once() -> None:
 
 
 @process
-async def test_a_handler_may_look_at_a_child_in_the_midst_of_a_look_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_signal_handler_may_read_the_state_of_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
     async with fake_async_engine(processes=True) as engine:
         child = frontend_of(engine).parts.processes._incarnation._launcher.children[0]  # type: ignore[attr-defined]
         assert isinstance(child, ProcessChild)
@@ -209,7 +209,7 @@ def assert_gone(children: list[psutil.Process]) -> None:
 @pytest.mark.filterwarnings("ignore:.*was not shut down:ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("has_stream", [False, True])
-async def test_an_engine_that_is_forgotten_on_its_running_loop_is_collected(has_stream: bool) -> None:
+async def test_engine_that_is_forgotten_on_its_running_loop_is_collected(has_stream: bool) -> None:
     num_fds = len(os.listdir("/proc/self/fd"))
     forgotten, children = await started(has_stream=has_stream)
     gc.collect()
@@ -223,7 +223,7 @@ async def test_an_engine_that_is_forgotten_on_its_running_loop_is_collected(has_
 @pytest.mark.filterwarnings("ignore:.*was not shut down:ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("is_closed", [True, False])
-def test_an_engine_that_is_forgotten_with_its_loop_is_collected(is_closed: bool) -> None:
+def test_engine_that_is_forgotten_with_its_loop_is_collected(is_closed: bool) -> None:
     """Also where a task still waits for its answer."""
 
     async def main() -> tuple[weakref.ref[AsyncEngine], list[psutil.Process]]:
@@ -262,7 +262,7 @@ async def died() -> weakref.ref[AsyncEngine]:
 @process
 @pytest.mark.filterwarnings("ignore:.*was not shut down:ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-async def test_an_engine_that_died_is_collected_without_a_shutdown() -> None:
+async def test_engine_that_died_is_collected_without_a_shutdown() -> None:
     num_fds = len(os.listdir("/proc/self/fd"))
     forgotten = await died()
 
@@ -318,7 +318,7 @@ def program(text: str, place: Path) -> subprocess.Popen[str]:
 
 @process
 @pytest.mark.parametrize("name", STARTS)
-def test_a_program_ends_soon_although_an_engine_starts(name: str, tmp_path: Path) -> None:
+def test_program_ends_soon_although_an_engine_starts(name: str, tmp_path: Path) -> None:
     running = program(STARTS[name] + "\ntime.sleep(1.5)\nprint('over', flush=True)", tmp_path)
     assert running.stdout is not None
     while (line := running.stdout.readline()) not in ("over\n", ""):
@@ -372,7 +372,7 @@ sys.exit(0)
 
 @process
 @pytest.mark.parametrize("name", FORKS)
-def test_a_fork_removes_nothing_of_its_parent_s(name: str, tmp_path: Path) -> None:
+def test_fork_removes_no_files_of_its_parent(name: str, tmp_path: Path) -> None:
     text = f"""
 llm = fake_engine(processes=True)
 pid = os.fork()

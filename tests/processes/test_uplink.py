@@ -46,7 +46,7 @@ def progress(done: int) -> Progress:
     return Progress("weights", done, 9)
 
 
-def test_other_threads_wait_for_the_main_one() -> None:
+def test_messages_of_other_threads_wait_for_the_main_thread() -> None:
     sent = Sent()
     uplink = Uplink(sent)
     uplink.post(progress(1))
@@ -60,7 +60,7 @@ def test_other_threads_wait_for_the_main_one() -> None:
     assert sent.threads == {threading.get_ident()}
 
 
-def test_records_go_to_the_frontend_alone(logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_records_go_only_to_the_frontend(logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
     sent = Sent()
     forward_logs(Uplink(sent), "warning")
     logging.getLogger("aioengine.runner").warning("%d pages", 5)
@@ -70,7 +70,7 @@ def test_records_go_to_the_frontend_alone(logger: logging.Logger, capsys: pytest
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_flood_of_records_is_cut_and_counted(monkeypatch: pytest.MonkeyPatch, logger: logging.Logger) -> None:
+def test_too_many_log_records_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch, logger: logging.Logger) -> None:
     now = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     sent = Sent()
@@ -88,7 +88,7 @@ def test_a_flood_of_records_is_cut_and_counted(monkeypatch: pytest.MonkeyPatch, 
     assert first.message == "again (800 records before this one were too many at once and are left out)"
 
 
-def test_a_record_that_the_frontend_does_not_take_is_no_error_of_the_code_that_logs() -> None:
+def test_full_backlog_is_no_error_for_code_that_logs() -> None:
     class FullSender:
         def send(self, messages: list[Message]) -> None:
             raise BacklogFullError("full")

@@ -23,7 +23,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_directory_is_private_and_is_removed(base: Path) -> None:
+def test_directory_is_private_and_is_removed(base: Path) -> None:
     first, second = PrivateDirectory(), PrivateDirectory()
     assert Path(first.path).parent == base
     assert first.path != second.path
@@ -35,7 +35,7 @@ def test_the_directory_is_private_and_is_removed(base: Path) -> None:
     second.remove()
 
 
-def test_a_dead_engine_s_directory_is_removed_and_a_living_one_s_kept(base: Path) -> None:
+def test_only_directories_of_dead_engines_are_removed(base: Path) -> None:
     code = "from aioengine.transport.addresses import PrivateDirectory as P; print(P().path, flush=True); input()"
     root = str(Path(addresses.__file__).parents[2])
     child = subprocess.Popen(
@@ -53,7 +53,7 @@ def test_a_dead_engine_s_directory_is_removed_and_a_living_one_s_kept(base: Path
     assert list(base.iterdir()) == []
 
 
-def test_an_engine_that_starts_removes_the_images_of_dead_ones_and_keeps_those_of_living_ones(
+def test_start_removes_only_images_of_dead_engines(
     base: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared, temporary = (tmp_path_factory.mktemp(name) for name in ("shared", "temporary"))
@@ -75,7 +75,7 @@ def test_an_engine_that_starts_removes_the_images_of_dead_ones_and_keeps_those_o
     PrivateDirectory().remove()
 
 
-def test_files_and_folders_of_others_are_kept(base: Path) -> None:
+def test_files_of_other_programs_are_kept(base: Path) -> None:
     (base / "aioengine-file").write_text("x")
     (base / "aioengine-open").mkdir(mode=0o755)
     (base / "aioengine-link").symlink_to(base / "aioengine-open")
@@ -107,9 +107,7 @@ def test_directories_that_cannot_hold_a_socket_are_not_used(
     directory.remove()
 
 
-def test_a_long_path_gives_an_abstract_name_and_no_unix_sockets_a_port(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_path_uses_an_abstract_name_or_a_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = tmp_path / ("x" * 120)
     long.mkdir()
     listener = listen(str(long), "scheduler")
@@ -130,13 +128,13 @@ def test_a_long_path_gives_an_abstract_name_and_no_unix_sockets_a_port(
     os.close(two.fd)
 
 
-def test_an_error_without_a_writable_directory_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_without_a_writable_directory_has_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(addresses.os, "access", lambda *_: False)
     with pytest.raises(OSError, match=r"none of .*'/tmp'.* can be written to; set TMPDIR"):
         PrivateDirectory()
 
 
-def test_the_lock_is_not_inherited_by_started_programs(base: Path) -> None:
+def test_lock_is_not_inherited_by_started_programs(base: Path) -> None:
     directory = PrivateDirectory()
     assert not os.get_inheritable(directory._lock)
     directory.remove()
