@@ -1,4 +1,4 @@
-"""A program that runs out of file descriptors gets a named error, and is never ended by a library below us."""
+"""A program without free file descriptors gets an error that names the limit. No library aborts it."""
 
 from __future__ import annotations
 

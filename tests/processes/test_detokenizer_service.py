@@ -1,4 +1,4 @@
-"""The detokenizer without its process: what each ``StepOutput`` becomes."""
+"""The detokenizer without its process: the results of each ``StepOutput``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NOW = 100.0
 
 
 class Steps:
-    """A service, and what it said about each request."""
+    """A service, and its results for each request."""
 
     def __init__(self, tokenizer_path: str | None = str(DEMO)) -> None:
         self.service = DetokenizerService(TextSource(tokenizer_path))
@@ -47,7 +47,7 @@ class Steps:
         self.give(StepOutput(opened=[TextOpened(FirstToken(uid, 3, 1.0, 2.0), rules or TextRules())]))
 
     def give(self, *outputs: StepOutput) -> TextChunks | None:
-        """What the outputs gave."""
+        """Return the results of the outputs."""
         self.service.handle(list[Message](outputs), NOW)
         outbox = self.service.step(NOW)
         for message in outbox.to_peer:
@@ -86,7 +86,7 @@ def id_of(letter: str) -> int:
 
 
 def play(steps: Steps, uid: int, token_ids: list[int], code: FinishCode = FinishCode.LENGTH) -> None:
-    """All tokens of a request, the last with its end."""
+    """Send all tokens of a request, the last one with its end."""
     for token_id in token_ids[:-1]:
         steps.token(uid, token_id)
     steps.token(uid, token_ids[-1], End(uid, code))
@@ -149,7 +149,7 @@ SAMPLE = "One 🥖 two 東京, and now the END of it. More?"
 )
 @pytest.mark.parametrize("code", [FinishCode.LENGTH, FinishCode.ABORT])
 def test_request_continues_after_any_chunk_in_a_new_process(rules: TextRules, code: FinishCode) -> None:
-    """Half characters, text held back for a stop, ids that waited for others: all of it is found again."""
+    """Incomplete characters, text held back for a stop, and ids without text are restored."""
     token_ids = list(SAMPLE.encode())
     table = Steps(str(BYTE_MODEL))
     table.open(1, rules)
@@ -381,7 +381,7 @@ def test_missing_tokenizer_is_named_by_its_path(tmp_path: Path) -> None:
 
 
 def test_request_that_ends_without_a_token_has_its_times_and_no_chunk() -> None:
-    """As a pooled request ends: opened and ended by the same message."""
+    """A pooled request is opened and ended by the same message."""
     steps = Steps()
     steps.give(
         StepOutput(opened=[TextOpened(FirstToken(1, 3, 1.0, 2.0), TextRules())], ended=[End(1, FinishCode.STOP)])

@@ -1,4 +1,4 @@
-"""The engine's tasks in the user's process: whatever ends them, every call that waits comes to an end."""
+"""The engine's tasks in the user's process. If a task ends for any reason, all waiting calls end."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ async def test_replacement_that_always_fails_ends_all_calls(step: str, monkeypat
 
 
 async def test_replacement_does_not_search_for_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder of the package may be gone by then, or no file descriptor free to list it."""
+    """The folder of the package may be removed, or no file descriptor may be free to list it."""
     expected, names = await undisturbed(has_answers=True), plugins.names
     async with fake_async_engine(ANSWERS) as engine:
         monkeypatch.setattr(plugins, "names", lambda folder: [] if folder.startswith("supervision") else names(folder))
@@ -247,7 +247,7 @@ async def test_shutdown_that_is_cancelled_leaves_no_process() -> None:
 
 @process
 def test_end_of_asyncio_run_leaves_no_process() -> None:
-    """It cancels every task that is left."""
+    """``asyncio.run`` cancels all remaining tasks."""
 
     async def forget_to_shut_down() -> AsyncEngine:
         engine = fake_async_engine(ANSWERS, processes=True)

@@ -1,4 +1,4 @@
-"""Two replicas behind one frontend: requests are spread, and those of a replica that is lost go on in the other."""
+"""Replicas behind one frontend: they share the requests, and continue the requests of a lost replica."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ process = pytest.mark.process
 
 
 def fleet_engine(*setups: FakeSetup, launcher: str = "process", max_restarts: int = 0) -> AsyncEngine:
-    """An engine with one replica for each of ``setups``."""
+    """Return an engine with one replica per setup."""
     limits = SupervisionConfig(max_restarts=max_restarts, stall_timeout_s=60.0, startup_timeout_s=30.0)
 
     def make_replica(setup: FakeSetup, events: Events) -> Supervisor:
@@ -49,7 +49,7 @@ def fleet_engine(*setups: FakeSetup, launcher: str = "process", max_restarts: in
 
 
 def replicated_demo(num_replicas: int) -> AsyncEngine:
-    """An engine of the demo model whose configuration asks for several replicas."""
+    """Return an engine of the demo model with this number of replicas in its configuration."""
     config = engine_config(None, {"device": "cpu", "max_running_requests": 3, "max_total_tokens": 4096})
     supervision = msgspec.structs.replace(config.supervision, num_replicas=num_replicas)
     config = msgspec.structs.replace(config, supervision=supervision)
@@ -66,7 +66,7 @@ async def pause(engine: AsyncEngine) -> None:
 
 @pytest.mark.parametrize("role", [0, 1])
 async def test_requests_continue_exactly_when_a_replica_is_lost_at_any_moment(role: int) -> None:
-    """Children as tasks: in every round one of them ends a little later, until all is over before."""
+    """Children are tasks. In each round one of them is killed a little later, until the requests end first."""
     expected = await undisturbed(has_answers=True)
     num_turns, num_losses = 0, 0
     while True:

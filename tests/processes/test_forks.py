@@ -1,4 +1,4 @@
-"""An AsyncEngine with real processes that is made once, and started by forks, or several times."""
+"""An AsyncEngine with processes that is created once, and started in forks or several times."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ print("done")
 
 
 def test_engine_starts_while_the_program_forks_workers() -> None:
-    """A worker that is forked in the midst of a start of a process would hold up ``Popen`` until its end."""
+    """A worker that is forked while a process starts would block ``Popen`` until the worker exits."""
     command = [sys.executable, "-c", FORKS_WHILE_IT_STARTS.format(root=str(ROOT))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
     assert done.stdout == "done\n", done.stderr

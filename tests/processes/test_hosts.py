@@ -1,4 +1,4 @@
-"""Children beside every kind of parent: killed ones, threads that end, odd folders, terminals, foreign files."""
+"""Children of unusual parents: killed programs, ending threads, odd folders, terminals, foreign files."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ asyncio.run(main())
 
 
 class Parent:
-    """A program of its own that runs an engine until it reads a line."""
+    """A program that runs an engine until it reads a line."""
 
     def __init__(self, directory: Path, *, cwd: Path | None = None, **environment: str) -> None:
         self.popen = subprocess.Popen(
@@ -72,7 +72,7 @@ class Parent:
         assert len(self.children) == 2, self.popen.communicate()
 
     def end(self) -> tuple[str, str]:
-        """Let it end by itself; what it wrote."""
+        """Let the program end by itself, and return its output."""
         written = self.popen.communicate("\n", timeout=60)
         assert self.popen.returncode == 0, written
         return written
@@ -80,7 +80,7 @@ class Parent:
 
 @pytest.fixture
 def base() -> Iterator[Path]:
-    """A short place for the private directories: sockets have paths of limited length."""
+    """Return a folder with a short path, because paths of sockets are limited."""
     with tempfile.TemporaryDirectory(prefix="aio-", dir="/tmp") as place:
         yield Path(place)
 
@@ -102,7 +102,7 @@ def test_children_end_with_a_parent_that_is_killed(base: Path, monkeypatch: pyte
 
 
 def test_children_that_do_not_run_python_end_with_their_parent(base: Path) -> None:
-    """Stopped ones cannot watch their standard input; the kernel ends them all the same."""
+    """Stopped children cannot watch their standard input, but the kernel kills them."""
     if sys.platform != "linux":
         pytest.skip("only Linux tells children of their parent's death")
     parent = Parent(base)
@@ -227,7 +227,7 @@ async def test_garbage_on_the_channels_is_ignored(caplog: pytest.LogCaptureFixtu
 
 
 async def test_repeated_and_damaged_frames_from_outside_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever sees what passes may send it again, in another order, cut short, blown up, from many ends at once."""
+    """Another process may send frames again: in another order, truncated, enlarged, from many senders."""
     frames: list[bytes] = []
     plain = ZmqSender._offer
 
@@ -266,7 +266,7 @@ async def test_repeated_and_damaged_frames_from_outside_are_ignored(monkeypatch:
 
 
 def test_without_shared_memory_and_with_a_temporary_folder_that_cannot_be_written_to() -> None:
-    """In a container of its own, where the system gives one: /dev/shm is gone, TMPDIR is read-only and long."""
+    """Runs in a container if possible: without /dev/shm, and with a long read-only TMPDIR."""
     script = f"""
 set -e
 umount /dev/shm 2>/dev/null || mount -t tmpfs -o ro none /dev/shm

@@ -1,4 +1,4 @@
-"""Children find modules where their parent finds them, also third-party packages and whatever a program has set up."""
+"""Children import modules from the same places as their parent, including changes of ``sys.path``."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def run(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """With two modules of one name."""
+    """A folder with two modules of the same name."""
     for name in ("new", "old"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "fake_factory.py").write_text(FACTORY.format(name=name))
@@ -78,7 +78,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def bare_interpreter(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An interpreter that has the standard library alone."""
+    """An interpreter that only has the standard library."""
     place = tmp_path_factory.mktemp("bare")
     venv.create(place, symlinks=True, with_pip=False)
     return str(place / "bin" / "python")

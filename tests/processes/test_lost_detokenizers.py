@@ -1,4 +1,4 @@
-"""A detokenizer that is lost is replaced alone: the scheduler process, its weights and its cache stay."""
+"""A lost detokenizer is replaced alone: the scheduler process keeps its weights and its cache."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def test_scheduler_continues_after_its_detokenizer_is_replaced(number: sig
 
 @pytest.mark.parametrize("has_descriptors", [True, False])
 async def test_exit_of_a_detokenizer_is_reported_once(has_descriptors: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the other one would be taken for dead while it starts, and the scheduler would be replaced too."""
+    """A second report would count as the exit of the new detokenizer, and the scheduler would be replaced too."""
     if not has_descriptors:
         monkeypatch.delattr(os, "pidfd_open")
     reported: list[RunningChild] = []
@@ -72,7 +72,7 @@ async def test_exit_of_a_detokenizer_is_reported_once(has_descriptors: bool, mon
 
 
 def build_and_count(settings: Settings, report: Callable[..., None]) -> FakeRunner:
-    """A runner that leaves a mark whenever it is built."""
+    """Build a runner, and write a mark to a file."""
     with Path(os.environ["MARKS"]).open("a") as marks:
         marks.write(".")
     return build(settings, report)
@@ -111,7 +111,7 @@ async def test_paused_engine_stays_paused_and_control_calls_are_answered() -> No
 async def test_scheduler_that_dies_during_a_mend_is_replaced(
     stage: str, max_losses: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it dies before it was ready to go on, both were lost at once."""
+    """If it dies before its ``Ready``, both processes were lost at the same time."""
     plain = getattr(ProcessLauncher, stage)
 
     async def act(own: ProcessLauncher) -> None:
@@ -159,7 +159,7 @@ async def test_scheduler_that_does_not_end_its_step_is_replaced(
 
 
 async def test_messages_sent_while_the_epoch_changes_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests come, and a heartbeat is answered, just before and behind the message of the change."""
+    """Requests and heartbeats are sent just before and after the message of the new epoch."""
     frontend = Frontend(fake_settings(step_time_s=0.002), max_restarts=1)
     plain = AsyncZmqSender.send
 
@@ -195,7 +195,7 @@ def remove_files(place: Path, *, only_sockets: bool) -> None:
 async def test_requests_continue_after_the_files_of_the_engine_are_removed(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The children cannot connect to each other by names that are gone, so both are replaced."""
+    """The children cannot connect to each other without socket files, so both are replaced."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     expected = await undisturbed(has_answers=True)
     async with fake_async_engine(ANSWERS, step_time_s=0.003) as engine:

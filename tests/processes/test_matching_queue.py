@@ -1,4 +1,4 @@
-"""Requests with slow stop patterns: others do not wait for them, and what waits is neither lost nor changed."""
+"""Requests with slow stop patterns: other requests do not wait, and queued tokens are neither lost nor changed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SENTENCE = "the sea, the bee, the tree, and we see these three trees here and th
 
 @dataclass
 class World:
-    """A service whose steps are run by hand; time goes on by 10 ms a step."""
+    """A service with manual steps of 10 ms."""
 
     service: DetokenizerService = field(default_factory=lambda: DetokenizerService(TextSource(str(DEMO))))
     now: float = 100.0
@@ -173,7 +173,7 @@ def test_queued_tokens_have_the_same_text(
 
 @pytest.fixture
 def waiting(monkeypatch: pytest.MonkeyPatch) -> World:
-    """Request 1 waits with "the" behind "see "; request 0 has no patterns."""
+    """Request 1 has queued tokens: "the" after "see ". Request 0 has no patterns."""
     world = World()
     world.open(0, TextRules())
     world.open(1, TextRules(stop_regex=("the", "x")))

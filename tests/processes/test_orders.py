@@ -1,4 +1,4 @@
-"""Orders to the runner, from the frontend to the runner and back."""
+"""Control calls of the runner, from the frontend to the runner and back."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def controls_of(engine: AsyncEngine) -> Controls:
 @pytest.mark.process
 @pytest.mark.parametrize("has_answers", [True, False])
 async def test_orders_are_answered_while_requests_run_with_equal_output(has_answers: bool) -> None:
-    """With the scripted runner and with the fake one. Requests are repeated until orders have run at several steps."""
+    """With both fake runners. Requests are repeated until control calls have run at several steps."""
     answers = ANSWERS if has_answers else None
     steps: set[int] = set()
     async with fake_async_engine(answers, processes=True, step_time_s=0.002) as engine:

@@ -1,4 +1,4 @@
-"""However an engine or its program ends: soon, without a word, and nothing is left."""
+"""Engines and programs end quickly, print nothing and leave nothing."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def program(text: str, place: Path) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("name", ENDS)
 def test_program_ends_silently_and_leaves_nothing(name: str, tmp_path: Path) -> None:
-    """In development mode, with every warning an error."""
+    """In Python's development mode, with warnings as errors."""
     running = program(ENDS[name], tmp_path)
     out, err = running.communicate(timeout=90)
     # On a machine that is busy with other things, asyncio's debug mode finds that a callback took long.
@@ -155,7 +155,7 @@ fake_engine(faults=Faults(start_s=1000.0))
 @pytest.mark.parametrize("name", STARTS)
 @pytest.mark.parametrize("after_s", [0.02, 0.5, 1.5])
 def test_ctrl_c_while_it_starts_ends_it_soon(name: str, after_s: float, tmp_path: Path) -> None:
-    """The traceback is KeyboardInterrupt's alone."""
+    """The only traceback is that of KeyboardInterrupt."""
     running = program(STARTS[name], tmp_path)
     assert running.stdout is not None
     assert running.stdout.readline() == "starting\n"
@@ -171,7 +171,7 @@ def test_ctrl_c_while_it_starts_ends_it_soon(name: str, after_s: float, tmp_path
 
 
 class Holdings:
-    """What this process holds of the system's."""
+    """Resources of the system that this process holds."""
 
     def __init__(self) -> None:
         this = psutil.Process()
@@ -191,7 +191,7 @@ class Holdings:
         }
 
     def now_no_more(self) -> bool:
-        """Whether this process holds no more of anything now."""
+        """Return whether this process holds no additional resource."""
         now = Holdings().counts()
         return all(now[kind] <= count for kind, count in self.counts().items())
 

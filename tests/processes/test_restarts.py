@@ -1,4 +1,4 @@
-"""Processes that are lost are replaced, and whoever reads notices nothing: every text is that of an undisturbed run."""
+"""Lost processes are replaced, and all texts are the same as without a loss."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ factory_of = f"{__name__}:{{}}".format
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("role", [0, 1])
 async def test_loss_at_any_turn_of_the_loop_changes_nothing(role: int, stream: bool) -> None:
-    """Children as tasks: in every round one of them ends a little later, until all is over before."""
+    """Children are tasks. In each round one of them is killed a little later, until the requests end first."""
     expected = await undisturbed(has_answers=True)
     num_turns, num_losses = 0, 0
     async with fake_async_engine(ANSWERS, max_restarts=10_000) as engine:
@@ -192,7 +192,7 @@ async def test_losses_before_the_restart_window_do_not_count() -> None:
 
 
 def build_once(settings: Settings, report: Callable[..., None]) -> FakeRunner:
-    """A runner that can be built once: the second time a file is there, and it vanishes, or fails, or has no end."""
+    """Build a runner once. The second time, if a file exists, exit, fail or hang."""
     options = dict(settings.runner.options)
     marker, how = Path(str(options.pop("marker"))), options.pop("how")
     if marker.exists():
@@ -247,7 +247,7 @@ async def test_replacement_that_is_killed_while_it_starts_is_replaced(tmp_path: 
 
 @process
 async def test_replacement_that_hangs_at_its_start_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not after all the time that a first start may take; and timeouts run on meanwhile."""
+    """The timeout is shorter than for a first start. Timeouts of requests pass meanwhile."""
     monkeypatch.setattr("aioengine.supervision.supervisor._PATIENCE", 5.0)
     monkeypatch.setattr("aioengine.supervision.supervisor._MIN_PATIENCE_S", 0.0)
     async with fake_async_engine(ANSWERS, faults=Faults(start_s=0.4), max_restarts=2) as engine:
@@ -386,7 +386,7 @@ async def test_totals_never_decrease_and_nothing_leaks() -> None:
     own = psutil.Process()
 
     async def until_counted(num_finished: int) -> None:
-        """The scheduler has reported all ends: one that it has not reported when it is killed is lost."""
+        """Wait until the scheduler has reported all ends. Unreported ends are lost when it is killed."""
         await until(lambda: engine.stats()["num_finished"] >= num_finished)
         await until_idle(engine)
 
@@ -419,7 +419,7 @@ async def test_totals_never_decrease_and_nothing_leaks() -> None:
 @process
 @pytest.mark.parametrize("max_restarts", [1, 3])
 async def test_request_that_kills_its_process_ends_alone(max_restarts: int) -> None:
-    """All others, those that run beside it and those that wait, give what they would have given."""
+    """The texts of all other running and waiting requests do not change."""
     answers = {**ANSWERS, "": "x" * 50}
     faults = Faults(poison_token_id=ord("~"))
     async with fake_async_engine(
@@ -479,7 +479,7 @@ DEMO_PARAMS: list[Mapping[str, object]] = [
 
 @process
 async def test_demo_model_continues_with_the_same_bits_after_a_restart() -> None:
-    """Penalties count prompt and output as before, draws fall as before, whoever was in the batch."""
+    """Penalties and random draws are the same, whichever requests were in the batch."""
     prompts = ["Tell me a long story.", "讲一个故事"]
 
     async def read(stream: Stream) -> list[tuple[str, list[int]]]:

@@ -1,4 +1,4 @@
-"""The scheduler's service without its process: requests, control calls, snapshots, when to wake."""
+"""The scheduler's service without its process: requests, control calls, statistics, waits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ M = TypeVar("M")
 
 
 class Loop:
-    """A service, called as its process would call it, at times that the test says."""
+    """Calls a service like its process, at times chosen by the test."""
 
     def __init__(self, **options: str | int | float | bool) -> None:
         self.service: SchedulerService = build_service(fake_settings(**options), self.ignore)  # type: ignore[arg-type]
@@ -50,14 +50,14 @@ class Loop:
     def ignore(self, progress: Progress) -> None: ...
 
     def give(self, now: float, *messages: Message) -> None:
-        """One round of the loop."""
+        """Run one iteration of the loop."""
         self.service.handle(list(messages), now)
         outbox = self.service.step(now)
         self.outputs += [message for message in outbox.to_peer if isinstance(message, StepOutput)]
         self.said += outbox.to_frontend
 
     def run(self, now: float) -> None:
-        """Rounds until there is nothing to do."""
+        """Run iterations until there is nothing to do."""
         while self.service.wait_s(now) == 0:
             self.give(now)
 
@@ -241,7 +241,7 @@ def test_pages_are_counted_when_idle() -> None:
 
 
 class SlowGrammars(Grammars):
-    """Whose two compilers wait for the test."""
+    """Grammars with two compilers that wait for the test."""
 
     def __init__(self) -> None:
         super().__init__(None, 100)

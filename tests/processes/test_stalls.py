@@ -1,4 +1,4 @@
-"""Processes that live and do not move: heard of as an error, and only where they really do not."""
+"""Stalled processes are reported as errors. Slow and idle processes are not."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ A, B = Role("a"), Role("b")
 
 
 class Watch:
-    """Heartbeats, and the errors that they reported."""
+    """Heartbeats with their reported errors."""
 
     def __init__(self, stall_timeout_s: float, roles: Sequence[Role]) -> None:
         self.errors: list[EngineStalledError] = []
@@ -132,7 +132,7 @@ async def test_nothing_is_reported_after_stop() -> None:
 
 
 def build_slow_to_answer(settings: Settings, report: Callable[..., None]) -> FakeRunner:
-    """A fake runner in a process whose control calls take long."""
+    """Build a fake runner in a process with slow control calls."""
 
     def slowly(plain: Callable[..., object]) -> Callable[..., object]:
         def answer(*arguments: object) -> object:

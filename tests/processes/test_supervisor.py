@@ -1,4 +1,4 @@
-"""Children as processes and as tasks: start, work, death, failing starts, the end."""
+"""Children as processes and as tasks: starts, work, losses, failed starts and stops."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def children_of(frontend: Frontend) -> list[psutil.Process]:
 
 @pytest.fixture(autouse=True)
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where the private directories are made: here alone, whatever other engines this machine runs."""
+    """Return the folder of the private directories. Other engines do not use it."""
     with tempfile.TemporaryDirectory(prefix="aio-", dir="/tmp") as place:
         monkeypatch.setenv("XDG_RUNTIME_DIR", place)
         yield Path(place)
@@ -275,7 +275,7 @@ async def test_exception_in_the_message_handler_ends_the_engine() -> None:
 
 
 class OtherStr(str):
-    """A string that messages cannot hold."""
+    """A string that messages cannot contain."""
 
     __slots__ = ()
 
@@ -586,7 +586,7 @@ async def test_inline_child_ends_while_a_message_arrives(place_of_child: int, nu
 
 
 async def test_unexpected_exception_in_a_replacement_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else whoever waits would wait for ever."""
+    """Otherwise calls would wait forever."""
 
     async def launch(_: object) -> NoReturn:
         raise ZeroDivisionError("unforeseen")

@@ -1,4 +1,4 @@
-"""Engines that end from the wrong thread, half-way, or forgotten: nothing waits for ever, and nothing is left."""
+"""Engines that are shut down on other threads, half-way, or never. No call waits forever, and nothing is left."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LONG = {"max_new_tokens": 1000}
 
 
 def read_batch(llm: Engine, outcome: list[object], **options: object) -> None:
-    """What a batch of thousands of rows comes to."""
+    """Return the result of a batch of thousands of rows."""
     try:
         found = llm.generate(["a"] * NUM_ROWS, LONG, **options)  # type: ignore[call-overload]
         outcome += [error for error in found if isinstance(error, Exception)]
@@ -191,7 +191,7 @@ async def test_signal_handler_may_read_the_state_of_a_child(monkeypatch: pytest.
 
 
 async def started(*, has_stream: bool) -> tuple[weakref.ref[AsyncEngine], list[psutil.Process]]:
-    """An engine that nobody refers to."""
+    """Start an engine, and return no reference to it."""
     engine = fake_async_engine(processes=True)
     await engine.start()
     if has_stream:
@@ -224,7 +224,7 @@ async def test_engine_that_is_forgotten_on_its_running_loop_is_collected(has_str
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("is_closed", [True, False])
 def test_engine_that_is_forgotten_with_its_loop_is_collected(is_closed: bool) -> None:
-    """Also where a task still waits for its answer."""
+    """Also if a task still waits for its answer."""
 
     async def main() -> tuple[weakref.ref[AsyncEngine], list[psutil.Process]]:
         engine = fake_async_engine(processes=True, step_time_s=0.01)
@@ -245,7 +245,7 @@ def test_engine_that_is_forgotten_with_its_loop_is_collected(is_closed: bool) ->
 
 
 async def died() -> weakref.ref[AsyncEngine]:
-    """An engine that died and that nobody refers to."""
+    """Let an engine die, and return no reference to it."""
     engine = fake_async_engine(processes=True, max_restarts=0)
     await engine.start()
     call = engine.async_generate("a", LONG)
@@ -412,7 +412,7 @@ for end in 3 * [lambda loop: loop.stop(), lambda loop: [task.cancel() for task i
 
 @process
 def test_threads_that_shut_down_while_the_loop_ends_close_everything_once(tmp_path: Path) -> None:
-    """libzmq ends the program where two threads close the same sockets."""
+    """libzmq aborts the program if two threads close the same sockets."""
     running = program(SHUTDOWNS, tmp_path)
     _, err = running.communicate(timeout=90)
     assert (running.returncode, err) == (0, "")
@@ -452,7 +452,7 @@ def test_ctrl_c_anywhere_in_a_constructor_leaves_nothing_that_runs() -> None:
 def test_interrupts_of_a_failed_constructor_leave_nothing_that_runs(
     place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that comes while what was started is ended, at the first of many places."""
+    """The interrupt arrives while the started parts are closed, at one of many places."""
     before = set(threading.enumerate())
     injected = RaiseAtCall(place, sync.__file__, portal.__file__, weakref.__file__)
 

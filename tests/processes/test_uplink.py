@@ -1,4 +1,4 @@
-"""What a child says beside its results: in order, from one thread, and not too much."""
+"""Messages of a child beside its results: in order, from one thread, with a maximum rate."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Sent:
-    """A sender that keeps what is sent, and by which thread."""
+    """A sender that records messages and their threads."""
 
     def __init__(self) -> None:
         self.frames: list[list[Message]] = []
@@ -33,7 +33,7 @@ class Sent:
 
 @pytest.fixture
 def logger() -> Iterator[logging.Logger]:
-    """The package's logger, as it was again after the test."""
+    """The package's logger. It is restored after the test."""
     logger = logging.getLogger("aioengine")
     handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
     yield logger

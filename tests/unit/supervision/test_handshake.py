@@ -1,4 +1,4 @@
-"""Waiting for the children's first words."""
+"""The wait for the ``Ready`` of all children."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ledger against a naive world: a scheduler that forgets everything when it dies, a reader that must not notice."""
+"""The ledger with a simple scheduler that loses its state when it dies, and a reader that must not notice."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ def chunks_of(uid: int, token_ids: Sequence[int], *, begins: bool = False, ends:
 
 
 def ends_of(ledger: Ledger) -> list[End]:
-    """The ends of requests that the ledger reports."""
+    """Return the ends of requests that the ledger reports."""
     return [end for one in ledger.take_reports() if isinstance(one, TextChunks) for end in one.ended]
 
 
 def lost_calls_of(ledger: Ledger) -> list[Reply]:
-    """The control calls that the ledger reports as lost."""
+    """Return the control calls that the ledger reports as lost."""
     return [one for one in ledger.take_reports() if isinstance(one, Reply)]
 
 
 class World:
-    """A ledger, and what a scheduler has heard of it since it was started."""
+    """A ledger, and the messages to the current scheduler."""
 
     def __init__(self, *uids: int) -> None:
         self.ledger = Ledger()
@@ -80,7 +80,7 @@ class World:
         return self.ledger.crash(dict.fromkeys(uids, end), "it died", 9.0)
 
     def restart(self, *suspects: int, end: int = 0) -> None:
-        """Die in a step of these, and come back."""
+        """Lose the process in a step of these requests, and replace it."""
         self.crash(*suspects, end=end)
         self.sent = self.ledger.replay()
 
@@ -265,7 +265,7 @@ def test_continue_in_flight_at_a_crash_succeeds() -> None:
 
 
 def test_abort_lost_with_two_processes_is_ended_by_the_ledger() -> None:
-    """Else what makes them die would do so until all is over: who is aborted is no suspect."""
+    """Otherwise an aborted request could kill every process, because it is never a suspect."""
     world = World(1, 2)
     world.hear(1, [7], begins=True)
     world.restart(1)
@@ -501,10 +501,10 @@ def test_control_calls_are_not_handed_over() -> None:
 
 
 class NaiveWorld(RuleBasedStateMachine):
-    """Every request gives 10 * uid, 10 * uid + 1, ... up to six ids, whatever dies meanwhile.
+    """Each request has up to six ids, 10 * uid, 10 * uid + 1, ..., in spite of losses.
 
-    The scheduler of this world is a dict of what it was sent; the reader compares what it gets with what is right. The
-    request that is a multiple of five kills the process as soon as it has given two ids.
+    The scheduler is a dict of its received messages. The reader compares its tokens with the expected tokens. Requests
+    whose uid is a multiple of five kill the process after two ids.
     """
 
     def __init__(self) -> None:
@@ -568,7 +568,7 @@ class NaiveWorld(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data(), is_heard=st.booleans())
     def step(self, data: st.DataObject, is_heard: bool) -> None:
-        """One token of one request; what was not heard when the process dies is lost."""
+        """Compute one token of one request. Undelivered tokens are lost when the process dies."""
         uid = data.draw(st.sampled_from(sorted(self.running)))
         if uid % 5 == 0 and self.running[uid] >= 2:
             self.die(self.rows())
@@ -588,7 +588,7 @@ class NaiveWorld(RuleBasedStateMachine):
         self.hear(chunks_of(uid, new, begins=num_given == 0, ends=is_over))
 
     def rows(self) -> dict[int, int]:
-        """A step of everybody."""
+        """Return the rows of a step of all requests."""
         return {uid: 3 + num_made for uid, num_made in self.running.items()}
 
     def die(self, rows: dict[int, int]) -> None:
@@ -600,7 +600,7 @@ class NaiveWorld(RuleBasedStateMachine):
     @precondition(lambda self: self.is_up)
     @rule()
     def kill(self) -> None:
-        """From outside, between two steps."""
+        """Kill the process between two steps."""
         self.die({})
 
     @precondition(lambda self: not self.is_up)
@@ -614,7 +614,7 @@ class NaiveWorld(RuleBasedStateMachine):
         assert self.ledger.num_open == len(self.open)
 
     def teardown(self) -> None:
-        """Left alone, everything comes to its end."""
+        """Without further losses, all requests end."""
         for _ in range(1000):
             if not self.is_up:
                 self.restart()

@@ -1,4 +1,4 @@
-"""Which replica has a request."""
+"""The choice of a replica for each request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Endpoints fit everywhere and collide nowhere; what dead engines left is removed."""
+"""Endpoints are short enough and unique. Files of dead engines are removed."""
 
 from __future__ import annotations
 

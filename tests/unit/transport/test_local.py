@@ -1,4 +1,4 @@
-"""The channel inside one loop behaves as the one between processes."""
+"""The channel inside one event loop behaves like the channel between processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frames over ZMQ: order, wake-ups, bounded backlog, and readers that outlive garbage."""
+"""Frames over ZMQ: order, wake-ups, bounded backlogs, and ignored garbage."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NUM_FLOOD = 2000
 
 
 class Channel:
-    """One listener, and its ends, closed when the test is over."""
+    """A listener with its senders and receivers. They are closed after the test."""
 
     def __init__(self, directory: Path) -> None:
         self.context: Context = zmq.Context()
