@@ -216,9 +216,7 @@ def test_a_wrong_flag_is_one_line_and_status_2(
         ),
     ],
 )
-def test_what_cannot_be_done_is_one_line_and_status_1(
-    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failures_are_one_line_and_status_1(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert_fails(argv, 1, message, capsys)
 
 
@@ -401,7 +399,7 @@ def test_a_bench_has_no_more_tasks_than_prompts() -> None:
 
 
 @pytest.mark.usefixtures("fake_model")
-def test_a_bench_of_prompts_that_do_not_fit_is_one_line_and_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_prompts_that_do_not_fit_are_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert_fails(["bench", "--prompt-tokens", "5000", "--num-prompts", "3"], 1, "the prompt has 5000 tokens", capsys)
 
 
@@ -601,7 +599,7 @@ def test_ctrl_c_at_the_prompt_ends_the_chat_and_the_line() -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("command", [["generate", "Once upon a time"], ["chat"], ["bench", "--num-prompts", "9000"]])
-def test_the_shell_s_prompt_is_on_a_line_of_its_own_after_ctrl_c(command: list[str]) -> None:
+def test_ctrl_c_ends_the_current_line(command: list[str]) -> None:
     terminal = Terminal(*command, *(ENDLESS if command[0] == "generate" else ()), "--progress")
     terminal.wait_for("loading weights")
     os.kill(terminal.process.pid, signal.SIGINT)
@@ -609,7 +607,7 @@ def test_the_shell_s_prompt_is_on_a_line_of_its_own_after_ctrl_c(command: list[s
     assert terminal.seen.endswith("\r\n")
 
 
-def test_the_types_of_the_engine_are_those_that_the_flags_are_for() -> None:
+def test_engines_refuse_unknown_arguments() -> None:
     for face in (Engine, AsyncEngine):
         with pytest.raises(TypeError, match="unknown argument"):
             face(no_such_argument=1)

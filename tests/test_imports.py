@@ -66,7 +66,7 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     assert [name for name in HEAVY if name in loaded] == []
 
 
-def test_an_engine_is_imported_without_what_can_wait() -> None:
+def test_engine_import_is_small() -> None:
     loaded = run("import json, sys; from aioengine import AsyncEngine, Engine; print(json.dumps(list(sys.modules)))")
     assert [name for name in WAITING if name in loaded] == []
 
@@ -84,7 +84,7 @@ def test_importing_the_package_changes_nothing_in_the_host() -> None:
     assert run(HOST_STATE) == []
 
 
-def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None:
+def test_dependencies_equal_the_imported_packages() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     declared, optional = map(names_of, (project["dependencies"], [*extras["cuda"], *extras["images"]]))

@@ -46,7 +46,7 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert broken_links(page) == []
 
 
-def test_every_guide_is_in_the_list_of_guides_and_every_feature_has_one() -> None:
+def test_every_guide_is_listed_and_every_feature_has_a_guide() -> None:
     listed = [link for link in links(guide("README")) if "/" not in link]
     assert {link.partition("#")[0] for link in listed} == {file.name for file in GUIDES.glob("*.md")} - {"README.md"}
     features = table(text_of(README), "feature")
@@ -115,7 +115,7 @@ def test_every_file_beside_the_folders_is_explained() -> None:
     assert found == named
 
 
-def test_what_is_wrong_in_a_page_is_found(tmp_path: Path) -> None:
+def test_page_helpers_find_mistakes(tmp_path: Path) -> None:
     assert headings("# A page\n## What's `new`?\n```\n# none\n```\n") == {"a-page", "whats-new"}
     assert [block[:2] for block in blocks("```python\na\n```\n\n```text\nb\n```\n")] == [("python", "a\n")]
     assert blocks("x\n\n```python\na\n```\n\n```text\nb\n```\n")[0][2:] == (3, "b\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, ClassVar, Literal, NotRequired, Protocol, SupportsIndex, TypedDict, cast, overload
 
 from aioengine.api import checks
@@ -337,9 +338,7 @@ def finish_reason(finished: End, num_output: int, cause: RowError | None = None)
             return FinishReason(type="abort", message=str(cause), err_type=type(cause).__name__)
 
 
-def error(
-    finished: End,
-) -> RequestTooLargeError | UnsupportedSchemaError | RequestError | EngineOverloadedError | None:
+def error(finished: End) -> RowError | None:
     """Return the error of a request; None if it has an answer, even an incomplete one."""
     if finished.code is FinishCode.TOO_LARGE:
         return RequestTooLargeError(finished.message)
@@ -357,3 +356,15 @@ def error(
 
 RowError = EngineError | ValueError | TypeError
 """The errors that one row of a call may end with instead of an answer."""
+
+
+def named(error: RowError, prompt: int, num_prompts: int) -> RowError:
+    """Return the error that a prompt of a batch raises for the whole call. Its message has the number of the prompt."""
+    message = str(error)
+    if (
+        num_prompts > 1
+        and isinstance(error, ValueError | TypeError | RequestError)
+        and re.search(rf"\w\[{prompt}\]| of prompt {prompt}\b", message) is None
+    ):
+        error.args = (f"prompt {prompt}: {message}",)
+    return error

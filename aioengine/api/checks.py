@@ -46,20 +46,18 @@ class Array(Protocol):
 
 def shown(value: object) -> str:
     """Return the repr of a value for an error message, shortened without building all of it."""
-    try:
-        return _shown(plain(value) if isinstance(value, str) else value)
-    except Exception as error:
-        return f"a {type(value).__name__} (its repr raises {type(error).__name__})"
-
-
-def _shown(value: object) -> str:
+    if isinstance(value, str):
+        value = str.__str__(value)
     if isinstance(value, str | bytes) and len(value) > MAX_SHOWN_CHARACTERS:
         return f"{value[:MAX_SHOWN_CHARACTERS]!r}... ({len(value)} long)"
     if isinstance(value, int) and value.bit_length() > 256:
         return f"an integer of {value.bit_length()} bits"
     if not isinstance(value, str | bytes) and (size := num_items(value)) > MAX_SHOWN_CHARACTERS:
         return f"a {type(value).__name__} of {size} items"
-    shortened = _SHORT.repr(value) if type(value) in (list, tuple, dict, set) else repr(value)
+    try:
+        shortened = _SHORT.repr(value) if type(value) in (list, tuple, dict, set) else repr(value)
+    except Exception as error:
+        return f"a {type(value).__name__} (its repr raises {type(error).__name__})"
     return shortened if len(shortened) <= MAX_SHOWN_CHARACTERS else f"{shortened[:MAX_SHOWN_CHARACTERS]}..."
 
 

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Coroutine
     from pathlib import PurePath
-    from types import TracebackType
     from typing import Self, Unpack
 
     from aioengine.api.answers import BatchOutput
@@ -333,17 +332,13 @@ class AsyncEngine(EngineFace):
         run = self._run
         if run is not None and not run.is_forked and (run.is_ended or run.loop.is_closed()):
             await run.end()  # the memory of the GPU is free only after the last process has ended
-        await self._joined_run().start(self._start_frontend)
-
-    def _joined_run(self) -> EngineRun:
-        """Return the current run, or a new one if none is in use."""
-        with self._choice:
+        with self._choice:  # another thread may start it at the same time
             run = self._run
             if run is None or not run.is_in_use:
                 self._run = run = EngineRun()
                 self._is_closed = False
             run.join()
-        return run
+        await run.start(self._start_frontend)
 
     async def _start_frontend(self) -> Frontend:
         bars = ProgressBars(self._progress)
@@ -379,9 +374,7 @@ class AsyncEngine(EngineFace):
         await self.start()
         return self
 
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         await self.shutdown()
 
     def __del__(self) -> None:

@@ -13,15 +13,7 @@ if TYPE_CHECKING:
 Missing = dict[str, tuple[tuple[object, ...], str]]
 """Argument of a missing feature -> (the values beside None that switch it off, the feature)."""
 
-_VALUES: Final[dict[str, object]] = {
-    "0": 0,
-    "1": 1,
-    "False": False,
-    "[]": [],
-    "{}": {},
-    "''": "",
-    "'{}'": "{}",
-}
+_VALUES: Final[dict[str, object]] = {"0": 0, "1": 1, "False": False, "[]": [], "{}": {}, "''": "", "'{}'": "{}"}
 """Values in the tables below that are not plain words."""
 
 

@@ -5,7 +5,7 @@ R rows, H query heads, K kv heads, E head size, N pages of the pool, S page size
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ import torch
 from aioengine.attention._base import ForwardBatch, split_heads
 from aioengine.attention._gpu_splits import COLUMNS, max_splits, plan_splits
 from aioengine.kernels.rotate_and_write import KVTarget
+from aioengine.kernels.triton.attention import PagedRows
 from aioengine.kernels.triton.decode import DecodeRows, decode
 from aioengine.kernels.triton.heads import flatten_pages
 from aioengine.kernels.triton.scores import ScoreRules
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.attention._base import AttentionBackend, AttentionShape, DecodeBuffers
-    from aioengine.kernels.triton.attention import PagedRows
 
     Ints = npt.NDArray[np.int32]
     Pool = list[tuple[Tensor, Tensor]]
@@ -54,12 +54,20 @@ def page_columns(kv_lengths: Ints, page_size: int) -> tuple[Tensor, Tensor]:
     return starts_of(num_pages), pinned(kv_lengths - (num_pages - 1) * page_size)
 
 
-def plan_page_0(rows: PagedRows, kv_lengths: Ints, page_size: int) -> None:
-    """Fill the buffers of ``rows`` before a capture, for rows of ``kv_lengths`` [R] positions, all on page 0."""
-    starts, last_lengths = page_columns(kv_lengths, page_size)
-    rows.page_starts.copy_(starts)
-    rows.last_lengths.copy_(last_lengths)
-    rows.page_ids[: int(starts[-1])].zero_()
+def num_decode_rows(query_lengths: Ints) -> int:
+    """Return the number of rows of one token before the first longer row, for lengths [R]."""
+    longer = np.flatnonzero(query_lengths > 1)
+    return int(longer[0]) if longer.size else len(query_lengths)
+
+
+def paged_rows(batch: ForwardBatch, query_lengths: Ints, kv_lengths: Ints, page_size: int) -> tuple[PagedRows, Tensor]:
+    """Return the rows of a step with lengths [R], and the start of each row's pages [R + 1] on the host."""
+    page_starts, last_lengths = page_columns(kv_lengths, page_size)
+    on_device, page_ids = flat_pages(batch.page_table, page_starts)
+    query_starts, last_lengths = (
+        column.to(page_ids.device, non_blocking=True) for column in (starts_of(query_lengths), last_lengths)
+    )
+    return PagedRows(query_starts, on_device, last_lengths, page_ids), page_starts
 
 
 def flat_pages(page_table: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,17 +78,17 @@ def flat_pages(page_table: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
     return on_device, indices
 
 
-def run_once(attention: AttentionBackend, shape: AttentionShape, keys: Tensor) -> None:
-    """Attend for a row of one token and a row of two, to compile the kernels. keys: [N, K, S, E] of one layer."""
-    for count in (1, 2):
-        batch = ForwardBatch(
-            slot_mapping=torch.arange(count, device=keys.device),
-            page_table=torch.zeros(1, 1, dtype=torch.int32, device=keys.device),
-            query_lengths=[count],
-            kv_lengths=[count],
-        )
-        attention.prepare(batch)
-        attention.attend(*split_heads(keys.new_zeros(count, shape.num_input_heads, shape.query_size), shape), 0)
+def run_once(attention: AttentionBackend, shape: AttentionShape, keys: Tensor, num_rows: int, count: int) -> None:
+    """Attend for rows of ``count`` tokens on page 0, to compile the kernels. keys: [N, K, S, E] of one layer."""
+    num_pages, num_tokens = -(-count // keys.shape[2]), num_rows * count
+    batch = ForwardBatch(
+        slot_mapping=torch.zeros(num_tokens, dtype=torch.int64, device=keys.device),  # never written
+        page_table=torch.zeros(num_rows, num_pages, dtype=torch.int32, device=keys.device),
+        query_lengths=[count] * num_rows,
+        kv_lengths=[count] * num_rows,
+    )
+    attention.prepare(batch)
+    attention.attend(*split_heads(keys.new_zeros(num_tokens, shape.num_input_heads, shape.query_size), shape), 0)
 
 
 def layer_rules(shape: AttentionShape) -> list[ScoreRules]:
@@ -95,6 +103,59 @@ def decode_rows(shape: AttentionShape, kv_lengths: Ints, page_starts: Tensor, pa
     splits = pinned(plan_splits(kv_lengths, max_splits(num_rows, shape.num_kv_heads), shape.common_window))
     num_done = torch.zeros(num_rows * shape.num_kv_heads, dtype=torch.int32, device=device)
     return DecodeRows(page_starts, page_ids, splits.to(device, non_blocking=True), num_done)
+
+
+class PagedStep(Protocol):
+    """A prepared step, for kernels that read the lengths of the rows on the device.
+
+    slots: [T], KV slots of the tokens.
+    """
+
+    @property
+    def slots(self) -> Tensor: ...
+    @property
+    def rows(self) -> PagedRows: ...
+    def attend(self, q: Tensor, layer: int, *, out: Tensor) -> None:
+        """Attend with q [T, H, E] to the pool of a layer into ``out`` [T, H, V]."""
+        ...
+
+
+class PagedAttention:
+    """Attention of a prepared step. Implements ``FixedDecode`` without plans, and a part of ``CapturableAttention``."""
+
+    def __init__(self, shape: AttentionShape, pool: Pool, step: PagedStep | None = None) -> None:
+        """pool: keys [N, K, S, E] and values [N, K, S, V] of each layer. step: None: ``prepare`` sets it."""
+        self._shape = shape
+        self._pool = pool
+        self._step = step
+        self._device = pool[0][0].device
+        self._page_size = pool[0][0].shape[2]
+
+    def plan_first(self, kv_lengths: Ints) -> None:
+        """Fill the buffers for rows of ``kv_lengths`` [R] positions, all on page 0."""
+        assert self._step is not None, "prepare was not called"
+        rows, (starts, last_lengths) = self._step.rows, page_columns(kv_lengths, self._page_size)
+        rows.page_starts.copy_(starts)
+        rows.last_lengths.copy_(last_lengths)
+        rows.page_ids[: int(starts[-1])].zero_()
+
+    def plan(self, starts: Tensor, last_lengths: Tensor) -> None:
+        """Do nothing: the kernels read starts [R + 1] and last_lengths [R] on the device."""
+
+    def target(self, layer: int) -> KVTarget:
+        assert self._step is not None, "prepare was not called"
+        return KVTarget(self._step.slots, *self._pool[layer])
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        """q [T, H, E] -> [T, H * V]; k and v are read in the pool."""
+        out = q.new_empty(*q.shape[:2], self._shape.output_size)
+        self.attend_into(q, k, v, layer, out=out)
+        return out.flatten(1)
+
+    def attend_into(self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, out: Tensor) -> None:
+        """q [T, H, E] -> out [T, H, V]; k and v are read in the pool."""
+        assert self._step is not None, "prepare was not called"
+        self._step.attend(q, layer, out=out)
 
 
 class FixedDecodeRows:

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from aioengine.attention._base import ForwardBatch, keys_and_values, split_heads
-from aioengine.attention._gpu_rows import flat_pages, page_columns, pinned, plan_page_0, starts_of, tiles_of
+from aioengine.attention._base import keys_and_values
+from aioengine.attention._gpu_rows import PagedAttention, num_decode_rows, paged_rows, pinned, run_once, tiles_of
 from aioengine.kernels import head_linear
-from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.kernels.triton import attention, expanded_attention, latent_decode
 from aioengine.kernels.triton.attention import PagedRows
 from aioengine.kernels.triton.expanded_attention import ExpandedKV, ExpandedTiles
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionShape, DecodeBuffers
+    from aioengine.attention._base import AttentionShape, DecodeBuffers, ForwardBatch
 
     Ints = npt.NDArray[np.int32]
 
@@ -79,10 +78,10 @@ def first_expanded(query_lengths: Ints, kv_lengths: Ints, page_size: int, most: 
 
 @dataclass(frozen=True, slots=True)
 class _LatentStep:
-    """A prepared step: first rows of one token, then other rows in the absorbed form, then expanded rows.
+    """Implements ``PagedStep``: first rows of one token, then other rows in the absorbed form, then expanded rows.
 
     Attributes:
-        slots: [T], KV slots of the step's tokens. rows: all rows.
+        pool: for each layer, keys [B, 1, S, E] and values [B, 1, S, V].
         num_decode: number of rows of one token. parts: how these rows are divided.
         num_absorbed: number of tokens in the absorbed form.
         absorbed_tiles: [X, 2] int32, tiles of the other absorbed rows, as for ``kernels.triton.attention.attend``.
@@ -91,6 +90,8 @@ class _LatentStep:
         heads_at_once: number of heads that are expanded at once.
     """
 
+    shape: AttentionShape
+    pool: list[tuple[Tensor, Tensor]]
     slots: Tensor
     rows: PagedRows
     num_decode: int
@@ -101,18 +102,17 @@ class _LatentStep:
     first_page: int = 0
     heads_at_once: int = 1
 
-    def attend(self, shape: AttentionShape, q: Tensor, keys: Tensor, expansion: Tensor, *, out: Tensor) -> None:
-        """Attend with q [T, H, N + P] and expansion [H, N + O, V] to keys [B, 1, S, E] into ``out`` [T, H, O]."""
-        count = self.num_absorbed
+    def attend(self, q: Tensor, layer: int, *, out: Tensor) -> None:
+        """Attend with q [T, H, N + P] to the pool of a layer into ``out`` [T, H, O]."""
+        keys, expansion, count = self.pool[layer][0], self.shape.expansions[layer], self.num_absorbed
         if count:
-            self._attend_absorbed(shape, q[:count], keys, expansion, out=out[:count])
+            self._attend_absorbed(q[:count], keys, expansion, out=out[:count])
         if self.expanded_tiles is not None:
-            self._attend_expanded(shape, q, keys, expansion, out=out)
+            self._attend_expanded(q, keys, expansion, self.expanded_tiles, out=out)
 
-    def _attend_absorbed(
-        self, shape: AttentionShape, q: Tensor, keys: Tensor, expansion: Tensor, *, out: Tensor
-    ) -> None:
-        """Attend in the absorbed form: q [T, H, N + P] -> out [T, H, O]."""
+    def _attend_absorbed(self, q: Tensor, keys: Tensor, expansion: Tensor, *, out: Tensor) -> None:
+        """Attend in the absorbed form: q [T, H, N + P], expansion [H, N + O, V] -> out [T, H, O]."""
+        shape = self.shape
         (num_tokens, num_heads, _), num_decode = q.shape, self.num_decode
         plain, rotated = q[..., : shape.plain_size], q[..., shape.plain_size :]
         attended = q.new_empty(num_tokens, num_heads, expansion.shape[2])
@@ -129,10 +129,9 @@ class _LatentStep:
         head_linear.reference(attended, expansion[:, shape.plain_size :].transpose(1, 2), out)
 
     def _attend_expanded(
-        self, shape: AttentionShape, q: Tensor, keys: Tensor, expansion: Tensor, *, out: Tensor
+        self, q: Tensor, keys: Tensor, expansion: Tensor, tiles: ExpandedTiles, *, out: Tensor
     ) -> None:
         """Attend in the expanded form, some heads at a time: q [T, H, N + P] -> out [T, H, O]."""
-        assert self.expanded_tiles is not None, "no row is expanded"
         num_heads, size, value_size = expansion.shape
         pages = keys.flatten(1).index_select(0, self.rows.page_ids[self.first_page :])
         latents, rotated = pages.view(-1, keys.shape[3]).tensor_split((value_size,), dim=1)
@@ -140,33 +139,27 @@ class _LatentStep:
             heads = slice(first, first + self.heads_at_once)
             expanded = torch.mm(latents, expansion[heads].flatten(0, 1).t()).view(len(latents), -1, size)
             kv = ExpandedKV(expanded, rotated, keys.shape[2], self.first_page)
-            expanded_attention.attend(
-                q[:, heads], kv, self.rows, self.expanded_tiles, scale=shape.scale, out=out[:, heads]
-            )
+            expanded_attention.attend(q[:, heads], kv, self.rows, tiles, scale=self.shape.scale, out=out[:, heads])
 
 
-class AdaptiveLatentAttention:
+class AdaptiveLatentAttention(PagedAttention):
     """Implements ``CapturableAttention`` for shapes with ``expansions``, in 16 bits."""
 
     def __init__(self, shape: AttentionShape, kv_pool: Tensor) -> None:
         """kv_pool: [L, 1, B, 1, S, E]."""
-        self._shape = shape
-        self._pool = keys_and_values(kv_pool, shape)
-        self._device = kv_pool.device
-        self._step: _LatentStep | None = None
+        super().__init__(shape, keys_and_values(kv_pool, shape))
 
     def prepare(self, batch: ForwardBatch) -> None:
         shape, keys = self._shape, self._pool[0][0]
         kv_lengths = np.array(batch.kv_lengths, dtype=np.int32)
         query_lengths = np.array(batch.query_lengths, dtype=np.int32)
-        page_starts, last_lengths = page_columns(kv_lengths, keys.shape[2])
-        on_device, page_ids = flat_pages(batch.page_table, page_starts)
-        rows = PagedRows(self._upload(starts_of(query_lengths)), on_device, self._upload(last_lengths), page_ids)
-        longer = np.flatnonzero(query_lengths > 1)
-        num_decode = int(longer[0]) if longer.size else len(query_lengths)
+        rows, page_starts = paged_rows(batch, query_lengths, kv_lengths, self._page_size)
+        num_decode = num_decode_rows(query_lengths)
         most = MAX_COPY_BYTES // (shape.head_size * keys.itemsize)
-        expanded = max(first_expanded(query_lengths, kv_lengths, keys.shape[2], most), num_decode)
+        expanded = max(first_expanded(query_lengths, kv_lengths, self._page_size, most), num_decode)
         step = _LatentStep(
+            shape=shape,
+            pool=self._pool,
             slots=batch.slot_mapping,
             rows=rows,
             num_decode=num_decode,
@@ -177,44 +170,32 @@ class AdaptiveLatentAttention:
             absorbed_lengths = query_lengths[:expanded].copy()
             absorbed_lengths[:num_decode] = 0
             tokens_of_tile = attention.head_group(shape.num_heads, self._pool[0]).tokens
-            step = replace(step, absorbed_tiles=self._upload(pinned(tiles_of(absorbed_lengths, tokens_of_tile))))
+            step = replace(step, absorbed_tiles=self._upload(tiles_of(absorbed_lengths, tokens_of_tile)))
         if expanded < len(query_lengths):
-            step = self._with_expanded(step, query_lengths, page_starts, expanded)
+            first_page, last_page = int(page_starts[expanded]), int(page_starts[-1])
+            head_bytes = (last_page - first_page) * self._page_size * shape.expansions[0].shape[1] * keys.itemsize
+            heads_at_once = min(max(MAX_EXPANDED_BYTES // head_bytes, 1), shape.num_heads)
+            lengths = query_lengths.copy()
+            lengths[:expanded] = 0
+            tile = expanded_attention.tile_for(int(lengths.sum()), heads_at_once)
+            starts = self._upload(tiles_of(lengths, tile.rows)[::-1].copy())  # slowest tiles first
+            tiles = ExpandedTiles(starts, tile)
+            step = replace(step, expanded_tiles=tiles, first_page=first_page, heads_at_once=heads_at_once)
         self._step = step
 
-    def _with_expanded(
-        self, step: _LatentStep, query_lengths: Ints, page_starts: Tensor, first_row: int
-    ) -> _LatentStep:
-        """Return the step with rows from ``first_row`` on expanded. page_starts: [R + 1] on the host."""
-        shape, keys = self._shape, self._pool[0][0]
-        first_page, last_page = int(page_starts[first_row]), int(page_starts[-1])
-        head_bytes = (last_page - first_page) * keys.shape[2] * shape.expansions[0].shape[1] * keys.itemsize
-        heads_at_once = min(max(MAX_EXPANDED_BYTES // head_bytes, 1), shape.num_heads)
-        lengths = query_lengths.copy()
-        lengths[:first_row] = 0
-        tile = expanded_attention.tile_for(int(lengths.sum()), heads_at_once)
-        starts = tiles_of(lengths, tile.rows)[::-1].copy()  # slowest tiles first
-        tiles = ExpandedTiles(self._upload(pinned(starts)), tile)
-        return replace(step, expanded_tiles=tiles, first_page=first_page, heads_at_once=heads_at_once)
-
-    def target(self, layer: int) -> KVTarget:
-        assert self._step is not None, "prepare was not called"
-        return KVTarget(self._step.slots, *self._pool[layer])
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        """Attend with q [T, H, N + P] -> [T, H * O]; k and v are read in the pool."""
-        out = q.new_empty(*q.shape[:2], self._shape.output_size)
-        self.attend_into(q, k, v, layer, out=out)
-        return out.flatten(1)
-
-    def attend_into(self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, out: Tensor) -> None:
-        """q [T, H, N + P] -> out [T, H, O]."""
-        assert self._step is not None, "prepare was not called"
-        self._step.attend(self._shape, q, self._pool[layer][0], self._shape.expansions[layer], out=out)
-
-    def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> FixedLatentDecode:
+    def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> PagedAttention:
         """Return attention for decode steps of ``num_rows`` rows."""
-        return FixedLatentDecode(self._shape, self._pool, num_rows, buffers)
+        numbers = torch.arange(num_rows + 1, dtype=torch.int32, device=self._device)
+        step = _LatentStep(
+            shape=self._shape,
+            pool=self._pool,
+            slots=buffers.slot_mapping,
+            rows=PagedRows(numbers, buffers.starts, buffers.last_lengths, buffers.page_ids),
+            num_decode=num_rows,
+            parts=plan_parts(self._shape, num_rows, buffers.max_pages * self._page_size),
+            num_absorbed=num_rows,
+        )
+        return PagedAttention(self._shape, self._pool, step)
 
     def warm_up(self) -> None:
         """Compile the kernels of all forms: rows of one token, and one row of few and of many tokens."""
@@ -222,52 +203,8 @@ class AdaptiveLatentAttention:
         small, large = (tile.rows for tile in (expanded_attention.SMALL, expanded_attention.LARGE))
         enough = large * -(-expanded_attention.ENOUGH_PROGRAMS // shape.num_heads)
         for num_rows, count in (*((1 << power, 1) for power in range(9)), (1, 2), (1, small), (1, enough)):
-            num_pages = -(-count // keys.shape[2])
-            batch = ForwardBatch(
-                slot_mapping=torch.zeros(num_rows * count, dtype=torch.int64, device=self._device),  # never written
-                page_table=torch.zeros(num_rows, num_pages, dtype=torch.int32, device=self._device),
-                query_lengths=[count] * num_rows,
-                kv_lengths=[count] * num_rows,
-            )
-            self.prepare(batch)
-            heads = keys.new_zeros(num_rows * count, shape.num_input_heads, shape.query_size)
-            self.attend(*split_heads(heads, shape), 0)
+            run_once(self, shape, keys, num_rows, count)
 
-    def _upload(self, column: Tensor) -> Tensor:
-        """Copy a pinned column [X] to the device."""
-        return column.to(self._device, non_blocking=True)
-
-
-class FixedLatentDecode:
-    """Implements ``FixedDecode`` without plans: the kernels read the lengths on the device."""
-
-    def __init__(
-        self, shape: AttentionShape, pool: list[tuple[Tensor, Tensor]], num_rows: int, buffers: DecodeBuffers
-    ) -> None:
-        """pool: for each layer, keys [B, 1, S, E] and values [B, 1, S, V]."""
-        numbers = torch.arange(num_rows + 1, dtype=torch.int32, device=buffers.starts.device)
-        self._shape = shape
-        self._pool = pool
-        self._step = _LatentStep(
-            slots=buffers.slot_mapping,
-            rows=PagedRows(numbers, buffers.starts, buffers.last_lengths, buffers.page_ids),
-            num_decode=num_rows,
-            parts=plan_parts(shape, num_rows, buffers.max_pages * pool[0][0].shape[2]),
-            num_absorbed=num_rows,
-        )
-
-    def plan_first(self, kv_lengths: Ints) -> None:
-        """Fill the buffers for rows of ``kv_lengths`` [R] positions, all on page 0."""
-        plan_page_0(self._step.rows, kv_lengths, self._pool[0][0].shape[2])
-
-    def plan(self, starts: Tensor, last_lengths: Tensor) -> None:
-        """Do nothing: the kernels read starts [R + 1] and last_lengths [R] on the device."""
-
-    def target(self, layer: int) -> KVTarget:
-        return KVTarget(self._step.slots, *self._pool[layer])
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        """Attend with q [R, H, N + P] -> [R, H * O]; k and v are read in the pool."""
-        out = q.new_empty(*q.shape[:2], self._shape.output_size)
-        self._step.attend(self._shape, q, self._pool[layer][0], self._shape.expansions[layer], out=out)
-        return out.flatten(1)
+    def _upload(self, column: Ints) -> Tensor:
+        """Copy a column [X] to the device."""
+        return pinned(column).to(self._device, non_blocking=True)

@@ -20,7 +20,14 @@ import numpy as np
 import torch
 
 from aioengine.attention._flashinfer import FixedFlashInferCascade, PrefillRows, Shared, cascade_limits
-from aioengine.attention._gpu_rows import FixedDecodeRows, decode_rows, flat_pages, page_columns, run_once
+from aioengine.attention._gpu_rows import (
+    FixedDecodeRows,
+    decode_rows,
+    flat_pages,
+    num_decode_rows,
+    page_columns,
+    run_once,
+)
 from aioengine.kernels.rotate_and_write import KVTarget
 from aioengine.kernels.triton.decode import decode
 
@@ -48,8 +55,7 @@ class FlashInferAttention:
     def prepare(self, batch: ForwardBatch) -> None:
         kv_lengths = np.array(batch.kv_lengths, dtype=np.int32)
         query_lengths = np.array(batch.query_lengths, dtype=np.int32)
-        longer = np.flatnonzero(query_lengths > 1)
-        num_decode = int(longer[0]) if longer.size else len(query_lengths)
+        num_decode = num_decode_rows(query_lengths)
         self._slot_mapping = batch.slot_mapping
         self._num_decode = num_decode
         self._decode = None
@@ -86,7 +92,8 @@ class FlashInferAttention:
 
     def warm_up(self) -> None:
         """Plan and run each kind of step once, to compile kernels."""
-        run_once(self, self._shared.shape, self._shared.pool[0][0])
+        for count in (1, 2):
+            run_once(self, self._shared.shape, self._shared.pool[0][0], 1, count)
         if self._shared.can_share:
             self._prefill.prefix.warm_up()
 

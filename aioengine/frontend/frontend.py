@@ -125,7 +125,7 @@ class Frontend:
         )
         self._lock = lock
         self._pid = os.getpid()
-        self._encoder = None if parts.tokenizer is None else _encoder(parts, parts.tokenizer)
+        self._encoder = _encoder(parts)
         self._ended = asyncio.Event()
         self.images = None if parts.images is None else PromptImages(parts.images, self._encoder)
         self._checks = RequestChecks(_prompt_rules(parts), self._encoder, self.images)
@@ -158,7 +158,7 @@ class Frontend:
             with self._lock:
                 self.limits.reserve(call, this_caller())
             request = make_request()
-            self._checks.check(request, 0)
+            self._checks.check(request)
             call.begin(request, row_type(request))
             reader = Reader(call, call.ready, lock=self._lock, actions=self)
             with self._lock:
@@ -317,7 +317,7 @@ class Frontend:
         self.fail(closed())
         self.attachments.clear(closed())
         images = None if self.images is None else self.images.start_close()
-        _close(self._encoder, None)
+        self._encoder.close()
         await self.parts.processes.stop(STOP_TIMEOUT_S)
         if images is not None:
             await asyncio.wait([asyncio.wrap_future(images)])
@@ -333,16 +333,10 @@ class Frontend:
             post(self.loop, _end_calls, self, closed())
         else:
             _end_calls(self, error)
-        _close(self._encoder, self.images)
+        self._encoder.close()
+        if self.images is not None:
+            self.images.close()
         self.parts.processes.kill_now()
-
-
-def _close(encoder: Encoder | None, images: PromptImages | None) -> None:
-    """End the threads and the media process now. From any thread."""
-    if encoder is not None:
-        encoder.close()
-    if images is not None:
-        images.close()
 
 
 def _end_calls(frontend: Frontend, error: EngineError) -> None:
@@ -384,13 +378,11 @@ def _prompt_rules(parts: Running) -> PromptRules:
     )
 
 
-def _encoder(parts: Running, tokenizer: Tokenizer) -> Encoder:
-    model = parts.settings.model
-    most = min(model.context_length, parts.max_total_tokens)
+def _encoder(parts: Running) -> Encoder:
+    model, tokenizer = parts.settings.model, parts.tokenizer
+    if tokenizer is None:
+        return Encoder(None)
+    max_tokens = min(model.context_length, parts.max_total_tokens)
+    sizes = None if parts.longest_token is None else TextSizes(max_tokens, parts.longest_token)
     in_text = str if parts.images is None else parts.images.model.family.in_text
-    return Encoder(tokenizer, _sizes(parts), PoolEncoder(tokenizer, model.pooling, most, in_text), in_text)
-
-
-def _sizes(parts: Running) -> TextSizes | None:
-    fitting = min(parts.settings.model.context_length, parts.max_total_tokens)
-    return None if parts.longest_token is None else TextSizes(fitting, parts.longest_token)
+    return Encoder(tokenizer, sizes, PoolEncoder(tokenizer, model.pooling, max_tokens, in_text), in_text)

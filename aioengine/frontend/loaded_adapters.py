@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, cast
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
-from aioengine.api import checks
+from aioengine.api import answers, checks
 from aioengine.errors import EngineStartupError, RequestError, describe
 from aioengine.frontend.intake.row_options import PerPrompt, per_prompt
 from aioengine.model_files import adapter_folder
@@ -219,7 +219,9 @@ class LoadedAdapters:
         with self._lock:
             loads = {name: load for name in choice.names if (load := self._find(name)) is not None}
             if len(loads) < len(choice.names) and not (rows_fail_alone and choice.of_prompts.is_list):
-                raise self._missing(next(name for name in choice.names if name not in loads))
+                name = next(name for name in choice.names if name not in loads)
+                values = choice.of_prompts.values
+                raise answers.named(self._missing(name), values.index(name), len(values))
             choice.use(loads, self._missing)
 
     def _find(self, name: str) -> Load | None:

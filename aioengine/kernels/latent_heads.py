@@ -39,9 +39,9 @@ def rotated_queries(q: Tensor, latents: Tensor, *, norm: Norm, tables: Tables, t
     """
     out = q if target.heads is None else target.heads
     if launcher.serves(q):
-        from aioengine.kernels.triton.latent_heads import rotate_queries
+        from aioengine.kernels.triton.latent_heads import rotate
 
-        rotate_queries(q, latents, out, norm=norm, tables=tables, target=(target.slots, target.keys))
+        rotate(q, latents, out, norm=norm, tables=tables, target=(target.slots, target.keys))
         return out
     heads = q.new_empty(q.shape[0], q.shape[1] + 1, latents.shape[1])
     reference(q, latents, heads, norm=norm, tables=tables)

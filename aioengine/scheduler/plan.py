@@ -4,6 +4,11 @@ A request has ``num_tokens`` known positions (prompt and output) and ``num_compu
 compute ``count`` positions starting at ``start``. Prefill, chunked prefill, the rest after a prefix hit, and decode are
 the same case. If the last token of a row is sampled by a step in flight, the plan does not know it: ``token_ids`` is
 one shorter, and the runner uses the token that it holds for this request.
+
+A row can end with *drafts*: positions for which the runner proposes tokens. It accepts the first drafts that equal the
+tokens it samples, and rejects the others. The next plan does not wait for this decision: it assumes that all drafts
+were accepted. So ``start`` is an upper bound if an earlier row in flight has drafts. The runner computes the row from
+``start`` minus the drafts rejected in flight. ``Scheduler.apply`` subtracts them too.
 """
 
 from __future__ import annotations
@@ -26,12 +31,13 @@ class Row(Struct, array_like=True, gc=False):
 
     uid: the request.
     start: first position to compute; positions before it have KV.
-    token_ids: ids at positions ``start`` ... ``start + count - 1``. Empty for a decode row: the runner holds the last
-        sampled token.
-    count: number of positions to compute, at least 1.
-    outputs: bits. TOKENS: sample a token for position ``start + count``. VECTOR: return the pooled vector.
-        DISTRIBUTION: return logprobs of the next token, but no token. NOTHING: only write KV, for a chunk of a prompt.
+    token_ids: ids at positions from ``start`` on. Empty for a decode row: the runner holds the last sampled token.
+    count: number of positions to compute, including drafts; at least 1.
+    outputs: bits. TOKENS: sample a token for position ``start + count``, and for each draft. VECTOR: return the pooled
+        vector. DISTRIBUTION: return logprobs of the next token, but no token. NOTHING: only write KV, for a chunk of a
+        prompt.
     new_pages: pages appended to the page table of the request since its last row.
+    num_drafts: the last positions of the row that are drafts.
     """
 
     uid: int
@@ -40,6 +46,7 @@ class Row(Struct, array_like=True, gc=False):
     outputs: int
     token_ids: list[int] = []
     new_pages: list[int] = []
+    num_drafts: int = 0
 
 
 class NewRow(Struct, array_like=True, gc=False):
@@ -93,18 +100,20 @@ class StepPlan(Struct, array_like=True, gc=False):
 class StepResult(Struct, array_like=True, gc=False):
     """The result of a step.
 
-    tokens: one entry for each row of the plan with outputs, in the same order. A row with TOKENS has the sampled token,
-        then its forced tokens, if any. Rows in flight sample the first forced tokens again, so they have no token. A
-        row with VECTOR has no tokens but an extra of kind ``POOLED_VECTOR``, a row with DISTRIBUTION an extra of kind
-        ``NEXT_LOGPROBS``.
+    tokens: one entry for each row of the plan with outputs, in the same order. A row with TOKENS has the tokens that
+        no earlier result had: accepted drafts, the token sampled after them, then its forced tokens, if any. Rows in
+        flight sample the first forced tokens again, so they may have no token. A row with VECTOR has no tokens but an
+        extra of kind ``POOLED_VECTOR``, a row with DISTRIBUTION an extra of kind ``NEXT_LOGPROBS``.
     failed: uid -> error, for rows that could not be computed or sampled. Their tokens are dropped, only these requests
         end, and their pages are not shared.
     complete: uids of rows whose grammar allows no further token: the request ends with the tokens of this step.
+    num_rejected: uid -> number of rejected drafts, for rows with some.
     """
 
     tokens: TokenColumns
     failed: dict[int, str] = {}
     complete: list[int] = []
+    num_rejected: dict[int, int] = {}
 
     def check(self, plan: StepPlan) -> None:
         """Raise BadColumnsError unless the result has the rows of ``plan`` that have outputs."""

@@ -3,6 +3,10 @@
 Decode rows come first, ordered by rank: one for each running request whose newest token is in the runner. So decoding
 requests advance in every step, however long the prompts are. The remaining token budget is divided among the prompts of
 running requests, then among waiting requests that can be admitted.
+
+A decode row has more than one position if it has forced tokens or drafts. The next plan assumes that all drafts are
+accepted, and allocates pages for them. Rejected drafts lower the counts of the request when their result is applied;
+the request keeps the pages for its next tokens.
 """
 
 from __future__ import annotations
@@ -30,26 +34,35 @@ MAX_LATER = 64  # requests that may be passed over in a step because of a prefix
 
 
 class Flight:
-    """A plan in flight, with the request of each row and the allocation of this request at planning time."""
+    """A plan in flight, with the request of each row and the allocation of this request at planning time.
 
-    __slots__ = ("allocations", "num_prompt_tokens", "plan", "planned_at", "requests")
+    num_prompt_tokens: positions of all rows but those of one token. num_drafts: positions of drafts.
+    rejected: uid -> drafts that results since the launch rejected: the row starts so many positions earlier than
+    planned.
+    """
+
+    __slots__ = ("allocations", "num_drafts", "num_prompt_tokens", "plan", "planned_at", "rejected", "requests")
 
     def __init__(self, planned_at: float) -> None:
         self.planned_at = planned_at
         self.num_prompt_tokens = 0
+        self.num_drafts = 0
         self.plan = StepPlan([])
         self.requests: list[Request] = []
         self.allocations: list[Allocation] = []
+        self.rejected: dict[int, int] = {}
 
     def add(self, row: Row, request: Request) -> None:
         """Add a row of ``request`` and advance its counts as if the row were computed."""
         self.num_prompt_tokens += row.count
+        self.num_drafts += row.num_drafts
         self.plan.rows.append(row)
         self.requests.append(request)
         self.allocations.append(request.allocation)
         request.num_computed += row.count
         if row.outputs & TOKENS:
-            request.num_tokens += 1
+            request.num_tokens += 1 + row.num_drafts
+            request.num_drafts += row.num_drafts
             request.holds_last = True
             request.decodes = True
 
@@ -63,6 +76,7 @@ class Planner:
         "_decode_cost",
         "_is_overlapped",
         "_keeps_images",
+        "_max_drafts",
         "_max_running",
         "_min_tokens",
         "_requests",
@@ -72,6 +86,7 @@ class Planner:
 
     def __init__(self, settings: SchedulerSettings, requests: Requests) -> None:
         self._max_running = settings.max_running
+        self._max_drafts = settings.max_drafts
         self._chunk_tokens = settings.chunk_tokens
         self._decode_cost = settings.decode_cost
         self._splits_prompts = settings.splits_prompts
@@ -105,19 +120,24 @@ class Planner:
         """
         prompts: list[Request] = []
         rows, requests, allocations = flight.plan.rows, flight.requests, flight.allocations
+        max_drafts = self._max_drafts
         for request in self._requests.running:
-            if not request.decodes:
-                if not request.num_missing or request.gates:
-                    continue  # gated, or its last row is in flight
-                if not request.is_behind:
-                    if request.allocation.capacity >= request.num_tokens or self._has_room(request):
-                        prompts.append(request)
-                elif (row := self._row_of_forced(request, flight)) is not None:
-                    flight.add(row, request)
-                continue
             start = request.num_computed
-            if start + 1 >= request.max_tokens:
-                continue  # its last token is in flight
+            if request.decodes:
+                if start + 1 >= request.max_tokens:
+                    continue  # its last token is in flight
+            elif not request.num_missing or request.gates:
+                continue  # gated, or its last row is in flight
+            elif request.is_behind and request.num_drafts:
+                continue  # the row of its forced tokens needs an exact start
+            elif not request.is_behind:
+                if request.allocation.capacity >= request.num_tokens or self._has_room(request):
+                    prompts.append(request)
+                continue
+            if max_drafts or not request.decodes:
+                if (several := self._row_of_several(request, flight)) is not None:
+                    flight.add(several, request)
+                continue
             allocation = request.allocation
             if start < allocation.capacity:
                 row = Row(request.uid, start, 1, TOKENS)
@@ -133,10 +153,11 @@ class Planner:
             request.num_tokens += 1
         return prompts
 
-    def _row_of_forced(self, request: Request, flight: Flight) -> Row | None:
-        """Return a row for the forced tokens of a request; None: it was preempted, or waits for pages.
+    def _row_of_several(self, request: Request, flight: Flight) -> Row | None:
+        """Return a row for the forced tokens of a request, or its newest token, and for drafts after them. Return None
+        if the request was preempted, or waits for pages.
 
-        The row has at least one token. It leaves an eighth of the token budget to prompts.
+        The row has at least one token. It leaves an eighth of the token budget to prompts. Drafts preempt no request.
         """
         left = self._chunk_tokens - self._chunk_tokens // 8 - len(self._requests.running) - flight.num_prompt_tokens
         start = request.num_computed
@@ -150,9 +171,18 @@ class Planner:
                 end = request.allocation.capacity
                 break
             pages += more
+        token_ids = [] if request.holds_last else request.ids_to_compute(start, end)
         request.is_behind = end < request.num_tokens
-        outputs = NOTHING if request.is_behind else TOKENS
-        return Row(request.uid, start, end - start, outputs, request.ids_to_compute(start, end), pages)
+        if request.is_behind:
+            return Row(request.uid, start, end - start, NOTHING, token_ids, pages)
+        num_drafts = max(0, min(self._max_drafts, left - (end - start), request.max_tokens - 1 - end))
+        while (capacity := request.allocation.capacity) < end + num_drafts:
+            more = self._requests.cache.grow(request.allocation)
+            if more is None:
+                num_drafts = capacity - end
+            else:
+                pages += more
+        return Row(request.uid, start, end - start + num_drafts, TOKENS, token_ids, pages, num_drafts)
 
     def _grow(self, request: Request) -> list[int] | None:
         """Allocate pages for the next position, preempting other requests if none is left. Return None if the request

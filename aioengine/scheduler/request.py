@@ -70,6 +70,8 @@ class Request:
     short_length: longer requests use long RoPE factors for all positions. A request that reaches this length is
         recomputed, so until then ``max_tokens`` is ``short_length + 1``. 0: RoPE does not depend on the length.
     waits_for: the last node of its prefix that another request is computing or taking a snapshot of.
+    num_drafts: drafts of its rows in flight. Until they are accepted, ``num_tokens`` and ``num_computed`` are upper
+        bounds.
     """
 
     __slots__ = (
@@ -82,6 +84,7 @@ class Request:
         "kind",
         "max_tokens",
         "num_computed",
+        "num_drafts",
         "num_prompt",
         "num_tokens",
         "order",
@@ -106,6 +109,7 @@ class Request:
             self.token_ids += submit.continuation.token_ids
         self.num_tokens = len(self.token_ids)
         self.num_computed = 0
+        self.num_drafts = 0
         self.short_length = short_length
         self.max_tokens = min(max_tokens, short_length + 1) if self.num_tokens <= short_length else max_tokens
         self.stop_ids = frozenset(submit.limits.stop_token_ids)
@@ -180,6 +184,7 @@ class Request:
         self.decodes = False
         self.is_behind = False
         self.num_computed = 0
+        self.num_drafts = 0
         self.num_tokens = len(self.token_ids)
         self.wait_for(None)
         self.state = state

@@ -97,7 +97,7 @@ class Scheduler:
         self.requests.pace.note_step(now - max(flight.planned_at, self._applied_at), flight.num_prompt_tokens)
         self._applied_at = now
         cache = self.cache
-        single, others = _by_row(plan, result)
+        single, others = _by_row(flight, result)
         limits: dict[int, int] = {}  # uid -> number of accepted tokens, if not all are accepted
         for row, request, allocation, token_id in zip(
             plan.rows, flight.requests, flight.allocations, single, strict=True
@@ -106,7 +106,8 @@ class Scheduler:
                 limits[row.uid] = 0  # late
                 continue
             if token_id < 0:
-                num_taken = self._take_other(row, request, result, others.get(row.uid), now=now)
+                end = row.start + row.count - flight.rejected.get(row.uid, 0)
+                num_taken = self._take_other(row, request, result, others.get(row.uid), end=end, now=now)
                 if num_taken is not None:
                     limits[row.uid] = num_taken
                 continue
@@ -133,21 +134,39 @@ class Scheduler:
         return self._events.take(tokens)
 
     def _take_other(
-        self, row: Row, request: Request, result: StepResult, new: list[int] | None, *, now: float
+        self, row: Row, request: Request, result: StepResult, new: list[int] | None, *, end: int, now: float
     ) -> int | None:
-        """Process a row without exactly one token. Return the number of accepted tokens; None: all of them.
+        """Process a row that is not a decode with one token. Return the number of accepted tokens; None: all of them.
 
-        new: its tokens. None: the row has no output.
+        new: its tokens. None: the row has no output. end: number of positions with KV if all its drafts are accepted.
         """
-        end = row.start + row.count
+        request.num_drafts -= row.num_drafts
+        if num_rejected := result.num_rejected.get(row.uid, 0):
+            end -= num_rejected
+            request.num_computed -= num_rejected
+            request.num_tokens -= num_rejected
+            for later in self._flights:
+                later.rejected[row.uid] = later.rejected.get(row.uid, 0) + num_rejected
         error = result.failed.get(row.uid)
-        is_missing = new is None or (row.outputs == TOKENS and not new and end == len(request.token_ids))
+        is_missing = new is None or (row.outputs == TOKENS and len(request.token_ids) + len(new) <= end)
         if error is None and row.outputs and is_missing:
             error = f"the runner gave no {_OUTPUT_NAMES[row.outputs]}"
         if error is not None:
             failed = End(row.uid, FinishCode.FAILED, stage="sample", message=error)
             self.requests.end(request, failed, is_invalid=True)
             return 0
+        is_complete = row.uid in result.complete  # its grammar allows no token after these
+        ended: End | None = None
+        num_taken = 0
+        for token_id in new or ():
+            request.token_ids.append(token_id)
+            num_taken += 1
+            ended = end_of(request)
+            if ended is not None:
+                break
+        if is_complete and ended is not None and ended.code is FinishCode.LENGTH and num_taken == len(new or ()):
+            ended = None  # it ends as complete
+        end = min(end, len(request.token_ids))  # tokens after the end of the request are dropped
         if end >= request.allocation.next_insert_at:
             self.cache.insert(request.allocation, request.token_ids, end)
         if new is None:  # a part of a prompt
@@ -156,15 +175,10 @@ class Scheduler:
         if (new or is_last) and not request.history.is_text_open:
             self._events.open_text(request, now)
         if is_last:
-            self.requests.end(request, End(row.uid, FinishCode.STOP if row.outputs & VECTOR else FinishCode.LENGTH))
-            return None
-        is_complete = row.uid in result.complete  # its grammar allows no token after these
-        for num_taken, token_id in enumerate(new, 1):
-            request.token_ids.append(token_id)
-            ended = end_of(request)
-            if ended is not None and not (ended.code is FinishCode.LENGTH and is_complete and num_taken == len(new)):
-                self.requests.end(request, ended)
-                return num_taken
+            ended = End(row.uid, FinishCode.STOP if row.outputs & VECTOR else FinishCode.LENGTH)
+        if ended is not None:
+            self.requests.end(request, ended)
+            return None if is_last else num_taken
         if is_complete:
             return None
         if len(request.token_ids) >= request.max_tokens:
@@ -230,22 +244,24 @@ class Scheduler:
         self.requests.adapters.check_integrity()
 
 
-def _by_row(plan: StepPlan, result: StepResult) -> tuple[list[int], dict[int, list[int]]]:
+def _by_row(flight: Flight, result: StepResult) -> tuple[list[int], dict[int, list[int]]]:
     """Return the token of each row (-1 if it does not have exactly one), and the tokens of these other rows by uid.
 
-    A row has an entry by uid if it has its planned output: no or several tokens, a vector, or a distribution.
+    A row has an entry by uid if it has its planned output: no or several tokens, a vector, or a distribution. A row
+    with drafts, or with rejected drafts before it, has an entry even if it has one token.
     """
-    tokens = result.tokens
+    plan, tokens = flight.plan, result.tokens
     others: dict[int, list[int]] = {}
     single = tokens.token_ids
-    if tokens.counts is not None:
+    if tokens.counts is not None or flight.num_drafts or flight.rejected:
         with_extra = {extra.uid for extra in tokens.extras if extra.kind in (POOLED_VECTOR, NEXT_LOGPROBS)}
         rows = [row for row in plan.rows if row.outputs]
         single = list[int]()
         for row, new in zip(rows, tokens.rows(), strict=True):
             ids = [new] if isinstance(new, int) else new
-            single.append(ids[0] if len(ids) == 1 else -1)
-            if len(ids) != 1 and (row.outputs & TOKENS or row.uid in with_extra):
+            is_single = len(ids) == 1 and not row.num_drafts and row.uid not in flight.rejected
+            single.append(ids[0] if is_single else -1)
+            if not is_single and (row.outputs & TOKENS or row.uid in with_extra):
                 others[row.uid] = ids
     if len(single) < len(plan.rows) or result.failed:
         next_token = iter(single)

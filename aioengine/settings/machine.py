@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import secrets
 import sys
 from importlib.util import find_spec
@@ -53,25 +54,19 @@ def num_threads() -> int:
 
 def has_bfloat16(cpuinfo: str) -> bool:
     """Return whether /proc/cpuinfo lists bf16 dot products: AVX512-BF16 or AMX on x86-64, BF16 on arm64."""
-    for line in cpuinfo.splitlines():
-        name, _, flags = line.partition(":")
-        if name.strip() in {"flags", "Features"}:
-            return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags.split())
-    return False
+    flags = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo, re.MULTILINE)
+    return flags is not None and not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags[1].split())
 
 
 def cpu_quota(root: Path, membership: str) -> float:
     """Return the smallest quota of cores among the cgroups of this process; infinity without a quota."""
-    quotas = [math.inf]
-    for folder in cgroup_folders(root, membership, ""):
-        quota, _, period = _text(folder / "cpu.max").partition(" ")
-        if quota.isdigit() and period.strip().isdigit():
-            quotas.append(int(quota) / int(period))
-    for folder in cgroup_folders(root / "cpu", membership, "cpu"):
-        quota, period = _text(folder / "cpu.cfs_quota_us").strip(), _text(folder / "cpu.cfs_period_us").strip()
-        if quota.isdigit() and period.isdigit():
-            quotas.append(int(quota) / int(period))
-    return min(quotas)
+    limits = [_text(folder / "cpu.max") for folder in cgroup_folders(root, membership, "")]
+    limits += [
+        f"{_text(folder / 'cpu.cfs_quota_us').strip()} {_text(folder / 'cpu.cfs_period_us')}"
+        for folder in cgroup_folders(root / "cpu", membership, "cpu")
+    ]
+    pairs = [re.fullmatch(r"(\d+) (\d+)\s*", limit) for limit in limits]
+    return min([math.inf, *(int(pair[1]) / int(pair[2]) for pair in pairs if pair is not None)])
 
 
 def cgroup_folders(root: Path, membership: str, controller: str) -> list[Path]:
@@ -99,48 +94,25 @@ def free_host_memory(root: Path = Path("/")) -> int:
     The limits of control groups (version 1 and 2, with all ancestors) apply. File pages that the kernel can drop count
     as free. ``root``: the folder with proc and sys.
     """
-    available = _available(root / "proc/meminfo")
-    if available is None:
-        # macOS has no such file: assume half of the installed memory, and leave the rest to other programs
-        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    return max(min([available, *_left_in_groups(root)]), 0)
-
-
-def _available(meminfo: Path) -> int | None:
-    for line in _text(meminfo).splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
-def _left_in_groups(root: Path) -> list[int]:
-    """Return the unused bytes of each memory limit of the control groups of this process."""
+    kibibytes = _number("MemAvailable:", root / "proc/meminfo")
+    # macOS has no such file: assume half of the installed memory, and leave the rest to other programs
+    left = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 if kibibytes is None else kibibytes * 1024
     membership = _text(root / "proc/self/cgroup")
-    version_2 = "memory.max", "memory.current", "inactive_file"
-    version_1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-    left: list[int | None] = []
-    for controller, names in (("", version_2), ("memory", version_1)):
-        folders = cgroup_folders(root / "sys/fs/cgroup" / controller, membership, controller)
-        left += [_left(folder, *names) for folder in folders]
-    return [size for size in left if size is not None]
+    for controller, limit_file, usage_file, droppable_name in (
+        ("", "memory.max", "memory.current", "inactive_file"),
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        for folder in cgroup_folders(root / "sys/fs/cgroup" / controller, membership, controller):
+            limit, usage = _number("", folder / limit_file), _number("", folder / usage_file)
+            if limit is not None and usage is not None:
+                left = min(left, limit - usage + (_number(droppable_name, folder / "memory.stat") or 0))
+    return max(left, 0)
 
 
-def _left(group: Path, limit_name: str, usage_name: str, droppable_name: str) -> int | None:
-    limit, usage = _number(group / limit_name), _number(group / usage_name)
-    if limit is None or usage is None:
-        return None
-    droppable = 0
-    for line in _text(group / "memory.stat").splitlines():
-        name, _, value = line.partition(" ")
-        if name == droppable_name:
-            droppable = int(value)
-    return limit - usage + droppable
-
-
-def _number(path: Path) -> int | None:
-    """Return the number in a file; None if the file does not exist or says "max"."""
-    lines = _text(path).splitlines()
-    return int(lines[0]) if lines and lines[0].strip().isdigit() else None
+def _number(name: str, file: Path) -> int | None:
+    """Return the number after ``name`` at the start of a line; None if there is none (the limit may be "max")."""
+    match = re.search(rf"^{name}\s*(\d+)", _text(file), re.MULTILINE)
+    return None if match is None else int(match[1])
 
 
 def _text(file: Path) -> str:

@@ -50,8 +50,9 @@ class FakeModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     vocab_size: tokens are 0 ... vocab_size - 1. alphabet: if not empty, only the code points of these characters are
     sampled, which are tokens of the byte tokenizer. eos_token_id: sampled with ``eos_probability`` at each position.
-    tokens_per_step: digits from 1; the n-th result of a request has as many tokens as the
-    n-th digit says, again from the first digit after the last. gives_extras: each token has an extra, ``extra_of``.
+    tokens_per_step: digits from 1; the n-th result of a request has as many forced tokens, with the sampled one, as the
+    n-th digit says, again from the first digit after the last. accepts: digits; the n-th row of a request with drafts
+    accepts at most so many of them. gives_extras: each token has an extra, ``extra_of``.
     step_time_s, token_time_s: time of the device for a step, and for each token of it. adapter_s: time to read an
     adapter.
     """
@@ -61,6 +62,7 @@ class FakeModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     eos_token_id: int = -1
     eos_probability: float = 0.0
     tokens_per_step: str = "1"
+    accepts: str = "0"
     gives_extras: bool = False
     step_time_s: float = 0.0
     token_time_s: float = 0.0
@@ -188,7 +190,9 @@ class _FakeRow:
         "known_end",
         "last_token",
         "logprobs",
+        "num_drafted",
         "num_prompt",
+        "num_rejected",
         "num_steps",
         "pages",
         "prompt",
@@ -204,19 +208,24 @@ class _FakeRow:
         self.num_prompt = opened.num_prompt
         self.pages = list(opened.pages)
         self.num_steps = 0
+        self.num_drafted = 0  # rows with drafts
+        self.num_rejected = 0  # drafts rejected in flight, which the scheduler does not know
         self.known_end = 0
         self.last_token: int | None = None
 
 
 class FakeTicket:
-    """A step in flight: its number, its result, and the time at which the simulated device finishes it."""
+    """A step in flight: its number, its result, the time at which the simulated device finishes it, and the rows with
+    rejected drafts.
+    """
 
-    __slots__ = ("done_at", "result", "step")
+    __slots__ = ("done_at", "rejected", "result", "step")
 
-    def __init__(self, step: int, result: StepResult, done_at: float) -> None:
+    def __init__(self, step: int, result: StepResult, done_at: float, rejected: list[tuple[_FakeRow, int]]) -> None:
         self.step = step
         self.result = result
         self.done_at = done_at
+        self.rejected = rejected
 
 
 class FakeAdapterSlots:
@@ -295,15 +304,18 @@ class FakeRunner:
                     raise RuntimeError(f"request {opened.uid} uses slot {opened.adapter_slot}, which is empty")
         result = StepResult(TokenColumns())
         for row in plan.rows:
-            self._compute(row, result.tokens)
+            self._compute(row, result)
         self._fail_row(plan, result)
-        ticket = FakeTicket(self._step, result, self._done_at(plan))
+        rejected = [(self._rows[uid], count) for uid, count in result.num_rejected.items()]
+        ticket = FakeTicket(self._step, result, self._done_at(plan), rejected)
         self._num_in_flight += 1
         return ticket
 
     def collect(self, ticket: FakeTicket) -> StepResult:
         """Wait for the simulated device."""
         self._num_in_flight -= 1
+        for held, count in ticket.rejected:
+            held.num_rejected -= count
         if ticket.done_at:
             time.sleep(max(0.0, ticket.done_at - time.monotonic()))
         if self._faults is not None:
@@ -324,36 +336,55 @@ class FakeRunner:
         data = {"arguments": message.arguments, "num_steps": self._step, "num_in_flight": self._num_in_flight}
         return Reply(message.call_id, True, data=msgspec.json.encode(data).decode(), payload=message.payload)
 
-    def _compute(self, row: Row, tokens: TokenColumns) -> None:
-        """Write the tokens of a row to its slots, and add its results to ``tokens``."""
-        held = self._rows.get(row.uid)
+    def _compute(self, row: Row, result: StepResult) -> None:
+        """Write the tokens of a row to its slots, and add its results to ``result``."""
+        held, tokens = self._rows.get(row.uid), result.tokens
         if held is None:
             raise RuntimeError(f"row of request {row.uid}, which was never opened")
         held.pages += row.new_pages
-        self._write(row, held)
+        token_ids, num_known = row.token_ids, row.count - row.num_drafts
+        if len(token_ids) < num_known:
+            if held.last_token is None or len(token_ids) != num_known - 1:
+                raise RuntimeError(f"request {row.uid}: {len(token_ids)} of {row.count} tokens, and none is held")
+            token_ids = [*token_ids, held.last_token]
+        if row.start + row.count > len(held.pages) * self._page_size:
+            raise RuntimeError(f"request {row.uid}: {len(held.pages)} pages for {row.start + row.count} positions")
+        start = row.start - held.num_rejected
+        self._write(row.uid, held, start, token_ids)
         if not row.outputs:
             return
         if row.outputs != OUTPUTS[held.kind]:
             raise RuntimeError(f"request {row.uid} of kind {held.kind.name} has a row that gives {row.outputs}")
-        end = row.start + row.count
+        first = end = start + num_known
         checksum = self._checksum(held.pages, end)
         self._add_prompt_logprobs(row, held, tokens)
         if held.kind is not RequestKind.GENERATE:
             tokens.add(row.uid, ())
             tokens.extras.append(self._last_extra(row, held, checksum))
             return
-        held.last_token = token_id = self._next_token(checksum, end, held.num_prompt, held.sampling)
-        if end < held.known_end:  # an earlier step gave this token
-            tokens.add(row.uid, ())
-            return
-        held.known_end = end + self._tokens_per_step[held.num_steps % len(self._tokens_per_step)]
-        held.num_steps += 1
-        new: list[int] = []
-        for position in range(end, held.known_end):
-            if new:
+        new = [self._next_token(checksum, end, held.num_prompt, held.sampling)]
+        if row.num_drafts:
+            num_accepted = min(row.num_drafts, int(self._model.accepts[held.num_drafted % len(self._model.accepts)]))
+            held.num_drafted += 1
+            for _ in range(num_accepted):
+                self._write(row.uid, held, end, new[-1:])
+                end += 1
+                checksum = self._checksum(held.pages, end)
+                new.append(self._next_token(checksum, end, held.num_prompt, held.sampling))
+            if num_rejected := row.num_drafts - num_accepted:
+                self._write(row.uid, held, end, [new[-1] + 1] * num_rejected)
+                result.num_rejected[row.uid] = num_rejected
+                held.num_rejected += num_rejected
+        held.last_token = token_id = new[-1]
+        new = new[max(0, held.known_end - first) :]  # an earlier step gave the tokens before
+        if end >= held.known_end:
+            held.known_end = end + self._tokens_per_step[held.num_steps % len(self._tokens_per_step)]
+            held.num_steps += 1
+            for position in range(end + 1, held.known_end):
                 checksum = zlib.crc32(array("q", [token_id + (held.adapter << 32)]), checksum)
                 token_id = self._next_token(checksum, position, held.num_prompt, held.sampling)
-            new.append(token_id)
+                new.append(token_id)
+        for position, token_id in enumerate(new, max(end + 1, held.known_end) - len(new)):
             if held.logprobs is not None:
                 numbers = fake_logprobs(held.logprobs, token_id, self._model.vocab_size)
                 tokens.extras.append(Extra(row.uid, position - held.num_prompt, OUTPUT_LOGPROBS, numbers))
@@ -380,16 +411,10 @@ class FakeRunner:
         numbers = fake_logprobs(held.logprobs, likeliest, self._model.vocab_size)
         return Extra(row.uid, NO_TOKEN, NEXT_LOGPROBS, numbers)
 
-    def _write(self, row: Row, held: _FakeRow) -> None:
-        token_ids = row.token_ids
-        if len(token_ids) < row.count:
-            if held.last_token is None or len(token_ids) != row.count - 1:
-                raise RuntimeError(f"request {row.uid}: {len(token_ids)} of {row.count} tokens, and none is held")
-            token_ids = [*token_ids, held.last_token]
+    def _write(self, uid: int, held: _FakeRow, start: int, token_ids: list[int]) -> None:
+        """Write tokens of a request to the slots of its positions from ``start`` on."""
         size = self._page_size
-        if row.start + row.count > len(held.pages) * size:
-            raise RuntimeError(f"request {row.uid}: {len(held.pages)} pages for {row.start + row.count} positions")
-        for position, token_id in enumerate(token_ids, row.start):
+        for position, token_id in enumerate(token_ids, start):
             if self._faults is not None:
                 self._faults.on_token(token_id)
             slot = held.pages[position // size] * size + position % size

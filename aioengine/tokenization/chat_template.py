@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias, cast
@@ -71,7 +72,6 @@ class ChatTemplates:
         """``special_tokens``: their text by name (``bos_token``...). They are variables of the templates."""
         self.sources = dict(sources)
         self._special_tokens = dict(special_tokens)
-        self._compiled: dict[str, Template] = {}
 
     def render(
         self,
@@ -89,7 +89,7 @@ class ChatTemplates:
         is_prompt = checks.switch("add_generation_prompt", plain.pop("add_generation_prompt", True))
         is_open = checks.switch("continue_final_message", plain.pop("continue_final_message", False))
         chat = [_normalized(message) for message in _checked_messages(messages)]
-        template = self._template(chat_template, has_tools=bool(tools))
+        template = compiled(self._source(chat_template, has_tools=bool(tools)))
         form = self._content_form(template)
         if form != _EITHER:
             chat = [_joined(place, message, keeps_images=form != _TEXT) for place, message in enumerate(chat)]
@@ -131,15 +131,6 @@ class ChatTemplates:
             return self._written(template, [{"role": "user", "content": content}], {})
         except ValueError:
             return ""
-
-    def _template(self, wanted: Source | None, *, has_tools: bool) -> Template:
-        source = self._source(wanted, has_tools=has_tools)
-        template = self._compiled.get(source)
-        if template is None:
-            while len(self._compiled) >= MAX_COMPILED:
-                self._compiled.pop(next(iter(self._compiled)), None)
-            template = self._compiled[source] = compiled(source)
-        return template
 
     def _source(self, wanted: Source | None, *, has_tools: bool) -> str:
         if isinstance(wanted, str):
@@ -186,6 +177,7 @@ def checked_template(source: str) -> str:
     return text
 
 
+@lru_cache(MAX_COMPILED)
 def compiled(source: str) -> Template:
     """Compile a template. Raises ValueError if it is not valid, or too large."""
     from aioengine.tokenization.template_language import Template

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final, Literal, cast, overload
 
 from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as FastTokenizer
@@ -236,6 +236,30 @@ class Tokenizer:
 
     # ------------------------------------------------------------ chats
 
+    @overload
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tokenize: Literal[False] = False,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        chat_template: str | os.PathLike[str] | None = None,
+        continue_final_message: bool = False,
+        **variables: object,
+    ) -> str: ...
+    @overload
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tokenize: Literal[True],
+        tools: Sequence[Mapping[str, object]] | None = None,
+        chat_template: str | os.PathLike[str] | None = None,
+        continue_final_message: bool = False,
+        **variables: object,
+    ) -> list[int]: ...
     def apply_chat_template(
         self,
         messages: Sequence[Message],

@@ -75,7 +75,7 @@ def test_answers_are_true_of_their_pictures() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_the_whole_example_sees_what_is_drawn(tmp_path: Path) -> None:
+def test_trained_model_describes_the_drawn_shapes(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "examples" / "11_images.py"), str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)

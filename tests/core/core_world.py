@@ -135,7 +135,9 @@ class World:
         if self.windows:
             groups = PageGroups(windows=self.windows, page_size=self.page_size, min_tokens=self.settings.min_tokens)
             runner = WindowedFakeRunner(self.model, groups, num_pages=self.num_pages, faults=self.faults)
-        self.runner = WatchedRunner(runner, gives_one=self.model.tokens_per_step == "1")
+        self.runner = WatchedRunner(
+            runner, gives_one=self.model.tokens_per_step == "1" and not self.settings.max_drafts
+        )
         self.scheduler = Scheduler(
             self.settings, num_pages=self.num_pages, page_size=self.page_size, windows=self.windows
         )

@@ -137,7 +137,7 @@ def test_no_prefix_is_shared_between_adapters_loads_and_salts(adapters: dict[str
     world.check_all_over()
 
 
-def test_a_preempted_request_gives_its_slot_back_and_goes_on(adapters: dict[str, Adapter]) -> None:
+def test_preempted_request_releases_its_slot_and_continues(adapters: dict[str, Adapter]) -> None:
     world = world_of(2, num_pages=24)
     limits = Limits(max_new_tokens=40)
     for uid in range(6):

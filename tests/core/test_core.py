@@ -115,7 +115,7 @@ def test_decode_cost_is_how_many_tokens_a_decode_row_counts_for() -> None:
     assert [row.count for row in world.runner.plans[-1].rows] == [1] * 6 + [64 - 6 * 5]
 
 
-def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one() -> None:
+def test_short_prompt_does_not_wait_for_a_long_prompt() -> None:
     world = world_of(chunk_tokens=64, num_pages=2000)
     world.submit(submit_of(1, [1] * 3000), submit_of(2, [2] * 3000), submit_of(3, [3] * 20, arrived_at=1.0))
     for _ in range(3):
@@ -279,7 +279,7 @@ def test_a_successful_step_resets_the_count_of_failures() -> None:
     world.check_all_over()
 
 
-def test_requests_that_a_failed_launch_should_have_closed_are_closed_by_the_next() -> None:
+def test_next_launch_closes_requests_after_a_failed_launch() -> None:
     world = world_of(faults=Faults(raise_at=4))
     world.submit(submit_of(1, [1], limits=Limits(max_new_tokens=3)), submit_of(2, [2], limits=Limits(max_new_tokens=9)))
     world.run()

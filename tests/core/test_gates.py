@@ -199,7 +199,7 @@ def test_a_new_request_runs_while_all_others_are_held() -> None:
 
 
 @DEPTHS
-def test_a_prefix_computed_by_a_request_that_is_then_held_can_be_shared(depth: int) -> None:
+def test_prefix_of_a_held_request_can_be_shared(depth: int) -> None:
     world = world_of(depth)
     prompt = list(range(20))
     world.submit(submit_of(1, prompt), submit_of(2, [*prompt, 7]))
@@ -213,7 +213,7 @@ def test_a_prefix_computed_by_a_request_that_is_then_held_can_be_shared(depth: i
     world.check_all_over()
 
 
-def test_requests_that_wait_for_the_prefix_of_a_held_request_do_not_block_others() -> None:
+def test_requests_that_wait_for_a_held_prefix_do_not_block_others() -> None:
     world = world_of(num_pages=1024, chunk_tokens=16)
     prefix = [(7 * index) % 50 for index in range(64)]
     count = MAX_LATER + 9
@@ -230,7 +230,7 @@ def test_requests_that_wait_for_the_prefix_of_a_held_request_do_not_block_others
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_gate_that_closes_at_each_launch_keeps_a_request_out_of_overlapped_steps(depth: int) -> None:
+def test_gate_closed_at_launch_keeps_a_request_out_of_overlapped_steps(depth: int) -> None:
     """Its gate closes with each launch and opens with each token; the other request is in every step."""
     world = world_of(depth)
     world.submit(submit_of(1, [1, 2, 3]), submit_of(2, [4, 5], limits=Limits(max_new_tokens=40)))

@@ -65,7 +65,7 @@ def test_pooling_and_generating_requests_share_steps_and_prefixes(depth: int) ->
     world.check_all_over()
 
 
-def test_a_pooling_request_whose_last_chunk_is_in_flight_is_not_planned_again() -> None:
+def test_pooling_request_is_planned_once() -> None:
     world = world_of(1, chunk_tokens=32)
     world.submit(pooled(submit_of(1, [1] * 4)), submit_of(2, [2] * 80), submit_of(3, [3] * 50))
     world.step()
@@ -137,7 +137,7 @@ def test_a_result_without_the_vector_fails_that_request() -> None:
     world.core.scheduler.check_integrity()
 
 
-def test_the_fake_runner_refuses_rows_that_do_not_match_the_kind_of_their_request() -> None:
+def test_fake_runner_refuses_rows_of_the_wrong_kind() -> None:
     runner = FakeRunner(NO_EOS, num_pages=8, page_size=4)
     for uid, (kind, outputs) in enumerate([(RequestKind.POOL, TOKENS), (RequestKind.GENERATE, VECTOR)]):
         opened = NewRow(uid, Sampling(0), 1, [1], [uid], kind)

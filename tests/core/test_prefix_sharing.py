@@ -124,7 +124,7 @@ def test_without_the_prefix_cache_every_request_computes_its_whole_prompt() -> N
     assert world.core.scheduler.stats(0.0).num_cached_pages == 0
 
 
-def test_a_request_that_waits_for_a_prefix_is_matched_twice_and_not_in_every_step(
+def test_request_that_waits_for_a_prefix_is_matched_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = world_of(0)

@@ -82,7 +82,7 @@ def test_forget_all_drops_deadlines() -> None:
 
 
 @pytest.mark.parametrize("num_given", [0, 3])
-def test_a_continued_request_keeps_its_first_token_times_and_is_not_counted_twice(num_given: int) -> None:
+def test_continued_request_keeps_its_times_and_counts_once(num_given: int) -> None:
     world = World(settings_of(), 64, 4, NO_EOS)
     given = world_output(num_given)
     begun = FirstToken(1, 2, 1.0, 2.0)
@@ -99,7 +99,7 @@ def test_a_continued_request_keeps_its_first_token_times_and_is_not_counted_twic
     assert (stats.prompt_tokens, stats.output_tokens) == (0, 8 - num_given)
 
 
-def test_a_continued_request_aborted_before_its_first_step_is_opened_and_then_ended() -> None:
+def test_continued_request_can_be_aborted_before_its_first_step() -> None:
     """Its text may be held back, and only a new detokenizer can return this text."""
     world = World(settings_of(), 64, 4, NO_EOS)
     world.submit(

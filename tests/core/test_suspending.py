@@ -28,9 +28,7 @@ def resume(world: World, uids: Iterable[int]) -> None:
 
 @DEPTHS
 @pytest.mark.parametrize("num_steps", range(6))
-def test_a_request_suspended_in_any_state_frees_its_pages_and_resumes_with_the_same_tokens(
-    depth: int, num_steps: int
-) -> None:
+def test_suspended_request_frees_its_pages_and_resumes_exactly(depth: int, num_steps: int) -> None:
     world = world_of(depth, max_running=1, chunk_tokens=8)
     world.submit(submit_of(1, list(range(20))), submit_of(2, [1, 2, 3]))
     for _ in range(num_steps):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from aioengine.testing.fake_runner import FakeModel, FakeRunner, FakeTicket
 
 if TYPE_CHECKING:
-    from aioengine.scheduler.plan import Row, StepPlan
+    from aioengine.scheduler.plan import StepPlan
     from aioengine.settings.page_groups import PageGroups
     from aioengine.testing.fake_runner import _FakeRow
     from aioengine.testing.faults import Faults
@@ -29,12 +29,9 @@ class WindowedFakeRunner(FakeRunner):
             self._known[opened.uid] = list(opened.token_ids)
         return super().launch(plan)
 
-    def _write(self, row: Row, held: _FakeRow) -> None:
-        if len(row.token_ids) < row.count:
-            assert held.last_token is not None
-            row.token_ids = [*row.token_ids, held.last_token]
-        tokens = self._known[row.uid] = self._known[row.uid][: row.start] + row.token_ids
-        assert len(tokens) == row.start + row.count
+    def _write(self, uid: int, held: _FakeRow, start: int, token_ids: list[int]) -> None:
+        tokens = self._known[uid] = self._known[uid][:start] + token_ids
+        assert len(tokens) == start + len(token_ids)
         checksums = [0]
         for token_id in tokens:
             checksums.append(zlib.crc32(array("q", [token_id]), checksums[-1]))
@@ -42,18 +39,18 @@ class WindowedFakeRunner(FakeRunner):
         assert len(held.pages) % num_groups == 0
         for group, window in enumerate(self._groups.windows):
             pages = held.pages[group::num_groups]
-            for position in range(row.start, row.start + row.count):
+            for position in range(start, len(tokens)):
                 page = pages[position // size]
                 assert page >= 0
                 self._slots[page * size + position % size] = checksums[position + 1]
-            first = 0 if window is None else max(0, row.start - window + 1)
-            for position in range(first, row.start):
+            first = 0 if window is None else max(0, start - window + 1)
+            for position in range(first, start):
                 page = pages[position // size]
-                assert page >= 0, f"request {row.uid} sees position {position}, which was given back"
+                assert page >= 0, f"request {uid} sees position {position}, which was given back"
                 found = self._slots[page * size + position % size]
-                assert found == checksums[position + 1], f"request {row.uid} sees another token at {position}"
+                assert found == checksums[position + 1], f"request {uid} sees another token at {position}"
         if self._faults is not None:
-            for token_id in row.token_ids:
+            for token_id in token_ids:
                 self._faults.on_token(token_id)
         self._newest = checksums[-1]
 

@@ -53,7 +53,7 @@ async def read_some(engine: AsyncEngine, rid: str, text: str, num_chunks: int) -
     return text, False
 
 
-async def test_who_attaches_at_the_end_of_a_stream_that_rests_sees_it_go_on() -> None:
+async def test_attaching_to_a_suspended_stream_resumes_it() -> None:
     async with slow_engine(slow_reader="pause", slow_reader_timeout_s=0.05) as engine:
         params = {"max_new_tokens": 1000, "temperature": 0}
         whole = (await engine.async_generate("a", params))["text"]
@@ -73,7 +73,7 @@ async def test_who_attaches_at_the_end_of_a_stream_that_rests_sees_it_go_on() ->
         assert "".join(rest) == whole[num_given:]
 
 
-async def test_a_stream_goes_on_without_its_reader_and_every_byte_comes_once() -> None:
+async def test_stream_continues_without_its_reader_and_loses_nothing() -> None:
     draw = random.Random(1)
     async with slow_engine() as engine:
         whole = await expected(engine)
@@ -115,7 +115,7 @@ async def test_every_way_of_leaving_detaches(how: str) -> None:
         assert "".join([chunk["text"] async for chunk in engine.attach("x")]) == whole
 
 
-async def test_when_nobody_comes_it_is_ended_and_forgotten() -> None:
+async def test_stream_without_a_reader_ends_after_its_ttl() -> None:
     async with slow_engine() as engine:
         stream = engine.async_generate("a", {"max_new_tokens": 1500}, stream=True, rid="x", resume_ttl=0.3)
         await anext(stream)
@@ -155,7 +155,7 @@ async def test_a_new_reader_takes_over_from_one_that_is_still_there() -> None:
         assert text + "".join([chunk["text"] async for chunk in second]) == whole
 
 
-async def test_aborts_errors_and_ends_reach_those_who_come_back() -> None:
+async def test_attached_readers_see_aborts_errors_and_ends() -> None:
     async with slow_engine(slow_reader="pause", slow_reader_timeout_s=0.05) as engine:
         for act in ("abort", "deadline", "pause"):
             timeout = 0.1 if act == "deadline" else None
@@ -189,7 +189,7 @@ async def test_wrong_arguments() -> None:
         assert "".join([chunk["text"] async for chunk in stream])
 
 
-async def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_kept_streams_have_a_token_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attachments, "MAX_KEPT_TOKENS", 1000)
     async with fake_async_engine() as engine:
         for number in range(5):
@@ -212,7 +212,7 @@ async def test_short_ones_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("shows_prompt", [False, True])
-async def test_no_prompt_is_kept_that_nobody_gets(monkeypatch: pytest.MonkeyPatch, shows_prompt: bool) -> None:
+async def test_kept_streams_keep_prompts_only_on_request(monkeypatch: pytest.MonkeyPatch, shows_prompt: bool) -> None:
     params = {"max_new_tokens": 1, "stop": ["never"]}
     num_counted = attachments.TOKENS_PER_REQUEST + 1 + 200 * shows_prompt
     monkeypatch.setattr(attachments, "MAX_KEPT_TOKENS", num_counted)
@@ -234,7 +234,7 @@ async def test_no_prompt_is_kept_that_nobody_gets(monkeypatch: pytest.MonkeyPatc
         assert len(chunk.get("prompt_token_ids", [])) == 200 * shows_prompt
 
 
-async def test_what_a_reader_left_unread_is_kept_once() -> None:
+async def test_unread_output_is_kept_once() -> None:
     async with fake_async_engine() as engine:
         stream = engine.async_generate("a", LONG, stream=True, rid="x", resume_ttl=TTL_S)
         await until(lambda: engine.stats()["num_streams"] == 0)
@@ -244,7 +244,7 @@ async def test_what_a_reader_left_unread_is_kept_once() -> None:
         assert len("".join([chunk["text"] async for chunk in engine.attach("x")])) == 300
 
 
-async def test_those_that_ended_first_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_oldest_ended_streams_are_dropped_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attachments, "MAX_KEPT_TOKENS", 90 + 20 + attachments.TOKENS_PER_REQUEST)
     async with slow_engine() as engine:
         streams = [
@@ -317,7 +317,7 @@ async def test_who_attaches_just_when_it_ends_closes_it(monkeypatch: pytest.Monk
         assert await engine.drain(1)
 
 
-async def test_who_attaches_while_the_engine_looks_whether_it_is_over_does_not_end_it(
+async def test_attaching_during_the_check_for_the_end_keeps_the_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Who reads is decided in one step, whatever the engine is doing at that moment."""
@@ -347,7 +347,7 @@ async def test_who_attaches_while_the_engine_looks_whether_it_is_over_does_not_e
         assert "".join([chunk["text"] async for chunk in stream]) == whole
 
 
-async def test_what_another_thread_may_hand_over_is_looked_at_under_the_lock() -> None:
+async def test_rows_of_a_call_are_read_under_the_lock() -> None:
     async with slow_engine() as engine:
         frontend = engine._running()
 

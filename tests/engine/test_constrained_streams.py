@@ -48,7 +48,7 @@ async def test_await_raises_the_error_of_the_compiler(world: World) -> None:
     assert (raised.value.pointer, raised.value.keyword) == ("/items", "pattern")
 
 
-async def test_a_stream_that_is_not_awaited_raises_the_error_with_its_first_chunk(world: World) -> None:
+async def test_stream_without_await_raises_with_its_first_chunk(world: World) -> None:
     world.double.is_held = True
     stream = world.engine.async_generate("ab", CONSTRAINED, stream=True)
     first = asyncio.ensure_future(anext(stream))
@@ -66,9 +66,11 @@ async def test_await_of_a_batch_waits_for_each_of_its_grammars(world: World) -> 
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert not task.done()
-    world.double.end([2], FinishCode.UNSUPPORTED)
-    with pytest.raises(UnsupportedSchemaError):
+    end = End(2, FinishCode.UNSUPPORTED, "pattern", "/items", "no text fits it")
+    world.double.events.on_messages([TextChunks(ended=[end])])
+    with pytest.raises(UnsupportedSchemaError, match="^prompt 2: no text fits it") as raised:
         await task
+    assert (raised.value.pointer, raised.value.keyword) == ("/items", "pattern")
 
 
 async def test_a_row_that_fails_alone_leaves_the_others_of_a_stream(world: World) -> None:
@@ -92,16 +94,14 @@ async def test_each_sample_of_a_prompt_is_waited_for(world: World) -> None:
     await (await task).aclose()
 
 
-async def test_a_stream_that_refuses_to_be_late_is_on_its_way_once_it_is_compiled(world: World) -> None:
+async def test_stream_with_refuse_late_is_accepted_after_compilation(world: World) -> None:
     task = await awaited(world, 1, "ab", CONSTRAINED, refuse_late=True, timeout=60)
     world.double.events.on_messages([TextChunks(compiled=[0])])
     await (await task).aclose()
 
 
 @pytest.mark.parametrize(("code", "reason"), [(FinishCode.ABORT, "abort"), (FinishCode.DEADLINE, "deadline")])
-async def test_a_stream_that_ends_while_it_is_compiled_can_be_read_to_its_end(
-    world: World, code: FinishCode, reason: str
-) -> None:
+async def test_stream_that_ends_during_compilation_can_be_read(world: World, code: FinishCode, reason: str) -> None:
     task = await awaited(world, 1, "ab", CONSTRAINED)
     world.double.end([0], code)
     assert [chunk["meta_info"]["finish_reason"] async for chunk in await task] == [reason]

@@ -86,7 +86,7 @@ async def test_the_last_ids_are_kept_and_the_others_need_not_be_right(world: Wor
 
 
 @pytest.mark.parametrize("prompt", ["x" * 100 * CONTEXT_LENGTH, CHAT[:1] * 200])
-async def test_what_does_not_fit_as_a_whole_is_served_by_its_end(world: World, prompt: object) -> None:
+async def test_truncate_prompt_tokens_makes_long_prompts_fit(world: World, prompt: object) -> None:
     call = world.engine.async_chat if isinstance(prompt, list) else world.engine.async_generate
     with pytest.raises(RequestTooLargeError):
         await call(prompt, SHORT)  # type: ignore[operator]

@@ -215,7 +215,7 @@ async def test_drain_waits_for_an_abort() -> None:
         check_answers(await call, "abort")
 
 
-async def test_shutdown_leaves_nobody_waiting() -> None:
+async def test_shutdown_ends_all_waiting_calls() -> None:
     async with (world := World()).engine as engine:
         call = await begun(world, return_exceptions=True)
         await engine.shutdown()

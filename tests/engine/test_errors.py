@@ -108,7 +108,7 @@ async def test_wrong_arguments_raise_at_the_call(
     assert world.engine.stats()["num_streams"] == 0
 
 
-async def test_what_does_not_exist_yet_may_be_switched_off(world: World) -> None:
+async def test_missing_features_may_be_switched_off(world: World) -> None:
     off = {
         "image_data": None, "lora_path": [None], "return_hidden_states": False, "session_params": None,
     }  # fmt: skip
@@ -249,7 +249,7 @@ class TestWrongRows:
             ({"prompt": ["a", ""], "temprature": 1}, "unexpected argument 'temprature'"),
         ],
     )
-    async def test_what_is_wrong_with_the_call_raises(
+    async def test_mistakes_in_the_whole_call_raise(
         self, world: World, arguments: dict[str, object], message: str
     ) -> None:
         with pytest.raises((TypeError, ValueError), match=message):
@@ -420,7 +420,7 @@ class TestDeadlines:
         world.double.end([0], FinishCode.DEADLINE)
         assert (await generation)["meta_info"]["finish_reason"] == "deadline"
 
-    async def test_the_frontend_ends_what_the_scheduler_does_not(self, world: World) -> None:
+    async def test_frontend_ends_requests_if_the_scheduler_does_not_answer(self, world: World) -> None:
         world.double.is_held = world.double.is_deaf = True
         begun_at = time.monotonic()
         out = await world.engine.async_generate("a", LONG, timeout=0.05)
@@ -429,7 +429,7 @@ class TestDeadlines:
         assert [(abort.uids, abort.code) for abort in world.double.aborts] == [([0], FinishCode.DEADLINE)]
 
     @pytest.mark.parametrize("which", ["queue", "first_token"])
-    async def test_the_frontend_ends_what_has_not_begun(self, world: World, which: str) -> None:
+    async def test_frontend_ends_requests_that_have_not_started(self, world: World, which: str) -> None:
         world.double.is_held = world.double.is_deaf = True
         begun_at = time.monotonic()
         batch = world.engine.async_generate(["a"] * 2, LONG, **{f"{which}_timeout": 0.05})  # type: ignore[arg-type]
@@ -543,7 +543,7 @@ class TestDeath:
         assert world.engine.health()["state"] == "dead"
         assert world.engine.stats()["num_streams"] == 0
 
-    async def test_a_stream_gives_what_it_has_first(self, world: World) -> None:
+    async def test_stream_yields_its_output_before_the_error(self, world: World) -> None:
         world.double.step_s = 0.001
         stream = world.engine.async_generate("a", {**LONG, "max_new_tokens": 300}, stream=True)
         text = (await anext(stream))["text"]
@@ -590,7 +590,7 @@ class TestDeath:
 
 
 class TestDrain:
-    async def test_what_runs_finishes(self, world: World) -> None:
+    async def test_running_requests_finish_during_a_drain(self, world: World) -> None:
         stream = world.engine.async_generate("a", {**LONG, "max_new_tokens": 50}, stream=True)
         await anext(stream)
         draining = asyncio.create_task(world.engine.drain(5))

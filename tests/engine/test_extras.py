@@ -64,7 +64,7 @@ async def test_an_answer_without_extras_has_no_such_key() -> None:
             assert "extras" not in chunk
 
 
-async def test_a_new_reader_gets_the_extras_of_what_it_reads() -> None:
+async def test_new_reader_gets_the_extras_of_its_chunks() -> None:
     async with engine_of() as engine:
         stream = engine.async_generate("a story", PARAMS, stream=True, rid="mine", resume_ttl=60)
         read = await anext(stream)

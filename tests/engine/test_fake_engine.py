@@ -42,9 +42,7 @@ class TestAnswers:
             assert (await engine.async_generate("x", {"max_new_tokens": 5}))["text"] == "one t"
 
     @pytest.mark.parametrize("made", [dict, SamplingParams])
-    async def test_what_a_caller_changes_after_its_call_changes_no_request(
-        self, made: Callable[..., SamplingParams]
-    ) -> None:
+    async def test_changing_arguments_after_the_call_has_no_effect(self, made: Callable[..., SamplingParams]) -> None:
         stop, ids, biases = [" th"], [3], {3: 0.0}
         params = made(stop=stop, stop_token_ids=ids, logit_bias=biases, max_new_tokens=12)
         async with fake_async_engine({"": "one two three"}) as engine, asyncio.timeout(30):

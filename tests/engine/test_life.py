@@ -394,7 +394,7 @@ async def _two_chunks_read(world: World) -> Stream:
 
 
 class TestOneLoop:
-    def test_a_stream_that_was_read_at_home_knows_another_loop_on_the_same_thread(self) -> None:
+    def test_stream_refuses_another_loop_on_the_same_thread(self) -> None:
         world = World()
         with asyncio.Runner() as home:
             home.run(world.engine.start())
@@ -411,7 +411,7 @@ class TestOneLoop:
             assert home.run(go_on()) == expected_text("a", 3)[2:]
             home.run(world.engine.shutdown())
 
-    def test_a_stream_whose_loop_moved_to_another_thread_knows_the_loop_that_runs_here_now(self) -> None:
+    def test_stream_refuses_a_new_loop_after_its_own_moved_to_another_thread(self) -> None:
         world = World()
         home = asyncio.new_event_loop()
         home.run_until_complete(world.engine.start())
@@ -572,7 +572,7 @@ class TestWatching:
         assert (server_info["memory"], server_info["versions"]) == ({"graphs_bytes": 7}, {"torch": "2.11"})
         assert server_info["start"] == {"imports_s": 1.5, "weights_s": 2.5}
 
-    async def test_what_works_only_more_slowly_is_warned_of(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_slow_kernels_give_a_warning(self, monkeypatch: pytest.MonkeyPatch) -> None:
         async def start(self: Double) -> dict[str, object]:
             return {"max_total_tokens": 16, "warning": "attention is slow: no nvcc"}
 
@@ -632,11 +632,11 @@ class TestWatching:
 
 
 class TestTokenizing:
-    async def test_what_comes_together_is_tokenized_together(self, world: World) -> None:
+    async def test_simultaneous_prompts_are_tokenized_together(self, world: World) -> None:
         await asyncio.gather(*(world.engine.async_generate(prompt, GREEDY) for prompt in "abcdef"))
         assert world.tokenizer.batches == [list("abcdef")]
 
-    async def test_what_comes_while_it_works_goes_next(self, world: World) -> None:
+    async def test_prompts_that_arrive_during_tokenization_are_next(self, world: World) -> None:
         world.tokenizer.held_text = "a"
         first = asyncio.ensure_future(world.engine.async_generate("a", GREEDY))
         await until(lambda: world.tokenizer.batches)
@@ -685,7 +685,7 @@ async def test_an_engine_that_dies_just_when_it_is_ready_leaves_no_timer(monkeyp
     assert looks == []
 
 
-async def test_a_drain_lets_a_paused_engine_go_on() -> None:
+async def test_drain_continues_a_paused_engine() -> None:
     async with fake_async_engine({"": "abcdefgh"}) as engine:
         assert await engine.pause_generation("in_place")
         asked = engine.async_generate("a", {"max_new_tokens": 8})
@@ -705,7 +705,7 @@ async def test_a_drain_with_a_wrong_timeout_does_not_begin(
     assert await world.engine.drain(Decimal(1))  # type: ignore[arg-type]
 
 
-async def test_a_drain_ends_what_the_scheduler_does_not_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_drain_ends_requests_of_a_silent_scheduler(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """With what there is of it: its text is not lost because the processes hang, or are replaced just then."""
     monkeypatch.setattr("aioengine.frontend.frontend.STOP_TIMEOUT_S", 0.05)
     whole = asyncio.ensure_future(world.engine.async_generate("abc", {"temperature": 0, "max_new_tokens": 400}))

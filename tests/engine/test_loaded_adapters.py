@@ -147,7 +147,7 @@ async def test_a_bad_adapter_gives_a_false_result_with_the_reason(tmp_path: Path
         assert (await texts_of(engine, "a", 1))[0]
 
 
-async def test_a_relative_folder_gives_a_false_result_where_the_working_folder_is_gone(
+async def test_relative_folder_without_a_working_directory_gives_a_false_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone = tmp_path / "gone"
@@ -179,7 +179,7 @@ async def test_an_adapter_whose_folder_is_gone_or_changed_fails_its_requests_alo
         assert await texts_of(engine, "b", 1)
 
 
-async def test_unloading_refuses_new_calls_and_waits_for_those_that_run(tmp_path: Path) -> None:
+async def test_unloading_refuses_new_calls_and_waits_for_running_ones(tmp_path: Path) -> None:
     async with adapter_engine() as engine:
         await load(engine, tmp_path, "a")
         stream = engine.async_generate("x", {"max_new_tokens": 1000}, stream=True, lora_path="a")
@@ -302,7 +302,7 @@ async def test_a_load_that_is_lost_again_and_again_gives_a_false_result(
 
 
 @pytest.mark.process
-async def test_a_load_goes_on_when_the_scheduler_is_lost_meanwhile(tmp_path: Path) -> None:
+async def test_load_continues_after_the_scheduler_is_lost(tmp_path: Path) -> None:
     async with adapter_engine(processes=True, adapter_s=0.1) as engine:
         scheduler = pid_of(engine, "scheduler")
         os.kill(scheduler, signal.SIGSTOP)  # so that it does not answer before it dies

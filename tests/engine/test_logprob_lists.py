@@ -87,7 +87,7 @@ async def test_tokens_whose_text_is_held_back_have_their_entries(
     check_output(await engine.async_generate(PROMPT, {**PARAMS, **params}, **ASKED))
 
 
-async def test_each_row_of_a_batch_has_what_it_asked_for(engine: AsyncEngine) -> None:
+async def test_each_row_of_a_batch_has_its_own_logprobs(engine: AsyncEngine) -> None:
     prompts = ["one", "two two", "three", "four"]
     outs = await engine.async_generate(
         prompts,
@@ -114,7 +114,7 @@ async def test_samples_have_their_own_entries(engine: AsyncEngine) -> None:
     assert len({tuple(out["output_ids"]) for out in outs}) == 3
 
 
-async def test_texts_are_those_of_the_tokens(engine: AsyncEngine) -> None:
+async def test_texts_belong_to_the_tokens(engine: AsyncEngine) -> None:
     out = await engine.async_generate(PROMPT, PARAMS, return_text_in_logprobs=True, logprob_start_len=0, **ASKED)
     texts = "".join(text for _, _, text in entries_of(out, "output", "token"))
     assert texts == out["text"]
@@ -134,7 +134,7 @@ async def test_without_new_tokens_the_next_distribution_is_given(engine: AsyncEn
     assert plain["meta_info"]["finish_reason"] == "length"
 
 
-async def test_a_reader_that_attaches_gets_the_entries_of_what_it_reads(engine: AsyncEngine) -> None:
+async def test_attached_reader_gets_the_logprobs_of_its_chunks(engine: AsyncEngine) -> None:
     stream = engine.async_generate(PROMPT, PARAMS, stream=True, rid="mine", resume_ttl=60, logprob_start_len=0, **ASKED)
     first = await anext(stream)
     check_prompt(first, PROMPT, 0)
@@ -224,14 +224,14 @@ WRONG_AT_CALL: list[Wrong] = [
 
 
 @pytest.mark.parametrize(("arguments", "error", "message"), WRONG_AT_CALL)
-async def test_what_is_wrong_is_named_at_the_call(
+async def test_wrong_logprob_options_are_named_at_the_call(
     engine: AsyncEngine, arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         engine.async_generate(**{"prompt": "a", "return_logprob": True, **arguments})
 
 
-async def test_in_a_batch_a_wrong_row_fails_alone_and_what_is_wrong_for_all_fails_the_call(engine: AsyncEngine) -> None:
+async def test_wrong_row_fails_alone_but_a_wrong_call_fails_completely(engine: AsyncEngine) -> None:
     prompts: dict[str, Any] = {"prompt": ["a", "b"], "return_logprob": True, "return_exceptions": True}
     with pytest.raises(ValueError, match="top_logprobs_num must be at most"):
         engine.async_generate(**prompts, top_logprobs_num=VOCAB_SIZE + 1)
@@ -245,7 +245,7 @@ async def test_a_chat_has_entries_too() -> None:
         check_output(await engine.async_chat([{"role": "user", "content": "Hi"}], **ASKED))
 
 
-async def test_what_does_not_fit_the_prompt_is_named_at_the_await(
+async def test_logprob_options_that_do_not_fit_are_named_at_the_await(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ValueError, match="logprob_start_len must be at most 3, the tokens of the prompt, got 4"):
@@ -280,7 +280,7 @@ async def test_logprobs_that_are_switched_off_may_be_described(engine: AsyncEngi
         ("top_logprobs_num", [0, 2]),
     ],
 )
-async def test_what_is_said_of_logprobs_that_are_not_asked_for_is_refused(
+async def test_logprob_options_without_return_logprob_are_refused(
     engine: AsyncEngine, name: str, value: object
 ) -> None:
     prompt = ["a", "b"] if isinstance(value, list) and name == "top_logprobs_num" else "a"

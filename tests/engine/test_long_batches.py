@@ -222,7 +222,7 @@ class TestLaterRows:
         assert looks["unknown"] == 2 * 3
         await generation.aclose()
 
-    async def test_a_call_that_is_aborted_before_they_were_checked_has_all_its_answers(self, world: World) -> None:
+    async def test_call_aborted_before_its_checks_has_all_answers(self, world: World) -> None:
         generation = world.engine.async_generate(TEXTS, ONE, rid=RIDS)
         generation.abort()
         outs = await generation

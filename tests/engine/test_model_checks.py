@@ -378,7 +378,7 @@ BREAKS: dict[str, tuple[Break, str]] = {
 
 @pytest.mark.parametrize("what", BREAKS)
 @pytest.mark.parametrize("face", [AsyncEngine, Engine])
-def test_the_constructors_raise_what_is_wrong_with_a_folder(
+def test_constructors_raise_the_errors_of_a_folder(
     folder: Path, what: str, face: type[AsyncEngine] | type[Engine]
 ) -> None:
     break_folder, message = BREAKS[what]

@@ -240,7 +240,7 @@ class TestBatches:
             assert outs["text"] == [expected_text("x" * 20, 6)] * 200
             assert here.double.max_live <= 8
 
-    async def test_a_reader_that_does_not_read_holds_the_rest_of_its_batch_back(self) -> None:
+    async def test_unread_batch_starts_no_more_rows(self) -> None:
         here = World(max_running=4)
         async with here.engine as engine:
             stream = engine.async_generate(["x"] * 100, GREEDY, stream=True)

@@ -24,7 +24,7 @@ def busy_engine() -> AsyncEngine:
 
 
 class TestRefusingLate:
-    async def test_what_would_miss_its_deadline_is_refused_at_once(self) -> None:
+    async def test_requests_that_would_miss_their_deadline_are_refused_immediately(self) -> None:
         async with busy_engine() as engine:
             await asyncio.gather(*(engine.async_generate("a", TWENTY) for _ in range(5)))
             in_line = [engine.async_generate("a", TWENTY, priority=1) for _ in range(8)]
@@ -57,13 +57,13 @@ LONG = {"max_new_tokens": 1500, "temperature": 0}
 
 
 class TestWaitingInLine:
-    async def test_where_there_is_room_nobody_waits(self) -> None:
+    async def test_admit_does_not_wait_if_there_is_capacity(self) -> None:
         async with full_engine() as engine:
             async with asyncio.timeout(30):
                 await engine.admit()
             assert (await engine.async_generate("a", TWENTY))["text"]
 
-    async def test_first_come_first_served_and_nobody_is_refused(self) -> None:
+    async def test_admit_is_first_come_first_served(self) -> None:
         async with full_engine() as engine:
             order: list[int] = []
 
@@ -77,7 +77,7 @@ class TestWaitingInLine:
                     group.create_task(ask(number))
             assert order == list(range(20))
 
-    async def test_a_place_is_kept_from_those_who_do_not_stand_in_line(self) -> None:
+    async def test_reserved_place_is_not_given_to_other_calls(self) -> None:
         async with full_engine() as engine:
             running = [engine.async_generate("a", LONG) for _ in range(3)]
             waiting = asyncio.create_task(engine.admit())
@@ -105,7 +105,7 @@ class TestWaitingInLine:
             engine.async_generate("b", TWENTY).abort()
 
     @pytest.mark.parametrize("how", ["drain", "shutdown"])
-    async def test_the_end_is_told_to_those_in_line(self, how: str) -> None:
+    async def test_waiters_get_the_error_of_a_drain_or_shutdown(self, how: str) -> None:
         async with full_engine() as engine:
             running = [engine.async_generate("a", LONG) for _ in range(3)]
             waiting = asyncio.create_task(engine.admit())

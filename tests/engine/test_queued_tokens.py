@@ -101,7 +101,7 @@ ACTS = ["single", "batch", "samples", "stream", "step", "abort", "abort row", "f
 
 
 @given(st.lists(st.tuples(st.sampled_from(ACTS), st.integers(0, 7)), max_size=25), st.booleans())
-async def test_the_counts_hold_whatever_happens(acts: list[tuple[str, int]], crashes: bool) -> None:
+async def test_queue_counts_are_correct_after_any_events(acts: list[tuple[str, int]], crashes: bool) -> None:
     world = World()
     numbers = itertools.count()
     async with world.engine as engine, asyncio.timeout(30):
@@ -154,7 +154,7 @@ async def test_the_counts_hold_whatever_happens(acts: list[tuple[str, int]], cra
 
 
 @pytest.mark.parametrize("code", [FinishCode.SHUTDOWN, FinishCode.DEADLINE])
-async def test_a_row_that_the_scheduler_never_ends_keeps_what_its_chunks_said(code: FinishCode) -> None:
+async def test_row_ended_by_the_frontend_keeps_its_counts(code: FinishCode) -> None:
     world = World()
     async with world.engine as engine, asyncio.timeout(20):
         world.double.is_held = True

@@ -95,7 +95,7 @@ def test_drop_previous_output_offset_and_no_new_ids(llm: Engine, sid: str) -> No
     check_plain(llm, (begin + first["output_ids"])[: len(begin) + 1] + encoded(llm, TEXTS[2]), deep)
 
 
-def test_replace_forgets_what_went_on_from_it(llm: Engine, sid: str) -> None:
+def test_replace_forgets_the_requests_that_continued_it(llm: Engine, sid: str) -> None:
     first = llm.generate(TEXTS[0], PARAMS, session_params={"id": sid})
     of_first = {"id": sid, "rid": rid_of(first)}
     second = llm.generate(TEXTS[1], PARAMS, session_params=of_first)
@@ -369,7 +369,7 @@ def test_odd_ids_are_ids(llm: Engine) -> None:
 # ---------------------------------------------------------------- life
 
 
-async def test_closing_lets_requests_that_run_go_on() -> None:
+async def test_running_requests_continue_after_close_session() -> None:
     async with fake_async_engine() as engine:
         plain = await engine.async_generate("Hello", LONG)
         sid = await engine.open_session()

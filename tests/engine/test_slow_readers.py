@@ -41,7 +41,7 @@ def is_resting(engine: AsyncEngine) -> bool:
     return stats["num_waiting"] > 0 and stats["num_running"] == 0
 
 
-async def test_pause_stops_its_decoding_and_goes_on_where_it_was() -> None:
+async def test_paused_request_resumes_at_the_same_token() -> None:
     async with fake_async_engine(slow_reader="pause", slow_reader_timeout_s=AWAY_S, step_time_s=0.002) as engine:
         expected = (await engine.async_generate("a", LONG))["text"]
         stream = engine.async_generate("a", LONG, stream=True)
@@ -73,7 +73,7 @@ async def test_a_suspended_request_can_be_left_aborted_and_expire() -> None:
         assert (stats["num_waiting"], stats["num_free_pages"]) == (0, stats["num_pages"])
 
 
-async def test_a_drain_lets_those_go_on_whose_readers_are_away() -> None:
+async def test_drain_resumes_requests_suspended_for_slow_readers() -> None:
     async with fake_async_engine(slow_reader="pause", slow_reader_timeout_s=AWAY_S, step_time_s=0.002) as engine:
         expected = (await engine.async_generate("a", LONG))["text"]
         stream = engine.async_generate("a", LONG, stream=True)
@@ -113,7 +113,7 @@ def memory_bytes() -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-async def test_a_thousand_stalled_readers_stay_under_the_ceiling_and_slow_nobody() -> None:
+async def test_thousand_stalled_readers_use_bounded_memory() -> None:
     async with fake_async_engine(max_running=NUM_STALLED + 1, num_pages=20_000, chunk_tokens=4096) as engine:
         expected = (await engine.async_generate("quick", {**LONG, "max_new_tokens": 64}))["text"]
         gc.collect()
@@ -131,7 +131,7 @@ async def test_a_thousand_stalled_readers_stay_under_the_ceiling_and_slow_nobody
         assert [len(chunk["output_ids"]) for chunk in last] == [200]
 
 
-async def test_a_reader_on_another_thread_that_takes_the_last_row_meanwhile_ends_no_looking() -> None:
+async def test_reader_on_another_thread_does_not_break_the_check() -> None:
     class JustEmptied(deque[CallRow]):
         """Has something for who asks first and takes then."""
 

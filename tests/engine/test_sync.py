@@ -262,7 +262,7 @@ class TestLoopsAndThreads:
             thread.join()
         assert results == {number: [expected_text(f"prompt {number}", 6)] * 20 for number in range(8)}
 
-    def test_a_loop_that_is_gone_harms_nobody(self, sync_world: SyncWorld) -> None:
+    def test_closed_loop_of_a_caller_affects_no_other_call(self, sync_world: SyncWorld) -> None:
         sync_world.double.step_s = 0.002
 
         async def begin() -> object:
@@ -433,7 +433,7 @@ class TestPortal:
         with pytest.raises(RuntimeError):
             portal.call(asyncio.sleep(0))
 
-    def test_closing_cancels_what_runs(self) -> None:
+    def test_closing_the_portal_cancels_running_tasks(self) -> None:
         portal = Portal("test")
         portal.start()
         ended = threading.Event()

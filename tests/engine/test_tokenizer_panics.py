@@ -45,7 +45,7 @@ def test_the_library_still_panics(folder: Path) -> None:
     assert not isinstance(caught.value, Exception)
 
 
-def test_users_of_a_tokenizer_get_an_ordinary_error_and_can_go_on(folder: Path) -> None:
+def test_tokenizer_panic_is_an_ordinary_error(folder: Path) -> None:
     tokenizer = Tokenizer(folder)
     whole = tokenizer.encode("a")
     for _ in range(3):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -183,8 +184,9 @@ async def test_a_wrong_row_gives_its_exception_in_its_place(
     call = getattr(engine, f"async_{method}")
     right = await call(**RIGHT[method])
     open_call = engine.async_encode("x", rid=IN_USE)
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as caught:
         await call(**RIGHT[method] | wrong)
+    assert re.search(r"^prompt 1: |\w\[1\]| of prompt 1\b", str(caught.value))
     outs = await call(**RIGHT[method] | wrong, return_exceptions=True)
     assert type(outs) is type(right)
     assert [content(out) for out in (outs[0], outs[2])] == [content(out) for out in (right[0], right[2])]

@@ -65,7 +65,7 @@ def test_a_script_runs(name: str) -> None:
 @pytest.mark.process
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of peft
 @pytest.mark.parametrize("name", TRAINED)
-def test_a_script_runs_with_what_was_trained(name: str, tmp_path: Path) -> None:
+def test_script_runs_with_the_trained_model(name: str, tmp_path: Path) -> None:
     train_a_little(name, tmp_path)
     done = run(name, arguments=(str(tmp_path),))
     assert done.returncode == 0, done.stderr

@@ -327,7 +327,7 @@ def test_an_engine_that_dies_ends_the_server_with_an_error(name: str) -> None:
         server.stop()
 
 
-def test_a_client_that_comes_back_goes_on_behind_the_last_event(server: Server) -> None:
+def test_reconnecting_client_continues_after_the_last_event(server: Server) -> None:
     params: dict[str, object] = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
     body = ask("Once upon a time", params)
     with server.client.stream("POST", "/generate", json=body) as response:
@@ -362,7 +362,7 @@ def module(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", SERVERS)
-async def test_a_request_that_fails_in_its_midst_ends_in_an_event_that_says_why(name: str) -> None:
+async def test_failing_stream_ends_with_an_error_event(name: str) -> None:
     async with fake_async_engine(faults=Faults(fail_row_at=3)) as engine:
         sent = [event async for event in module(name).events(engine.async_generate("a", LONG, stream=True))]
     assert [event.partition(":")[0] for event in sent] == ["id", "id", "event"]

@@ -76,7 +76,7 @@ def tiles_of(slots: np.ndarray, *, batch_invariant: bool = False) -> AdapterTile
         (600, (600,), True),
     ],
 )
-def test_what_adapters_add(
+def test_adapter_kernels_equal_the_reference(
     size: int, sizes: tuple[int, ...], is_gated: bool, max_rank: int, dtype: torch.dtype
 ) -> None:
     ranks = [tuple(max_rank for _ in sizes), tuple(16 for _ in sizes), tuple(16 * (i % 2) for i in range(len(sizes)))]

@@ -65,7 +65,7 @@ def check_logits(ours: Model, dtype: torch.dtype, theirs: Any, rounded: Any, pro
         assert our_error**0.5 < 1.5 * their_error**0.5
 
 
-def test_logits_are_those_of_transformers(theirs: PreTrainedModel) -> None:
+def test_logits_equal_transformers(theirs: PreTrainedModel) -> None:
     """In bf16 the error against fp32 is at most 1.5 times that of transformers in bf16."""
     device = torch.device("cuda")
     state = theirs.state_dict()
@@ -81,7 +81,7 @@ def test_logits_are_those_of_transformers(theirs: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("graphs", [0, 4])
-def test_greedy_tokens_are_those_of_transformers(theirs: PreTrainedModel, graphs: int, tmp_path: Path) -> None:
+def test_greedy_tokens_equal_transformers(theirs: PreTrainedModel, graphs: int, tmp_path: Path) -> None:
     """In fp32, prompts in chunks: each token has the highest logit, but for rounding."""
     theirs.save_pretrained(tmp_path)
     settings = small_settings(

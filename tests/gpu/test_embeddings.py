@@ -58,7 +58,7 @@ def test_attention_of_packed_rows_is_that_of_a_cpu(dtype: torch.dtype, windows: 
 @pytest.mark.parametrize("graphs", [0, 8])
 @pytest.mark.parametrize("kind", ["cls", "mean"])
 @pytest.mark.parametrize("family", ["bert", "modernbert"])
-def test_vectors_are_those_of_a_cpu(family: str, kind: str, graphs: int, tmp_path: Path) -> None:
+def test_vectors_equal_the_cpu(family: str, kind: str, graphs: int, tmp_path: Path) -> None:
     config = BertConfig(**WIDE) if family == "bert" else ModernBertConfig(**WIDE, **SPECIAL, local_attention=12)
     saved(config, tmp_path)
     settings = settings_for(tmp_path, "embed", kind)

@@ -38,7 +38,7 @@ def on_gpu(weights: ExpertWeights) -> ExpertWeights:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("gate", "has_bias"), [(SILU, False), (GateFunction(0.7, 1.702), True)])
-def test_kernels_compute_what_torch_computes(gate: GateFunction, has_bias: bool, dtype: torch.dtype) -> None:
+def test_kernels_equal_torch(gate: GateFunction, has_bias: bool, dtype: torch.dtype) -> None:
     weights = make_weights(gate, has_bias=has_bias, dtype=dtype)
     computed = experts.prepare(on_gpu(weights))
     tolerance = 2e-4 if dtype == torch.float32 else 5e-2
@@ -66,7 +66,7 @@ def test_a_row_has_the_same_bits_with_any_other_rows(dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("graphs", [0, 4])
-def test_greedy_tokens_are_those_of_transformers(family: str, graphs: int, tmp_path: Path) -> None:
+def test_greedy_tokens_equal_transformers(family: str, graphs: int, tmp_path: Path) -> None:
     """In fp32, prompts in chunks: each token has the highest logit, but for rounding."""
     sizes: dict[str, Any] = {
         "vocab_size": 96, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2,

@@ -72,7 +72,7 @@ def load(folder: Path, dtype: torch.dtype) -> models.Model:
     return model
 
 
-def test_logits_are_those_of_transformers(theirs: Any) -> None:
+def test_logits_equal_transformers(theirs: Any) -> None:
     """In bf16 the error against fp32 is at most 1.5 times that of transformers in bf16."""
     rounded = AutoModelForCausalLM.from_pretrained(theirs.folder, dtype=torch.bfloat16, attn_implementation="eager")
     for dtype in (torch.float32, torch.bfloat16):
@@ -88,7 +88,7 @@ def settings_of(folder: Path, graphs: int, *, depth: int = 1, context_length: in
 
 
 @pytest.mark.parametrize("graphs", [0, 4])
-def test_greedy_tokens_are_those_of_transformers(theirs: Any, graphs: int) -> None:
+def test_greedy_tokens_equal_transformers(theirs: Any, graphs: int) -> None:
     """In fp32, prompts in chunks: each token has the highest logit, but for rounding."""
     world = World(settings_of(theirs.folder, graphs))
     waits = why_it_waits(world.runner._model, CUDA)

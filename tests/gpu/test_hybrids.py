@@ -58,7 +58,7 @@ def expected(folder: Path) -> list[list[int]]:
     ("graphs", "depth", "backend", "is_invariant"),
     [(0, 0, "torch", False), (8, 1, "triton", False), (3, 1, "triton", True)],
 )
-def test_greedy_tokens_in_fp32_are_those_on_the_cpu(
+def test_greedy_tokens_in_fp32_equal_the_cpu(
     folder: Path, expected: list[list[int]], graphs: int, depth: int, backend: str, is_invariant: bool
 ) -> None:
     found = run(
@@ -90,7 +90,7 @@ def test_turns_begin_with_snapshots_and_have_the_tokens_of_the_cpu(folder: Path,
     worlds[1].runner.close()
 
 
-def test_preempted_requests_go_on_from_snapshots(folder: Path) -> None:
+def test_preempted_requests_continue_from_snapshots(folder: Path) -> None:
     settings = make_settings(folder, num_pages=34, depth=1)
     runner = msgspec.structs.replace(settings.runner, device="cuda", attention_backend="triton", cuda_graph_max_rows=8)
     prompts = [PROMPTS[3], PROMPTS[4], PROMPTS[6]] * 2
@@ -153,7 +153,7 @@ STEPS = [
 @pytest.mark.parametrize("in_blocks", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("counts", "starts"), STEPS)
-def test_kernels_of_states_do_what_plain_torch_does(
+def test_state_kernels_equal_plain_torch(
     counts: list[int], starts: list[int], dtype: torch.dtype, in_blocks: bool
 ) -> None:
     layer = Layer(counts, starts, dtype)

@@ -39,7 +39,7 @@ def gpu_world(
 
 
 @pytest.mark.parametrize(("graphs", "chunk_tokens"), [(0, 512), (16, 7)])
-def test_tokens_in_fp32_are_those_of_transformers(saved: Saved, graphs: int, chunk_tokens: int) -> None:
+def test_tokens_in_fp32_equal_transformers(saved: Saved, graphs: int, chunk_tokens: int) -> None:
     prompts = saved.prompts()
     world = gpu_world(saved, dtype="float32", graphs=graphs, chunk_tokens=chunk_tokens)
     outputs = run(world, prompts, max_new_tokens=24)
@@ -65,7 +65,7 @@ def test_graphs_and_overlap_change_little_in_bf16(model_type: str, tmp_path: Pat
         assert sum(same) >= 0.7 * len(same)
 
 
-def test_features_in_bf16_are_near_those_in_fp32(saved: Saved) -> None:
+def test_features_in_bf16_are_near_fp32(saved: Saved) -> None:
     picture = saved.pictures.draw(8, 12)
     config = saved.theirs.config.to_dict() | {"architectures": [type(saved.theirs).__name__]}
     features = []
@@ -91,7 +91,7 @@ def test_a_second_question_is_answered_from_kept_pages(saved: Saved) -> None:
     world.runner.close()
 
 
-def test_vectors_are_those_of_transformers(saved: Saved) -> None:
+def test_vectors_equal_transformers(saved: Saved) -> None:
     prompt = prompt_of(TEXTS[0], saved.pictures.draw(8, 12), TEXTS[1])
     world = gpu_world(saved, dtype="float32", graphs=0, chunk_tokens=64)
     np.testing.assert_allclose(vector(world, prompt), their_states(saved, prompt)[-1].cpu().numpy(), atol=2e-3)

@@ -256,7 +256,7 @@ def test_greedy_in_fp32_equals_transformers(model: tuple[Path, torch.nn.Module],
 
 @pytest.mark.parametrize("model", ["youtu"], indirect=True)  # with experts, rounding sends tokens to others
 @pytest.mark.parametrize("cost", [0, 1 << 30])
-def test_logits_in_bf16_are_as_near_as_those_of_transformers(
+def test_logits_in_bf16_are_as_near_to_fp32_as_transformers(
     model: tuple[Path, torch.nn.Module], cost: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the expanded form, and in the absorbed one."""

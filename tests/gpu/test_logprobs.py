@@ -32,9 +32,7 @@ def world_of(folder: Path, *, dtype: str, backend: str, graphs: int, mode: str =
 
 
 @pytest.mark.parametrize("graphs", [0, 32])
-def test_logprobs_in_fp32_are_those_of_transformers(
-    saved: on_cpu.Saved, graphs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logprobs_in_fp32_equal_transformers(saved: on_cpu.Saved, graphs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_cpu, "CLOSE", 1e-3)
     world = world_of(saved.folder, dtype="float32", backend="triton", graphs=graphs)
     plain = [world.submit(PROMPT, Sampling(3, temperature=0.8)) for _ in range(3)]
@@ -69,7 +67,7 @@ def test_the_likeliest_token_of_a_greedy_row_is_its_own(saved: on_cpu.Saved, gra
         assert [top[0] for top in lists["output_top_logprobs"]] == lists["output_token_logprobs"]
 
 
-def test_what_is_behind_a_prompt_is_given_without_a_token(saved: on_cpu.Saved) -> None:
+def test_next_token_logprobs_need_no_output_token(saved: on_cpu.Saved) -> None:
     world = world_of(saved.folder, dtype="float32", backend="triton", graphs=32)
     rules = LogprobRules(start=0, num_top=3)
     uid = world.submit(PROMPT, logprobs=rules, max_new_tokens=0)

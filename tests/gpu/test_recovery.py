@@ -85,7 +85,7 @@ class Crowd:
             os.kill(pid, signal.SIGKILL)
 
 
-async def test_deterministic_streams_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
+async def test_deterministic_streams_equal_an_undisturbed_run(tmp_path: Path) -> None:
     save_model(
         "qwen3", tmp_path, dtype=torch.bfloat16, initializer_range=0.1, max_position_embeddings=CONTEXT_LENGTH, **HEADS
     )

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.process
 @pytest.mark.parametrize(
     "flags", [pytest.param([], id="with kills"), pytest.param(["--no-kills"], id="without", marks=pytest.mark.slow)]
 )
-def test_random_faults_change_no_text_and_leak_nothing(flags: list[str]) -> None:
+def test_chaos_gives_exact_streams_and_leaves_nothing(flags: list[str]) -> None:
     command = [sys.executable, "-m", "benchmarks.host.chaos", "--minutes", "0.1", "--workers", "24", "--json", *flags]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False, env=environment)

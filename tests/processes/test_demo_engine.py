@@ -241,7 +241,7 @@ def test_an_added_end_of_text_is_sampled_and_ends_the_answer(tmp_path: Path, is_
     assert out["meta_info"]["finish_reason"] == {"type": "stop", "matched": num_ids}
 
 
-def test_a_tokenizer_that_the_library_refuses_is_a_value_error_of_the_start(tmp_path: Path) -> None:
+def test_invalid_tokenizer_is_a_value_error_of_the_start(tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(DEMO_MODEL / name)
     (tmp_path / "tokenizer.json").write_text('{"model": {"type": "Unheard"}}')

@@ -149,7 +149,7 @@ SAMPLE = "One 🥖 two 東京, and now the END of it. More?"
 )
 @pytest.mark.parametrize("code", [FinishCode.LENGTH, FinishCode.ABORT])
 def test_request_continues_after_any_chunk_in_a_new_process(rules: TextRules, code: FinishCode) -> None:
-    """Incomplete characters, text held back for a stop, and ids without text are restored."""
+    """Half characters, text held back for a stop, ids that waited for others: all of it is found again."""
     token_ids = list(SAMPLE.encode())
     table = Steps(str(BYTE_MODEL))
     table.open(1, rules)
@@ -170,7 +170,7 @@ def test_request_continues_after_any_chunk_in_a_new_process(rules: TextRules, co
         assert (second.end(1), second.aborted) == (table.end(1), table.aborted)
 
 
-def test_end_before_the_next_token_emits_held_back_text() -> None:
+def test_end_without_a_token_releases_held_text() -> None:
     steps = Steps(str(BYTE_MODEL))
     ids = list(b"stay, ST")
     steps.give(
@@ -246,7 +246,7 @@ def test_stop_token_has_no_text_unless_no_stop_trim(stream: bool, stop: tuple[st
     assert steps.end(1).matched == token_ids[-1]
 
 
-def test_abort_emits_held_back_text() -> None:
+def test_abort_releases_held_text() -> None:
     steps = Steps()
     steps.open(1, TextRules(stop=("ab",)))
     steps.token(1, id_of("a"))
@@ -314,7 +314,7 @@ def test_without_a_tokenizer_ids_pass_through() -> None:
     assert steps.text(1) == ""
 
 
-def test_context_of_the_prompt_is_not_text_and_special_tokens_are_skipped_or_not() -> None:
+def test_prompt_context_is_not_output_text() -> None:
     special = TOKENIZER.eos_token_id
     assert special is not None
     token_ids = [*ids_of(" world"), special]
@@ -380,8 +380,8 @@ def test_missing_tokenizer_is_named_by_its_path(tmp_path: Path) -> None:
         build_service(fake_settings(tokenizer_path=str(tmp_path)))
 
 
-def test_request_that_ends_without_a_token_has_its_times_and_no_chunk() -> None:
-    """A pooled request is opened and ended by the same message."""
+def test_request_without_tokens_has_times_and_no_chunk() -> None:
+    """As a pooled request ends: opened and ended by the same message."""
     steps = Steps()
     steps.give(
         StepOutput(opened=[TextOpened(FirstToken(1, 3, 1.0, 2.0), TextRules())], ended=[End(1, FinishCode.STOP)])
@@ -403,7 +403,7 @@ def test_several_tokens_of_a_request_in_a_step_are_decoded() -> None:
     assert (steps.text(2), steps.ids(2)) == ("cabaaab", [c, a, b, a, a, a, b])
 
 
-def test_repeated_stop_token_in_a_step_is_only_cut_at_the_end() -> None:
+def test_only_the_last_stop_token_of_a_step_is_removed() -> None:
     steps = Steps()
     steps.open(1)
     a = ids_of("a")[0]

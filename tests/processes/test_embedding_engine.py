@@ -47,7 +47,7 @@ def unit(vector: torch.Tensor) -> np.ndarray:
     return torch.nn.functional.normalize(vector, dim=0).numpy()
 
 
-def test_vectors_are_those_of_transformers(embedder: Engine, reference: Reference) -> None:
+def test_vectors_equal_transformers(embedder: Engine, reference: Reference) -> None:
     outs = embedder.encode(TEXTS)
     assert [vector.dtype for vector in outs["embedding"]] == [np.float32] * len(TEXTS)
     for text, out in zip(TEXTS, outs, strict=True):
@@ -120,7 +120,7 @@ def test_a_long_batch_keeps_its_order(embedder: Engine) -> None:
         (lambda llm: llm.encode(input_ids=[5, 10**6]), ValueError, "input_ids has 1000000, outside the vocabulary"),
     ],
 )
-def test_what_this_model_cannot_give_is_refused(
+def test_calls_that_the_model_does_not_support_are_refused(
     embedder: Engine, call: object, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -169,7 +169,7 @@ def test_a_killed_scheduler_loses_no_text(embedder: Engine) -> None:
 DOCUMENTS = ["the cat sat on the mat", "moon", "a very cold road . " * 3, "where is the sun ?"]
 
 
-def test_scores_are_those_of_a_cross_encoder(reranker: Engine, folders: dict[str, Path]) -> None:
+def test_scores_equal_a_cross_encoder(reranker: Engine, folders: dict[str, Path]) -> None:
     reference = Reference(folders["reranker"])
     query = "what is on the mat ?"
     expected = [reference.score(query, document) for document in DOCUMENTS]

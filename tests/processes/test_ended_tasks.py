@@ -164,7 +164,7 @@ async def test_log_handler_that_raises_does_not_stop_a_replacement(
 
 
 @RAISED
-def test_exception_of_a_log_handler_is_printed(error: type[BaseException], capsys: pytest.CaptureFixture[str]) -> None:
+def test_exceptions_of_log_handlers_are_printed(error: type[BaseException], capsys: pytest.CaptureFixture[str]) -> None:
     with raising_log_handler("aioengine.testing", error):
         log(logging.getLogger("aioengine.testing"), logging.ERROR, "%d of %d", 1, 2)
     printed = capsys.readouterr().err
@@ -217,7 +217,7 @@ async def test_recovery_that_is_cancelled_ends_every_call() -> None:
 
 
 @process
-async def test_engine_whose_pump_is_cancelled_while_a_detokenizer_is_replaced_is_dead() -> None:
+async def test_engine_is_dead_if_its_pump_is_cancelled_during_recovery() -> None:
     async with fake_async_engine(ANSWERS, processes=True) as engine:
         call = asyncio.ensure_future(engine.async_generate("a story", LONG))
         await asyncio.sleep(0)
@@ -263,7 +263,7 @@ def test_end_of_asyncio_run_leaves_no_process() -> None:
 @process
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")  # the loop has no time for some
 @pytest.mark.parametrize("moment", ["start", "recovery"])
-def test_loop_that_is_closed_without_an_end_of_its_tasks_leaves_no_process(moment: str) -> None:
+def test_closed_loop_leaves_no_process(moment: str) -> None:
     close_loop(moment)
     gc.collect()  # here, and not in another test, where the warnings would count
 

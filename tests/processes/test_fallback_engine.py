@@ -58,7 +58,7 @@ def test_adapters_of_an_engine(tmp_path: Path) -> None:
         assert [out["output_ids"] for out in outs] == found
 
 
-def test_what_cannot_run_is_one_error_of_the_start(tmp_path: Path) -> None:
+def test_unsupported_models_are_errors_of_the_start(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         '{"model_type": "mamba", "architectures": ["MambaForCausalLM"], "vocab_size": 90, "hidden_size": 32, '
         '"num_hidden_layers": 2}'

@@ -65,8 +65,8 @@ async def pause(engine: AsyncEngine) -> None:
 
 
 @pytest.mark.parametrize("role", [0, 1])
-async def test_requests_continue_exactly_when_a_replica_is_lost_at_any_moment(role: int) -> None:
-    """Children are tasks. In each round one of them is killed a little later, until the requests end first."""
+async def test_replica_lost_at_any_time_changes_no_text(role: int) -> None:
+    """Children as tasks: in every round one of them ends a little later, until all is over before."""
     expected = await undisturbed(has_answers=True)
     num_turns, num_losses = 0, 0
     while True:
@@ -92,7 +92,7 @@ async def test_requests_continue_exactly_when_a_replica_is_lost_at_any_moment(ro
 
 @process
 @pytest.mark.parametrize("kill_at", [1, 8, 40])
-async def test_requests_of_a_replica_killed_in_a_step_are_answered_exactly(kill_at: int) -> None:
+async def test_requests_of_a_killed_replica_are_answered_exactly(kill_at: int) -> None:
     expected = await undisturbed(has_answers=False)
     setup = FakeSetup()
     async with fleet_engine(FakeSetup(faults=Faults(kill_at=kill_at)), setup) as engine:

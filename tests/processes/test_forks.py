@@ -49,7 +49,7 @@ print("done")
 """
 
 
-def test_engine_is_started_by_the_forks_of_the_process_that_made_it_and_again() -> None:
+def test_engine_can_be_started_in_forks() -> None:
     command = [sys.executable, "-W", "error", "-c", PROGRAM.format(root=str(ROOT))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
     assert (done.stdout, done.stderr) == ("done\n", "")

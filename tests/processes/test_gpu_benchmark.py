@@ -59,7 +59,7 @@ def test_a_decode_step_reads_the_weights_and_the_positions_once() -> None:
     assert found.seconds == found.reading
 
 
-def test_of_experts_those_are_read_that_are_hit() -> None:
+def test_only_selected_experts_count_as_read() -> None:
     config = config_of("a3b")
     few, all_of_them = (limits.limits(config, limits.Step(1, 1, 0, hits), PEAKS) for hits in (8.0, 128.0))
     assert few.computing == all_of_them.computing

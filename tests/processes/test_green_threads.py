@@ -75,7 +75,7 @@ NAMES = {"thread": "threads", "queue": "queues", "select": "select", "socket": "
     "left_out", [[], ["queue", "select", "socket", "subprocess"], ["thread", "select"], list(NAMES)]
 )
 @pytest.mark.parametrize(("library", "function"), [("gevent.monkey", "patch_all"), ("eventlet", "monkey_patch")])
-def test_a_start_says_what_was_replaced(library: str, function: str, left_out: list[str], tmp_path: Path) -> None:
+def test_start_names_replaced_functions(library: str, function: str, left_out: list[str], tmp_path: Path) -> None:
     folder = tmp_path / library.partition(".")[0]
     folder.mkdir()
     for name in ("__init__.py", "monkey.py"):

@@ -265,8 +265,8 @@ async def test_repeated_and_damaged_frames_from_outside_are_ignored(monkeypatch:
         assert frontend.failures == []
 
 
-def test_without_shared_memory_and_with_a_temporary_folder_that_cannot_be_written_to() -> None:
-    """Runs in a container if possible: without /dev/shm, and with a long read-only TMPDIR."""
+def test_engine_runs_without_shared_memory_and_writable_tmpdir() -> None:
+    """In a container of its own, where the system gives one: /dev/shm is gone, TMPDIR is read-only and long."""
     script = f"""
 set -e
 umount /dev/shm 2>/dev/null || mount -t tmpfs -o ro none /dev/shm

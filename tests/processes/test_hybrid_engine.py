@@ -71,7 +71,7 @@ def test_turns_samples_and_salts_find_snapshots(engine: Engine) -> None:
     assert [out["output_ids"] for out in found] == [out["output_ids"] for out in again]
 
 
-def test_sessions_go_on_from_their_snapshots(engine: Engine) -> None:
+def test_sessions_continue_from_their_snapshots(engine: Engine) -> None:
     assert engine.flush_cache()
     sid = engine.open_session(512)
     history, turn = PROMPT[:100], {"id": sid}
@@ -87,7 +87,7 @@ def test_sessions_go_on_from_their_snapshots(engine: Engine) -> None:
     assert cached == [0, 2 * SPAN, 3 * SPAN]
 
 
-def test_adapters_vectors_and_logprobs_of_prompts_are_those_without_a_hit(engine: Engine, adapter: Path) -> None:
+def test_prefix_hits_change_no_adapters_vectors_or_logprobs(engine: Engine, adapter: Path) -> None:
     engine.load_lora_adapter("one", str(adapter))
     assert engine.flush_cache()
     base, adapted = cold(engine, PROMPT), cold(engine, PROMPT, lora_path="one")
@@ -107,5 +107,5 @@ def test_adapters_vectors_and_logprobs_of_prompts_are_those_without_a_hit(engine
     assert (hit["cached_tokens"], other["cached_tokens"]) == (2 * SPAN, 0)
 
 
-def test_a_request_goes_on_when_its_scheduler_was_killed(engine: Engine) -> None:
+def test_request_continues_after_its_scheduler_is_killed(engine: Engine) -> None:
     check_killed_schedulers(engine, PROMPT)

@@ -73,7 +73,7 @@ def test_an_unconfigured_program_is_quiet() -> None:
     assert start('device="cpu"') == []
 
 
-def test_info_shows_what_an_engine_runs_on_in_an_unconfigured_program() -> None:
+def test_info_level_logs_the_device_in_an_unconfigured_program() -> None:
     lines = start('device="cpu", log_level="info"')
     assert len(lines) == len(START), lines
     for line, pattern in zip(lines, START, strict=True):

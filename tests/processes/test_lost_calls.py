@@ -51,7 +51,7 @@ async def test_call_that_kills_the_process_fails_alone() -> None:
         assert frontend.failures == []
 
 
-async def test_failed_call_does_not_stop_streams_or_pause_the_engine() -> None:
+async def test_failed_control_call_does_not_pause_the_engine() -> None:
     async with fake_async_engine(ANSWERS, step_time_s=0.005) as engine:
         asking = asyncio.create_task(ask(engine, "plain", stream=True))
         await until(lambda: engine.stats()["output_tokens"] > 3)

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.process
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
-async def test_scheduler_continues_after_its_detokenizer_is_replaced(number: signal.Signals) -> None:
+async def test_scheduler_continues_after_a_lost_detokenizer(number: signal.Signals) -> None:
     expected = await undisturbed(has_answers=True)
     async with fake_async_engine(ANSWERS, step_time_s=0.003, stall_timeout_s=2.0) as engine:
         scheduler = pid_of(engine, "scheduler")
@@ -144,9 +144,7 @@ async def test_detokenizer_that_cannot_start_is_replaced_with_the_scheduler(monk
         await until_restarted(engine, 1)
 
 
-async def test_scheduler_that_does_not_end_its_step_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_stalled_scheduler_is_replaced_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioengine.supervision.incarnation.MEND_TIMEOUT_S", 1.0)
     faults = Faults(stall_at=9, stall_s=100.0, once=str(tmp_path / "once"))
     async with fake_async_engine(ANSWERS, faults=faults) as engine:
@@ -158,8 +156,8 @@ async def test_scheduler_that_does_not_end_its_step_is_replaced(
         assert engine.stats()["num_restarts"] == 1
 
 
-async def test_messages_sent_while_the_epoch_changes_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests and heartbeats are sent just before and after the message of the new epoch."""
+async def test_messages_during_a_change_of_epoch_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests come, and a heartbeat is answered, just before and behind the message of the change."""
     frontend = Frontend(fake_settings(step_time_s=0.002), max_restarts=1)
     plain = AsyncZmqSender.send
 
@@ -192,7 +190,7 @@ def remove_files(place: Path, *, only_sockets: bool) -> None:
 
 
 @pytest.mark.parametrize("what", ["sockets", "everything"])
-async def test_requests_continue_after_the_files_of_the_engine_are_removed(
+async def test_requests_continue_after_the_engine_files_are_removed(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The children cannot connect to each other without socket files, so both are replaced."""

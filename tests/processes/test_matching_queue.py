@@ -150,7 +150,7 @@ def play(rules: TextRules, code: FinishCode, num_resumed: int) -> tuple[World, E
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("code", [FinishCode.LENGTH, FinishCode.STOP])
 @pytest.mark.parametrize("num_resumed", [0, 4])
-def test_queued_tokens_have_the_same_text(
+def test_delayed_matching_gives_the_same_text(
     rules: TextRules, code: FinishCode, num_resumed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, end = play(rules, code, num_resumed)
@@ -210,7 +210,7 @@ def test_stop_in_queued_text_after_the_end_of_the_scheduler(waiting: World) -> N
     assert len(waiting.service._stopped) == 0
 
 
-def test_other_requests_run_first_after_a_turn() -> None:
+def test_exhausted_queue_rests_only_if_requests_wait() -> None:
     queue = MatchingQueue()
     queue.begin()
     queue.spend(0.02)

@@ -90,7 +90,7 @@ def test_an_engine_starts_in_a_working_directory_that_was_removed(tmp_path: Path
     run(HEAD + REMOVE + RUN, cwd=tmp_path)
 
 
-def test_a_relative_model_path_in_a_removed_working_directory_is_a_clear_error(tmp_path: Path) -> None:
+def test_relative_path_in_a_removed_directory_is_an_error(tmp_path: Path) -> None:
     for model in ("./model", "model"):
         folder = tmp_path / model
         folder.mkdir()

@@ -157,7 +157,7 @@ def test_profile_follows_no_link(is_made_before: bool, tmp_path: Path, monkeypat
     assert victim.read_text() == "content"
 
 
-def test_a_profile_that_is_being_made_at_the_end_of_the_engine_ends_with_it(tmp_path: Path) -> None:
+def test_profile_ends_with_the_engine(tmp_path: Path) -> None:
     """A program in which torch still records at its exit dies of a segmentation fault."""
     program = f"""
 from aioengine.testing.fake_engine import fake_engine

@@ -131,7 +131,7 @@ def test_hidden_states_of_whole_answers_streams_batches_and_samples_are_the_same
     assert all(same(states_of(sample), states) for sample in samples)
 
 
-def test_the_last_hidden_state_comes_with_the_last_chunk_also_behind_a_stop(llm: Engine) -> None:
+def test_last_hidden_state_comes_with_the_last_chunk(llm: Engine) -> None:
     whole = llm.generate(PROMPT, SIX, return_hidden_states=True)
     stop = llm.tokenizer.decode(whole["output_ids"][2:4])
     for params in (SIX, {**SIX, "stop": stop}, {**SIX, "stop_regex": stop[-1]}):
@@ -155,7 +155,7 @@ def test_misuse_of_hidden_states_is_refused_at_the_call(llm: Engine, value: obje
         llm.generate(PROMPT, SIX, return_hidden_states=value)  # type: ignore[call-overload]
 
 
-def test_more_hidden_states_than_allowed_are_refused_and_the_last_one_is_not(llm: Engine) -> None:
+def test_too_many_hidden_states_are_refused(llm: Engine) -> None:
     params = {**SIX, "max_new_tokens": 60}
     with pytest.raises(RequestTooLargeError, match="max_hidden_state_bytes=60000 are allowed"):
         llm.generate(PROMPT, params, return_hidden_states=True)
@@ -259,7 +259,7 @@ def theirs() -> torch.nn.Module:
 
 
 @pytest.mark.parametrize(("width", "length", "penalty"), [(4, 12, 1.0), (2, 8, 0.0), (3, 10, 2.0)])
-def test_beam_search_finds_what_transformers_finds(
+def test_beam_search_equals_transformers(
     llm: Engine, theirs: torch.nn.Module, width: int, length: int, penalty: float
 ) -> None:
     ids = llm.tokenizer.encode(CAPITAL)
@@ -322,7 +322,7 @@ def test_misuse_of_beam_search_is_refused(llm: Engine) -> None:
         llm.beam_search("a", max_new_tokens=100_000)
 
 
-async def test_all_of_them_go_on_after_a_lost_scheduler(embeds: list[np.ndarray], tmp_path: Path) -> None:
+async def test_all_kinds_of_requests_continue_after_a_lost_scheduler(embeds: list[np.ndarray], tmp_path: Path) -> None:
     async with AsyncEngine(dtype="float32", max_total_tokens=4096, logits_processors=NAMES) as engine:
 
         async def read(**custom: object) -> list[np.ndarray]:

@@ -333,7 +333,7 @@ async def test_while_processes_are_replaced_new_requests_wait_and_other_calls_ar
 
 
 @process
-async def test_abort_during_a_replacement_returns_held_back_text() -> None:
+async def test_abort_during_recovery_releases_held_text() -> None:
     async with fake_async_engine({"": "abcSTOMP"}, faults=Faults(stall_at=6, stall_s=60.0)) as engine:
         stream = engine.async_generate("one", {"stop": ["STOP"]}, stream=True)
         text, ids = "", []
@@ -478,8 +478,8 @@ DEMO_PARAMS: list[Mapping[str, object]] = [
 
 
 @process
-async def test_demo_model_continues_with_the_same_bits_after_a_restart() -> None:
-    """Penalties and random draws are the same, whichever requests were in the batch."""
+async def test_demo_model_continues_bit_for_bit() -> None:
+    """Penalties count prompt and output as before, draws fall as before, whoever was in the batch."""
     prompts = ["Tell me a long story.", "讲一个故事"]
 
     async def read(stream: Stream) -> list[tuple[str, list[int]]]:

@@ -39,7 +39,7 @@ def test_generate_and_chat_take_the_defaults_of_the_model(tmp_path: Path) -> Non
         assert len(set(sampled["text"])) > 1
 
 
-def test_the_command_line_is_greedy_whatever_the_model_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_is_greedy_for_any_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(demo_with(tmp_path, temperature=2.0))
     texts: list[str] = []
     for _ in range(2):

@@ -255,7 +255,7 @@ class SlowGrammars(Grammars):
         return grammar.text
 
 
-async def test_grammars_for_which_nobody_waits_are_not_compiled() -> None:
+async def test_grammars_of_ended_requests_are_not_compiled() -> None:
     loop, grammars = Loop(), SlowGrammars()
     loop.service._grammars = grammars
     texts = ["a", "b", "c", "c", "d", "d"]
@@ -314,7 +314,7 @@ async def test_without_a_tokenizer_nothing_is_prepared() -> None:
     assert not json.loads(loop.call("server_info", 9.0).data)["stats"]["grammars_prepared"]
 
 
-async def test_preparation_waits_for_requests_and_continues_for_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_preparation_waits_for_running_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     is_read, may_go_on = threading.Event(), threading.Event()
     plain = Tokenizer.__init__
 

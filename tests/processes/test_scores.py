@@ -35,7 +35,7 @@ def logits_of(llm: Engine, texts: list[str]) -> list[torch.Tensor]:
     return [model(torch.tensor([llm.tokenizer.encode(text)])).logits[0, -1] for text in texts]
 
 
-def test_scores_are_those_of_a_plain_forward(llm: Engine, labels: list[int]) -> None:
+def test_scores_equal_a_plain_forward(llm: Engine, labels: list[int]) -> None:
     found = llm.score(QUERY, ITEMS, labels, return_token_logprobs=True)
     assert isinstance(found, ScoreResult)
     assert found.scores == list(found)
@@ -109,7 +109,7 @@ def test_a_classifier_gives_its_own_scores(tmp_path: Path) -> None:
         (("q", ["a"], [1]), {"item_first": 1}, "item_first"),
     ],
 )
-def test_what_is_wrong_is_named(
+def test_wrong_arguments_of_score_are_named(
     llm: Engine, arguments: tuple[object, ...], options: dict[str, object], message: str
 ) -> None:
     with pytest.raises((TypeError, ValueError), match=message):

@@ -198,7 +198,7 @@ async def test_tags_stand_in_free_text(engine: Engine) -> None:
     assert all(re.match(r"\d</n>", part) for part in out["text"].split("<n>")[1:] if len(part) > 5)
 
 
-async def test_what_the_compiler_refuses_fails_alone(engine: Engine) -> None:
+async def test_grammar_refused_by_the_compiler_fails_alone(engine: Engine) -> None:
     empty = {"allOf": [{"type": "string", "pattern": "^a$"}, {"type": "string", "pattern": "^b$"}]}
     bad = [{"ebnf": "root ::= ("}, {"ebnf": "start: %%%"}, {"json_schema": empty}]
     good = asyncio.create_task(ask(engine, "schema"))
@@ -251,7 +251,7 @@ async def test_a_schema_in_an_ebnf_is_refused_with_its_place(engine: Engine) -> 
     assert (raised.value.pointer, raised.value.keyword) == ("/items", "contains")
 
 
-async def test_a_stream_that_is_awaited_while_the_scheduler_dies_goes_on() -> None:
+async def test_awaited_stream_continues_after_the_scheduler_dies() -> None:
     async with AsyncEngine() as engine:
         [pid] = [each["pid"] for each in engine.health()["processes"] if each["role"] == "scheduler"]
         os.kill(pid, signal.SIGSTOP)

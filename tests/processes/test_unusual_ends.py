@@ -68,7 +68,7 @@ ENDS: dict[str, tuple[Callable[[Engine], Callable[[], object]], type[Exception]]
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("options", [{}, {"return_exceptions": True}], ids=["whole", "in place"])
 @pytest.mark.parametrize("end", ENDS)
-def test_shutdown_on_the_engine_thread_ends_all_rows_of_a_batch(end: str, options: dict[str, object]) -> None:
+def test_end_on_the_loop_thread_ends_all_rows(end: str, options: dict[str, object]) -> None:
     llm, outcome = fake_engine(max_queued=2 * NUM_ROWS), list[object]()
     reading = threading.Thread(target=read_batch, args=(llm, outcome), kwargs=options, daemon=True)
     reading.start()
@@ -106,7 +106,7 @@ async def test_shutdown_that_is_cancelled_before_its_first_step_ends_every_call(
         await engine.shutdown()
 
 
-async def test_shutdown_whose_task_is_cancelled_ends_every_call() -> None:
+async def test_cancelled_shutdown_ends_every_call() -> None:
     engine = fake_async_engine(max_queued=2 * NUM_ROWS)
     await engine.start()
     whole = asyncio.ensure_future(engine.async_generate("a", LONG))
@@ -168,7 +168,7 @@ async def test_task_is_cancelled_from_another_thread_at_once() -> None:
 
 
 @process
-async def test_signal_handler_may_read_the_state_of_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_signal_handler_may_poll_a_child_during_a_poll(monkeypatch: pytest.MonkeyPatch) -> None:
     async with fake_async_engine(processes=True) as engine:
         child = frontend_of(engine).parts.processes._incarnation._launcher.children[0]  # type: ignore[attr-defined]
         assert isinstance(child, ProcessChild)

@@ -88,7 +88,7 @@ def test_too_many_log_records_are_dropped_and_counted(monkeypatch: pytest.Monkey
     assert first.message == "again (800 records before this one were too many at once and are left out)"
 
 
-def test_full_backlog_is_no_error_for_code_that_logs() -> None:
+def test_unsent_log_record_raises_nothing_in_the_child() -> None:
     class FullSender:
         def send(self, messages: list[Message]) -> None:
             raise BacklogFullError("full")

@@ -51,7 +51,7 @@ def test_turns_and_samples_find_pages(engine: Engine) -> None:
     assert [out["output_ids"] for out in found] == [out["output_ids"] for out in again]
 
 
-def test_sessions_keep_what_their_next_turn_sees(engine: Engine) -> None:
+def test_sessions_keep_the_window_of_their_next_turn(engine: Engine) -> None:
     assert engine.flush_cache()
     sid = engine.open_session(512)
     history, turn, cached = list[int](), {"id": sid}, list[int]()
@@ -69,6 +69,6 @@ def test_sessions_keep_what_their_next_turn_sees(engine: Engine) -> None:
     assert engine.flush_cache()
 
 
-def test_a_request_goes_on_in_a_pool_of_the_same_size_when_its_scheduler_was_killed(engine: Engine) -> None:
+def test_recovered_engine_has_a_pool_of_the_same_size(engine: Engine) -> None:
     check_killed_schedulers(engine, PROMPT)
     assert engine.get_server_info()["max_total_num_tokens"] == POOL

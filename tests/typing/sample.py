@@ -78,6 +78,8 @@ async def with_asyncio(is_stream: bool) -> None:
         assert_type(either, Generation[Answer] | Generation[BatchOutput] | Stream)
         conversation = [{"role": "user", "content": "Hi"}]
         assert_type(await engine.async_chat(conversation), Answer)
+        assert_type(engine.tokenizer.apply_chat_template(conversation), str)
+        assert_type(engine.tokenizer.apply_chat_template(conversation, tokenize=True), list[int])
         assert_type(await engine.async_chat([conversation]), BatchOutput)
         either = engine.async_chat(conversation, stream=is_stream)
         assert_type(either, Generation[Answer] | Generation[BatchOutput] | Stream)

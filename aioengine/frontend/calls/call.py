@@ -509,7 +509,8 @@ class Call:
         row.error = row.failure(finished) if error is None else error
         self.num_open -= 1
         if row.error is not None and not self.returns_exceptions:
-            self.fail(row.error)
+            prompt = row.position // self.request.num_samples
+            self.fail(answers.named(row.error, prompt, self.request.num_prompts))
         elif self.is_stream:
             row.put("", [])
             self.wake()

@@ -47,28 +47,30 @@ class Calls:
         """
         names = {call.rid: (call, WHOLE)}
         if call.request.rid is not None or call.request.rids:  # otherwise the id is random and has no number
-            names = self._add_names(call, 0)
+            names = self._add_names(call)
         else:
             call.names += names
+        call.request.num_known = len(call.request.prompts)
         self._names |= names
         self.num_opened += 1
         call.number = self.num_opened
         self.opened[call] = None
 
-    def add_names(self, call: Call, first: int) -> None:
-        """Register the ids of the prompts from ``first`` on that have been checked meanwhile.
+    def add_names(self, call: Call) -> None:
+        """Register the ids of the prompts that have been checked meanwhile.
 
         Raises:
             ValueError: an id is in use.
         """
-        self._names |= self._add_names(call, first)
+        self._names |= self._add_names(call)
+        call.request.num_known = len(call.request.prompts)
 
-    def _add_names(self, call: Call, first: int) -> dict[str, tuple[Call, int]]:
+    def _add_names(self, call: Call) -> dict[str, tuple[Call, int]]:
         """Register the ids in all indexes except ``_names``, and return their entries for ``_names``.
 
         If rows fail alone, a row whose id is in use gets its error in its place.
         """
-        request = call.request
+        request, first = call.request, call.request.num_known
         names = {call.rid: (call, WHOLE)} if first == 0 else {}
         if request.rid is not None:  # a random id is always free
             self._check_free(call, names)

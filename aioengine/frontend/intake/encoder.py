@@ -8,12 +8,11 @@ The tokenizer releases the GIL.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import time
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from aioengine.errors import EngineError, RequestError, RequestTooLargeError, describe
 from aioengine.frontend.intake.prompts import (
@@ -31,6 +30,7 @@ from aioengine.supervision.tasks import WorkerThread, post
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping, Sequence
+    from concurrent.futures import Future
 
     from aioengine.frontend.intake.pool_encoder import PoolEncoder
     from aioengine.frontend.intake.prompts import Messages
@@ -113,7 +113,7 @@ def longest_token(facts: Mapping[str, object]) -> int | None:
 
 
 class Job(NamedTuple):
-    """Prompts to encode. ``done`` gets their ids, in order, and the seconds, on the loop. It is called exactly once.
+    """Prompts to encode. ``done`` gets their ids, in order, and the seconds, on the loop.
 
     ``check_ids`` raises ValueError for ids that were not checked at the call because they are too many.
     """
@@ -123,47 +123,40 @@ class Job(NamedTuple):
     check_ids: Callable[[list[int]], None]
 
 
-def checked(prompt: Prompt | PromptError, check_ids: Callable[[list[int]], None]) -> Prompt | PromptError:
+def checked(prompt: Prompt, check_ids: Callable[[list[int]], None]) -> Prompt | PromptError:
     """Check all of a prompt and return it, or its error. Takes long for large prompts."""
-    if isinstance(prompt, Exception) or prompt.is_checked:
-        return prompt
     try:
         whole = prompt.checked()
         if isinstance(whole, IdsPrompt):
             check_ids(whole.token_ids)
     except (TypeError, ValueError) as error:
         return error
-    except Exception as error:  # parts of a prompt may be objects of any class and raise anything
+    except BaseException as error:  # parts of a prompt may be objects of any class and raise anything
         return ValueError(f"{prompt.name} cannot be read: {describe(error)}")
     return whole
 
 
 class Lane:
-    """One thread and the jobs that wait for it. Every job is answered exactly once. On the loop.
+    """One thread and the jobs that wait for it. On the loop."""
 
-    Attributes:
-        _given: batches of jobs that the thread has. A batch is cleared when it is answered.
-    """
-
-    def __init__(self, name: str, encode: Callable[[Sequence[Job]], list[list[Encoded]]]) -> None:
+    def __init__(self, name: str, encode: Callable[[Sequence[Job]], tuple[list[list[Encoded]], float]]) -> None:
         """Start the thread now, so that a lack of threads is an error of the start and not of a request.
 
         Raises EngineStartupError: the thread cannot be started.
         """
         self._encode = encode
-        self._thread = WorkerThread[object](f"aioengine-{name}")
+        self._thread = WorkerThread[Any](f"aioengine-{name}")
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._is_closed = False
         self._waiting: list[Job] = []
         self._num_bytes = 0  # of the waiting jobs
-        self._given: list[list[Job]] = []
+        self._num_batches = 0  # that the thread has
         self._is_due = False
 
     def add(self, job: Job, num_bytes: int) -> None:
         self._loop = asyncio.get_running_loop()
         self._waiting.append(job)
         self._num_bytes += num_bytes
-        if self._num_bytes >= BATCH_BYTES or self._is_closed:
+        if self._num_bytes >= BATCH_BYTES:
             self._start()
         elif not self._is_due:
             self._is_due = True
@@ -171,70 +164,39 @@ class Lane:
 
     def _end_round(self) -> None:
         self._is_due = False
-        if not self._given:
+        if not self._num_batches:
             self._start()
 
     def _start(self) -> None:
         """Give the waiting jobs to the thread, after the jobs that it has."""
         batch, self._waiting, self._num_bytes = self._waiting, [], 0
-        if not batch:
-            return
-        self._given.append(batch)
-        try:
-            self._thread.submit(partial(self._run, batch))
-        except BaseException as error:
-            self._fail(batch, RequestError("tokenize", describe(error)))
-            raise
-        if self._is_closed:
-            self._fail(batch, _shut_down())
-
-    def _run(self, batch: list[Job]) -> None:
-        """Encode the jobs, on the thread. An exception here is the answer of all of them.
-
-        The loop may answer and clear the batch meanwhile. This thread then keeps no job of it.
-        """
-        started_at = time.monotonic()
-        try:
-            encoded = self._encode(batch)
-        except BaseException as error:
-            encoded = _failed(batch, RequestError("tokenize", describe(error)))
-        if self._loop is not None:
-            post(self._loop, self._answer, batch, encoded, time.monotonic() - started_at)
-
-    def _answer(self, batch: list[Job], encoded: list[list[Encoded]], seconds: float) -> None:
         if batch and self._loop is not None:
-            for job, ids in zip(batch, encoded, strict=True):  # an error in one callback does not affect the others
-                self._loop.call_soon(job.done, ids, seconds)
-            batch.clear()
-        self._given = list(filter(None, self._given))
-        if not self._given:
+            self._num_batches += 1
+            work = self._thread.submit(partial(self._encode, batch))
+            work.add_done_callback(partial(post, self._loop, self._answer, batch))
+
+    def _answer(self, batch: list[Job], work: Future[tuple[list[list[Encoded]], float]]) -> None:
+        self._num_batches -= 1
+        try:
+            encoded, seconds = work.result()
+        except BaseException as error:
+            reason = "the engine was shut down" if work.cancelled() else describe(error)
+            failures: list[Encoded] = [RequestError("tokenize", reason)]
+            encoded, seconds = [failures * len(job.prompts) for job in batch], 0.0
+        for job, ids in zip(batch, encoded, strict=True):  # an error in one callback does not affect the others
+            asyncio.get_running_loop().call_soon(job.done, ids, seconds)
+        batch.clear()  # the thread may still have it
+        if not self._num_batches:
             self._start()
 
-    def _fail(self, batch: list[Job], error: RequestError) -> None:
-        self._answer(batch, _failed(batch, error), 0.0)
-
-    def run(self, work: Callable[[], object], done: Callable[[], object]) -> None:
-        """Do other work on the thread, then call ``done`` on the loop, also if it raises or the lane is closed."""
-        loop = asyncio.get_running_loop()
-        self._thread.submit(work).add_done_callback(lambda _: post(loop, done))
+    def run(self, work: Callable[[], object], done: Callable[[Future[Any]], object]) -> None:
+        """Do other work on the thread, then call ``done`` on the loop with its result."""
+        self._thread.submit(work).add_done_callback(partial(post, asyncio.get_running_loop(), done))
 
     def close(self) -> None:
-        """End the thread when it has finished its batch. Jobs without an answer get an error."""
-        self._is_closed = True
+        """End the thread when it has finished its batch. Jobs that it has not begun get an error."""
         self._thread.close()
-        with contextlib.suppress(RuntimeError):  # the loop is closed, so no caller waits
-            for batch in self._given:
-                self._fail(batch, _shut_down())
-            self._start()
-
-
-def _failed(jobs: Sequence[Job], error: RequestError) -> list[list[Encoded]]:
-    """Return the same error for each prompt."""
-    return [[error] * len(job.prompts) for job in jobs]
-
-
-def _shut_down() -> RequestError:
-    return RequestError("tokenize", "the engine was shut down")
+        self._start()
 
 
 class Encoder:
@@ -242,21 +204,23 @@ class Encoder:
 
     def __init__(
         self,
-        tokenizer: PromptTokenizer,
+        tokenizer: PromptTokenizer | None,
         sizes: TextSizes | None = None,
         pool_encoder: PoolEncoder | None = None,
         in_text: Callable[[str], str] = str,
     ) -> None:
-        """``sizes`` None: all texts are tokenized completely. ``pool_encoder``: encodes texts to pool.
+        """``tokenizer`` None: all prompts are token ids. ``sizes`` None: all texts are tokenized completely.
 
-        in_text: converts a prompt before it is tokenized, as ``ImageFamily.in_text``.
+        ``pool_encoder``: encodes texts to pool. ``in_text``: converts a prompt before it is tokenized, as
+        ``ImageFamily.in_text``.
         """
+        self.has_tokenizer = tokenizer is not None
         self.sizes = sizes
         self._in_text = in_text
-        self._tokenizer = tokenizer
+        self._tokenizer = cast("PromptTokenizer", tokenizer)
         self._pool_encoder = pool_encoder
-        self._short = Lane("encode", self._encode_jobs)
-        self._long = Lane("encode-long", self._encode_jobs)
+        self._short = Lane("encode", self._encode)
+        self._long = Lane("encode-long", self._encode)
 
     def encode(self, job: Job) -> None:
         num_bytes = 0
@@ -265,8 +229,8 @@ class Encoder:
                 num_bytes += prompt.num_bytes
         (self._long if num_bytes > LONG_BYTES else self._short).add(job, num_bytes)
 
-    def run(self, work: Callable[[], object], done: Callable[[], object]) -> None:
-        """Do other work on the thread of long prompts, then call ``done`` on the loop (see ``Lane.run``)."""
+    def run(self, work: Callable[[], object], done: Callable[[Future[Any]], object]) -> None:
+        """Do other work on the thread of long prompts, then call ``done`` on the loop with its result."""
         self._long.run(work, done)
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
@@ -277,31 +241,21 @@ class Encoder:
             raise ValueError(f"the tokenizer cannot read {texts!r:.200}: {describe(error)}") from error
 
     def close(self) -> None:
+        """End the threads. From any thread."""
         self._short.close()
         self._long.close()
 
     # ------------------------------------------------------------ on the threads
 
-    def _encode_jobs(self, jobs: Sequence[Job]) -> list[list[Encoded]]:
-        prompts: list[Prompt | PromptError] = []
-        for job in jobs:
-            for prompt in job.prompts:
-                whole = prompt
-                if not isinstance(prompt, Exception) and not prompt.is_checked:
-                    try:
-                        whole = checked(prompt, job.check_ids)
-                    except BaseException as error:  # no signal interrupts this thread: the prompt raised it
-                        whole = ValueError(f"the prompt cannot be read: {describe(error)}")
-                prompts.append(whole)
-        encoded = iter(self._encode(prompts))
-        return [list(islice(encoded, len(job.prompts))) for job in jobs]
-
-    def _encode(self, prompts: list[Prompt | PromptError]) -> list[Encoded]:
-        """Encode the prompts; all texts with the same rules in one batch."""
+    def _encode(self, jobs: Sequence[Job]) -> tuple[list[list[Encoded]], float]:
+        """Encode the prompts of all jobs, texts with the same rules in one batch. Return their ids, and the seconds."""
+        began_at = time.monotonic()
+        prompts = [(prompt, job.check_ids) for job in jobs for prompt in job.prompts]
         encoded: dict[int, Encoded] = {}
-        texts: dict[EncodeRules, dict[int, str]] = {}
+        texts: dict[EncodeRules, dict[int, tuple[Prompt, str]]] = {}
         pooled: dict[int, PooledPrompt] = {}
-        for place, prompt in enumerate(prompts):
+        for place, (given, check_ids) in enumerate(prompts):
+            prompt = given if isinstance(given, Exception) or given.is_checked else checked(given, check_ids)
             if isinstance(prompt, IdsPrompt):
                 encoded[place] = prompt.token_ids
             elif isinstance(prompt, Exception):
@@ -314,20 +268,21 @@ class Encoder:
                     rules = prompt.rules
                     if rules.add_special_tokens is None:  # templates of chats write them
                         rules = EncodeRules(isinstance(prompt, TextPrompt), rules.keep_last)
-                    texts.setdefault(rules, {})[place] = self._in_text(rendered)
+                    texts.setdefault(rules, {})[place] = prompt, self._in_text(rendered)
                 else:
                     encoded[place] = rendered
-        for rules, by_place in texts.items():
-            for place, ids in zip(by_place, self._encode_texts(list(by_place.values()), rules), strict=True):
-                prompt, cut = prompts[place], ids
+        for rules, batch in texts.items():
+            all_ids = self._encode_texts([text for _, text in batch.values()], rules)
+            for (place, (prompt, _)), ids in zip(batch.items(), all_ids, strict=True):
                 if rules.keep_last and isinstance(ids, list):
-                    cut = ids[-rules.keep_last :]
-                if isinstance(prompt, ChatPrompt) and prompt.images and isinstance(cut, list):
-                    cut = ChatIds(cut, prompt.images)
-                encoded[place] = cut
+                    ids = ids[-rules.keep_last :]
+                if isinstance(prompt, ChatPrompt) and prompt.images and isinstance(ids, list):
+                    ids = ChatIds(ids, prompt.images)
+                encoded[place] = ids
         if pooled and self._pool_encoder is not None:
             encoded |= zip(pooled, self._pool_encoder.encode(list(pooled.values())), strict=True)
-        return list(map(encoded.__getitem__, range(len(prompts))))
+        in_order = map(encoded.__getitem__, range(len(prompts)))
+        return [list(islice(in_order, len(job.prompts))) for job in jobs], time.monotonic() - began_at
 
     def _render(self, prompt: ChatPrompt) -> str | list[int] | ValueError:
         options = prompt.options
@@ -345,18 +300,13 @@ class Encoder:
         except BaseException as error:  # templates are code of the model's author and may raise anything
             return ValueError(f"the chat template refused the messages: {describe(error)}")
 
-    def _check_sizes(self, texts: list[str]) -> None:
-        if self.sizes is None:
-            return
-        for text in texts:
-            if len(text) > max(LONG_BYTES, self.sizes.max_tokens * USUAL_TOKEN_BYTES):
-                self.sizes.check_bytes(len(text))
-                self.sizes.check_pieces(text, self._tokenizer)
-
     def _encode_texts(self, texts: list[str], rules: EncodeRules) -> list[Encoded]:
         try:
-            if rules.keep_last is None:
-                self._check_sizes(texts)
+            if rules.keep_last is None and self.sizes is not None:
+                for text in texts:
+                    if len(text) > max(LONG_BYTES, self.sizes.max_tokens * USUAL_TOKEN_BYTES):
+                        self.sizes.check_bytes(len(text))
+                        self.sizes.check_pieces(text, self._tokenizer)
             return list(self._tokenizer.encode_batch(texts, add_special_tokens=bool(rules.add_special_tokens)))
         except BaseException as error:  # a bad text fails alone, also if compiled code panics
             if len(texts) == 1:

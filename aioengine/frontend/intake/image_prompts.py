@@ -78,7 +78,7 @@ class _HeldImages(msgspec.Struct):
 class PromptImages:
     """Prepares the images of prompts and puts their tokens into them. On the loop, except ``sources`` and ``close``."""
 
-    def __init__(self, intake: ImageIntake, encoder: Encoder | None) -> None:
+    def __init__(self, intake: ImageIntake, encoder: Encoder) -> None:
         model = intake.model
         self.intake = intake
         self.placeholder_id = model.family.placeholder_id
@@ -197,11 +197,10 @@ class PromptImages:
         return MediaIds(ids, media)
 
     def _image_ids(self, shape: ImageShape) -> ImageIds:
-        tokenize = None if self._encoder is None else self._tokenize
+        tokenize = self._tokenize if self._encoder.has_tokenizer else None
         return image_ids(self._family.expansion(shape), self.placeholder_id, tokenize)
 
     def _tokenize(self, text: str) -> list[int]:
-        assert self._encoder is not None
         if text not in self._ids_of_text:
             if len(self._ids_of_text) >= MAX_KNOWN_TEXTS:
                 self._ids_of_text.clear()

@@ -57,7 +57,7 @@ class PoolEncoder(NamedTuple):
 
     def _texts(self, prompt: PooledPrompt) -> tuple[str, str | None]:
         """The text with its prompt before it, and the second text; of long ones the beginning."""
-        settings, name = self.settings, prompt.rules.prompt_name
+        settings, name = self.settings, prompt.options.prompt_name
         before = settings.prompts.get(settings.default_prompt if name is None else name, "")
         first = self.in_text(before + prompt.first.text)
         second = None if prompt.second is None else prompt.second.text
@@ -80,7 +80,7 @@ class PoolEncoder(NamedTuple):
         """The ids, cut where they are too many and that was asked for."""
         if len(ids) <= self.max_tokens:
             return ids
-        if prompt.rules.truncates:
+        if prompt.options.truncates:
             return self.tokenizer.encode_cut(*pair, self.max_tokens)
         kind = "text" if prompt.second is None else "pair of texts"
         return RequestTooLargeError(

@@ -9,7 +9,7 @@ from typing import Final, TypedDict, cast
 from aioengine.api import checks
 from aioengine.frontend.intake import requests
 from aioengine.frontend.intake.pooling import Pooled
-from aioengine.frontend.intake.prompts import PoolRules, ids_prompt, pair_prompt, pooled_prompt
+from aioengine.frontend.intake.prompts import ids_prompt, pair_prompt, pooled_prompt
 from aioengine.frontend.intake.request_options import ImageData  # noqa: TC001  # for the annotations of the options
 from aioengine.frontend.intake.requests import IDS_OR_ROWS, CallRequest
 
@@ -79,7 +79,7 @@ def encode_request(prompt: object, input_ids: object, options: Mapping[str, obje
         truncates=checks.switch("truncate", options.get("truncate", False)),
         prompt_name=None if name is None else checks.text("prompt_name", name),
     )
-    make = partial(pooled_prompt, rules=PoolRules(pooled.truncates, pooled.prompt_name))
+    make = partial(pooled_prompt, options=pooled)
     if isinstance(prompt, str):
         request = CallRequest("prompt", [prompt], make, is_batch=False)
     elif prompt is not None:
@@ -106,11 +106,10 @@ def rerank_request(query: object, documents: object, top_n: object, options: Map
         is_ranked=documents is not None,
         top_n=None if top_n is None else checks.whole("top_n", top_n, 1),
     )
-    rules = PoolRules(pooled.truncates)
     if documents is not None:
         text = checks.text("query", query)
         rows = checks.items("documents", documents, checks.MAX_COUNT, allowed=DOCUMENTS)
-        request = CallRequest("documents", rows, partial(pair_prompt, rules=rules, query=text), is_batch=True)
+        request = CallRequest("documents", rows, partial(pair_prompt, options=pooled, query=text), is_batch=True)
     elif top_n is not None:
         raise ValueError("top_n is for a query with documents; pairs keep their order")
     elif isinstance(query, str):
@@ -118,7 +117,7 @@ def rerank_request(query: object, documents: object, top_n: object, options: Map
     else:
         pairs = checks.items("query", query, checks.MAX_COUNT, allowed=PAIRS)
         request = CallRequest(
-            "query", cast("Sequence[object]", pairs), partial(pair_prompt, rules=rules), is_batch=True
+            "query", cast("Sequence[object]", pairs), partial(pair_prompt, options=pooled), is_batch=True
         )
     return _complete(request, pooled, options)
 

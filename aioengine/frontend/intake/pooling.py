@@ -8,13 +8,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from aioengine.api import checks
-from aioengine.errors import RequestTooLargeError
-from aioengine.frontend.intake.prompts import MediaIds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from aioengine.frontend.intake.encoder import Encoded
     from aioengine.settings.config import PoolingSettings
 
 
@@ -69,28 +64,3 @@ def completed(pooled: Pooled | None, settings: PoolingSettings, task: str, vecto
     pooled.check(settings, task, vector_size)
     is_normalized = settings.is_normalized if pooled.is_normalized is None else pooled.is_normalized
     return replace(pooled, is_normalized=is_normalized, has_sigmoid=settings.has_sigmoid)
-
-
-def fitting(encoded: Encoded, pooled: Pooled, max_tokens: int, check_ids: Callable[[list[int]], None]) -> Encoded:
-    """Return the ids of a text, cut to ``max_tokens`` if the call truncates, or the error of a text that is too long.
-
-    A text with images is never cut. ``check_ids`` raises ValueError for ids outside the vocabulary; it was not called
-    yet if there are too many ids.
-    """
-    if not isinstance(encoded, list) or len(encoded) <= max_tokens:
-        return encoded
-    if isinstance(encoded, MediaIds):
-        return RequestTooLargeError(
-            f"the prompt has {len(encoded)} tokens, {encoded.num_image_tokens} of them of its images, and {max_tokens} "
-            "fit; give smaller images, or fewer"
-        )
-    if pooled.truncates:
-        cut = encoded[:max_tokens]
-        try:
-            check_ids(cut)
-        except ValueError as error:
-            return error
-        return cut
-    return RequestTooLargeError(
-        f"input_ids has {len(encoded)} tokens, and {max_tokens} fit; with truncate=True the end is cut"
-    )

@@ -15,6 +15,7 @@ from msgspec import Struct, ValidationError, convert
 from msgspec.structs import replace
 
 from aioengine.api import checks
+from aioengine.frontend.intake.pooling import Pooled  # a field of a Struct
 from aioengine.media.intake.sources import ImageSource, part_source
 from aioengine.tokenization.chat_template import MAX_TEMPLATE_BYTES, VARIABLES, template_variables
 
@@ -225,21 +226,12 @@ class ChatIds(list[int]):
         self.images = images
 
 
-class PoolRules(Struct, frozen=True, gc=False):
-    """Options of the tokenization of pooled texts. ``truncates``: cut texts that are too long. ``prompt_name``: the
-    prompt to put before each text; None: the default prompt.
-    """
-
-    truncates: bool = False
-    prompt_name: str | None = None
-
-
 class PooledPrompt(Struct, frozen=True, gc=False):
     """A text to pool, or a pair of texts to compare."""
 
     first: TextPrompt
     second: TextPrompt | None
-    rules: PoolRules
+    options: Pooled
 
     @property
     def name(self) -> str:
@@ -256,7 +248,7 @@ class PooledPrompt(Struct, frozen=True, gc=False):
     def checked(self) -> PooledPrompt:
         """Check both texts, as ``TextPrompt``."""
         second = self.second
-        return PooledPrompt(self.first.checked(), None if second is None else second.checked(), self.rules)
+        return PooledPrompt(self.first.checked(), None if second is None else second.checked(), self.options)
 
 
 Prompt = TextPrompt | ChatPrompt | IdsPrompt | PooledPrompt
@@ -309,13 +301,13 @@ def text_prompt(name: str, value: object, budget: CheckBudget, rules: EncodeRule
     return prompt.checked() if budget.covers(len(value) // CHARACTERS_PER_ID) else prompt
 
 
-def pooled_prompt(name: str, value: object, budget: CheckBudget, *, rules: PoolRules) -> PooledPrompt:
+def pooled_prompt(name: str, value: object, budget: CheckBudget, *, options: Pooled) -> PooledPrompt:
     """Return a text to pool. It may be empty, because special tokens are added."""
-    return PooledPrompt(_any_text(name, value, budget), None, rules)
+    return PooledPrompt(_any_text(name, value, budget), None, options)
 
 
 def pair_prompt(
-    name: str, value: object, budget: CheckBudget, *, rules: PoolRules, query: str | None = None
+    name: str, value: object, budget: CheckBudget, *, options: Pooled, query: str | None = None
 ) -> PooledPrompt:
     """Return a query and a document. ``value`` is both, or the document if ``query`` is given.
 
@@ -329,7 +321,7 @@ def pair_prompt(
         first, second = pair
     else:
         first, second = query, value
-    return PooledPrompt(_any_text(name, first, budget), _any_text(name, second, budget), rules)
+    return PooledPrompt(_any_text(name, first, budget), _any_text(name, second, budget), options)
 
 
 def _any_text(name: str, value: object, budget: CheckBudget) -> TextPrompt:

@@ -61,17 +61,23 @@ class RequestChecks:
     """Checks requests against the model. From any thread.
 
     Attributes:
-        rules: of the model. encoder: None without a tokenizer. images: None where the model takes text alone.
+        rules: the limits of the model. images: None if the model reads only text.
     """
 
-    def __init__(self, rules: PromptRules, encoder: Encoder | None, images: PromptImages | None = None) -> None:
+    def __init__(self, rules: PromptRules, encoder: Encoder, images: PromptImages | None = None) -> None:
         self.rules = rules
         self.encoder = encoder
         self.images = images
         self._vocabulary = list[Annotated[int, Meta(ge=0, lt=rules.vocab_size)]]  # checked in one pass
         self._last_parts: ParamsParts | None = None
 
-    def check(self, request: CallRequest, first: int) -> None:
+    def check_more(self, request: CallRequest) -> None:
+        """Check some more rows of a long batch."""
+        first = len(request.prompts)
+        request.check_more()
+        self.check(request, first)
+
+    def check(self, request: CallRequest, first: int = 0) -> None:
         """Check the rows from prompt ``first`` on that ``request`` has checked so far.
 
         If rows may fail alone, a wrong row gets its error in its place.
@@ -79,7 +85,7 @@ class RequestChecks:
         Raises:
             TypeError, ValueError: the call is wrong, or a row that may not fail alone.
         """
-        logprobs, processors, has_tokenizer = request.logprobs, request.processors, self.encoder is not None
+        logprobs, processors, has_tokenizer = request.logprobs, request.processors, self.encoder.has_tokenizer
         if first == 0:  # the options that all rows share
             if request.pooled is not None or self.rules.task != "generate":
                 rules = self.rules
@@ -121,9 +127,9 @@ class RequestChecks:
 
     def _check_params(self, request: CallRequest, params: SamplingParams) -> None:
         parts = self.parts_of(params, request.parts)
-        if self.encoder is None and (parts.text.stop or parts.text.stop_regex):
+        if not self.encoder.has_tokenizer and (parts.text.stop or parts.text.stop_regex):
             raise ValueError("stop and stop_regex need a tokenizer, and this engine has none; use stop_token_ids")
-        if self.encoder is None and parts.sampling.grammar:
+        if not self.encoder.has_tokenizer and parts.sampling.grammar:
             raise ValueError("structured output needs a tokenizer, and this engine has none (skip_tokenizer_init)")
 
     def _check_processor(self, name: str) -> None:
@@ -148,7 +154,7 @@ class RequestChecks:
                     params,
                     vocab_size=rules.vocab_size,
                     eos_token_ids=rules.eos_token_ids,
-                    tokenize=None if self.encoder is None else self.encoder.tokenize,
+                    tokenize=self.encoder.tokenize if self.encoder.has_tokenizer else None,
                     defaults=rules.sampling_defaults,
                 ),
                 wire.stop_ids(params, vocab_size=rules.vocab_size, eos_token_ids=rules.eos_token_ids),
@@ -176,7 +182,7 @@ class RequestChecks:
         """Raise RequestTooLargeError if a prompt is certainly too long. Does not tokenize."""
         if isinstance(prompt, IdsPrompt):
             self.output_limit(wire.SamplingParams(), prompt.num_ids)
-        elif isinstance(prompt, TextPrompt) and prompt.rules.keep_last is None and self.encoder and self.encoder.sizes:
+        elif isinstance(prompt, TextPrompt) and prompt.rules.keep_last is None and self.encoder.sizes:
             self.encoder.sizes.check_bytes(prompt.num_bytes)
 
     def output_limit(self, params: SamplingParams, num_ids: int) -> int:

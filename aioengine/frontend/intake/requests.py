@@ -1,14 +1,12 @@
 """The arguments of a call, checked: prompts, sampling parameters and the options of a request.
 
 Checks that need the tokenizer or the engine's state come later. The call itself checks the first rows of a long batch.
-Later turns of the loop check the other rows in pieces, after a thread has parsed their sampling parameters, since
-parsing may take long. The size of a batch has no limit.
+The tokenizer's thread checks the other rows, some at a time. The size of a batch has no limit.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -16,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from msgspec import Struct
 
 from aioengine.api import checks
-from aioengine.api.answers import StateReader
+from aioengine.api.answers import StateReader, named
 from aioengine.api.args import ARGUMENTS
 from aioengine.api.foreign_names import ALIASES, MISSING_OPTIONS, our_way
 from aioengine.api.params import SamplingParams, is_sampling_parameter, num_token_ids
@@ -38,6 +36,7 @@ from aioengine.frontend.intake.prompts import (
 )
 from aioengine.frontend.intake.request_options import ChatOptions, GenerateOptions, RequestOptions
 from aioengine.frontend.intake.row_options import (
+    MAX_TOKEN_IDS,
     ROWS_IN_PIECE,
     LogprobOptions,
     PerPrompt,
@@ -62,8 +61,8 @@ MAX_SALT_BYTES: Final = 512
 MAX_PRIORITY: Final = 2**63 - 1
 IDS_OR_ROWS: Final = "a list of token ids, or a list of such lists"
 
-MAX_WEIGHT_AT_CALL: Final = 32_768
-"""Of the sampling parameters that the call itself parses (``_weight``), in about as many microseconds."""
+MAX_WEIGHT_AT_ONCE: Final = 32_768
+"""About as many microseconds: the call checks this many, and so does the thread that checks the other rows."""
 WORD_WEIGHT: Final = 64
 PATTERN_WEIGHT: Final = 4096
 
@@ -77,7 +76,8 @@ class CallRequest(Struct):
     Attributes:
         name, values: the argument with the prompts, and its entries. make: checks a prompt.
         is_batch: whether the caller gave a list of prompts.
-        prompts: the checked prompts; an exception is the error of a row that fails alone.
+        prompts: the checked prompts; an exception is the error of a row that fails alone. A thread may add some.
+        num_known: number of prompts that may start: they are checked, and their ids are registered.
         num_samples: samples of each prompt. gives_batch: whether the answer is a batch.
         params: one for all prompts, or one for each checked prompt.
         given_params: the sampling parameters of each prompt as the caller gave them; None: all prompts share one.
@@ -97,6 +97,7 @@ class CallRequest(Struct):
     is_batch: bool
     pooled: Pooled | None = None
     num_prompts: int = 0
+    num_known: int = 0
     num_samples: int = 1
     num_rows: int = 0
     gives_batch: bool = False
@@ -169,9 +170,13 @@ class CallRequest(Struct):
         Raises:
             TypeError, ValueError: what is wrong, with the field and the value.
         """
-        first = len(self.prompts)
+        first, weight = len(self.prompts), 0
         budget = CheckBudget(0 if first else MAX_IDS_AT_CALL)
-        for place in range(first, self.num_prompts if self.num_prompts <= 1 else self._end_of_piece(first)):
+        for place in range(first, min(first + ROWS_IN_PIECE, self.num_prompts)):
+            if self.num_prompts > 1 and (added := self._weight(place)):
+                weight += added
+                if weight > MAX_WEIGHT_AT_ONCE and place > first:
+                    return
             try:
                 if self.rids is not None:
                     rid, self.rids[place] = self.rids[place], ""  # stays empty if the id is wrong
@@ -188,7 +193,7 @@ class CallRequest(Struct):
                 prompt: Prompt | PromptError = self.make(name, self.values[place], budget)
             except (TypeError, ValueError) as error:
                 if not self.rows_fail_alone:
-                    raise
+                    raise named(error, place, self.num_prompts) from None
                 prompt = _without_frames(error)
                 for option in self.lists:
                     option.reset_row(place)
@@ -203,42 +208,18 @@ class CallRequest(Struct):
     def fail_row(self, prompt: int, error: TypeError | ValueError) -> None:
         """Give a prompt this error in its place. If rows do not fail alone, raise the error."""
         if not self.rows_fail_alone:
-            raise error
+            raise named(error, prompt, self.num_prompts) from None
         self.prompts[prompt] = _without_frames(error)
 
-    def _end_of_piece(self, first: int) -> int:
-        """Return the end of the rows from ``first`` that are checked together. There is at least one."""
-        last = min(first + ROWS_IN_PIECE, self.num_prompts)
-        if self.logprobs is not None:
-            last = self.logprobs.end_of_piece(first, last)
-        if self.given_params is None:
-            return last
-        if first:  # a thread has parsed the parameters of some rows
-            later = range(first + 1, last)
-            return next((place for place in later if id(self.given_params[place]) not in self.parsed), last)
-        weight, seen = 0, set[int]()
-        for place, value in enumerate(self.given_params[:last]):
-            if id(value) not in seen:
-                if weight > MAX_WEIGHT_AT_CALL:
-                    return place
-                weight += _weight(value)
-                seen.add(id(value))
-        return last
-
-    def parse_more(self, use: Callable[[SamplingParams], object], max_s: float) -> None:
-        """Parse sampling parameters of unchecked rows, for about ``max_s``. On any thread.
-
-        ``use`` is called with each result. If it raises an exception, the parameters count as wrong.
-        """
-        parsed, until = self.parsed, time.monotonic() + max_s
-        for value in (self.given_params or [])[len(self.prompts) :]:
-            if id(value) not in parsed:
-                try:
-                    use(self._parsed(value))
-                except Exception as error:  # raised when the row is checked
-                    parsed[id(value)] = error
-                if time.monotonic() > until:
-                    return
+    def _weight(self, place: int) -> int:
+        """About how many microseconds it takes to check the values of a row, except its prompt."""
+        weight = 0
+        if self.given_params is not None and id(self.given_params[place]) not in self.parsed:
+            weight = _params_weight(self.given_params[place])
+        if self.logprobs is not None and self.logprobs.token_ids.is_list:
+            num_ids = checks.num_items(self.logprobs.token_ids.values[place])
+            weight += num_ids if num_ids <= MAX_TOKEN_IDS else 0  # it is refused for its length
+        return weight
 
     def _parsed(self, value: object) -> SamplingParams:
         params = self.parsed.get(id(value))
@@ -253,7 +234,7 @@ class CallRequest(Struct):
         return params
 
 
-def _weight(value: object) -> int:
+def _params_weight(value: object) -> int:
     """About how many microseconds it takes to parse sampling parameters, and to check them against the model."""
     if isinstance(value, SamplingParams):
         return num_token_ids(value) + WORD_WEIGHT * len(value.bad_words or ())
@@ -261,7 +242,7 @@ def _weight(value: object) -> int:
         return 0
     given = dict(cast("Mapping[str, object]", value))
     return (
-        checks.json_size(given, MAX_WEIGHT_AT_CALL)
+        checks.json_size(given, MAX_WEIGHT_AT_ONCE)
         + sum(map(checks.num_items, given.values()))  # of sets and arrays, too
         + WORD_WEIGHT * checks.num_items(given.get("bad_words"))
         + PATTERN_WEIGHT * ("stop_regex" in given)

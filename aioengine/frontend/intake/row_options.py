@@ -19,10 +19,10 @@ Value = TypeVar("Value")
 Checked = TypeVar("Checked", covariant=True)
 
 ROWS_IN_PIECE: Final = 512
-"""Rows of a batch that are checked at once, in the call or in one turn of the loop."""
+"""Rows of a batch that are checked at once, by the call or by a thread."""
 
 MAX_TOKEN_IDS: Final = 65_536
-"""Ids in ``token_ids_logprob`` of one prompt, and of all prompts checked in one turn of the loop."""
+"""Ids in ``token_ids_logprob`` of one prompt."""
 
 MAX_PROMPT_VALUES: Final = 1 << 23
 """Logprobs of one prompt, which are sent in one message."""
@@ -112,18 +112,6 @@ class LogprobOptions(NamedTuple):
     def differ(self) -> bool:
         """Whether they may differ between the prompts."""
         return any(option.is_list for option in self)
-
-    def end_of_piece(self, first: int, last: int) -> int:
-        """Return the end of the prompts from ``first`` that are checked together: at least one, at most ``last``."""
-        if not self.token_ids.is_list:
-            return last
-        num_ids = 0
-        for prompt, given in enumerate(self.token_ids.values[first:last], first):
-            size = checks.num_items(given)
-            num_ids += size if size <= MAX_TOKEN_IDS else 0  # it is refused for its length
-            if num_ids > MAX_TOKEN_IDS and prompt > first:
-                return prompt
-        return last
 
     def of(self, prompt: int) -> LogprobRules | None:
         """Return the logprobs of a prompt; None: it wants none."""

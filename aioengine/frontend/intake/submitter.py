@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections import deque
 from functools import partial
+from importlib import import_module
 from itertools import repeat
 from typing import TYPE_CHECKING, Final, cast
 
@@ -17,10 +18,8 @@ from msgspec.structs import replace
 from aioengine.api import params as wire
 from aioengine.errors import EngineOverloadedError, RequestError, RequestTooLargeError, describe
 from aioengine.frontend.calls.call import Wants
-from aioengine.frontend.intake.arrays import ArrayImport
-from aioengine.frontend.intake.encoder import Job, checked
+from aioengine.frontend.intake.encoder import Job
 from aioengine.frontend.intake.image_prompts import check_no_images
-from aioengine.frontend.intake.pooling import fitting
 from aioengine.frontend.intake.prompts import ChatIds, ChatPrompt, EmbedsIds, IdsPrompt, MediaIds
 from aioengine.frontend.intake.row_options import check_lengths
 from aioengine.protocol.messages import SEED_MASK, End, FinishCode, Limits, PairIds, RequestKind, Submit
@@ -30,6 +29,7 @@ from aioengine.text.detokenizer import NUM_CONTEXT_TOKENS
 if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Iterator
+    from concurrent.futures import Future
 
     from aioengine.api.answers import RowError
     from aioengine.api.params import SamplingParams
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from aioengine.frontend.calls.calls import Calls
     from aioengine.frontend.calls.overload import QueueLimits
     from aioengine.frontend.intake.encoder import Encoded
+    from aioengine.frontend.intake.pooling import Pooled
     from aioengine.frontend.intake.prompts import Prompt, PromptError
     from aioengine.frontend.intake.request_checks import RequestChecks
     from aioengine.frontend.sessions.sessions import Sessions
@@ -49,10 +50,6 @@ MAX_ROWS_ENDED_AT_ONCE: Final = 512
 
 MAX_BYTES_AT_ONCE: Final = 4 * 1024 * 1024
 """Bytes of their messages. Every row is sent with its ids and stops, even the samples of one prompt."""
-
-PARSE_S: Final = 0.05
-"""Time for which the tokenizer's thread parses the sampling parameters of a batch before other work."""
-PARSE_ON_LOOP_S: Final = 0.005
 
 GENERATE, POOL, SCORE = RequestKind
 
@@ -90,7 +87,7 @@ class Submitter:
         self._submit = submit
         self._settle = settle
         self._loop = asyncio.get_running_loop()
-        self._array_import = ArrayImport()
+        self._has_numpy = False
         self._num_uids = 0
         self._num_seeds = 0
         self.checking: set[Call] = set()
@@ -100,47 +97,36 @@ class Submitter:
     # ------------------------------------------------------------ checks of long batches
 
     def check_rest(self, call: Call) -> None:
-        """Check the remaining rows of a long batch in later turns of the loop. A wrong row may fail the whole call."""
+        """Check more rows of a long batch on the tokenizer's thread, until all are checked.
+
+        A wrong row may fail the whole call.
+        """
         self.checking.add(call)
-        self._check_next(call)
+        self._encoder.run(partial(self.checks.check_more, call.request), partial(self._add_checked, call))
 
-    def _check_next(self, call: Call) -> None:
-        """Check some rows in a later turn of the loop, once a thread has parsed their parameters."""
-        check, request = partial(self._check_some, call), call.request
-        parse = partial(request.parse_more, partial(self.checks.parts_of, known=request.parts))
-        if request.given_params is not None and self._encoder is not None:
-            self._encoder.run(partial(parse, PARSE_S), check)
-            return
-        parse(PARSE_ON_LOOP_S)  # only an engine without a tokenizer has something to parse here
-        self._loop.call_soon(check)
-
-    def _check_some(self, call: Call) -> None:
-        request, first = call.request, len(call.request.prompts)
-        try:
-            if call.ending is None and not call.is_over:
-                request.check_more()
-                self.checks.check(request, first)
+    def _add_checked(self, call: Call, work: Future[None]) -> None:
+        """Start rows that were checked, and check the next ones."""
+        error: Exception | None = None
+        if call.ending is None and not call.is_over:
+            try:
+                work.result()
                 with self._lock:
-                    self._calls.add_names(call, first)
-                if not request.is_checked:
-                    self._check_next(call)
+                    self._calls.add_names(call)
+                if not call.request.is_checked:
+                    self.check_rest(call)
                     return
-            self._end_checks(call)
-        except (TypeError, ValueError) as error:
-            self._end_checks(call)
-            self._fail(call, error)
-        except BaseException as error:
-            self._end_checks(call)
-            self._fail(call, RequestError("submit", describe(error)))
-            raise
-        else:
-            self.submit_next(call)
-
-    def _end_checks(self, call: Call) -> None:
+            except (TypeError, ValueError) as raised:
+                error = raised
+            except BaseException as raised:
+                error = RequestError("submit", describe(raised))
         self.checking.discard(call)
         for act in self.after_checks:
             self._loop.call_soon(act)
         self.after_checks.clear()
+        if error is None:
+            self.submit_next(call)
+        else:
+            self._fail(call, error)
 
     # ------------------------------------------------------------ rows
 
@@ -162,14 +148,14 @@ class Submitter:
                     call.wants = Wants.ENDS if num_startable <= 0 else Wants.NOTHING
             first = call.num_started // request.num_samples
             most = max(1, min(num_startable, MAX_ROWS_AT_ONCE) // request.num_samples)
-            prompts = request.prompts[first : first + most]
+            prompts = request.prompts[first : min(first + most, request.num_known)]
             if num_startable <= 0 or not prompts:
                 return
             if self.checks.images is not None and (request.images is not None or isinstance(prompts[0], ChatPrompt)):
                 prompts = prompts[:1]  # its images are waited for
-            if (request.pooled or request.states) and not self._array_import.is_done:
+            if (request.pooled or request.states) and not self._has_numpy:
                 call.is_encoding = True
-                self._array_import.wait(partial(self._arrays_ready, call))
+                self._encoder.run(partial(import_module, "numpy"), partial(self._numpy_imported, call))
                 return
             known: list[Encoded] = []  # the prompts before the first one that needs the tokenizer
             for position, prompt in enumerate(prompts):
@@ -180,7 +166,7 @@ class Submitter:
                     known.append(ids)
             if known:
                 self._encoded(call, known, 0.0)
-            elif self._encoder is not None:
+            else:
                 call.is_encoding = True
                 self._encoder.encode(Job(prompts, partial(self._encoded, call), self.checks.check_ids))
         except BaseException as error:
@@ -192,7 +178,7 @@ class Submitter:
         request = call.request
         num_free_bytes, num_rows = self._limits.free_logprob_bytes, 0
         prompt = call.num_started // request.num_samples
-        while num_rows < min(limit, MAX_ROWS_AT_ONCE) and prompt < len(request.prompts):
+        while num_rows < min(limit, MAX_ROWS_AT_ONCE) and prompt < request.num_known:
             num_free_bytes -= request.num_samples * self.checks.logprob_bytes_bound(request, prompt)
             if num_free_bytes < 0:
                 break
@@ -211,8 +197,6 @@ class Submitter:
                 self.checks.check_size(prompt)
         except RequestTooLargeError as error:
             return error
-        if self._encoder is None:  # ids, and no thread to check this many of them
-            return self._ids_if_known(checked(prompt, self.checks.check_ids), is_pooled=is_pooled)
         return None
 
     def _encoded(self, call: Call, encoded: list[Encoded], seconds: float) -> None:
@@ -228,12 +212,16 @@ class Submitter:
     def _images_placed(self, call: Call, seconds: float, encoded: Encoded, more_s: float) -> None:
         self._start_rows(call, repeat(encoded, call.request.num_samples), seconds + more_s)
 
-    def _arrays_ready(self, call: Call, error: RequestError | None) -> None:
+    def _numpy_imported(self, call: Call, work: Future[object]) -> None:
+        """Start rows whose answers are arrays. The import takes some 50 ms, and most programs do not need it."""
         call.is_encoding = False
-        if error is None:
-            self.submit_next(call)
-        else:
-            self._fail(call, error)
+        try:
+            work.result()
+        except BaseException as error:
+            self._fail(call, RequestError("submit", f"numpy cannot be imported: {describe(error)}"))
+            return
+        self._has_numpy = True
+        self.submit_next(call)
 
     def _start_rows(self, call: Call, rows: Iterator[Encoded], tokenize_s: float) -> None:
         """Start these rows, then the next rows of the call in later turns of the loop.
@@ -284,7 +272,7 @@ class Submitter:
                     raise ValueError("the messages have images, and this model accepts only text")
                 check_no_images(encoded, self.checks.images)
             if request.pooled is not None:
-                encoded = fitting(encoded, request.pooled, self._rules.context_length, self.checks.check_ids)
+                encoded = _fitting(encoded, request.pooled, self._rules.context_length, self.checks.check_ids)
             session = None if request.sessions is None else request.sessions.of(prompt)
             if session is not None and isinstance(encoded, list):
                 check = partial(self.checks.output_limit, params)
@@ -478,3 +466,28 @@ def _size(submit: Submit) -> int:
     num_ids += sum(map(len, sampling.bad_token_ids))
     num_bytes = len(submit.embeds) + sum(map(len, text.stop)) + sum(map(len, text.stop_regex))
     return 4 * num_ids + num_bytes + (0 if sampling.grammar is None else len(sampling.grammar.text))
+
+
+def _fitting(encoded: Encoded, pooled: Pooled, max_tokens: int, check_ids: Callable[[list[int]], None]) -> Encoded:
+    """Return the ids of a text, cut to ``max_tokens`` if the call truncates, or the error of a text that is too long.
+
+    A text with images is never cut. ``check_ids`` raises ValueError for ids outside the vocabulary; it was not called
+    yet if there are too many ids.
+    """
+    if not isinstance(encoded, list) or len(encoded) <= max_tokens:
+        return encoded
+    if isinstance(encoded, MediaIds):
+        return RequestTooLargeError(
+            f"the prompt has {len(encoded)} tokens, {encoded.num_image_tokens} of them of its images, and {max_tokens} "
+            "fit; give smaller images, or fewer"
+        )
+    if pooled.truncates:
+        cut = encoded[:max_tokens]
+        try:
+            check_ids(cut)
+        except ValueError as error:
+            return error
+        return cut
+    return RequestTooLargeError(
+        f"input_ids has {len(encoded)} tokens, and {max_tokens} fit; with truncate=True the end is cut"
+    )

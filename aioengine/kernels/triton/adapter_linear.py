@@ -20,7 +20,7 @@ from aioengine.kernels.adapter_slots import FEW_ROWS_OF_TILE, RANKS, TABLE_COLUM
 from aioengine.kernels.linear import DeviceMatmul
 from aioengine.kernels.triton.dependent import start_next, start_next_and_wait, wait
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
-from aioengine.kernels.triton.vector_linear import products, shape_of_programs
+from aioengine.kernels.triton.vector_linear import matmul_kernel, products, shape_of_programs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -226,16 +226,11 @@ def _vector_kernel(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor, y: tl.tensor, pool: tl.tensor, table: tl.tensor,
     slots: tl.tensor, partials: tl.tensor, first_part: tl.tensor, slot_size: tl.tensor, num_outputs: tl.tensor,
     num_programs: tl.tensor, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
-    WORDS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    WORDS: tl.constexpr,
 ) -> None:  # fmt: skip
     number = tl.program_id(0)
     if number < num_programs:
-        rows = number * ROWS + tl.arange(0, ROWS)
-        lines = weight + rows[:, None].to(tl.int64) * SIZE
-        result = products(lines, rows[:, None] < num_outputs, x, SIZE, BLOCK)
-        if HAS_BIAS:
-            result += tl.load(bias + rows, mask=rows < num_outputs, other=0.0).to(tl.float32)
-        tl.store(y + rows, result.to(y.dtype.element_ty), mask=rows < num_outputs)
+        matmul_kernel(x, weight, bias, y, num_outputs, SIZE, ROWS, BLOCK)
     else:
         first_rank = (number - num_programs) * ROWS
         part = first_rank // MAX_RANK
@@ -289,9 +284,7 @@ def add(matmul: Matmul, x: Tensor, weights: AdapterWeights, tiles: AdapterTiles,
     call = _Call(weights, tiles, shape, (first, second, third), num_parts * weights.max_rank, unit_words)
     if x.shape[0] == 1 and isinstance(matmul, DeviceMatmul):
         return _add_expanded(*_multiply_with_a(matmul, x, call), call, is_gated=is_gated)
-    partials = call.partials(
-        -(-weights.size // shape.split)
-    )  # allocate before y: the matmul may still use freed memory
+    partials = call.partials(-(-weights.size // shape.split))  # before y: the matmul may still use freed memory
     y = matmul(x)
     _multiply_a(x, partials, call)
     return _add_expanded(y, partials, call, is_gated=is_gated)
@@ -321,9 +314,9 @@ def _multiply_with_a(matmul: DeviceMatmul, x: Tensor, call: _Call) -> tuple[Tens
     y, partials = x.new_empty((1, num_outputs)), call.partials(1)
     num_programs = -(-num_outputs // rows)
     arguments = (
-        *(x, weight, weight if bias is None else bias, y, weights.pool, weights.table, call.tiles.slots, partials),
+        *(x, weight, bias, y, weights.pool, weights.table, call.tiles.slots, partials),
         *(weights.first_part, weights.pool.shape[1] // UNIT, num_outputs, num_programs),
-        *(size, rows, block, weights.max_rank, call.unit_words, bias is not None),
+        *(size, rows, block, weights.max_rank, call.unit_words),
     )
     key = call.key, weight.shape, bias is None, *alignments(x, weight)
     _vector((num_programs + call.width // rows, 1, 1), key, arguments, options(num_warps))

@@ -160,9 +160,9 @@ def _attend_split(
     first_seen: tl.tensor,
     scale: tl.tensor,
     SIZES: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return the highest score, sum of weights and weighted values of each query row over positions start to stop. A
-    query row attends to positions up to ``last``. first_seen: the first position that any query row attends to.
+) -> tl.tuple:
+    """Return the state of each query row after positions start to stop (see ``nothing_attended``). A query row attends
+    to positions up to ``last``. first_seen: the first position that any query row attends to.
     """
     columns = tl.arange(0, queries.shape[1])[None, :]
     highest, total, sums = nothing_attended(queries.shape[0], queries.shape[1])
@@ -267,21 +267,17 @@ def _attend_kernel(
     values += tl.program_id(1) * SIZES.tile_stride
     page_ids += first_page
     if IN_SPLITS:
-        highest, total, sums = nothing_attended(SIZES.rows, SIZES.columns)
+        state = nothing_attended(SIZES.rows, SIZES.columns)
         index = first_split(first_seen) if SIZES.window else tl.full((), 0, tl.int32)
         while split_start(index) < stop:
             start, end = split_start(index), tl.minimum(split_start(index + 1), stop)
-            split_highest, split_total, split_sums = _attend_split(
-                queries, rotated, keys, values, page_ids, start, end, last, first_seen, scale, SIZES
-            )
-            highest, total, sums = merged(highest, total, sums, split_highest, split_total, split_sums)
+            split = _attend_split(queries, rotated, keys, values, page_ids, start, end, last, first_seen, scale, SIZES)
+            state = merged(state, split)
             index += 1
     else:
-        highest, total, sums = _attend_split(
-            queries, rotated, keys, values, page_ids, 0, stop, last, first_seen, scale, SIZES
-        )
+        state = _attend_split(queries, rotated, keys, values, page_ids, 0, stop, last, first_seen, scale, SIZES)
     targets = tokens * SIZES.num_heads + heads
-    store_attended(out, targets, is_member, highest, total, sums, sinks, heads, SIZES.value_size)
+    store_attended(out, targets, is_member, state, sinks, heads, SIZES.value_size)
 
 
 @triton.jit(
@@ -318,11 +314,9 @@ def _splits_kernel(
         index += first_split(first_seen)
     while split_start(index) < length:
         start, end = split_start(index), tl.minimum(split_start(index + 1), length)
-        highest, total, sums = _attend_split(
-            queries, rotated, keys, values, page_ids, start, end, last, first_seen, scale, SIZES
-        )
+        state = _attend_split(queries, rotated, keys, values, page_ids, start, end, last, first_seen, scale, SIZES)
         targets = (row * max_splits + index) * SIZES.num_heads + heads
-        store_split(split_sums, split_marks, targets, highest, total, sums, is_member, SIZES.value_size)
+        store_split(split_sums, split_marks, targets, state, is_member, SIZES.value_size)
         index += num_programs
 
 
@@ -341,15 +335,13 @@ def _merge_kernel(
     _, length = pages_of(row, page_starts, last_lengths, SIZES.page_size)
     heads = tl.program_id(1) * MERGED_HEADS + tl.arange(0, MERGED_HEADS)
     is_head = heads < SIZES.num_heads
-    highest, total, sums = nothing_attended(MERGED_HEADS, SIZES.columns)
+    state = nothing_attended(MERGED_HEADS, SIZES.columns)
     index = first_split(tl.maximum(length - SIZES.window, 0)) if SIZES.window else tl.full((), 0, tl.int32)
     while split_start(index) < length:
         sources = (row * max_splits + index) * SIZES.num_heads + heads
-        highest, total, sums = with_split(
-            highest, total, sums, split_sums, split_marks, sources, is_head, SIZES.value_size, ""
-        )
+        state = with_split(state, split_sums, split_marks, sources, is_head, SIZES.value_size, "")
         index += 1
-    store_attended(out, row * SIZES.num_heads + heads, is_head, highest, total, sums, sinks, heads, SIZES.value_size)
+    store_attended(out, row * SIZES.num_heads + heads, is_head, state, sinks, heads, SIZES.value_size)
 
 
 _attend = KernelLauncher(_attend_kernel)

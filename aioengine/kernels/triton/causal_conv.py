@@ -19,20 +19,27 @@ if TYPE_CHECKING:
 
     from aioengine.kernels.state_rows import StateRows
 
-_CHANNELS = 256
-"""Channels per program of ``_step_kernel``. A program of ``_block_kernel`` has a quarter of them."""
+CHANNELS = tl.constexpr(256)
+"""Channels per program, and in ``_block_kernel``."""
+BLOCK_CHANNELS = tl.constexpr(64)
+TOKENS = tl.constexpr(BLOCK_TOKENS)
 
 
 @triton.jit
-def _result(
-    total: tl.tensor, places: tl.tensor, inside: tl.tensor, BIAS: tl.constexpr, SILU: tl.constexpr
-) -> tl.tensor:
-    """Add biases to ``total`` and apply SiLU. places: addresses of the biases, broadcast to the shape of ``total``."""
-    if BIAS:
-        total += tl.load(places, mask=inside, other=0.0).to(tl.float32)
+def _result(total: tl.tensor, bias: tl.tensor, channels: tl.tensor, inside: tl.tensor, SILU: tl.constexpr) -> tl.tensor:
+    """Add biases to ``total`` if there are any, and apply SiLU. channels: broadcast to the shape of ``total``."""
+    if bias is not None:
+        total += tl.load(bias + channels, mask=inside, other=0.0).to(tl.float32)
     if SILU:
         total = total / (1.0 + tl.exp(-total))
     return total
+
+
+@triton.jit
+def span_of(ends: tl.tensor, row: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Return the first token of a row and its number of tokens."""
+    begin = tl.load(ends + row - 1, mask=row > 0, other=0).to(tl.int64)
+    return begin, tl.load(ends + row).to(tl.int64) - begin
 
 
 @triton.jit
@@ -63,17 +70,15 @@ def _step_kernel(
     x_stride: tl.tensor,
     num_channels: tl.tensor,
     WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BIAS: tl.constexpr,
     SILU: tl.constexpr,
 ) -> None:
     """Compute one token of a row. Each thread only reads and writes the state of its own channels."""
     row = tl.program_id(0).to(tl.int64)
-    channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = channels < num_channels
     inputs, has_past = _past_inputs(state, slots, starts, row, channels, num_channels, WIDTH)
     newest = tl.load(x + row * x_stride + channels, mask=inside, other=0.0)
-    total = tl.zeros([BLOCK], dtype=tl.float32)
+    total = tl.zeros([CHANNELS], dtype=tl.float32)
     for place in tl.static_range(WIDTH - 1):
         past = tl.load(inputs + place * num_channels, mask=has_past, other=0.0)
         total += past.to(tl.float32) * tl.load(weight + channels * WIDTH + place, mask=inside, other=0.0).to(tl.float32)
@@ -82,7 +87,7 @@ def _step_kernel(
     tl.store(inputs + (WIDTH - 2) * num_channels, newest, mask=inside)
     factor = tl.load(weight + channels * WIDTH + WIDTH - 1, mask=inside, other=0.0).to(tl.float32)
     total += newest.to(tl.float32) * factor
-    total = _result(total, bias + channels, inside, BIAS, SILU)
+    total = _result(total, bias, channels, inside, SILU)
     tl.store(out + row * num_channels + channels, total.to(newest.dtype), mask=inside)
 
 
@@ -100,24 +105,20 @@ def _block_kernel(
     x_stride: tl.tensor,
     num_channels: tl.tensor,
     WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BIAS: tl.constexpr,
     SILU: tl.constexpr,
 ) -> None:
     """Compute a block of tokens of a row. Does not change states, because other programs read them too."""
     block = tl.program_id(0)
     row = tl.load(blocks + 2 * block)
     first = tl.load(blocks + 2 * block + 1)
-    channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    channels = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     inside = channels < num_channels
-    begin = tl.load(ends + row - 1, mask=row > 0, other=0).to(tl.int64)
-    count = tl.load(ends + row).to(tl.int64) - begin
+    begin, count = span_of(ends, row)
     if first >= count:
         return
     tokens = first + tl.arange(0, TOKENS)
     inputs, has_past = _past_inputs(state, slots, starts, row, channels, num_channels, WIDTH)
-    total = tl.zeros([TOKENS, BLOCK], dtype=tl.float32)
+    total = tl.zeros([TOKENS, BLOCK_CHANNELS], dtype=tl.float32)
     for place in tl.static_range(WIDTH):
         source = tokens + (place - WIDTH + 1)
         is_new = ((source >= 0) & (source < count))[:, None] & inside[None, :]
@@ -128,7 +129,7 @@ def _block_kernel(
         total += (new.to(tl.float32) + past.to(tl.float32)) * factor[None, :]
     is_real = (tokens < count)[:, None] & inside[None, :]
     places = (begin + tokens)[:, None] * num_channels + channels[None, :]
-    total = _result(total, bias + channels[None, :], inside[None, :], BIAS, SILU)
+    total = _result(total, bias, channels[None, :], inside[None, :], SILU)
     tl.store(out + places, total.to(x.dtype.element_ty), mask=is_real)
 
 
@@ -142,14 +143,12 @@ def _state_kernel(
     x_stride: tl.tensor,
     num_channels: tl.tensor,
     WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
 ) -> None:
     """Store the last inputs of a row in its state. The remaining old inputs move towards the start, oldest first."""
     row = tl.program_id(0).to(tl.int64)
-    channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = channels < num_channels
-    begin = tl.load(ends + row - 1, mask=row > 0, other=0).to(tl.int64)
-    count = tl.load(ends + row).to(tl.int64) - begin
+    begin, count = span_of(ends, row)
     inputs, has_past = _past_inputs(state, slots, starts, row, channels, num_channels, WIDTH)
     for place in tl.static_range(WIDTH - 1):
         source = count - (WIDTH - 1) + place
@@ -171,22 +170,17 @@ def causal_conv(
     """See ``kernels.causal_conv``: x [T, C], weight [C, W], state [N, W - 1, C], bias [C] -> [T, C]."""
     num_channels, width = weight.shape
     out = torch.empty((x.shape[0], num_channels), dtype=x.dtype, device=x.device)
-    sizes = x.stride(0), num_channels
-    last = bias is not None, activates
-    any_bias = weight if bias is None else bias  # the kernel does not read it without a bias
-    key = (x.dtype, *sizes, *last, width, x.data_ptr() % 16, state.data_ptr() % 16, *rows_key(rows))
-    num_parts = -(-num_channels // _CHANNELS)
+    sizes = x.stride(0), num_channels, width
+    key = (x.dtype, *sizes, bias is None, activates, *alignments(x, state), *rows_key(rows))
+    num_parts = -(-num_channels // CHANNELS.value)
     if rows.blocks is None:
-        arguments = (x, weight, state, rows.slots, rows.starts, any_bias, out, *sizes, width, _CHANNELS, *last)
+        arguments = (x, weight, state, rows.slots, rows.starts, bias, out, *sizes, activates)
         _step((len(rows.slots), num_parts, 1), key, arguments, {"num_warps": 2})
         return out
-    channels = _CHANNELS // 4
-    arguments = (
-        *(x, weight, state, rows.slots, rows.starts, rows.ends, rows.blocks, any_bias, out),
-        *(*sizes, width, BLOCK_TOKENS, channels, *last),
-    )
-    _block((len(rows.blocks), -(-num_channels // channels), 1), key, arguments, {"num_warps": 8})
-    arguments = (x, state, rows.slots, rows.starts, rows.ends, *sizes, width, _CHANNELS)
+    tensors = x, weight, state, rows.slots, rows.starts, rows.ends, rows.blocks, bias, out
+    arguments = (*tensors, *sizes, activates)
+    _block((len(rows.blocks), -(-num_channels // BLOCK_CHANNELS.value), 1), key, arguments, {"num_warps": 8})
+    arguments = (x, state, rows.slots, rows.starts, rows.ends, *sizes)
     _state((len(rows.slots), num_parts, 1), key, arguments, {"num_warps": 2})
     return out
 

@@ -15,7 +15,7 @@ from aioengine.kernels.triton.launcher import KernelLauncher, alignments
 if TYPE_CHECKING:
     from torch import Tensor
 
-BLOCK = 1024
+BLOCK = tl.constexpr(1024)
 
 
 @triton.jit(do_not_specialize=["part_stride"])
@@ -26,7 +26,6 @@ def _clean_kernel(
     page_ids: tl.tensor,
     part_stride: tl.tensor,
     PAGE_ELEMENTS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ) -> None:
     row = rows + 3 * tl.program_id(0)
     if tl.load(marks + tl.load(row)) < 0:
@@ -48,7 +47,8 @@ _clean = KernelLauncher(_clean_kernel)
 def clean(pool: Tensor, token_ids: Tensor, rows: Tensor, page_ids: Tensor) -> None:
     """See ``kernels.clean_pages``: pool [L, 2, N, K, S, E], token_ids [M], rows [X, 3], page_ids [Y]."""
     num_layers, num_sides, _, num_kv_heads, page_size, head_size = pool.shape
-    sizes = num_kv_heads * page_size * head_size, BLOCK
+    page_elements = num_kv_heads * page_size * head_size
     tensors = pool, token_ids, rows, page_ids
-    key = (pool.dtype, sizes, *alignments(*tensors))
-    _clean((rows.shape[0], num_layers * num_sides, 1), key, (*tensors, pool.stride(1), *sizes), {"num_warps": 4})
+    key = (pool.dtype, page_elements, *alignments(*tensors))
+    arguments = (*tensors, pool.stride(1), page_elements)
+    _clean((rows.shape[0], num_layers * num_sides, 1), key, arguments, {"num_warps": 4})

@@ -58,9 +58,7 @@ class DecodeRows:
 
 @triton.jit
 def _finish(
-    highest: tl.tensor,
-    total: tl.tensor,
-    sums: tl.tensor,
+    state: tl.tuple,
     out: tl.tensor,
     out_heads: tl.tensor,
     is_member: tl.tensor,
@@ -70,9 +68,10 @@ def _finish(
     heads: tl.tensor,
 ) -> None:
     """Store the attention result, after merging it with ``other`` and with the sinks if there are any."""
-    targets = out_heads[:, None] * sums.shape[1] + tl.arange(0, sums.shape[1])[None, :]
     if sinks is not None:
-        highest, total, sums = with_sinks(highest, total, sums, sinks + heads, is_member)
+        state = with_sinks(state, sinks, heads, is_member)
+    highest, total, sums = state
+    targets = out_heads[:, None] * sums.shape[1] + tl.arange(0, sums.shape[1])[None, :]
     if other is not None:
         weight = tl.load(other_weights + out_heads, mask=is_member, other=MASKED)
         higher = tl.maximum(highest, weight)
@@ -137,23 +136,24 @@ def _decode_kernel(
             # values beyond the end have weight 0, but may be NaN
             block_values = tl.load(values + offsets, mask=is_there[:, None], other=0.0)
             sums = tl.dot(weights.to(queries.dtype), block_values, sums * shrink[:, None])
-        target = (out, row * NUM_HEADS + heads, is_member, other, other_weights, sinks, heads)
+        state, target = (
+            (highest, total, sums),
+            (out, row * NUM_HEADS + heads, is_member, other, other_weights, sinks, heads),
+        )
         if count == 1:
-            _finish(highest, total, sums, *target)
+            _finish(state, *target)
         else:
             split_heads = tl.program_id(1) * NUM_HEADS + heads
-            store_split(split_sums, split_marks, split_heads, highest, total, sums, is_member, HEAD_SIZE)
+            store_split(split_sums, split_marks, split_heads, state, is_member, HEAD_SIZE)
             tl.debug_barrier()  # all threads must have stored before one increments the counter
             done = num_done + row * NUM_KV_HEADS + head
             if tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == count - 1:
                 sources = first_split * NUM_HEADS + heads
-                highest, total, sums = nothing_attended(ROWS, HEAD_SIZE)
+                whole = nothing_attended(ROWS, HEAD_SIZE)
                 for index in tl.range(0, count, loop_unroll_factor=4):
-                    highest, total, sums = with_split(
-                        *(highest, total, sums, split_sums, split_marks, sources + index * NUM_HEADS),
-                        *(is_member, HEAD_SIZE, ".cg"),  # bypass L1: other programs wrote the splits
-                    )
-                _finish(highest, total, sums, *target)
+                    source = sources + index * NUM_HEADS  # the loads bypass L1: other programs wrote the splits
+                    whole = with_split(whole, split_sums, split_marks, source, is_member, HEAD_SIZE, ".cg")
+                _finish(whole, *target)
                 tl.store(done, 0)
 
 

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from aioengine.kernels.state_rows import BLOCK_TOKENS
+from aioengine.kernels.triton.causal_conv import span_of
 from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2
 
 if TYPE_CHECKING:
@@ -56,13 +57,6 @@ def decayed(products: tl.tensor, total: tl.tensor, is_chosen: tl.tensor) -> tl.t
     """Multiply products [tokens, tokens] by the decay between the two tokens; 0 where not chosen."""
     between = tl.exp(tl.where(is_chosen, total[:, None] - total[None, :], 0.0))
     return tl.where(is_chosen, products * between, 0.0)
-
-
-@triton.jit
-def span_of(ends: tl.tensor, row: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Return the first token of a row and its number of tokens."""
-    begin = tl.load(ends + row - 1, mask=row > 0, other=0).to(tl.int64)
-    return begin, tl.load(ends + row).to(tl.int64) - begin
 
 
 @triton.jit

@@ -39,15 +39,13 @@ class ExpertTile(NamedTuple):
 
 
 @triton.jit
-def _activate(
-    gate: tl.tensor, up: tl.tensor, limit: tl.constexpr, alpha: tl.constexpr, narrow: tl.constexpr
-) -> tl.tensor:
+def _activate(gate: tl.tensor, up: tl.tensor, GATE: tl.constexpr, narrow: tl.constexpr) -> tl.tensor:
     """gate and up [...] fp32 -> [...]. Rounds like a separate matmul and activation."""
     gate, up = gate.to(narrow).to(tl.float32), up.to(narrow).to(tl.float32)
-    if limit > 0:
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
-        return ((up + 1.0) * (gate / (1.0 + tl.exp(-gate * alpha)))).to(narrow)
+    if GATE.limit > 0:
+        gate = tl.minimum(gate, GATE.limit)
+        up = tl.minimum(tl.maximum(up, -GATE.limit), GATE.limit)
+        return ((up + 1.0) * (gate / (1.0 + tl.exp(-gate * GATE.alpha)))).to(narrow)
     return (gate / (1.0 + tl.exp(-gate))).to(narrow) * up.to(narrow)
 
 
@@ -57,19 +55,13 @@ def _loaded(pointers: tl.tensor, inside: tl.tensor, IS_WHOLE: tl.constexpr) -> t
     return tl.load(pointers) if IS_WHOLE else tl.load(pointers, mask=inside, other=0.0)
 
 
-@triton.jit
-def _biased(total: tl.tensor, bias: tl.tensor, HAS_BIAS: tl.constexpr) -> tl.tensor:
-    """Return total [outputs, rows] plus the bias at the pointers [outputs]."""
-    return total + tl.load(bias).to(tl.float32)[:, None] if HAS_BIAS else total
-
-
 @triton.jit(do_not_specialize=["max_tiles"])
 def _tiled_kernel(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, order: tl.tensor, tiles: tl.tensor,
     num_tiles: tl.tensor, max_tiles: tl.tensor, NUM_OUTPUTS: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, IS_GATED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, GATE: tl.constexpr,
 ) -> None:  # fmt: skip
+    IS_GATED: tl.constexpr = GATE is not None
     num_blocks = tl.cdiv(NUM_OUTPUTS, OUTPUTS)  # a constant, so that the compiler knows that stores are aligned
     tile = tl.program_id(0) // num_blocks
     outputs = tl.program_id(0) % num_blocks * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -96,11 +88,12 @@ def _tiled_kernel(
                 up_lines = weight + (lines + NUM_OUTPUTS)[:, None] * SIZE
                 part = _loaded(up_lines + (start + columns)[None, :], inside[None, :], IS_WHOLE)
                 up = tl.dot(part, block, up, input_precision="ieee")
-        total = _biased(total, bias + lines, HAS_BIAS)
+        if bias is not None:
+            total += tl.load(bias + lines).to(tl.float32)[:, None]
+            if IS_GATED:
+                up += tl.load(bias + lines + NUM_OUTPUTS).to(tl.float32)[:, None]
         if IS_GATED:
-            result = _activate(
-                total, _biased(up, bias + lines + NUM_OUTPUTS, HAS_BIAS), LIMIT, ALPHA, out.dtype.element_ty
-            )
+            result = _activate(total, up, GATE, out.dtype.element_ty)
             targets = rows
         else:
             result = total.to(out.dtype.element_ty)
@@ -113,7 +106,7 @@ def _tiled_kernel(
 def _vector_gated_kernel(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, experts: tl.tensor, num_outputs: tl.tensor,
     SIZE: tl.constexpr, TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
-    HAS_BIAS: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    GATE: tl.constexpr,
 ) -> None:  # fmt: skip
     pair = tl.program_id(1)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -133,24 +126,25 @@ def _vector_gated_kernel(
         gate += part.to(tl.float32) * values
         up += up_part.to(tl.float32) * values
     gate_sum, up_sum = tl.sum(gate, 1), tl.sum(up, 1)
-    if HAS_BIAS:
+    if bias is not None:
         own_bias = bias + expert * (2 * num_outputs) + outputs
         gate_sum += tl.load(own_bias, mask=outputs < num_outputs, other=0.0).to(tl.float32)
         up_sum += tl.load(own_bias + num_outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)
-    result = _activate(gate_sum, up_sum, LIMIT, ALPHA, out.dtype.element_ty)
+    result = _activate(gate_sum, up_sum, GATE, out.dtype.element_ty)
     tl.store(out + pair.to(tl.int64) * num_outputs + outputs, result, mask=outputs < num_outputs)
 
 
 @triton.jit
-def _add_shared(
-    total: tl.tensor, shared: tl.tensor, gates: tl.tensor, token: tl.tensor, places: tl.tensor, is_inside: tl.tensor,
-    HAS_GATE: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Return total [N] plus the shared experts' output for the token, multiplied by its gate."""
-    more = tl.load(shared + places, mask=is_inside, other=0.0).to(tl.float32)
-    if HAS_GATE:
-        more = more / (1.0 + tl.exp(-tl.load(gates + token).to(tl.float32)))
-    return total + more
+def _with_shared(
+    total: tl.tensor, shared: tl.tensor, gates: tl.tensor, token: tl.tensor, places: tl.tensor, is_inside: tl.tensor
+) -> tl.tensor:
+    """Return total [N] plus the shared experts' output for the token, multiplied by its gate, if there is one."""
+    if shared is not None:
+        more = tl.load(shared + places, mask=is_inside, other=0.0).to(tl.float32)
+        if gates is not None:
+            more = more / (1.0 + tl.exp(-tl.load(gates + token).to(tl.float32)))
+        total += more
+    return total
 
 
 @triton.jit
@@ -158,7 +152,6 @@ def _vector_down_kernel(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, experts: tl.tensor, pair_weights: tl.tensor,
     shared: tl.tensor, gates: tl.tensor, num_outputs: tl.tensor,
     SIZE: tl.constexpr, TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_GATE: tl.constexpr,
 ) -> None:  # fmt: skip
     token = tl.program_id(1)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -171,7 +164,7 @@ def _vector_down_kernel(
         expert = tl.load(experts + token * TOP_K + index).to(tl.int64)
         factors += (tl.load(pair_weights + token * TOP_K + index),)
         lines += (expert * num_outputs + outputs,)
-        if HAS_BIAS:
+        if bias is not None:
             total += tl.load(bias + lines[index], mask=is_output, other=0.0).to(tl.float32) * factors[index]
     vectors = x + token.to(tl.int64) * (TOP_K * SIZE) + columns + tl.zeros((OUTPUTS, 1), tl.int32)
     products = tl.zeros((OUTPUTS, BLOCK), tl.float32)
@@ -184,16 +177,14 @@ def _vector_down_kernel(
             products += part.to(tl.float32) * (values.to(tl.float32) * factors[index])
     total += tl.sum(products, 1)
     places = token.to(tl.int64) * num_outputs + outputs
-    if HAS_SHARED:
-        total = _add_shared(total, shared, gates, token, places, is_output, HAS_GATE)
+    total = _with_shared(total, shared, gates, token, places, is_output)
     tl.store(out + places, total.to(out.dtype.element_ty), mask=is_output)
 
 
 @triton.jit
 def _sum_kernel(
     parts: tl.tensor, pair_weights: tl.tensor, out: tl.tensor, shared: tl.tensor, gates: tl.tensor,
-    num_outputs: tl.tensor, TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, HAS_SHARED: tl.constexpr,
-    HAS_GATE: tl.constexpr,
+    num_outputs: tl.tensor, TOP_K: tl.constexpr, OUTPUTS: tl.constexpr,
 ) -> None:  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -205,8 +196,7 @@ def _sum_kernel(
         part = tl.load(own + index * num_outputs, mask=is_output, other=0.0).to(tl.float32)
         total += part * tl.load(pair_weights + token * TOP_K + index)
     places = token * num_outputs + outputs
-    if HAS_SHARED:
-        total = _add_shared(total, shared, gates, token, places, is_output, HAS_GATE)
+    total = _with_shared(total, shared, gates, token, places, is_output)
     tl.store(out + places, total.to(out.dtype.element_ty), mask=is_output)
 
 
@@ -279,12 +269,9 @@ def _multiply_tiles(
     num_outputs = weight.shape[1] // (1 if gate is None else 2)
     out = torch.empty((num_pairs, num_outputs), dtype=x.dtype, device=x.device)
     max_tiles = tiling.tiles.shape[1]
-    limit, alpha = gate or (0.0, 1.0)
-    arguments = (
-        *(x, weight, weight if bias is None else bias, out, tiling.order, tiling.tiles, tiling.num_tiles),
-        *(max_tiles, num_outputs, size, top_k, tile.rows, tile.outputs, tile.block, tile.stages),
-        *(gate is not None, bias is not None, limit, alpha),
-    )
+    tensors = x, weight, bias, out, tiling.order, tiling.tiles, tiling.num_tiles
+    sizes = num_outputs, size, top_k, tile.rows, tile.outputs, tile.block, tile.stages
+    arguments = (*tensors, max_tiles, *sizes, gate)
     key = x.dtype, weight.shape, tile, top_k, gate, bias is None, *alignments(x, weight)
     _tiled((max_tiles * -(-num_outputs // tile.outputs), 1, 1), key, arguments, options(tile.warps))
     return out
@@ -295,8 +282,7 @@ def add_up(parts: Tensor, shared: SharedOutputs | None, tiling: Tiling) -> Tenso
     (num_tokens, top_k), num_outputs = tiling.chosen.experts.shape, parts.shape[1]
     out = parts.new_empty((num_tokens, num_outputs))
     block = 1024 if num_tokens > 64 else 512
-    tensors = parts, tiling.chosen.weights, out, *_shared_tensors(shared, out)
-    arguments = (*tensors, num_outputs, top_k, block, *_flags(shared))
+    arguments = (parts, tiling.chosen.weights, out, *(shared or (None, None)), num_outputs, top_k, block)
     key = parts.dtype, num_outputs, top_k, block, _shared_key(shared)
     _sum((num_tokens, -(-num_outputs // block), 1), key, arguments, options(4))
     return out
@@ -331,10 +317,8 @@ def multiply_vectors(
     programs = programs or programs_for(size, 2, 512)
     outputs, block, unroll, num_warps = programs
     out = x.new_empty((num_tokens * top_k, num_outputs))
-    arguments = (
-        *(x, weight, weight if bias is None else bias, out, chosen.experts, num_outputs, size, top_k),
-        *(outputs, block, unroll, bias is not None, *weights.gate),
-    )
+    sizes = num_outputs, size, top_k, outputs, block, unroll
+    arguments = (x, weight, bias, out, chosen.experts, *sizes, weights.gate)
     key = x.dtype, weight.shape, programs, top_k, weights.gate, bias is None, *alignments(x, weight)
     _vector_gated((-(-num_outputs // outputs), num_tokens * top_k, 1), key, arguments, options(num_warps))
     return out
@@ -354,24 +338,11 @@ def multiply_vectors_down(
     programs = programs or programs_for(size, top_k, 256)
     outputs, block, unroll, num_warps = programs
     out = x.new_empty((num_tokens, num_outputs))
-    arguments = (
-        *(x, weight, weight if bias is None else bias, out, *chosen, *_shared_tensors(shared, out)),
-        *(num_outputs, size, top_k, outputs, block, unroll, bias is not None, *_flags(shared)),
-    )
+    sizes = num_outputs, size, top_k, outputs, block, unroll
+    arguments = (x, weight, bias, out, *chosen, *(shared or (None, None)), *sizes)
     key = x.dtype, weight.shape, programs, top_k, bias is None, _shared_key(shared), weight.data_ptr() % 16
     _vector_down((-(-num_outputs // outputs), num_tokens, 1), key, arguments, options(num_warps))
     return out
-
-
-def _shared_tensors(shared: SharedOutputs | None, unused: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tensors [T, D] and [T, 1] of the shared experts; ``unused`` replaces missing tensors."""
-    if shared is None:
-        return unused, unused
-    return shared.values, unused if shared.gates is None else shared.gates
-
-
-def _flags(shared: SharedOutputs | None) -> tuple[bool, bool]:
-    return shared is not None, shared is not None and shared.gates is not None
 
 
 def _shared_key(shared: SharedOutputs | None) -> tuple[object, ...]:

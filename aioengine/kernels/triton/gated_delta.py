@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from aioengine.kernels.triton import delta_blocks
-from aioengine.kernels.triton.causal_conv import rows_key
+from aioengine.kernels.triton.causal_conv import rows_key, span_of
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2
 
 if TYPE_CHECKING:
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 _VALUES = 16
 """State matrix columns per program: with one warp a sum over keys needs no shared memory."""
-_NORMED_HEADS = 8
+HEADS = tl.constexpr(8)
 """Heads per program of the norm."""
 
 
 @triton.jit
-def _unit(x: tl.tensor, EPSILON: tl.constexpr) -> tl.tensor:
-    return x / tl.sqrt_rn(tl.sum(x * x, 0) + EPSILON)
+def _unit(x: tl.tensor) -> tl.tensor:
+    return x / tl.sqrt_rn(tl.sum(x * x, 0) + delta_blocks.EPSILON)
 
 
 @triton.jit
@@ -57,7 +57,6 @@ def _scan_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     MOST: tl.constexpr,
-    EPSILON: tl.constexpr,
 ) -> None:
     head = tl.program_id(1)
     row = tl.program_id(2)
@@ -65,7 +64,7 @@ def _scan_kernel(
     values = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     is_key, is_value = keys < KEYS, values < VALUES
     inside = is_key[:, None] & is_value[None, :]
-    begin, count = delta_blocks.span_of(ends, row)
+    begin, count = span_of(ends, row)
     end = begin + count
     if (count > MOST) | (count == 0):
         return
@@ -83,8 +82,8 @@ def _scan_kernel(
         v = tl.load(at + 2 * first_key + head * VALUES + values, mask=is_value, other=0.0).to(tl.float32)
         decay, beta = delta_blocks.load_gates(steps, scores, token * gate_stride + head, token < end, rate, bias)
         matrix *= tl.exp(decay)
-        q = _unit(q, EPSILON) * scale
-        k = _unit(k, EPSILON)
+        q = _unit(q) * scale
+        k = _unit(k)
         change = beta * (v - tl.sum(matrix * k[:, None], 0))
         matrix += k[:, None] * change[None, :]
         head_out = out + (token * num_heads + head) * VALUES
@@ -103,7 +102,6 @@ def _norm_kernel(
     num_heads: tl.tensor,
     VALUES: tl.constexpr,
     BLOCK: tl.constexpr,
-    HEADS: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -138,7 +136,7 @@ def gated_delta(channels: Tensor, gates: DeltaGates, state: Tensor, rows: StateR
     arguments = (
         *(channels, gates.steps, gates.scores, gates.log_rate, gates.bias, state),
         *(rows.slots, rows.starts, rows.ends, out, num_channels, stride, num_heads, key_size**-0.5),
-        *(*sizes, block_k, block_v, most, 1e-6),
+        *(*sizes, block_k, block_v, most),
     )
     key = channels.dtype, num_channels, stride, num_heads, *sizes, *alignments(gates.steps, gates.scores, state)
     key = (*key, has_blocks, *rows_key(rows))
@@ -153,7 +151,7 @@ def gated_rms_norm(heads: Tensor, gates: Tensor, weight: Tensor, epsilon: Tensor
     num_tokens, num_heads, value_size = heads.shape
     out = torch.empty((num_tokens, num_heads * value_size), dtype=heads.dtype, device=heads.device)
     block = next_power_of_2(value_size)
-    arguments = (heads, gates, weight, epsilon, out, gates.stride(0), num_heads, value_size, block, _NORMED_HEADS)
+    arguments = (heads, gates, weight, epsilon, out, gates.stride(0), num_heads, value_size, block)
     key = (heads.dtype, gates.stride(0), num_heads, value_size, gates.data_ptr() % 16)
-    _norm((num_tokens, -(-num_heads // _NORMED_HEADS), 1), key, arguments, {"num_warps": 4})
+    _norm((num_tokens, -(-num_heads // HEADS.value), 1), key, arguments, {"num_warps": 4})
     return out

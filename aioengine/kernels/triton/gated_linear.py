@@ -120,7 +120,7 @@ def matmul(x: Tensor, weight: Tensor, programs: Programs) -> Tensor:
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
     tiles = [TensorDescriptor.from_tensor(x, [tile_rows, block]) for tile_rows in (rows, more or rows)]
     tiles.append(TensorDescriptor.from_tensor(weight, [outputs, block]))
-    arguments = (*(*tiles, out, num_rows, num_outputs, size, rows, more, outputs, block, stages),)
+    arguments = (*tiles, out, num_rows, num_outputs, size, rows, more, outputs, block, stages)
     key = x.dtype, weight.shape, programs
     _gated((-(-num_outputs // outputs), 1, 1), key, arguments, options(num_warps))
     return out

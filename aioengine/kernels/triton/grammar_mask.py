@@ -15,7 +15,7 @@ from aioengine.kernels.triton.launcher import KernelLauncher, alignments
 if TYPE_CHECKING:
     from torch import Tensor
 
-_BLOCK = 2048
+BLOCK = tl.constexpr(2048)
 
 
 @triton.jit(do_not_specialize=["logits_stride", "words_stride", "num_tokens"], do_not_specialize_on_alignment=["rules"])
@@ -26,7 +26,6 @@ def _mask_kernel(
     words_stride: tl.tensor,
     rules: tl.tensor,
     num_tokens: tl.tensor,
-    BLOCK: tl.constexpr,
 ) -> None:
     index = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -50,5 +49,5 @@ def mask(logits: Tensor, rules: Tensor, masks: Tensor) -> None:
     """
     num_tokens = min(logits.shape[1], 32 * masks.shape[1])
     key = logits.dtype, *alignments(logits, masks)
-    arguments = logits, logits.stride(0), masks, masks.stride(0), rules, num_tokens, _BLOCK
-    _mask((len(rules), -(-num_tokens // _BLOCK), 1), key, arguments, {"num_warps": 4})
+    arguments = logits, logits.stride(0), masks, masks.stride(0), rules, num_tokens
+    _mask((len(rules), -(-num_tokens // BLOCK.value), 1), key, arguments, {"num_warps": 4})

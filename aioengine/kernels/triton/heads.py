@@ -18,47 +18,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-HEADS = 8  # per program
+HEADS = tl.constexpr(8)  # per program
 
 
 @triton.jit
-def _norm_weights(
-    query_weight: tl.tensor, key_weight: tl.tensor, is_query: tl.tensor, columns: tl.tensor, HALF: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """Return the norm weights of each head, in two halves."""
-    inside = columns < HALF
-    query_low = tl.load(query_weight + columns, mask=inside, other=0.0)[None, :]
-    query_high = tl.load(query_weight + HALF + columns, mask=inside, other=0.0)[None, :]
-    key_low = tl.load(key_weight + columns, mask=inside, other=0.0)[None, :]
-    key_high = tl.load(key_weight + HALF + columns, mask=inside, other=0.0)[None, :]
-    return tl.where(is_query, query_low, key_low), tl.where(is_query, query_high, key_high)
-
-
-@triton.jit
-def _normed(
-    low: tl.tensor,
-    high: tl.tensor,
-    weight_low: tl.tensor,
-    weight_high: tl.tensor,
-    least: tl.tensor,
-    HALF: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
-    mean = (tl.sum(wide_low * wide_low, 1) + tl.sum(wide_high * wide_high, 1)) / (2 * HALF)
-    inverse = (1.0 / tl.sqrt_rn(mean + least))[:, None]
-    if weight_low.dtype == tl.float32:  # rounded once
-        normed_low, normed_high = wide_low * inverse * weight_low, wide_high * inverse * weight_high
-    else:
-        normed_low = (wide_low * inverse).to(low.dtype) * weight_low
-        normed_high = (wide_high * inverse).to(low.dtype) * weight_high
-    return normed_low.to(low.dtype), normed_high.to(low.dtype)
-
-
-@triton.jit
-def _rotated(
-    low: tl.tensor, high: tl.tensor, cos: tl.tensor, sin: tl.tensor, columns: tl.tensor, HALF: tl.constexpr
-) -> tl.tensor:
-    """Rotate both halves by cos and sin of the token."""
+def rotated(low: tl.tensor, high: tl.tensor, cos: tl.tensor, sin: tl.tensor, HALF: tl.constexpr) -> tl.tensor:
+    """Rotate both halves [heads, columns] by cos and sin of the token."""
+    columns = tl.arange(0, low.shape[1])
     inside = columns < HALF
     cosine = tl.load(cos + columns, mask=inside, other=0.0)[None, :]
     sine = tl.load(sin + HALF + columns, mask=inside, other=0.0)[None, :]
@@ -84,30 +50,38 @@ def _rotate_kernel(
     NUM_KV: tl.constexpr,
     HALF: tl.constexpr,
     COLUMNS: tl.constexpr,
-    HEADS_AT_ONCE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    NORMS: tl.constexpr,
-    WRITES: tl.constexpr,
-    MOVES: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS_AT_ONCE + tl.arange(0, HEADS_AT_ONCE)[:, None]
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     columns = tl.arange(0, COLUMNS)
+    is_column = columns < HALF
     is_rotated = head < NUM_QUERY + NUM_KV
-    inside = ((head < NUM_QUERY + 2 * NUM_KV) if WRITES else is_rotated) & (columns < HALF)[None, :]
+    inside = (is_rotated if slots is None else (head < NUM_QUERY + 2 * NUM_KV)) & is_column[None, :]
     pointers = heads + token * token_stride + head * (2 * HALF) + columns[None, :]
-    if NORMS:  # the weights are constant, so they need not wait for the previous kernel
-        weight_low, weight_high = _norm_weights(query_weight, key_weight, head < NUM_QUERY, columns, HALF)
+    if query_weight is not None:  # the weights are constant, so they need not wait for the previous kernel
+        query_low = tl.load(query_weight + columns, mask=is_column, other=0.0)[None, :]
+        query_high = tl.load(query_weight + HALF + columns, mask=is_column, other=0.0)[None, :]
+        key_low = tl.load(key_weight + columns, mask=is_column, other=0.0)[None, :]
+        key_high = tl.load(key_weight + HALF + columns, mask=is_column, other=0.0)[None, :]
+        weight_low = tl.where(head < NUM_QUERY, query_low, key_low)
+        weight_high = tl.where(head < NUM_QUERY, query_high, key_high)
         least = tl.load(epsilon)
     start_next_and_wait()
     low = tl.load(pointers, mask=inside, other=0.0)
     high = tl.load(pointers + HALF, mask=inside, other=0.0)
     value_low, value_high = low, high
-    if NORMS:
-        low, high = _normed(low, high, weight_low, weight_high, least, HALF)
-    low, high = _rotated(low, high, cos + token * (2 * HALF), sin + token * (2 * HALF), columns, HALF)
+    if query_weight is not None:
+        wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
+        mean = (tl.sum(wide_low * wide_low, 1) + tl.sum(wide_high * wide_high, 1)) / (2 * HALF)
+        inverse = (1.0 / tl.sqrt_rn(mean + least))[:, None]
+        normed_low, normed_high = wide_low * inverse, wide_high * inverse
+        if weight_low.dtype != tl.float32:  # an fp32 weight is multiplied before rounding
+            normed_low, normed_high = normed_low.to(low.dtype), normed_high.to(low.dtype)
+        low, high = (normed_low * weight_low).to(low.dtype), (normed_high * weight_high).to(low.dtype)
+    low, high = rotated(low, high, cos + token * (2 * HALF), sin + token * (2 * HALF), HALF)
     is_rotated_here = inside & is_rotated
-    if WRITES:
+    if slots is not None:
         slot = tl.load(slots + token).to(tl.int64)
         kv_head = tl.where(is_rotated, head, head - NUM_KV) - NUM_QUERY
         target = ((slot // PAGE_SIZE * NUM_KV + kv_head) * PAGE_SIZE + slot % PAGE_SIZE) * (2 * HALF) + columns[None, :]
@@ -117,7 +91,7 @@ def _rotate_kernel(
         tl.store(keys + target + HALF, high, mask=is_key)
         tl.store(values + target, value_low, mask=is_value)
         tl.store(values + target + HALF, value_high, mask=is_value)
-    if MOVES:
+    if out is not None:
         moved = out + token * ((NUM_QUERY + 2 * NUM_KV) * 2 * HALF) + head * (2 * HALF) + columns[None, :]
         tl.store(moved, tl.where(is_rotated, low, value_low), mask=inside)
         tl.store(moved + HALF, tl.where(is_rotated, high, value_high), mask=inside)
@@ -145,13 +119,11 @@ def _write_kernel(
     NUM_KV: tl.constexpr,
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
-    HEADS_AT_ONCE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    MOVES: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS_AT_ONCE + tl.arange(0, HEADS_AT_ONCE)[:, None]
-    if not MOVES:
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    if out is None:
         head += NUM_QUERY
     columns = tl.arange(0, COLUMNS)[None, :]
     inside = (head < NUM_QUERY + 2 * NUM_KV) & (columns < SIZE)
@@ -167,7 +139,7 @@ def _write_kernel(
     value = tl.load(new_values + token * value_token + kv_head * value_head + columns, mask=is_value, other=0.0)
     tl.store(keys + target, key, mask=is_key)
     tl.store(values + target, value, mask=is_value)
-    if MOVES:
+    if out is not None:
         moved = out + (token * (NUM_QUERY + 2 * NUM_KV) + head) * SIZE + columns
         query = tl.load(queries + token * query_token + head * query_head + columns, mask=is_query, other=0.0)
         tl.store(moved, tl.where(is_query, query, tl.where(is_key, key, value)), mask=inside)
@@ -195,10 +167,9 @@ def _rotate_qk_kernel(
     NUM_KV: tl.constexpr,
     HALF: tl.constexpr,
     COLUMNS: tl.constexpr,
-    HEADS_AT_ONCE: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS_AT_ONCE + tl.arange(0, HEADS_AT_ONCE)[:, None]
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     columns = tl.arange(0, COLUMNS)[None, :]
     is_query = (head < NUM_QUERY) & (columns < HALF)
     is_key = (head >= NUM_QUERY) & (head < NUM_QUERY + NUM_KV) & (columns < HALF)
@@ -262,20 +233,13 @@ def rotate(
     """
     num_tokens, num_heads, head_size = heads.shape
     num_kv = (num_heads - num_query) // 2
-    cos, sin = tables
-    stride = heads.stride(0)
-    half = head_size // 2
-    slots, keys, values = target or (cos, heads, heads)
-    page_size = keys.shape[2] if target else 1
-    writes, moves, has_norms = target is not None, out is not None, norms is not None
-    arguments = (
-        *(heads, stride, cos, sin, *(norms or (cos, cos, cos)), slots, keys, values, heads if out is None else out),
-        *(num_query, num_kv, half, next_power_of_2(half), HEADS, page_size, has_norms, writes, moves),
-    )
-    dtypes = heads.dtype, keys.dtype, slots.dtype, norms[0].dtype if norms else None
-    sizes = stride, num_query, num_kv, half, page_size
-    key = *dtypes, *sizes, writes, moves, *alignments(heads, heads if out is None else out)
-    _rotate((num_tokens, -(-(num_heads if writes else num_query + num_kv) // HEADS), 1), key, arguments, options(4))
+    stride, half = heads.stride(0), head_size // 2
+    sizes = num_query, num_kv, half, next_power_of_2(half), target[1].shape[2] if target else 1
+    dtypes = heads.dtype, norms and norms[0].dtype, target and (target[0].dtype, target[1].dtype)
+    key = *dtypes, stride, sizes, out is None, *alignments(heads, heads if out is None else out)
+    arguments = heads, stride, *tables, *(norms or (None,) * 3), *(target or (None,) * 3), out, *sizes
+    grid = num_tokens, -(-(num_heads if target else num_query + num_kv) // HEADS.value), 1
+    _rotate(grid, key, arguments, options(4))
 
 
 def write(q: Tensor, k: Tensor, v: Tensor, *, target: tuple[Tensor, Tensor, Tensor], out: Tensor | None = None) -> None:
@@ -284,16 +248,14 @@ def write(q: Tensor, k: Tensor, v: Tensor, *, target: tuple[Tensor, Tensor, Tens
     out: contiguous [T, H + 2 K, E]; None: only the target is written. The elements of a head are adjacent.
     """
     (num_tokens, num_query, size), num_kv = q.shape, k.shape[1]
-    slots, keys, values = target
+    slots, keys, _ = target
     strides = [x.stride(dim) for x in (q, k, v) for dim in (0, 1)]
-    moves, page_size = out is not None, keys.shape[2]
-    arguments = (
-        *(q, *strides[:2], k, *strides[2:4], v, *strides[4:], slots, keys, values, keys if out is None else out),
-        *(num_query, num_kv, size, next_power_of_2(size), HEADS, page_size, moves),
-    )
+    sizes = num_query, num_kv, size, next_power_of_2(size), keys.shape[2]
+    arguments = (q, *strides[:2], k, *strides[2:4], v, *strides[4:], *target, out, *sizes)
     tensors = (q, k, v) if out is None else (q, k, v, out)
-    key = (q.dtype, keys.dtype, slots.dtype, num_query, num_kv, size, page_size, moves, _forms(tensors, strides))
-    _write((num_tokens, -(-((num_query if moves else 0) + 2 * num_kv) // HEADS), 1), key, arguments, options(4))
+    key = (q.dtype, keys.dtype, slots.dtype, sizes, _forms(tensors, strides))
+    num_moved = 2 * num_kv if out is None else num_query + 2 * num_kv
+    _write((num_tokens, -(-num_moved // HEADS.value), 1), key, arguments, options(4))
 
 
 def rotate_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -304,13 +266,10 @@ def rotate_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, T
     cos, sin = cos.contiguous(), sin.contiguous()
     out_q, out_k = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     strides = [x.stride(dim) for x in (q, k) for dim in (0, 1)]
-    half = size // 2
-    arguments = (
-        *(q, *strides[:2], k, *strides[2:], cos, sin, out_q, out_k),
-        *(num_query, num_kv, half, next_power_of_2(half), HEADS),
-    )
-    key = (q.dtype, num_query, num_kv, half, _forms((q, k, cos, sin), strides))
-    grid = num_tokens, -(-(num_query + num_kv) // HEADS), 1
+    sizes = num_query, num_kv, size // 2, next_power_of_2(size // 2)
+    arguments = (q, *strides[:2], k, *strides[2:], cos, sin, out_q, out_k, *sizes)
+    key = (q.dtype, sizes, _forms((q, k, cos, sin), strides))
+    grid = num_tokens, -(-(num_query + num_kv) // HEADS.value), 1
     _rotate_qk(grid, key, arguments, options(4, fuses=False))
     return out_q, out_k
 

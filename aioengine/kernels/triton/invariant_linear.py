@@ -27,7 +27,7 @@ FP32: Tile = 32, 32, 32, 2, 4
 """The tile of fp32 matmuls, which run without tensor cores."""
 ENOUGH_TILES = 128
 """Number of tiles that fills a GPU."""
-BAND = 8
+BAND = tl.constexpr(8)
 """Row tiles that are computed together for the same outputs, so that they read the weights from the cache."""
 
 
@@ -43,8 +43,6 @@ def _matmul_kernel(
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    BAND: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
 ) -> None:
     row_tiles = tl.cdiv(num_rows, ROWS)
     band_size = BAND * tl.cdiv(num_outputs, OUTPUTS)
@@ -70,7 +68,7 @@ def _matmul_kernel(
             part = tl.load(weight_pointers + start, mask=inside, other=0.0)
         total = tl.dot(vectors, tl.trans(part), total, input_precision="ieee")
     is_output = (outputs < num_outputs)[None, :]
-    if HAS_BIAS:
+    if bias is not None:
         total += tl.load(bias + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)[None, :]
     target = out + rows.to(tl.int64)[:, None] * num_outputs + outputs[None, :]
     tl.store(target, total.to(out.dtype.element_ty), mask=(rows < num_rows)[:, None] & is_output)
@@ -98,9 +96,8 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | None = N
     tile = tile or tile_for(num_rows, num_outputs, x.dtype)
     rows, outputs, block, num_stages, num_warps = tile
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
-    any_bias = weight if bias is None else bias  # the kernel does not read it without a bias
-    arguments = (x, weight, any_bias, out, num_rows, num_outputs, size, rows, outputs, block, BAND, bias is not None)
-    key = x.dtype, weight.shape, tile, bias is None, *alignments(x, weight, any_bias)
+    arguments = (x, weight, bias, out, num_rows, num_outputs, size, rows, outputs, block)
+    key = x.dtype, weight.shape, tile, *alignments(x, weight, *(() if bias is None else (bias,)))
     grid = _num_tiles(num_rows, num_outputs, tile), 1, 1
     _matmul(grid, key, arguments, {"num_warps": num_warps, "num_stages": num_stages})
     return out

@@ -16,7 +16,7 @@ from aioengine.kernels.triton.scores import LOG2_E
 if TYPE_CHECKING:
     from torch import Tensor
 
-ROWS = 16
+ROWS = tl.constexpr(16)
 """Heads of tokens per program."""
 
 
@@ -30,7 +30,6 @@ def _merge_kernel(
     NUM_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
     SINKS: tl.constexpr,
 ) -> None:
     """Merge ``other`` into the result of each head. SINKS: ``other_weights`` are sinks, whose values are 0."""
@@ -76,6 +75,6 @@ def _launch(out: Tensor, weights: Tensor, other: Tensor, other_weights: Tensor, 
     """Merge into out [T, H, E] and weights [T, H]: see ``_merge_kernel``."""
     num_rows, (num_heads, head_size) = weights.numel(), out.shape[1:]
     tensors = out, weights, other, other_weights
-    sizes = num_heads, head_size, next_power_of_2(head_size), ROWS, has_sinks
+    sizes = num_heads, head_size, next_power_of_2(head_size), has_sinks
     key = out.dtype, other_weights.dtype, sizes, *alignments(*tensors)
-    _merge((-(-num_rows // ROWS), 1, 1), key, (*tensors, num_rows, *sizes), {"num_warps": 4})
+    _merge((-(-num_rows // ROWS.value), 1, 1), key, (*tensors, num_rows, *sizes), {"num_warps": 4})

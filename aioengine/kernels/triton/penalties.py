@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 IN_PROMPT = 1 << 30
 """This bit of a count is set if the token is in the prompt. The lower bits count the token in the output."""
 
-_BLOCK = 2048
+PROMPT_BIT = tl.constexpr(IN_PROMPT)
+BLOCK = tl.constexpr(2048)
 
 
 class PenalizedRows(NamedTuple):
@@ -41,8 +42,6 @@ def _penalties_kernel(
     presences: tl.tensor,
     repetitions: tl.tensor,
     num_tokens: tl.tensor,
-    IN_PROMPT: tl.constexpr,
-    BLOCK: tl.constexpr,
 ) -> None:
     index = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -50,7 +49,7 @@ def _penalties_kernel(
     count = tl.load(counts + count_row * counts_stride + columns, mask=columns < num_tokens, other=0)
     target = logits + tl.load(rows + index).to(tl.int64) * logits_stride + columns
     x = tl.load(target, mask=count != 0, other=0.0)
-    num_output = (count % IN_PROMPT).to(tl.float32)
+    num_output = (count % PROMPT_BIT).to(tl.float32)
     presence = tl.where(num_output > 0, tl.load(presences + index), 0.0)
     x -= tl.load(frequencies + index) * num_output + presence
     repetition = tl.load(repetitions + index)
@@ -63,6 +62,6 @@ def penalize(logits: Tensor, counts: Tensor, rows: PenalizedRows) -> None:
     Changes logits [S, V] fp32 in place. counts: [N, at least V] int32.
     """
     num_tokens = logits.shape[1]
-    _penalties_kernel[(len(rows.rows), triton.cdiv(num_tokens, _BLOCK))](
-        logits, logits.stride(0), counts, counts.stride(0), *rows, num_tokens, IN_PROMPT=IN_PROMPT, BLOCK=_BLOCK
+    _penalties_kernel[(len(rows.rows), triton.cdiv(num_tokens, BLOCK.value))](
+        logits, logits.stride(0), counts, counts.stride(0), *rows, num_tokens
     )

@@ -38,7 +38,7 @@ def _route_kernel(
     logits: tl.tensor, bias: tl.tensor, experts: tl.tensor, weights: tl.tensor,
     NUM_GROUPS: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr, PLACES: tl.constexpr,
     TOP_K: tl.constexpr, LANES: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_TOP: tl.constexpr, SCALE: tl.constexpr,
-    IS_SIGMOID: tl.constexpr, IS_NORMALIZED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    IS_SIGMOID: tl.constexpr, IS_NORMALIZED: tl.constexpr,
 ) -> None:  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     groups, places = tl.arange(0, GROUPS)[:, None], tl.arange(0, PLACES)[None, :]
@@ -53,7 +53,7 @@ def _route_kernel(
         scores = tl.exp(scores - tl.max(scores))
         scores = scores / tl.sum(scores)
     chosen_by = scores
-    if HAS_BIAS:
+    if bias is not None:
         chosen_by += tl.load(bias + numbers, mask=is_expert, other=0.0).to(tl.float32)
     chosen_by = tl.where(is_expert, chosen_by, float("-inf"))
     if NUM_GROUPS > 1:
@@ -74,7 +74,7 @@ def _route_kernel(
     for index in tl.static_range(TOP_K):
         weight, place = tl.max(chosen_by, 0, return_indices=True)  # ties go to the first
         is_best = tl.arange(0, GROUPS * PLACES) == place
-        if HAS_BIAS:
+        if bias is not None:
             weight = tl.sum(tl.where(is_best, scores, 0.0))
         chosen_by = tl.where(is_best, float("-inf"), chosen_by)
         found = tl.where(lanes == index, place // PLACES * SIZE + place % PLACES, found)
@@ -158,10 +158,10 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> ChosenExpert
     weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
     size = num_experts // routing.num_groups
     arguments = (
-        *(logits, logits if bias is None else bias, experts, weights),
+        *(logits, bias, experts, weights),
         *(routing.num_groups, size, next_power_of_2(routing.num_groups), next_power_of_2(size)),
         *(routing.top_k, next_power_of_2(routing.top_k), routing.top_groups, routing.group_top, routing.scale),
-        *(routing.scoring == "sigmoid", routing.is_normalized, bias is not None),
+        *(routing.scoring == "sigmoid", routing.is_normalized),
     )
     alignments = logits.data_ptr() % 16, bias is not None and bias.data_ptr() % 16
     key = logits.dtype, None if bias is None else bias.dtype, num_experts, routing, alignments

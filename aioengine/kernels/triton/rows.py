@@ -16,13 +16,11 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def rms_normed(
-    x: tl.tensor, weight: tl.tensor, num_columns: tl.tensor, epsilon: tl.tensor, WIDE: tl.constexpr
-) -> tl.tensor:
-    """Return the RMS norm of a row x [D] times its weight [D]. WIDE: round once, after the multiplication."""
+def rms_normed(x: tl.tensor, weight: tl.tensor, num_columns: tl.tensor, epsilon: tl.tensor) -> tl.tensor:
+    """Return the RMS norm of a row x [D] times its weight [D]. With an fp32 weight the result is rounded once."""
     wide = x.to(tl.float32)
     inverse = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 0) / num_columns + epsilon)
-    normed = wide * inverse * weight if WIDE else (wide * inverse).to(x.dtype) * weight
+    normed = wide * inverse * weight if weight.dtype == tl.float32 else (wide * inverse).to(x.dtype) * weight
     return normed.to(x.dtype)
 
 
@@ -35,8 +33,6 @@ def _norm_kernel(
     row_stride: tl.tensor,
     num_columns: tl.tensor,
     epsilon: tl.tensor,
-    ADDS: tl.constexpr,
-    WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -46,38 +42,37 @@ def _norm_kernel(
     least = tl.load(epsilon)
     start_next_and_wait()
     x = tl.load(residual + row * row_stride + columns, mask=inside, other=0.0)
-    if ADDS:
+    if delta is not None:
         x = x + tl.load(delta + row * num_columns + columns, mask=inside, other=0.0)
         tl.store(residual + row * row_stride + columns, x, mask=inside)
-    tl.store(out + row * num_columns + columns, rms_normed(x, scale, num_columns, least, WIDE), mask=inside)
+    tl.store(out + row * num_columns + columns, rms_normed(x, scale, num_columns, least), mask=inside)
 
 
 @triton.jit
 def _norm_and_add_kernel(
     delta: tl.tensor,
     residual: tl.tensor,
-    behind: tl.tensor,
-    before: tl.tensor,
+    post: tl.tensor,
+    pre: tl.tensor,
     out: tl.tensor,
     num_columns: tl.tensor,
     epsilon: tl.tensor,
-    NORMS_SUM: tl.constexpr,
-    WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < num_columns
     places = row * num_columns + columns
-    first_scale = tl.load(behind + columns, mask=inside, other=0.0)
-    second_scale = tl.load(before + columns, mask=inside, other=0.0)
+    first_scale = tl.load(post + columns, mask=inside, other=0.0)
+    if pre is not None:
+        second_scale = tl.load(pre + columns, mask=inside, other=0.0)
     least = tl.load(epsilon)
     start_next_and_wait()
-    added = rms_normed(tl.load(delta + places, mask=inside, other=0.0), first_scale, num_columns, least, WIDE)
+    added = rms_normed(tl.load(delta + places, mask=inside, other=0.0), first_scale, num_columns, least)
     x = tl.load(residual + places, mask=inside, other=0.0) + added
     tl.store(residual + places, x, mask=inside)
-    if NORMS_SUM:
-        tl.store(out + places, rms_normed(x, second_scale, num_columns, least, WIDE), mask=inside)
+    if pre is not None:
+        tl.store(out + places, rms_normed(x, second_scale, num_columns, least), mask=inside)
 
 
 @triton.jit
@@ -89,7 +84,6 @@ def _layer_norm_kernel(
     out: tl.tensor,
     num_columns: tl.tensor,
     EPSILON: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     KEEPS_SUM: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -98,7 +92,7 @@ def _layer_norm_kernel(
     inside = columns < num_columns
     scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     shift = tl.zeros_like(scale)
-    if HAS_BIAS:
+    if bias is not None:
         shift = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
     start_next_and_wait()
     places = row * num_columns + columns
@@ -135,11 +129,6 @@ def _gelu_tanh_of(wide: tl.tensor) -> tl.tensor:
     return wide / (1.0 + tl.exp(-inner))
 
 
-_SILU = tl.constexpr(0)
-_GELU = tl.constexpr(1)
-_GELU_TANH = tl.constexpr(2)
-
-
 @triton.jit
 def _gated_kernel(
     x: tl.tensor,
@@ -155,13 +144,7 @@ def _gated_kernel(
     gate = tl.load(x + row * 2 * size + columns, mask=inside, other=0.0)
     up = tl.load(x + row * 2 * size + size + columns, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
-    if ACTIVATION == _SILU:
-        active = _silu_of(wide)
-    elif ACTIVATION == _GELU:
-        active = _gelu_of(wide)
-    else:
-        active = _gelu_tanh_of(wide)
-    tl.store(out + row * size + columns, active.to(gate.dtype) * up, mask=inside)
+    tl.store(out + row * size + columns, ACTIVATION(wide).to(gate.dtype) * up, mask=inside)
 
 
 @triton.jit
@@ -191,13 +174,9 @@ def add_rms_norm(delta: Tensor | None, residual: Tensor, weight: Tensor, epsilon
     """
     num_rows, num_columns = residual.shape
     out = torch.empty((num_rows, num_columns), dtype=residual.dtype, device=residual.device)
-    adds, is_wide = delta is not None, weight.dtype == torch.float32
-    key = (residual.dtype, num_columns, residual.stride(0), adds, is_wide, residual.data_ptr() % 16)
-    block = next_power_of_2(num_columns)
-    arguments = (
-        *(delta if adds else residual, residual, weight, out),
-        *(residual.stride(0), num_columns, epsilon, adds, is_wide, block),
-    )
+    stride, block = residual.stride(0), next_power_of_2(num_columns)
+    arguments = (delta, residual, weight, out, stride, num_columns, epsilon, block)
+    key = (residual.dtype, weight.dtype, num_columns, stride, delta is None, residual.data_ptr() % 16)
     _norm((num_rows, 1, 1), key, arguments, options(_num_warps(block)))
     return out
 
@@ -206,13 +185,9 @@ def norm_and_add(delta: Tensor, residual: Tensor, post: Tensor, pre: Tensor | No
     """See ``kernels.norm_and_add``: contiguous delta and residual [T, D], weights post and pre [D] -> [T, D]."""
     num_rows, num_columns = residual.shape
     out = residual if pre is None else torch.empty_like(residual)
-    norms_sum, is_wide = pre is not None, post.dtype == torch.float32
     block = next_power_of_2(num_columns)
-    arguments = (
-        *(delta, residual, post, post if pre is None else pre, out, num_columns, epsilon),
-        *(norms_sum, is_wide, block),
-    )
-    key = (residual.dtype, num_columns, norms_sum, is_wide, *alignments(delta, residual))
+    arguments = (delta, residual, post, pre, out, num_columns, epsilon, block)
+    key = (residual.dtype, post.dtype, num_columns, pre is None, *alignments(delta, residual))
     _norm_and_add((num_rows, 1, 1), key, arguments, options(_num_warps(block)))
     return out
 
@@ -224,18 +199,15 @@ def add_layer_norm(
     out = torch.empty_like(residual)
     num_rows, num_columns = residual.shape
     block = next_power_of_2(num_columns)
-    arguments = (
-        *(delta, residual, weight, weight if bias is None else bias, out, num_columns),
-        *(epsilon, bias is not None, keeps_sum, block),
-    )
-    key = (residual.dtype, num_columns, epsilon, bias is not None, keeps_sum, *alignments(delta, residual))
+    arguments = (delta, residual, weight, bias, out, num_columns, epsilon, keeps_sum, block)
+    key = (residual.dtype, num_columns, epsilon, bias is None, keeps_sum, *alignments(delta, residual))
     _layer_norm((num_rows, 1, 1), key, arguments, options(_num_warps(block)))
     return out
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
     """x [T, 2 I], gates first, contiguous -> silu(gate) * up [T, I]."""
-    return _activate_and_mul(x, _SILU.value)
+    return _activate_and_mul(x, _silu_of)
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -249,15 +221,14 @@ def gelu(x: Tensor) -> Tensor:
 
 def gelu_and_mul(x: Tensor, *, approximate: str) -> Tensor:
     """x [T, 2 I], gates first, contiguous -> gelu(gate) * up [T, I]. approximate: as in ``kernels.gelu``."""
-    return _activate_and_mul(x, (_GELU_TANH if approximate == "tanh" else _GELU).value)
+    return _activate_and_mul(x, _gelu_tanh_of if approximate == "tanh" else _gelu_of)
 
 
-def _activate_and_mul(x: Tensor, activation: int) -> Tensor:
-    """x [T, 2 I], gates first, contiguous -> activation(gate) * up [T, I]."""
+def _activate_and_mul(x: Tensor, activation: object) -> Tensor:
+    """x [T, 2 I], gates first, contiguous -> activation(gate) * up [T, I]. activation: a Triton function."""
     num_rows, size = x.shape[0], x.shape[1] // 2
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
     block = min(next_power_of_2(size), 1024)
     arguments = (x, out, size, activation, block)
-    key = (x.dtype, size, activation, x.data_ptr() % 16)
-    _gated((num_rows, -(-size // block), 1), key, arguments, options(4))
+    _gated((num_rows, -(-size // block), 1), (x.dtype, size, activation, x.data_ptr() % 16), arguments, options(4))
     return out

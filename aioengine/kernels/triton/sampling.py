@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-BLOCK = 2048
-LOOP_BLOCK = 8192
+BLOCK = tl.constexpr(2048)
+LOOP_BLOCK = tl.constexpr(8192)
+"""Tokens that a program loads at once for rows with truncation rules."""
 NUM_FIELDS = 5
 """Rows of ``Draws.fields``."""
 
@@ -85,16 +86,14 @@ def _blocks_kernel(
     argmax: tl.tensor,
     sums: tl.tensor,
     indices: tl.tensor,
-    SIZE: tl.constexpr,
-    REMEMBERS: tl.constexpr,
 ) -> None:
     """Store for each block of a row its largest logit (NaN if it contains NaN), the mass relative to this logit, and in
     greedy rows the index of this logit.
     """
     row, block = tl.program_id(0), tl.program_id(1)
-    columns = block * SIZE + tl.arange(0, SIZE)
+    columns = block * BLOCK + tl.arange(0, BLOCK)
     inside = columns < num_tokens
-    if REMEMBERS:
+    if indices is not None:
         inside = inside & (tl.load(indices + row) >= 0)
     x = tl.load(logits + row.to(tl.int64) * row_stride + columns, mask=inside, other=-float("inf")).to(tl.float32)
     largest = tl.reduce(x, 0, _larger)
@@ -122,9 +121,7 @@ def _pick_kernel(
     num_blocks: tl.tensor,
     indices: tl.tensor,
     memory: tl.tensor,
-    SIZE: tl.constexpr,
     BLOCKS: tl.constexpr,
-    REMEMBERS: tl.constexpr,
 ) -> None:
     """Store the token of a row: greedy or sampled. It is -1 if a logit is NaN or +inf, or if no logit is finite."""
     row = tl.program_id(0)
@@ -146,7 +143,7 @@ def _pick_kernel(
     best = tl.min(tl.where(largest == top, blocks, BLOCKS), 0)
     block = tl.where(is_bad, 0, tl.where(is_greedy, best, drawn))
 
-    columns = block * SIZE + tl.arange(0, SIZE)
+    columns = block * BLOCK + tl.arange(0, BLOCK)
     in_row = columns < num_tokens
     x = tl.load(logits + row.to(tl.int64) * row_stride + columns, mask=in_row, other=-float("inf")).to(tl.float32)
     inner = tl.exp((x - top) * scale).to(tl.float64)
@@ -157,36 +154,27 @@ def _pick_kernel(
     # columns after the sampled token are above the target too; the fallback is never smaller than the sampled token
     token = tl.where(is_greedy, tl.load(argmax + row * num_blocks + block), token)
     tl.store(out + row, tl.where(is_bad, -1, token).to(tl.int64))
-    if REMEMBERS:
+    if indices is not None:
         index = tl.load(indices + row)
         tl.store(memory + index, tl.where(is_bad, 0, token).to(tl.int64), mask=index >= 0)
 
 
 @triton.jit
-def _weights(
-    x: tl.tensor, start: tl.tensor, num_tokens: tl.constexpr, top: tl.tensor, scale: tl.tensor, SIZE: tl.constexpr
-) -> tl.tensor:
+def _weights(x: tl.tensor, columns: tl.tensor, num_tokens: tl.constexpr, top: tl.tensor, scale: tl.tensor) -> tl.tensor:
     """Return probabilities relative to the largest, fp32."""
-    columns = start + tl.arange(0, SIZE)
     loaded = tl.load(x + columns, mask=columns < num_tokens, other=-float("inf")).to(tl.float32)
     return tl.exp((loaded - top) * scale)
 
 
 @triton.jit
 def _above(
-    x: tl.tensor,
-    num_tokens: tl.constexpr,
-    top: tl.tensor,
-    scale: tl.tensor,
-    border: tl.tensor,
-    COUNTS: tl.constexpr,
-    SIZE: tl.constexpr,
+    x: tl.tensor, num_tokens: tl.constexpr, top: tl.tensor, scale: tl.tensor, border: tl.tensor, COUNTS: tl.constexpr
 ) -> tl.tensor:
     """Return the count or the mass (float64) of the tokens whose weight has bits above ``border``."""
     total = tl.zeros((), tl.float64)
-    for start in range(0, num_tokens, SIZE):
-        weight = _weights(x, start, num_tokens, top, scale, SIZE)
-        columns = start + tl.arange(0, SIZE)
+    for start in range(0, num_tokens, LOOP_BLOCK):
+        columns = start + tl.arange(0, LOOP_BLOCK)
+        weight = _weights(x, columns, num_tokens, top, scale)
         is_above = (weight.to(tl.int32, bitcast=True) > border) & (columns < num_tokens)
         if COUNTS:
             total += tl.sum(is_above.to(tl.int32), 0).to(tl.float64)
@@ -197,23 +185,17 @@ def _above(
 
 @triton.jit
 def _border(
-    x: tl.tensor,
-    num_tokens: tl.constexpr,
-    top: tl.tensor,
-    scale: tl.tensor,
-    limit: tl.tensor,
-    COUNTS: tl.constexpr,
-    SIZE: tl.constexpr,
+    x: tl.tensor, num_tokens: tl.constexpr, top: tl.tensor, scale: tl.tensor, limit: tl.tensor, COUNTS: tl.constexpr
 ) -> tl.tensor:
     """Return the bits of the smallest weight above which the count or mass is less than ``limit``; -1: the count or
     mass of all tokens is less.
     """
     low = tl.full((), -1, tl.int32)
     high = tl.full((), 0x3F800000, tl.int32)
-    high = tl.where(_above(x, num_tokens, top, scale, low, COUNTS, SIZE) < limit, low, high)
+    high = tl.where(_above(x, num_tokens, top, scale, low, COUNTS) < limit, low, high)
     for _ in range(31):
         middle = (low + high) // 2
-        is_less = _above(x, num_tokens, top, scale, middle, COUNTS, SIZE) < limit
+        is_less = _above(x, num_tokens, top, scale, middle, COUNTS) < limit
         high = tl.where(is_less, middle, high)
         low = tl.where(is_less, low, middle)
     return high
@@ -236,7 +218,6 @@ def _truncated_kernel(
     top_ps: tl.tensor,
     min_ps: tl.tensor,
     out: tl.tensor,
-    SIZE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
     """Sample after top-k, then top-p, then min-p. Ties at the threshold are kept in vocabulary order."""
@@ -255,17 +236,17 @@ def _truncated_kernel(
         border = tl.full((), -1, tl.int32)
         num_ties = tl.full((), 1 << 30, tl.int32)
         if top_k < num_tokens:
-            border = _border(x, num_tokens, top, scale, top_k, True, SIZE)
-            num_ties = (top_k - _above(x, num_tokens, top, scale, border, True, SIZE)).to(tl.int32)
+            border = _border(x, num_tokens, top, scale, top_k, True)
+            num_ties = (top_k - _above(x, num_tokens, top, scale, border, True)).to(tl.int32)
         if top_p < 1.0:
-            mass = _above(x, num_tokens, top, scale, border, False, SIZE)
+            mass = _above(x, num_tokens, top, scale, border, False)
             if border >= 0:
                 mass += num_ties.to(tl.float64) * border.to(tl.float32, bitcast=True).to(tl.float64)
             limit = top_p * mass
-            nucleus = _border(x, num_tokens, top, scale, limit, False, SIZE)
+            nucleus = _border(x, num_tokens, top, scale, limit, False)
             if nucleus >= border:
                 value = nucleus.to(tl.float32, bitcast=True).to(tl.float64)
-                missing = limit - _above(x, num_tokens, top, scale, nucleus, False, SIZE)
+                missing = limit - _above(x, num_tokens, top, scale, nucleus, False)
                 fitting = tl.ceil(missing / tl.maximum(value, 1e-300)).to(tl.int32)
                 fitting = tl.maximum(fitting, 1)
                 num_ties = tl.where(nucleus == border, tl.minimum(num_ties, fitting), fitting)
@@ -274,24 +255,20 @@ def _truncated_kernel(
         if (min_p > 0.0) & (least > border):
             border = least - 1
             num_ties = tl.full((), 0, tl.int32)
-        _draw_kept(x, num_tokens, top, scale, border, num_ties, _uniform(words, num_rows, row), out + row, SIZE)
+        _draw_kept(x, num_tokens, top, scale, border, num_ties, _uniform(words, num_rows, row), out + row)
 
 
 @triton.jit
 def _kept(
-    weight: tl.tensor,
-    columns: tl.tensor,
-    num_tokens: tl.constexpr,
-    border: tl.tensor,
-    num_ties: tl.tensor,
-    num_seen: tl.tensor,
-) -> tl.tensor:
+    weight: tl.tensor, inside: tl.tensor, border: tl.tensor, num_ties: tl.tensor, num_seen: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the weights of a block, 0 for tokens that are not kept, and the number of ties of all blocks so far."""
     bits = weight.to(tl.int32, bitcast=True)
-    is_tie = (bits == border) & (columns < num_tokens)
+    is_tie = (bits == border) & inside
     ties = is_tie.to(tl.int32)
     rank = num_seen + tl.cumsum(ties, 0) - ties
-    is_kept = ((bits > border) & (columns < num_tokens)) | (is_tie & (rank < num_ties))
-    return tl.where(is_kept, weight, 0.0), tl.sum(ties, 0)
+    is_kept = ((bits > border) & inside) | (is_tie & (rank < num_ties))
+    return tl.where(is_kept, weight, 0.0), num_seen + tl.sum(ties, 0)
 
 
 @triton.jit
@@ -304,34 +281,29 @@ def _draw_kept(
     num_ties: tl.tensor,
     uniform: tl.tensor,
     out: tl.tensor,
-    SIZE: tl.constexpr,
 ) -> None:
     """Store the first token at which the cumulative mass of kept tokens exceeds ``uniform`` times their total mass."""
     whole = tl.zeros((), tl.float64)
     num_seen = tl.zeros((), tl.int32)
-    for start in range(0, num_tokens, SIZE):
-        columns = start + tl.arange(0, SIZE)
-        weight, found = _kept(
-            _weights(x, start, num_tokens, top, scale, SIZE), columns, num_tokens, border, num_ties, num_seen
-        )
+    for start in range(0, num_tokens, LOOP_BLOCK):
+        columns = start + tl.arange(0, LOOP_BLOCK)
+        weight = _weights(x, columns, num_tokens, top, scale)
+        weight, num_seen = _kept(weight, columns < num_tokens, border, num_ties, num_seen)
         whole += tl.sum(weight.to(tl.float64), 0)
-        num_seen += found
     target = uniform * whole
     mass = tl.zeros((), tl.float64)
     num_seen = tl.zeros((), tl.int32)
     token = tl.full((), 1 << 30, tl.int32)
     last = tl.zeros((), tl.int32)
-    for start in range(0, num_tokens, SIZE):
-        columns = start + tl.arange(0, SIZE)
-        weight, found = _kept(
-            _weights(x, start, num_tokens, top, scale, SIZE), columns, num_tokens, border, num_ties, num_seen
-        )
+    for start in range(0, num_tokens, LOOP_BLOCK):
+        columns = start + tl.arange(0, LOOP_BLOCK)
+        weight = _weights(x, columns, num_tokens, top, scale)
+        weight, num_seen = _kept(weight, columns < num_tokens, border, num_ties, num_seen)
         wide = weight.to(tl.float64)
         above = (tl.cumsum(wide, 0) + mass > target) & (weight > 0.0)
         token = tl.minimum(token, tl.min(tl.where(above, columns, 1 << 30), 0))
         last = tl.maximum(last, tl.max(tl.where(weight > 0.0, columns, 0), 0))
         mass += tl.sum(wide, 0)
-        num_seen += found
     tl.store(out, tl.minimum(token, last).to(tl.int64))
 
 
@@ -345,7 +317,7 @@ class SamplingKernels:
 
     def __init__(self, *, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
-        self._num_blocks = triton.cdiv(vocab_size, BLOCK)
+        self._num_blocks = triton.cdiv(vocab_size, BLOCK.value)
         self._maxima = torch.empty(max_rows, self._num_blocks, device=device)
         self._argmax = torch.empty(max_rows, self._num_blocks, dtype=torch.int32, device=device)
         self._sums = torch.empty(max_rows, self._num_blocks, device=device)
@@ -361,14 +333,13 @@ class SamplingKernels:
         num_rows, num_blocks, blocks = len(logits), self._num_blocks, next_power_of_2(self._num_blocks)
         inputs = (logits, logits.stride(0), self._vocab_size, draws.fields, draws.fields.stride(0), self._maxima)
         key = logits.dtype, logits.stride(0), self._vocab_size, logits.data_ptr() % 16
-        indices, memory = last_tokens or (out, out)
-        remembers = last_tokens is not None
-        arguments = (*inputs, self._argmax, self._sums, indices, BLOCK, remembers)
-        _blocks((num_rows, num_blocks, 1), (*key, remembers), arguments, {"num_warps": 1})
-        arguments = (*inputs, self._argmax, self._sums, out, num_blocks, indices, memory, BLOCK, blocks)
-        _pick((num_rows, 1, 1), (*key, remembers), (*arguments, remembers), {"num_warps": 8})
+        indices, memory = last_tokens or (None, None)
+        arguments = (*inputs, self._argmax, self._sums, indices)
+        _blocks((num_rows, num_blocks, 1), (*key, indices is None), arguments, {"num_warps": 1})
+        arguments = (*inputs, self._argmax, self._sums, out, num_blocks, indices, memory, blocks)
+        _pick((num_rows, 1, 1), (*key, indices is None), arguments, {"num_warps": 8})
         if draws.rules is not None:
-            arguments = (*inputs, num_blocks, *draws.rules, out, LOOP_BLOCK, blocks)
+            arguments = (*inputs, num_blocks, *draws.rules, out, blocks)
             _truncated((len(draws.rules[0]), 1, 1), key, arguments, {"num_warps": 16})
 
     def run_all(self, logits: Tensor) -> None:

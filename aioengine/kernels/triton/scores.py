@@ -57,8 +57,10 @@ def capped(products: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def nothing_attended(ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return the highest score, sum of weights and weighted values before the first position."""
+def nothing_attended(ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tuple:
+    """Return the state before the first position: the highest score and the sum of weights of each query row, and its
+    weighted values.
+    """
     highest = tl.full((ROWS,), MASKED, tl.float32)
     return highest, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
 
@@ -77,17 +79,12 @@ def softmax_step(
 
 
 @triton.jit
-def merged(
-    highest: tl.tensor,
-    total: tl.tensor,
-    sums: tl.tensor,
-    split_highest: tl.tensor,
-    split_total: tl.tensor,
-    split_sums: tl.tensor,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Merge the next split into the result of the previous splits. FMAs are explicit, so that the compiler cannot fuse
+def merged(state: tl.tuple, split: tl.tuple) -> tl.tuple:
+    """Merge the next split into the state of the previous splits. FMAs are explicit, so that the compiler cannot fuse
     operations differently in two kernels.
     """
+    highest, total, sums = state
+    split_highest, split_total, split_sums = split
     higher = tl.maximum(highest, split_highest)
     shrink = tl.exp2(highest - higher)
     weight = tl.exp2(split_highest - higher)
@@ -101,13 +98,12 @@ def store_split(
     split_sums: tl.tensor,
     split_marks: tl.tensor,
     targets: tl.tensor,
-    highest: tl.tensor,
-    total: tl.tensor,
-    sums: tl.tensor,
+    state: tl.tuple,
     is_head: tl.tensor,
     VALUE_SIZE: tl.constexpr,
 ) -> None:
-    """Store the result of a split of a row. targets: [G] indices of (row, split, head)."""
+    """Store the state of a split of a row. targets: [G] indices of (row, split, head)."""
+    highest, total, sums = state
     columns = tl.arange(0, sums.shape[1])[None, :]
     inside = is_head[:, None] & (columns < VALUE_SIZE)
     tl.store(split_sums + targets[:, None] * VALUE_SIZE + columns, sums, mask=inside)
@@ -117,35 +113,30 @@ def store_split(
 
 @triton.jit
 def with_split(
-    highest: tl.tensor,
-    total: tl.tensor,
-    sums: tl.tensor,
+    state: tl.tuple,
     split_sums: tl.tensor,
     split_marks: tl.tensor,
     sources: tl.tensor,
     is_head: tl.tensor,
     VALUE_SIZE: tl.constexpr,
     CACHE: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Merge the stored split of each head into the result of the previous splits. sources: [G], see ``store_split``.
+) -> tl.tuple:
+    """Merge the stored split of each head into the state of the previous splits. sources: [G], see ``store_split``.
     CACHE: cache modifier of the loads.
     """
-    split_highest = tl.load(split_marks + 2 * sources, mask=is_head, other=0.0, cache_modifier=CACHE)
-    split_total = tl.load(split_marks + 2 * sources + 1, mask=is_head, other=1.0, cache_modifier=CACHE)
-    columns = tl.arange(0, sums.shape[1])[None, :]
+    highest = tl.load(split_marks + 2 * sources, mask=is_head, other=0.0, cache_modifier=CACHE)
+    total = tl.load(split_marks + 2 * sources + 1, mask=is_head, other=1.0, cache_modifier=CACHE)
+    columns = tl.arange(0, state[2].shape[1])[None, :]
     pointers = split_sums + sources[:, None] * VALUE_SIZE + columns
-    split = tl.load(pointers, mask=is_head[:, None] & (columns < VALUE_SIZE), other=0.0, cache_modifier=CACHE)
-    return merged(highest, total, sums, split_highest, split_total, split)
+    sums = tl.load(pointers, mask=is_head[:, None] & (columns < VALUE_SIZE), other=0.0, cache_modifier=CACHE)
+    return merged(state, (highest, total, sums))
 
 
 @triton.jit
-def with_sinks(
-    highest: tl.tensor, total: tl.tensor, sums: tl.tensor, sinks: tl.tensor, is_head: tl.tensor
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return the highest score [G], sum of weights [G] and weighted values [G, E] of query rows after adding their
-    sinks, given by pointers [G]. FMAs are explicit, as in ``merged``.
-    """
-    sink = tl.load(sinks, mask=is_head, other=0.0).to(tl.float32) * LOG2_E
+def with_sinks(state: tl.tuple, sinks: tl.tensor, heads: tl.tensor, is_head: tl.tensor) -> tl.tuple:
+    """Return the state of query rows after adding the sinks of their heads [G]. FMAs are explicit, as in ``merged``."""
+    highest, total, sums = state
+    sink = tl.load(sinks + heads, mask=is_head, other=0.0).to(tl.float32) * LOG2_E
     higher = tl.maximum(highest, sink)
     shrink = tl.exp2(highest - higher)
     return higher, tl.fma(total, shrink, tl.exp2(sink - higher)), sums * shrink[:, None]
@@ -156,9 +147,7 @@ def store_attended(
     out: tl.tensor,
     targets: tl.tensor,
     is_head: tl.tensor,
-    highest: tl.tensor,
-    total: tl.tensor,
-    sums: tl.tensor,
+    state: tl.tuple,
     sinks: tl.tensor,
     heads: tl.tensor,
     VALUE_SIZE: tl.constexpr,
@@ -167,8 +156,8 @@ def store_attended(
     heads [G] if there are any.
     """
     if sinks is not None:
-        highest, total, sums = with_sinks(highest, total, sums, sinks + heads, is_head)
-    columns = tl.arange(0, sums.shape[1])[None, :]
-    inside = is_head[:, None] & (columns < VALUE_SIZE)
+        state = with_sinks(state, sinks, heads, is_head)
+    columns = tl.arange(0, state[2].shape[1])[None, :]
     places = targets[:, None] * VALUE_SIZE + columns
-    tl.store(out + places, (sums / total[:, None]).to(out.dtype.element_ty), mask=inside)
+    inside = is_head[:, None] & (columns < VALUE_SIZE)
+    tl.store(out + places, (state[2] / state[1][:, None]).to(out.dtype.element_ty), mask=inside)

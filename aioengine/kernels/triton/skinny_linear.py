@@ -43,7 +43,6 @@ def _skinny_kernel(
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
 ) -> None:
     tile, split = tl.program_id(0), tl.program_id(1)
     first = split * (SIZE // SPLITS)
@@ -73,7 +72,7 @@ def _skinny_kernel(
             tl.store(num_done + tile, 0)
     if is_last:
         inside = (rows < num_rows) & (outputs < num_outputs)
-        if HAS_BIAS:
+        if bias is not None:
             total += tl.load(bias + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)
         tl.store(out + rows * num_outputs + outputs, total.to(out.dtype.element_ty), mask=inside)
 
@@ -118,11 +117,8 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, *, programs: Programs
     partials = (
         out if splits == 1 else torch.empty(tiles * splits * outputs * rows, dtype=torch.float32, device=x.device)
     )
-    has_bias = bias is not None
-    arguments = (
-        *(x, weight, weight if bias is None else bias, partials, num_done, out, num_rows, num_outputs),
-        *(size, rows, outputs, block, splits, stages, ahead, has_bias),
-    )
-    key = (x.dtype, weight.shape, programs, rows, has_bias, *alignments(x, weight))
+    sizes = size, rows, outputs, block, splits, stages, ahead
+    arguments = (x, weight, bias, partials, num_done, out, num_rows, num_outputs, *sizes)
+    key = (x.dtype, weight.shape, programs, rows, bias is None, *alignments(x, weight))
     _skinny((tiles, splits, 1), key, arguments, options(num_warps))
     return out

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from aioengine.kernels.triton import delta_blocks
-from aioengine.kernels.triton.causal_conv import rows_key
+from aioengine.kernels.triton.causal_conv import rows_key, span_of
 from aioengine.kernels.triton.delta_blocks import LEAST_TOKENS, TOKENS
 from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2
 
@@ -67,7 +67,7 @@ def _rows_kernel(
 ) -> None:
     """Compute rows of ``LEAST`` to ``MOST`` tokens."""
     head, row = tl.program_id(1), tl.program_id(2)
-    begin, count = delta_blocks.span_of(ends, row)
+    begin, count = span_of(ends, row)
     if (count < LEAST) | (count > MOST):
         return
     keys, order = tl.arange(0, BLOCK_K), tl.arange(0, TOKENS)

@@ -21,15 +21,13 @@ from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2
 if TYPE_CHECKING:
     from torch import Tensor
 
-SEGMENT = 128
-NUM_SEGMENTS = 16  # per block
-
-BLOCK = SEGMENT * NUM_SEGMENTS
+SEGMENT = tl.constexpr(128)
+SEGMENTS = tl.constexpr(16)  # per block
 
 FEW, MANY = 8, 64
 """The second kernel is compiled for up to these K."""
 
-_ASKED = 64
+ASKED = tl.constexpr(64)
 
 
 @triton.jit
@@ -39,8 +37,6 @@ def _summary_kernel(
     num_tokens: tl.tensor,
     summary: tl.tensor,
     summary_stride: tl.tensor,
-    SEGMENTS: tl.constexpr,
-    SEGMENT: tl.constexpr,
 ) -> None:
     """Fill summary [N, 2 B + S]: largest logits of blocks, masses of blocks, largest logits of segments."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -82,14 +78,11 @@ def _measure_kernel(
     num_asked: tl.tensor,
     out: tl.tensor,
     BLOCKS: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    SEGMENT: tl.constexpr,
     TOP: tl.constexpr,
-    ASKED: tl.constexpr,
 ) -> None:
     """Fill out [N, W] int32, see ``kernels.token_logprobs``."""
     row = tl.program_id(0).to(tl.int64)
-    num_segments = num_blocks * (SEGMENTS // BLOCKS)
+    num_segments = num_blocks * SEGMENTS
     x = logits + row * row_stride
     found = summary + row * (2 * num_blocks + num_segments)
     blocks = tl.arange(0, BLOCKS)
@@ -111,7 +104,7 @@ def _measure_kernel(
     tl.store(ids_out, token_id.to(tl.int32))
 
     if num_top > 0:
-        segments = tl.arange(0, SEGMENTS)
+        segments = tl.arange(0, BLOCKS * SEGMENTS)
         is_segment = segments < num_segments
         keys = _keys(tl.load(found + 2 * num_blocks + segments, mask=is_segment, other=0.0), segments, is_segment)
         places = tl.arange(0, TOP)
@@ -139,17 +132,16 @@ _measure = KernelLauncher(_measure_kernel)
 def measure(logits: Tensor, token_ids: Tensor, num_top: int, requested: Tensor | None) -> Tensor:
     """See ``kernels.token_logprobs``: logits [N, V], token_ids [N], requested [N, M] -> [N, W]. K <= ``MANY``."""
     num_rows, width = logits.shape
-    num_blocks = triton.cdiv(width, BLOCK)
+    num_blocks = triton.cdiv(width, SEGMENT.value * SEGMENTS.value)
     num_requested = 0 if requested is None else requested.shape[1]
-    summary = torch.empty(num_rows, num_blocks * (2 + NUM_SEGMENTS), device=logits.device)
+    summary = torch.empty(num_rows, num_blocks * (2 + SEGMENTS.value), device=logits.device)
     out = torch.empty(num_rows, 2 + 2 * num_top + num_requested, dtype=torch.int32, device=logits.device)
     rows = logits, logits.stride(0), width
     key = logits.dtype, logits.stride(0), width, logits.data_ptr() % 16
-    arguments = (*rows, summary, summary.stride(0), NUM_SEGMENTS, SEGMENT)
+    arguments = (*rows, summary, summary.stride(0))
     _summarize((num_rows, num_blocks, 1), key, arguments, {"num_warps": 1})
     blocks, most = next_power_of_2(num_blocks), FEW if num_top <= FEW else MANY
-    sizes = blocks, blocks * NUM_SEGMENTS, SEGMENT, most, _ASKED
     tokens = token_ids, num_top, token_ids if requested is None else requested, num_requested
-    arguments = (*rows, summary, num_blocks, *tokens, out, *sizes)
+    arguments = (*rows, summary, num_blocks, *tokens, out, blocks, most)
     _measure((num_rows, 1, 1), (*key, most), arguments, {"num_warps": 4 if most == FEW else 8})
     return out

@@ -47,7 +47,7 @@ def products(
 
 
 @triton.jit
-def _matmul_kernel(
+def matmul_kernel(
     x: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
@@ -56,17 +56,17 @@ def _matmul_kernel(
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
 ) -> None:
+    """Compute ``ROWS`` outputs. A kernel of ``adapter_linear`` calls it too."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     lines = weight + rows[:, None].to(tl.int64) * SIZE
     result = products(lines, rows[:, None] < num_outputs, x, SIZE, BLOCK)
-    if HAS_BIAS:
+    if bias is not None:
         result += tl.load(bias + rows, mask=rows < num_outputs, other=0.0).to(tl.float32)
     tl.store(out + rows, result.to(out.dtype.element_ty), mask=rows < num_outputs)
 
 
-_matmul = KernelLauncher(_matmul_kernel)
+_matmul = KernelLauncher(matmul_kernel)
 
 
 @lru_cache(maxsize=256)
@@ -84,10 +84,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, programs: tuple[int, 
     num_outputs, size = weight.shape
     rows, block, num_warps = programs or shape_of_programs(num_outputs, size)
     out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
-    arguments = (
-        *(x, weight, weight if bias is None else bias, out, num_outputs),
-        *(size, rows, block, bias is not None),
-    )
+    arguments = (x, weight, bias, out, num_outputs, size, rows, block)
     key = (x.dtype, weight.shape, rows, block, num_warps, bias is None, *alignments(x, weight))
     _matmul((-(-num_outputs // rows), 1, 1), key, arguments, options(num_warps))
     return out

@@ -72,10 +72,10 @@ for num_tokens in (1, 3):
         q.clone(), latents, **rest, target=KVTarget(slots, expected, expected[..., :value_size])
     )
     out = torch.zeros_like(turned)
-    kernels.rotate_queries(q, latents, out, **rest, target=(slots, keys))
+    kernels.rotate(q, latents, out, **rest, target=(slots, keys))
     torch.testing.assert_close(out, turned)
     torch.testing.assert_close(keys, expected)
-    kernels.rotate_queries(q, latents, q, **rest, target=(slots, keys))
+    kernels.rotate(q, latents, q, **rest, target=(slots, keys))
     assert torch.equal(q, out)
 """
 MODEL = """

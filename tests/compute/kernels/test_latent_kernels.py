@@ -40,7 +40,7 @@ for num_heads, value_size, more, dtypes in (
             latent_heads.rotate(queries, latents, heads, norm=norm, tables=tables, target=target)
         for rotated_queries in (queries, torch.zeros(2, num_heads, 64 + more, dtype=dtype)):
             target = ints[:2], keys
-            latent_heads.rotate_queries(queries, latents, rotated_queries, norm=norm, tables=tables, target=target)
+            latent_heads.rotate(queries, latents, rotated_queries, norm=norm, tables=tables, target=target)
         if dtype == torch.bfloat16 and num_heads == 16:
             parts = (out, queries[..., 64:]), keys, rows
             for count in (1, 8, 64):

@@ -184,7 +184,7 @@ def test_templates_are_refused_as_by_transformers(template: str, tmp_path: Path)
         ours.apply_chat_template(MESSAGES)
 
 
-def test_a_template_given_to_the_tokenizer_replaces_those_of_its_folder(tmp_path: Path) -> None:
+def test_chat_template_argument_replaces_the_templates_of_the_folder(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
     _, theirs = load_both(tmp_path, LLAMA_SAMPLE, {**LLAMA_CONFIG, "chat_template": named})
     theirs.chat_template = THINKING

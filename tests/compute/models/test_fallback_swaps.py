@@ -92,7 +92,7 @@ def test_layers_with_one_input_are_fused_and_weights_are_stored_once() -> None:
     )
 
 
-def test_layers_with_and_without_bias_are_not_fused_and_tied_head_has_no_weight() -> None:
+def test_layers_with_and_without_bias_are_not_fused() -> None:
     model, kinds = build(CohereConfig(**SMALL, tie_word_embeddings=True))
     assert "Linear" not in kinds
     assert "lm_head.weight" not in model.weights()

@@ -128,7 +128,7 @@ def generate(runner: ModelRunner, rows: list[NewRow], *, chunk: int = 100, num_t
     return list(outputs.values())
 
 
-def test_tokens_of_adapters_in_one_batch_are_those_of_merged_weights(case: Case) -> None:
+def test_tokens_of_adapters_in_one_batch_equal_merged_weights(case: Case) -> None:
     runner = runner_with(case)
     slots = [i % (NUM_SLOTS + 1) for i in range(len(PROMPTS))]
     expected = [case.expected[slot][i] for i, slot in enumerate(slots)]
@@ -140,7 +140,7 @@ def test_tokens_of_adapters_in_one_batch_are_those_of_merged_weights(case: Case)
         assert generate(runner, [row]) == [tokens]
 
 
-def test_logits_are_those_of_merged_weights(case: Case) -> None:
+def test_logits_equal_merged_weights(case: Case) -> None:
     runner = runner_with(case)
     seen: list[torch.Tensor] = []
     compute_logits = runner._model.compute_logits
@@ -205,7 +205,7 @@ def test_a_slot_takes_one_adapter_after_another(llama: tuple[Path, Path], tmp_pa
     assert tokens[1] == expected[4]
 
 
-def test_logprobs_of_a_prompt_are_those_of_merged_weights(llama: tuple[Path, Path]) -> None:
+def test_logprobs_of_a_prompt_equal_merged_weights(llama: tuple[Path, Path]) -> None:
     folder, path = llama
     runner = build(with_adapters(make_settings(folder)), lambda _: None)
     runner.adapters.place(3, runner.adapters.read(adapter(path))).result(timeout=60)
@@ -233,7 +233,7 @@ def test_logprobs_of_a_prompt_are_those_of_merged_weights(llama: tuple[Path, Pat
     torch.testing.assert_close(values, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_preempted_request_goes_on_with_its_adapter_in_another_slot(llama: tuple[Path, Path]) -> None:
+def test_preempted_request_continues_with_its_adapter_in_another_slot(llama: tuple[Path, Path]) -> None:
     folder, path = llama
     runner = build(with_adapters(make_settings(folder)), lambda _: None)
     host = runner.adapters.read(adapter(path))

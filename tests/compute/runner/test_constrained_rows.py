@@ -95,7 +95,7 @@ def alone(folder: Path) -> list[list[int]]:
     ("min_forced", "max_tokens", "has_logprobs"),
     [(2, 1_000, False), (1, 1_000, True), (4, 24, True), (NOT_FORCED, 1_000, False)],
 )
-def test_answers_are_those_of_each_alone(
+def test_answers_equal_the_answers_of_single_requests(
     folder: Path,
     alone: list[list[int]],
     depth: int,
@@ -169,7 +169,7 @@ class MaskedGraphs:
 
 
 @pytest.mark.parametrize(("depth", "preempts_every"), [(0, 0), (1, 0), (1, 4), (2, 3)])
-def test_answers_are_the_same_where_masks_are_set_in_the_logits_of_graphs(
+def test_answers_with_masks_in_graphs_are_the_same(
     folder: Path, alone: list[list[int]], depth: int, preempts_every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("aioengine.constraints.grammars._MIN_BESIDE", 2)
@@ -250,7 +250,7 @@ def test_a_jump_has_more_tokens_in_a_step_of_more_rows(folder: Path, monkeypatch
         (Sampling(5, min_new_tokens=3, suppressed_token_ids=(0,)), None),
     ],
 )
-def test_what_needs_the_logits_of_each_token_does_not_jump(
+def test_rows_that_need_all_logits_use_no_forced_tokens(
     folder: Path, sampling: Sampling, logprobs: LogprobRules | None
 ) -> None:
     regex = "hello, these words are forced"
@@ -334,5 +334,5 @@ for num_tokens in (64, 2048, 2100, 5000):
 """
 
 
-def test_the_kernel_sets_what_the_masks_rule_out() -> None:
+def test_kernel_masks_the_excluded_tokens() -> None:
     run_interpreted(PROGRAM)

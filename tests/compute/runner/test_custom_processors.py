@@ -58,7 +58,7 @@ def test_each_row_gets_its_own_processor_and_parameters(folder: Path, plain: lis
     assert answers[3:4] == unchanged
 
 
-def test_a_bias_is_what_logit_bias_is_also_after_preemption(folder: Path) -> None:
+def test_bias_of_a_custom_processor_equals_logit_bias(folder: Path) -> None:
     expected = World(settings_of(folder)).answers(
         PROMPTS, [Sampling(seed, bias_token_ids=(11,), logit_bias=(2.5,)) for seed in range(4)], max_new_tokens=40
     )

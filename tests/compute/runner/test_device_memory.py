@@ -37,7 +37,7 @@ def reserved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return held
 
 
-def test_what_was_needed_what_there_was_and_what_to_do(reserved: list[int]) -> None:
+def test_error_names_needed_and_available_memory_and_the_remedy(reserved: list[int]) -> None:
     memory = DeviceMemory(GPU)
     with memory.take("the weights", advice=""):
         reserved.append(5 * GIB)
@@ -79,7 +79,7 @@ def test_the_list_of_processes() -> None:
     assert listed_processes(output, 99) == ["process 12 (python3) 3.1 GiB", "process 13 (python)"]
 
 
-def test_without_its_tool_nobody_can_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nvidia_smi_other_processes_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="x"))
     monkeypatch.setenv("PATH", "/nowhere")
     assert device_memory.other_processes(GPU) == []
@@ -93,7 +93,7 @@ def test_the_advice_names_arguments() -> None:
         assert set(re.findall(r"[a-z]+_[a-z_]+", text)) <= args.ARGUMENTS.keys()
 
 
-def test_graphs_of_steps_with_prompts_keep_their_share_of_a_step_and_the_heads_that_they_hand_on() -> None:
+def test_bytes_of_captured_prompt_steps() -> None:
     shape = AttentionShape(num_layers=2, num_heads=4, num_kv_heads=2, head_size=8, scale=1.0)
     model = cast("Model", SimpleNamespace(attention_shape=shape, dtype=torch.bfloat16, input_spec=InputSpec()))
     assert captured_bytes(model, LargestStep(4096, 64, 0), 1000) == 0

@@ -63,7 +63,7 @@ def check(saved: Saved, world: World, uid: int, prompt: list[int], *, returns_al
 
 
 @pytest.mark.parametrize(("chunk_tokens", "depth"), [(512, 0), (7, 0), (16, 1)])
-def test_they_are_those_of_transformers_beside_rows_without(saved: Saved, chunk_tokens: int, depth: int) -> None:
+def test_hidden_states_equal_transformers_beside_rows_without_them(saved: Saved, chunk_tokens: int, depth: int) -> None:
     world = World(make_settings(saved.folder, chunk_tokens=chunk_tokens, depth=depth))
     plain = world.answers([PROMPT, [5, 6]], [PLAIN, Sampling(9)])
     prompts = [PROMPT, [8], PROMPT[:20], PROMPT]
@@ -110,7 +110,7 @@ def test_a_message_with_large_extras_is_sent_in_parts() -> None:
 
 
 @pytest.mark.parametrize(("num_positions", "hidden_size"), [(1, 4), (5, STATE_BLOCK_BYTES), (40_000, 24), (4_096, 512)])
-def test_those_of_a_prompt_come_in_blocks_in_any_order_and_repeatedly(num_positions: int, hidden_size: int) -> None:
+def test_prompt_states_arrive_in_blocks_in_any_order(num_positions: int, hidden_size: int) -> None:
     states = np.arange(num_positions * hidden_size, dtype=np.float32).reshape(-1, hidden_size)
     blocks = state_extras(3, states[:-1].tobytes(), 4 * hidden_size)
     assert all(len(block.data) <= max(STATE_BLOCK_BYTES, 4 * hidden_size) for block in blocks)

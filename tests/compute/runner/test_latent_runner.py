@@ -36,14 +36,14 @@ def save(family: str, folder: Path) -> Saved:
 
 
 @pytest.mark.parametrize(("page_size", "chunk_tokens", "depth"), [(4, 512, 0), (1, 32, 1), (3, 40, 1)])
-def test_greedy_tokens_are_those_of_transformers(saved: Saved, page_size: int, chunk_tokens: int, depth: int) -> None:
+def test_greedy_tokens_equal_transformers(saved: Saved, page_size: int, chunk_tokens: int, depth: int) -> None:
     world = World(make_settings(saved.folder, page_size=page_size, chunk_tokens=chunk_tokens, depth=depth))
     assert world.answers(PROMPTS) == saved.expected
     assert world.answers([*PROMPTS]) == saved.expected
     assert any(world.num_cached.values()), "no prefix was cached"
 
 
-def test_greedy_tokens_with_experts_are_those_of_transformers(tmp_path: Path) -> None:
+def test_greedy_tokens_with_experts_equal_transformers(tmp_path: Path) -> None:
     folder, expected = save("deepseek_v3", tmp_path)
     for changes in ({}, {"page_size": 3, "chunk_tokens": 40, "depth": 1}):
         world = World(make_settings(folder, **changes))

@@ -97,7 +97,7 @@ BAD_TOKEN_IDS = ((5,), (7, 9), (6, 7, 9), (7, 10), (1, 2, 3, 4, 5, 6, 7, 8), (8,
 
 @pytest.mark.parametrize("tokens", [[7], [6, 7], [5, 6, 7], [1, 2, 3, 4, 5, 6, 7], [8, 8, 8]])
 @pytest.mark.parametrize("num_prompt", [1, 0])
-def test_bad_words_are_those_of_transformers(logits: torch.Tensor, tokens: list[int], num_prompt: int) -> None:
+def test_bad_words_equal_transformers(logits: torch.Tensor, tokens: list[int], num_prompt: int) -> None:
     theirs = NoBadWordsLogitsProcessor([list(ids) for ids in BAD_TOKEN_IDS])
     expected = logits.clone()
     expected[1:2] = theirs(torch.tensor([tokens]), logits[1:2].clone())
@@ -106,7 +106,7 @@ def test_bad_words_are_those_of_transformers(logits: torch.Tensor, tokens: list[
 
 
 @pytest.mark.parametrize("most", [1 << 20, 5])  # tokens that are compared at a time
-def test_bad_words_of_rows_together_are_those_of_the_definition(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+def test_bad_words_of_several_rows_follow_the_definition(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     monkeypatch.setattr(bad_words, "_MAX_TOKENS", most)
     draw = random.Random(most)
     for _ in range(30):
@@ -135,11 +135,11 @@ def test_all_but_the_allowed_tokens_are_ruled_out_of_their_rows(logits: torch.Te
     assert torch.equal(logits, expected)
 
 
-def test_a_custom_processor_comes_before_those_that_rule_tokens_out() -> None:
+def test_custom_processors_run_before_masks() -> None:
     custom = Bias()
     assert logits_processors.load(custom)[3] is custom
 
 
-def test_what_needs_no_processor() -> None:
+def test_plain_sampling_needs_no_logits_processor() -> None:
     plain = Sampling(0, temperature=0.7, top_p=0.5, min_new_tokens=5)
     assert not any(processor.wants(plain) for processor in logits_processors.load())

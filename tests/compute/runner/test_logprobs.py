@@ -107,7 +107,7 @@ RULES = [
 
 @pytest.mark.parametrize("chunk_tokens", [512, 7])
 @pytest.mark.parametrize("depth", [0, 1])
-def test_logprobs_are_those_of_a_plain_forward(saved: Saved, chunk_tokens: int, depth: int) -> None:
+def test_logprobs_equal_a_plain_forward(saved: Saved, chunk_tokens: int, depth: int) -> None:
     world = World(settings_of(saved, chunk_tokens=chunk_tokens, depth=depth))
     samplings = [Sampling(3, temperature=temperature) for temperature in (0.0, 0.8)]
     asked = [(world.submit(PROMPT, sampling, logprobs=rules), rules) for sampling, rules in product(samplings, RULES)]
@@ -119,7 +119,7 @@ def test_logprobs_are_those_of_a_plain_forward(saved: Saved, chunk_tokens: int, 
     assert world.extras[plain] == []
 
 
-def test_the_logits_of_a_prompt_are_computed_for_some_positions_at_a_time(saved: Saved) -> None:
+def test_prompt_logits_are_computed_in_pieces(saved: Saved) -> None:
     world = World(settings_of(saved))
     compute, sizes = world.runner._logprobs._compute_logits, list[int]()
 
@@ -232,7 +232,7 @@ def test_a_prompt_logprob_that_is_no_number_fails_its_request_alone(tmp_path: Pa
     assert [extra.data for extra in world.extras[good]] == [extra.data for extra in alone.extras[expected]]
 
 
-def test_processed_logprobs_are_those_that_tokens_are_drawn_from(saved: Saved) -> None:
+def test_processed_logprobs_equal_the_sampled_distribution(saved: Saved) -> None:
     world = World(settings_of(saved, mode="processed"))
     rules = LogprobRules(num_top=3)
     bias = {"bias_token_ids": (7, 9), "logit_bias": (4.0, -2.0)}
@@ -262,7 +262,7 @@ def test_processed_logprobs_are_those_that_tokens_are_drawn_from(saved: Saved) -
 
 @pytest.mark.parametrize("width", [1, 5, SEGMENT, 12 * SEGMENT, 12 * SEGMENT + 1, 4000, 4095])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_likeliest_tokens_are_in_order_and_ties_go_to_the_lower_id(width: int, dtype: torch.dtype) -> None:
+def test_top_tokens_are_sorted_and_ties_prefer_the_lower_id(width: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(width)
     logits = torch.randn(6, width, generator=generator).to(dtype)
     logits[1] = logits[1].round()

@@ -70,7 +70,7 @@ def world(folder: Path, model: PreTrainedModel, **changes: object) -> World:
     "changes",
     [{}, {"depth": 1}, {"page_size": 32, "num_pages": 48}, {"num_pages": 40, "depth": 1}, {"prefix_cache": False}],
 )
-def test_tokens_are_those_of_transformers(
+def test_tokens_equal_transformers(
     tmp_path: Path,
     model: PreTrainedModel,
     prompts: list[list[int]],

@@ -62,7 +62,7 @@ def qwen(folders: dict[str, Path], references: dict[str, list[list[int]]]) -> Pa
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("page_size", "chunk_tokens"), [(1, 9), (4, 512), (16, 32)])
-def test_greedy_tokens_are_those_of_transformers(
+def test_greedy_tokens_equal_transformers(
     family: str, page_size: int, chunk_tokens: int, folders: dict[str, Path], references: dict[str, list[list[int]]]
 ) -> None:
     settings = make_settings(
@@ -80,7 +80,7 @@ def bad_token_ids(answers: list[list[int]]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(answer[start : start + 1 + start % 3]) for answer in answers for start in (1, 2, 4, 6))
 
 
-def test_bad_words_are_those_of_transformers(qwen: Path, references: dict[str, list[list[int]]]) -> None:
+def test_bad_words_equal_transformers(qwen: Path, references: dict[str, list[list[int]]]) -> None:
     bad = bad_token_ids(references["qwen3"])
     model = AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.float32)
     expected = [
@@ -198,9 +198,7 @@ def poison_token(runner: ModelRunner, token_id: int) -> None:
 
 
 @pytest.mark.parametrize("chunk_tokens", [8, 512])
-def test_numbers_that_are_not_finite_fail_their_request_alone_and_do_not_spread(
-    tmp_path: Path, chunk_tokens: int
-) -> None:
+def test_nan_logits_fail_only_their_request(tmp_path: Path, chunk_tokens: int) -> None:
     save_model("llama", tmp_path)
     poison = 77
     prompts = [[token for token in prompt if token != poison] for prompt in PROMPTS[1:]]
@@ -242,9 +240,7 @@ def test_a_row_that_went_bad_after_its_request_was_closed_is_forgotten(tmp_path:
 
 
 @pytest.mark.parametrize("outputs", [TOKENS, NOTHING])
-def test_pages_of_a_row_that_goes_bad_after_its_end_are_clean_for_their_next_owner(
-    tmp_path: Path, outputs: int
-) -> None:
+def test_freed_pages_of_a_failed_row_are_clean_for_their_next_owner(tmp_path: Path, outputs: int) -> None:
     """These are given away while nobody can know of it yet."""
     save_model("llama", tmp_path)
     runner = build(make_settings(tmp_path), lambda _: None)
@@ -268,7 +264,7 @@ def test_pages_of_a_row_that_goes_bad_after_its_end_are_clean_for_their_next_own
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("page_size", [1, 16, 128])
-def test_a_request_has_room_to_the_end_of_the_context_and_no_more(qwen: Path, depth: int, page_size: int) -> None:
+def test_request_may_fill_the_context_exactly(qwen: Path, depth: int, page_size: int) -> None:
     world = World(make_settings(qwen, depth=depth, page_size=page_size, num_pages=CONTEXT_LENGTH))
     [answer] = world.answers([[5] * (CONTEXT_LENGTH - 8)], max_new_tokens=8)
     assert len(answer) == 8
@@ -321,7 +317,7 @@ def test_facts_and_progress(qwen: Path) -> None:
         runner.launch(StepPlan([]))
 
 
-def test_what_cannot_be_built_says_why(qwen: Path, tmp_path: Path) -> None:
+def test_errors_of_build_name_the_reason(qwen: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'float16' is not available on a CPU.*bfloat16 or float32"):
         build(make_settings(qwen, dtype="float16"), lambda _: None)
     with pytest.raises(ValueError, match="dtype 'int3' is not known"):

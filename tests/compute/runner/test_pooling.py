@@ -95,7 +95,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @torch.inference_mode()
-def test_vectors_are_those_of_transformers_whatever_they_are_computed_with(case: str, tmp_path: Path) -> None:
+def test_vectors_equal_transformers_alone_and_in_a_batch(case: str, tmp_path: Path) -> None:
     config, kind = CASES[case]
     theirs = saved(config, tmp_path)
     world = PoolWorld(settings_for(tmp_path, "embed", kind))
@@ -107,7 +107,7 @@ def test_vectors_are_those_of_transformers_whatever_they_are_computed_with(case:
         assert torch.equal(world.vectors_of([prompt])[0], found)
 
 
-def test_rows_are_never_split_and_a_long_one_is_alone_in_its_step(tmp_path: Path) -> None:
+def test_rows_are_never_split(tmp_path: Path) -> None:
     saved(BertConfig(**SMALL), tmp_path)
     world = PoolWorld(settings_for(tmp_path, "embed", "cls", chunk_tokens=48))
     counts: list[list[int]] = []
@@ -136,7 +136,7 @@ def test_scores_of_pairs_have_token_types(tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
-def test_a_decoder_gives_its_last_token_through_chunks_and_prefix_hits_beside_generation(tmp_path: Path) -> None:
+def test_decoder_pools_its_last_token_with_chunks_and_prefix_hits(tmp_path: Path) -> None:
     theirs = save_model("qwen3", tmp_path)
     settings = make_settings(tmp_path, chunk_tokens=16)
     alone = World(settings).answers([PROMPTS[0]])

@@ -93,7 +93,7 @@ def alone(saved: Saved) -> list[Given]:
 @pytest.mark.parametrize(
     ("num_pages", "chunk_tokens", "depth"), [(512, 512, 0), (512, 24, 1), (70, 24, 0), (70, 16, 1)]
 )
-def test_each_gives_what_it_gives_alone(
+def test_mixed_requests_equal_the_same_requests_alone(
     saved: Saved, alone: list[Given], num_pages: int, chunk_tokens: int, depth: int
 ) -> None:
     world = World(saved.settings(num_pages=num_pages, chunk_tokens=chunk_tokens, depth=depth))

@@ -16,7 +16,7 @@ from aioengine.scheduler.plan import NewRow
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_room_for_many_long_requests_costs_memory_as_far_as_it_is_used() -> None:
+def test_row_table_uses_memory_only_for_used_rows() -> None:
     def held() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 

@@ -22,7 +22,7 @@ ARRAYS = {
 }
 
 
-def test_arrays_are_those_that_were_saved(tmp_path: Path) -> None:
+def test_read_arrays_equal_the_saved_arrays(tmp_path: Path) -> None:
     save_file(ARRAYS, tmp_path / "image", metadata={"made": "by a test"})
     found = read_arrays(str(tmp_path / "image"), is_pinned=False)
     assert found.keys() == ARRAYS.keys()

@@ -122,7 +122,7 @@ def pairs(table: dict[str, list[object]]) -> list[object]:
 
 
 @pytest.mark.parametrize(("name", "value"), pairs(OUTSIDE))
-def test_a_value_outside_the_range_is_a_value_error_that_names_the_field(name: str, value: object) -> None:
+def test_value_outside_the_range_is_a_value_error(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=name) as caught:
         SamplingParams.parse({name: value})
     assert len(str(caught.value)) < 400
@@ -308,7 +308,7 @@ def test_copies_and_changed_copies_equal_their_originals() -> None:
     assert "sampling_seed" in inspect.signature(SamplingParams).parameters
 
 
-def test_the_same_fields_are_checked_once_and_others_are_not_taken_for_them() -> None:
+def test_equal_fields_share_one_object() -> None:
     params = SamplingParams.parse({"temperature": 1.0, "n": 1})
     assert SamplingParams.parse({"temperature": 1.0, "n": 1}) is params
     assert SamplingParams.parse({"temperature": 1.0, "n": 2}).n == 2
@@ -489,9 +489,7 @@ class FloatOnly:
         ({"logit_bias": {OtherStr("3"): OtherFloat(1)}}, {"logit_bias": {3: 1.0}}),
     ],
 )
-def test_values_of_other_types_are_kept_as_plain_ones_that_can_be_sent(
-    given: dict[str, object], kept: dict[str, object]
-) -> None:
+def test_values_of_other_types_become_plain_values(given: dict[str, object], kept: dict[str, object]) -> None:
     made, plain = SamplingParams.parse(given), SamplingParams.parse(kept)
     assert made == plain
     assert repr(made) == repr(plain)
@@ -536,7 +534,7 @@ def test_a_bad_word_means_two_sequences_of_tokens() -> None:
         sampling(SamplingParams(allowed_token_ids=[3, 10]), vocab_size=10, eos_token_ids=())
 
 
-def test_a_logit_bias_of_many_entries_is_refused_before_they_are_looked_at() -> None:
+def test_logit_bias_with_too_many_entries_is_refused_early() -> None:
     with pytest.raises(ValueError, match="logit_bias must have at most 4096 entries, got 100000"):
         SamplingParams(logit_bias=dict.fromkeys(range(100_000), "no number"))  # type: ignore[arg-type]
     assert SamplingParams(logit_bias=dict.fromkeys(range(4096), 1.0)).logit_bias is not None

@@ -17,6 +17,7 @@ from aioengine import SamplingParams
 from aioengine.constraints import parameters
 from aioengine.constraints.json_schema import compile_schema
 from aioengine.errors import UnsupportedSchemaError
+from aioengine.frontend.intake.encoder import Encoder
 from aioengine.frontend.intake.request_checks import PromptRules, RequestChecks
 from aioengine.frontend.intake.requests import CallRequest, generate_request
 from tests.kit.grammar_walks import demo_grammars, grammar_of, text_of, walk
@@ -137,9 +138,8 @@ def test_the_same_grammar_is_compiled_once() -> None:
 
 
 def check_all(request: CallRequest) -> None:
-    """Check the rows that the call has left for later, as a thread and the loop do in turn."""
+    """Check the rows that the call has left for later, as a thread does."""
     while not request.is_checked:
-        request.parse_more(lambda params: params, 0.0)
         request.check_more()
 
 
@@ -221,8 +221,10 @@ def test_an_engine_without_a_tokenizer_refuses_them() -> None:
         max_rows_in_flight=1,
     )  # fmt: skip
     request = generate_request(None, {"regex": "a"}, [1, 2], stream=False, options={})
+    encoder = Encoder(None)
     with pytest.raises(ValueError, match="structured output needs a tokenizer"):
-        RequestChecks(rules, None).check(request, 0)
+        RequestChecks(rules, encoder).check(request)
+    encoder.close()
 
 
 @pytest.mark.parametrize(

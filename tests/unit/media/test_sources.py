@@ -48,7 +48,7 @@ def test_text_is_read_where_the_working_folder_is_gone(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("stays", [True, False])
-def test_a_folder_that_becomes_a_link_while_the_file_is_opened_leads_nowhere_else(
+def test_folder_replaced_by_a_link_is_not_followed(
     stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``stays``: it is still a link when the opened file is checked."""

@@ -186,7 +186,7 @@ def test_a_pinned_adapter_is_placed_without_requests_and_keeps_its_slot() -> Non
     assert not desk.slots.has(A)
 
 
-def test_an_adapter_that_is_pinned_while_its_slot_drains_takes_all_its_requests() -> None:
+def test_adapter_pinned_during_a_drain_serves_all_its_requests() -> None:
     desk = Desk(2)
     for uid, key in enumerate((A, B)):
         desk.ask(uid, key)
@@ -305,9 +305,7 @@ class Events:
 
 @settings(deadline=None, max_examples=200)
 @given(steps=STEPS, num_slots=st.integers(1, 3), quantum=st.integers(1, 3))
-def test_any_order_of_events_keeps_slots_and_line_in_order_and_everybody_is_served(
-    steps: list[tuple[str, int]], num_slots: int, quantum: int
-) -> None:
+def test_any_order_of_events_serves_every_request(steps: list[tuple[str, int]], num_slots: int, quantum: int) -> None:
     events = Events(num_slots, quantum)
     desk = events.desk
     for what, number in steps:

@@ -71,7 +71,7 @@ def test_pending_pages_are_removed_with_their_request() -> None:
     assert cache.num_cached == 1
 
 
-def test_a_match_goes_on_at_the_page_that_was_pending() -> None:
+def test_match_continues_at_the_pending_page() -> None:
     cache = PrefixCache(num_pages=12, page_size=2)
     prompt, longer = [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6, 7]
     allocation = open_(cache, prompt)

@@ -178,7 +178,7 @@ def test_wrong_states_are_not_kept() -> None:
 
 
 @pytest.mark.parametrize("is_second_wrong", [False, True])
-def test_a_wrong_state_or_page_leaves_no_snapshot_at_the_page_of_another_request(is_second_wrong: bool) -> None:
+def test_wrong_snapshots_are_not_stored(is_second_wrong: bool) -> None:
     world, token_ids = World(make_cache()), list(range(7))
     first = world.open(token_ids)
     assert first is not None

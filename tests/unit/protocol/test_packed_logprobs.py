@@ -61,7 +61,7 @@ def test_each_position_has_its_entries_in_order() -> None:
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_each_chunk_has_the_lists_of_its_own_tokens_and_the_first_those_of_the_prompt(keeps: bool) -> None:
+def test_chunks_have_the_logprobs_of_their_tokens(keeps: bool) -> None:
     reader = LogprobReader(RULES, 3)
     for extra in (*OUTPUTS, PROMPT):  # the second token is read before its text is there
         reader.read(extra)
@@ -77,7 +77,7 @@ def test_each_chunk_has_the_lists_of_its_own_tokens_and_the_first_those_of_the_p
     assert reader.num_entries == 4 * RULES.num_values
 
 
-def test_an_extra_that_comes_again_replaces_the_first_unless_that_was_given_out() -> None:
+def test_repeated_extra_replaces_the_first_unless_it_was_delivered() -> None:
     reader = LogprobReader(RULES, 3)
     for extra in (*OUTPUTS, PROMPT):
         reader.read(extra)

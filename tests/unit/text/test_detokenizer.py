@@ -146,7 +146,7 @@ def test_the_first_output_token_keeps_its_leading_space(name: str) -> None:
     assert text_of(TableDetokenizer(TABLES[name, False], start), singly(word)) == " H"
 
 
-def test_a_character_begun_by_the_prompt_belongs_to_the_output_that_completes_it() -> None:
+def test_character_begun_by_the_prompt_belongs_to_the_output() -> None:
     table = TABLES["byte-level", True]
     smile = "🙂".encode()
     for cut in (1, 2, 3):

@@ -19,9 +19,7 @@ PAIRS = [("the cat", "a dog sat on the mat"), ("moon", None)]
     "tokenizer_class", ["BertTokenizerFast", "PreTrainedTokenizerFast", "DistilBertTokenizer", None]
 )
 @pytest.mark.parametrize("names", [None, WITH_TYPES, WITHOUT_TYPES])
-def test_token_types_are_those_of_transformers(
-    tmp_path: Path, tokenizer_class: str | None, names: list[str] | None
-) -> None:
+def test_token_types_equal_transformers(tmp_path: Path, tokenizer_class: str | None, names: list[str] | None) -> None:
     write_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
     file = tmp_path / "tokenizer_config.json"

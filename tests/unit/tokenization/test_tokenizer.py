@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from aioengine.text.token_table import TokenTable, read_token_table
-from aioengine.tokenization.chat_template import MAX_COMPILED, ChatText
+from aioengine.tokenization.chat_template import MAX_COMPILED, ChatText, compiled
 from aioengine.tokenization.tokenizer import Tokenizer
 from tests.unit.text.sample_tokenizers import ALL_SAMPLES, LLAMA, TEXTS, Sample, byte_fallback
 
@@ -47,7 +47,7 @@ def llama() -> Sample:
 
 
 @pytest.mark.parametrize("sample", ALL_SAMPLES, ids=lambda sample: sample.name)
-def test_ids_and_text_equal_those_of_the_tokenizers_library(sample: Sample, tmp_path: Path) -> None:
+def test_ids_and_text_equal_the_tokenizers_library(sample: Sample, tmp_path: Path) -> None:
     tokenizer = Tokenizer(write_folder(tmp_path, sample))
     assert tokenizer.encode_batch(TEXTS) == [sample.encode(text) for text in TEXTS]
     assert [tokenizer.encode(text) for text in TEXTS] == [sample.encode(text) for text in TEXTS]
@@ -199,7 +199,7 @@ def test_text_parts_are_joined_unless_the_template_knows_them(llama: Sample, tmp
         tokenizer.apply_chat_template([{"role": "user", "content": [{"type": "image"}]}])
 
 
-def test_what_templates_may_use(llama: Sample, tmp_path: Path) -> None:
+def test_templates_have_the_functions_of_transformers(llama: Sample, tmp_path: Path) -> None:
     template = (
         "{{ strftime_now('%Y') }}|{{ tools | tojson }}|{{ tools | tojson(indent=2) | length }}|{{ mood }}|"
         "{{ documents }}|"
@@ -265,7 +265,7 @@ def test_the_number_of_compiled_templates_is_limited(llama: Sample, tmp_path: Pa
     for number in range(3 * MAX_COMPILED):
         template = f"{{{{ messages[0].content[0].text }}}}{number}"
         assert tokenizer.apply_chat_template(PARTS, chat_template=template) == f"Hi <b>{number}"
-    assert len(tokenizer._chats._compiled) == MAX_COMPILED
+    assert compiled.cache_info().currsize == MAX_COMPILED
 
 
 class Secret:
@@ -305,7 +305,7 @@ def test_wrong_template_variables_are_refused(llama: Sample, tmp_path: Path) -> 
     assert text == WRITTEN.removesuffix("</s>\n")
 
 
-def test_the_model_goes_on_with_the_last_message(llama: Sample, tmp_path: Path) -> None:
+def test_model_continues_the_last_message(llama: Sample, tmp_path: Path) -> None:
     tokenizer = chatty(tmp_path, llama)
     text = tokenizer.apply_chat_template(MESSAGES, continue_final_message=True)
     assert text == WRITTEN.removesuffix("</s>\n")

@@ -35,7 +35,7 @@ def test_directory_is_private_and_is_removed(base: Path) -> None:
     second.remove()
 
 
-def test_only_directories_of_dead_engines_are_removed(base: Path) -> None:
+def test_directories_of_dead_engines_are_removed(base: Path) -> None:
     code = "from aioengine.transport.addresses import PrivateDirectory as P; print(P().path, flush=True); input()"
     root = str(Path(addresses.__file__).parents[2])
     child = subprocess.Popen(
@@ -53,7 +53,7 @@ def test_only_directories_of_dead_engines_are_removed(base: Path) -> None:
     assert list(base.iterdir()) == []
 
 
-def test_start_removes_only_images_of_dead_engines(
+def test_start_removes_the_images_of_dead_engines(
     base: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared, temporary = (tmp_path_factory.mktemp(name) for name in ("shared", "temporary"))
@@ -107,7 +107,7 @@ def test_directories_that_cannot_hold_a_socket_are_not_used(
     directory.remove()
 
 
-def test_long_path_uses_an_abstract_name_or_a_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_paths_use_abstract_names_or_a_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = tmp_path / ("x" * 120)
     long.mkdir()
     listener = listen(str(long), "scheduler")
@@ -128,7 +128,7 @@ def test_long_path_uses_an_abstract_name_or_a_port(tmp_path: Path, monkeypatch: 
     os.close(two.fd)
 
 
-def test_error_without_a_writable_directory_has_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_without_a_writable_directory_names_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(addresses.os, "access", lambda *_: False)
     with pytest.raises(OSError, match=r"none of .*'/tmp'.* can be written to; set TMPDIR"):
         PrivateDirectory()

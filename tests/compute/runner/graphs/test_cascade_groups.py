@@ -80,7 +80,7 @@ def test_prefixes_of_prefixes_of_many_lengths() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_groups_are_what_they_say(seed: int) -> None:
+def test_rows_of_a_group_share_its_pages(seed: int) -> None:
     generator = np.random.default_rng(seed)
     stems = [generator.integers(1, 4, 6).tolist() for _ in range(3)]
     tables = [[*stems[generator.integers(3)][: generator.integers(1, 7)], 100 + row] for row in range(30)]

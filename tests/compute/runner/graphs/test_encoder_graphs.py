@@ -113,7 +113,7 @@ def test_a_runner_gives_the_same_vectors(folder: Path, kind: str) -> None:
 
 
 @torch.inference_mode()
-def test_what_does_not_fit(model: Model) -> None:
+def test_steps_that_fit_no_graph(model: Model) -> None:
     attention = Capturable(model.attention_shape, torch.empty(0))
     graphs = EncoderGraphs(model, attention, max_rows=100, max_length=130, returns_all=False)
     assert graphs.find(1, 2) is None, "nothing is captured yet"

@@ -129,7 +129,7 @@ def test_steps_of_all_kinds(model: Model, spec: InputSpec) -> None:
 
 
 @torch.inference_mode()
-def test_what_is_computed_before_each_size_is_captured(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_size_is_computed_before_its_capture(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = torch.zeros(_base.kv_pool_shape(model.attention_shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE))
     graphs = PieceGraphs(model, Piecewise(model.attention_shape, pool), list(pool), max_rows=40)
     plain, plain_block, computed = model.forward, model.forward_block, list[tuple[int, int]]()
@@ -150,7 +150,7 @@ def test_what_is_computed_before_each_size_is_captured(model: Model, monkeypatch
 
 
 @torch.inference_mode()
-def test_numbers_that_are_not_finite_do_not_reach_the_padding_of_later_steps(model: Model) -> None:
+def test_nan_values_do_not_reach_the_padding_of_later_steps(model: Model) -> None:
     shape = model.attention_shape
     pool = torch.zeros(_base.kv_pool_shape(shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE))
     graphs = PieceGraphs(model, Piecewise(shape, pool), list(pool), max_rows=4)
@@ -177,7 +177,7 @@ def test_a_graph_reads_no_place_that_a_larger_step_left(model: Model) -> None:
     assert int(positions.max()) < 64
 
 
-def test_what_does_not_fit(model: Model) -> None:
+def test_steps_that_fit_no_graph(model: Model) -> None:
     pool = torch.zeros(_base.kv_pool_shape(model.attention_shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE))
     graphs = PieceGraphs(model, Piecewise(model.attention_shape, pool), list(pool), max_rows=2)
     assert not graphs.fits(make_batch([(0, 2)], [[1]], PAGE_SIZE)), "nothing is captured yet"

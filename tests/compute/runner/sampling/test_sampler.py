@@ -75,7 +75,7 @@ def random_logits(num_rows: int, *, seed: int = 0, dtype: torch.dtype = torch.fl
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_each_row_of_a_mixed_batch_gives_what_it_gives_alone(dtype: torch.dtype) -> None:
+def test_rows_of_a_mixed_batch_equal_the_same_rows_alone(dtype: torch.dtype) -> None:
     torch.set_num_threads(2)
     samplings = [each for each in MIXTURE for _ in range(4)]  # more rows than a chunk of the sampler
     logits = random_logits(len(samplings), dtype=dtype)

@@ -38,8 +38,10 @@ class Fragile:
         self.error = error
         self.gate = threading.Event()
         self.gate.set()
+        self.has_begun = threading.Event()
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        self.has_begun.set()
         self.gate.wait(10)
         if any("bad" in text for text in texts):
             raise self.error("it broke")
@@ -151,7 +153,7 @@ async def test_an_error_in_the_callback_of_one_job_does_not_affect_the_others() 
 async def test_an_error_of_a_whole_batch_fails_all_its_jobs(error: type[BaseException]) -> None:
     answers = Answers(Fragile())
 
-    def break_down(_jobs: Sequence[Job]) -> list[list[Encoded]]:
+    def break_down(_jobs: Sequence[Job]) -> tuple[list[list[Encoded]], float]:
         raise error("everything broke")
 
     lane = answers.encoder._short  # pyright: ignore[reportPrivateUsage]
@@ -166,19 +168,19 @@ async def test_an_error_of_a_whole_batch_fails_all_its_jobs(error: type[BaseExce
     answers.encoder.close()
 
 
-async def test_closing_fails_waiting_and_running_jobs() -> None:
+async def test_closing_fails_the_jobs_that_were_not_begun() -> None:
     tokenizer = Fragile()
     tokenizer.gate.clear()
     answers = Answers(tokenizer)
     for size in (40_000, 40_000, 100, 100):  # one on the thread, one behind it, two that were not given to it yet
         answers.ask(text("x" * size))
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0)
+    await asyncio.to_thread(tokenizer.has_begun.wait, 10)
     answers.encoder.close()
-    found = [refused for [refused] in await answers.all()]
-    assert [str(error) for error in found] == [str(RequestError("tokenize", "the engine was shut down"))] * 4
     tokenizer.gate.set()
-    await asyncio.sleep(0.01)
-    await answers.all()
+    [running], *others = await answers.all()
+    assert running == [*b"x" * 40_000]
+    assert [str(error) for [error] in others] == [str(RequestError("tokenize", "the engine was shut down"))] * 3
 
 
 async def test_a_thread_that_cannot_be_started_is_an_error_of_the_constructor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,28 +190,6 @@ async def test_a_thread_that_cannot_be_started_is_an_error_of_the_constructor(mo
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(RuntimeError, match="can't start new thread"):
         Encoder(Fragile())
-
-
-async def test_jobs_that_cannot_be_handed_to_the_thread_fail() -> None:
-    answers = Answers(Fragile())
-    lane = answers.encoder._short  # pyright: ignore[reportPrivateUsage]
-
-    def refuse(_jobs: object) -> None:
-        raise MemoryError
-
-    thread = lane._thread  # pyright: ignore[reportPrivateUsage]
-    plain = thread.submit
-    thread.submit = refuse  # type: ignore[assignment]
-    answers.ask(text("one"))
-    with pytest.raises(MemoryError):
-        answers.ask(text("x" * 50_000))
-    [[first], [second]] = await answers.all()
-    assert "MemoryError" in str(first)
-    assert "MemoryError" in str(second)
-    thread.submit = plain  # type: ignore[method-assign]
-    answers.ask(text("three"))
-    assert (await answers.all())[-1] == [[*b"three"]]
-    answers.encoder.close()
 
 
 @given(st.lists(st.lists(st.sampled_from(["good", "bad", "x" * 9000, "y" * 70_000, "bad" * 4000]), max_size=4)))
@@ -249,8 +229,7 @@ asyncio.run(main())
 
 
 def test_encoding_that_never_ends_does_not_prevent_the_program_from_exiting() -> None:
-    ended = subprocess.run([sys.executable, "-c", ENDLESS], capture_output=True, text=True, timeout=60, check=True)
-    assert "the engine was shut down" in ended.stdout
+    subprocess.run([sys.executable, "-c", ENDLESS], timeout=60, check=True)
 
 
 async def test_jobs_after_close_fail() -> None:
