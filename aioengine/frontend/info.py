@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from aioengine.errors import EngineError
     from aioengine.frontend.intake.image_prompts import PromptImages
     from aioengine.settings.config import Settings
-    from aioengine.supervision.processes import ProcessState
+    from aioengine.supervision.incarnation import ProcessState
     from aioengine.tokenization.tokenizer import Tokenizer
 
 __version__: Final = "0.1.0"

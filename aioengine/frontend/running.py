@@ -9,7 +9,7 @@ from msgspec import Struct
 from aioengine.frontend.loaded_adapters import AdapterRules
 from aioengine.media.intake.image_intake import ImageIntake
 from aioengine.settings.config import DeliveryConfig, QueueConfig, Settings
-from aioengine.supervision.processes import Processes
+from aioengine.supervision.fleet import Processes
 
 if TYPE_CHECKING:
     from aioengine.tokenization.tokenizer import Tokenizer  # noqa: TC004  # a field of a Struct that is never decoded
