@@ -104,7 +104,7 @@ def read_all(entries: list[Entry], targets: dict[str, Target], report: Report) -
 
 
 def _pieces(entry: Entry, target: Target) -> Iterator[_Piece]:
-    """Yield pieces of full rows and heads, or the whole tensor if it cannot be divided. Nothing for an empty tensor."""
+    """Yield pieces of full rows and heads, or the tensor if it cannot be divided. An empty tensor has no pieces."""
     if not entry.num_bytes:
         return
     head_size = entry.shape[0] // entry.num_heads if entry.num_heads and entry.shape else 0

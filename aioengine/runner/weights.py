@@ -47,7 +47,7 @@ def load(model: Model, folder: Path, *, load_format: str, seed: int, report: Rep
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load_format {load_format!r} is not known; what works: {', '.join(LOAD_FORMATS)}")
     num_bytes = _fill(model, folder, load_format=load_format, seed=seed, report=report)
-    model.finish_loading()  # no references to parameters remain here, so it can free those that it converts
+    model.finish_loading()  # this function has no references to parameters, so converted parameters are freed
     return num_bytes
 
 
