@@ -158,7 +158,7 @@ def linear_layers(shapes: Mapping[str, tuple[int, ...]], vocab_size: int) -> dic
 
 
 def _rope(raw: Mapping[str, object]) -> RopeConfig:
-    """Return the RoPE scaling, of which only the context length is used."""
+    """Return the RoPE scaling. Only its context length is used."""
     parameters = raw.get("rope_scaling") or raw.get("rope_parameters")
     if not isinstance(parameters, dict):
         return RopeConfig()
