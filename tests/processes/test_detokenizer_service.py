@@ -375,7 +375,7 @@ def test_many_requests_leave_nothing_behind() -> None:
     assert chunks.num_open == 0
 
 
-def test_a_missing_tokenizer_is_told_by_its_place(tmp_path: Path) -> None:
+def test_error_for_a_missing_tokenizer_names_its_folder(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=str(tmp_path)):
         build_service(fake_settings(tokenizer_path=str(tmp_path)))
 
@@ -390,7 +390,7 @@ def test_request_without_tokens_has_times_and_no_chunk() -> None:
     assert (steps.ids(1), steps.text(1)) == ([], "")
 
 
-def test_several_tokens_of_a_request_in_a_step_are_told_apart() -> None:
+def test_several_tokens_in_a_step_are_assigned_to_their_requests() -> None:
     steps = Steps()
     steps.open(1)
     steps.open(2, TextRules(stream_interval=3))
