@@ -20,11 +20,12 @@ from msgspec.structs import replace
 from aioengine.errors import EngineDeadError, EngineError, EngineStartupError
 from aioengine.file_descriptors import FOR_AN_ENGINE, hold_standard_descriptors, require_descriptors
 from aioengine.frontend.callers import closed
-from aioengine.frontend.frontend import Frontend, Running
+from aioengine.frontend.frontend import Frontend
 from aioengine.frontend.intake.encoder import longest_token
 from aioengine.frontend.intake.image_prompts import start_intake
 from aioengine.frontend.loaded_adapters import AdapterRules  # a field of a Struct
 from aioengine.frontend.progress import is_wanted
+from aioengine.frontend.running import Running
 from aioengine.logs import log, show_logs, warn_caller
 from aioengine.media.tokens._base import ImageModel, find_image_model
 from aioengine.model_files import model_folder
