@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from aioengine.constraints.endless import endless_rule
 from aioengine.constraints.json_schema import OPTIONS, Budget, compile_schema
+from aioengine.errors import UnsupportedSchemaError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -110,7 +111,11 @@ def checked_lark(text: str, names: Mapping[str, str]) -> str:
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"no JSON follows %{token[kind]}: {error}") from None
             if token[kind] == "json":
-                schema = compile_schema(json.dumps(value), budget)
+                try:
+                    schema = compile_schema(json.dumps(value), budget)
+                except UnsupportedSchemaError as error:
+                    message = f"in the schema behind its %json, {error}"
+                    raise UnsupportedSchemaError(message, pointer=error.pointer, keyword=error.keyword) from None
                 schema["x-guidance"] = {**value.get("x-guidance", {}), **OPTIONS}
                 parts += (text[num_copied:start], json.dumps(schema))
                 num_copied = position

@@ -17,8 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aioengine.constraints.grammars import Constraint, GrammarError, Grammars, Turns
-from aioengine.errors import UnsupportedSchemaError
+from aioengine.constraints.grammars import Constraint, Grammars, Turns
 from aioengine.protocol.messages import Grammar
 from tests.kit.grammar_walks import (
     FOLDER,
@@ -110,7 +109,7 @@ def test_every_complete_output_is_valid() -> None:
         try:
             grammar = grammar_of(json_schema=whole)
             demo_grammars().compile(grammar).result()
-        except (UnsupportedSchemaError, GrammarError):  # the compiler may see that no value is valid
+        except ValueError:  # the compiler may see that no value is valid
             counts["refused"] += 1
             return
         for start in range(2):
@@ -267,9 +266,8 @@ def test_a_grammar_whose_lexer_is_full_is_compiled_again(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("params", [{"regex": r"[^\s\S]"}, {"regex": "a[^\\w\\W]"}])
 def test_a_pattern_that_matches_no_text_is_refused(params: dict[str, str]) -> None:
-    with pytest.raises(GrammarError) as raised:
+    with pytest.raises(ValueError, match=r"^no text fits it: a part of it, such as an empty class, matches nothing$"):
         demo_grammars().open(grammar_of(**params), [], 0)
-    assert str(raised.value) == "no text fits it: a part of it, such as an empty class, matches nothing"
 
 
 @pytest.mark.parametrize(
@@ -280,9 +278,8 @@ def test_a_pattern_that_matches_no_text_is_refused(params: dict[str, str]) -> No
     ],
 )
 def test_a_schema_that_allows_no_value_is_refused(schema: Schema, why: str) -> None:
-    with pytest.raises(GrammarError) as raised:
+    with pytest.raises(ValueError, match=f"^{why}keywords contradict each other, or a pattern fits no text$"):
         demo_grammars().open(grammar_of(json_schema=schema), [], 0)
-    assert str(raised.value) == f"{why}keywords contradict each other, or a pattern fits no text"
 
 
 @pytest.mark.parametrize(

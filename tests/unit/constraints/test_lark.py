@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from llguidance.gbnf_to_lark import any_to_lark
 
 from aioengine.constraints.gbnf import convertible, lark_names
-from aioengine.constraints.grammars import GrammarError
 from aioengine.constraints.lark import checked_lark
 from tests.kit.grammar_walks import accepts, allowed, demo_grammars, grammar_of, token_bytes, walk
 
@@ -55,7 +54,7 @@ def test_other_uses_of_their_characters_are_not(text: str) -> None:
     ],
 )  # fmt: skip
 def test_a_grammar_that_takes_long_is_refused_before_it_is_compiled(text: str, why: str) -> None:
-    with pytest.raises(GrammarError, match=why):
+    with pytest.raises(ValueError, match=why):
         demo_grammars().compile(grammar_of(ebnf=text)).result(timeout=60)
 
 
@@ -76,7 +75,7 @@ def rules_of_all(number: int) -> str:
     [rules_of_each_other(300), rules_of_all(100), "start: (" + '"a"? ' * 40 + '| "b"){900}', "start: " + '"a"{60000}'],
 )
 def test_rules_that_could_be_read_in_too_many_ways_are_refused(text: str) -> None:
-    with pytest.raises(GrammarError, match="too many of its rules have alternatives"):
+    with pytest.raises(ValueError, match="too many of its rules have alternatives"):
         demo_grammars().compile(grammar_of(ebnf=text)).result(timeout=60)
 
 
@@ -225,14 +224,13 @@ def test_repetitions_of_repetitions_are_read_in_gbnf(text: str, fits: list[str],
     ("text", "why"),
     [
         (rules_of_each_other(300), "too many of its rules"),
-        ("root ::= (", "it is read neither as GBNF nor as Lark: "),
+        ("root ::= (", "it is neither GBNF nor Lark: "),
         ('start: "a" & "b"', "'&' of terminals"),
     ],
 )
 def test_an_error_starts_with_the_reason(text: str, why: str) -> None:
-    with pytest.raises(GrammarError) as caught:
+    with pytest.raises(ValueError, match=f"^{why}"):
         demo_grammars().compile(grammar_of(ebnf=text)).result(timeout=60)
-    assert str(caught.value).startswith(why)
 
 
 def test_a_text_is_read_once() -> None:
