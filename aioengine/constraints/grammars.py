@@ -18,7 +18,7 @@ from weakref import WeakSet
 import numpy as np
 
 from aioengine.api import checks
-from aioengine.constraints.gbnf import convertible, lark_names
+from aioengine.constraints.gbnf import lark_names, with_short_escapes
 from aioengine.constraints.lark import checked_lark
 from aioengine.constraints.token_source import SPECIAL, TokenSource, token_bytes
 from aioengine.model_files.vocabulary import end_ids
@@ -408,7 +408,7 @@ class Grammars:
 
     def _compile(self, grammar: Grammar) -> Any:
         from llguidance import LLMatcher, LLParserLimits
-        from llguidance.gbnf_to_lark import any_to_lark
+        from llguidance.gbnf_to_lark import RepetitionNode, any_to_lark
 
         tokenizer = self._read_vocabulary(grammar.eos_token_ids).tokenizer
         text = grammar.text
@@ -416,7 +416,8 @@ class Grammars:
             text = LLMatcher.grammar_from_regex(text)
         elif grammar.kind == "ebnf":
             try:
-                lark = any_to_lark(convertible(text))
+                RepetitionNode.is_atomic = lambda _: False  # type: ignore[method-assign]  # it would write (x+)? as x+?
+                lark = any_to_lark(with_short_escapes(text))
             except Exception as error:  # of any type, from the parser
                 raise ValueError(f"it is neither GBNF nor Lark: {error}") from error
             text = LLMatcher.grammar_from_lark(checked_lark(lark, lark_names(text)))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llguidance.gbnf_to_lark import any_to_lark
 
-from aioengine.constraints.gbnf import convertible, lark_names
+from aioengine.constraints.gbnf import lark_names, with_short_escapes
 from aioengine.constraints.lark import checked_lark
 from tests.kit.grammar_walks import accepts, allowed, demo_grammars, grammar_of, token_bytes, walk
 
@@ -133,7 +133,7 @@ def test_forced_text_of_too_many_parts_says_so() -> None:
     ],
 )
 def test_rule_that_can_never_end_is_refused_by_its_name(text: str, rule: str | None) -> None:
-    lark = any_to_lark(convertible(text))
+    lark = any_to_lark(with_short_escapes(text))
     if rule is None:
         checked_lark(lark, lark_names(text))
     else:
@@ -235,7 +235,7 @@ def test_an_error_starts_with_the_reason(text: str, why: str) -> None:
 
 def test_a_text_is_read_once() -> None:
     for part in ("(", "(a)+", "((a", '"', "{ ", "{1", "a", "# ", "[", ")"):
-        convertible("root ::= " + part * 30_000)
+        with_short_escapes("root ::= " + part * 30_000)
     checked_lark('start: "' + '\\"' * 30_000, {})
     checked_lark("start: /" + "\\/" * 30_000, {})
     parts = ("<", "a", "a[", "% ", "%a", "a ", "{", "{1", "{ 1,", "1", "-", "-> ", "::", "\na", "\n/", "(a|", ")")
