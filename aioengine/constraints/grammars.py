@@ -419,7 +419,7 @@ class Grammars:
                 RepetitionNode.is_atomic = lambda _: False  # type: ignore[method-assign]  # it would write (x+)? as x+?
                 lark = any_to_lark(with_short_escapes(text))
             except Exception as error:  # of any type, from the parser
-                raise ValueError(f"it is neither GBNF nor Lark: {error}") from error
+                raise ValueError(f"it is neither GBNF nor Lark: {checks.cut(str(error))}") from error
             text = LLMatcher.grammar_from_lark(checked_lark(lark, lark_names(text)))
         limits = LLParserLimits(
             step_lexer_fuel=_MASK_FUEL,

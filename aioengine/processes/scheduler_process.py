@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
-from aioengine.api.checks import cut
 from aioengine.child_process.child import Child, run_child
 from aioengine.child_process.host import keep_freed_memory, limit_kernel_cache, limit_threads
 from aioengine.child_process.uplink import encodable
@@ -260,7 +259,7 @@ class SchedulerService:
         parameter = "" if grammar is None else grammar.parameter
         pointer, keyword = (error.pointer, error.keyword) if isinstance(error, UnsupportedSchemaError) else ("", "")
         keyword = keyword or parameter.partition("=")[0]
-        message = f"{parameter} cannot be enforced: {cut(str(error))}"
+        message = f"{parameter} cannot be enforced: {error}"
         self._core.requests.end(request, End(request.uid, FinishCode.UNSUPPORTED, keyword, pointer, message))
 
     def _due_stats(self, now: float, *, has_tokens: bool) -> Stats | None:

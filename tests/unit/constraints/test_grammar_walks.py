@@ -156,7 +156,7 @@ def spellings(name: str) -> set[str]:
 
 @pytest.mark.parametrize("name", ["a", "id", "/", "é", "😀", "\n", '"', "\\", "\x1f", "\x7f"])
 @pytest.mark.parametrize("in_lark", [False, True])
-def test_a_listed_property_is_no_other_one_however_it_is_spelt(name: str, in_lark: bool) -> None:
+def test_escaped_name_of_a_listed_property_is_not_another_property(name: str, in_lark: bool) -> None:
     schema = {"type": "object", "properties": {name: {"type": "integer"}}, "additionalProperties": {"type": "string"}}
     grammar = grammar_of(ebnf=f"start: %json {json.dumps(schema)}") if in_lark else grammar_of(json_schema=schema)
     for spelt in spellings(name):
@@ -315,7 +315,7 @@ def test_white_space_between_tokens_is_bounded(params: Schema, longest: int | No
         {"properties": {f"p{i}": {"type": "string"} for i in range(256)}},
     ],
 )  # fmt: skip
-def test_bombs_are_served_or_refused(schema: Schema) -> None:
+def test_costly_schemas_are_compiled_or_refused_in_time(schema: Schema) -> None:
     """Within the limits of the library: each ends here, by a refusal, an error of its own, or tokens."""
     try:
         grammar = grammar_of(json_schema=schema)
@@ -330,7 +330,7 @@ def test_bombs_are_served_or_refused(schema: Schema) -> None:
     assert constraint.is_over or len(ids) == 40
 
 
-def test_tenants_take_turns_at_the_threads_that_compile() -> None:
+def test_tenants_take_turns_in_compiling() -> None:
     turns = Turns(1)
     is_free = Event()
     done: list[str] = []
