@@ -1,4 +1,4 @@
-"""A chat with a session: each turn sends what is new alone, and a turn can be continued more than once."""
+"""A chat with a session: each turn sends only its new text, and a turn can be continued more than once."""
 
 from aioengine import Engine
 

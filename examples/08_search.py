@@ -3,7 +3,7 @@
     echo "Which animals are there?" | python 08_search.py
     echo "Which animals are there?" | python 08_search.py BAAI/bge-small-en-v1.5
 
-Without a model of embeddings the vectors are those of the demo model, which was never trained for that.
+Without an embedding model, the demo model gives the vectors. It was never trained for this.
 """
 
 import sys

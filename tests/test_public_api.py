@@ -101,6 +101,18 @@ def test_public_names_and_signatures_equal_the_record() -> None:
     assert surface() == RECORD.read_text().splitlines()
 
 
+@pytest.mark.parametrize(
+    "name", ["generate", "chat", "encode", "rerank", "score", "beam_search", "drain", "stop_profile"]
+)
+def test_synchronous_methods_have_the_documentation_of_the_asynchronous_ones(name: str) -> None:
+    ours = getattr(aioengine.Engine, name)
+    theirs = getattr(aioengine.AsyncEngine, f"async_{name}", None) or getattr(aioengine.AsyncEngine, name)
+    assert inspect.signature(ours).parameters == inspect.signature(theirs).parameters
+    assert (ours.__name__, ours.__qualname__) == (name, f"Engine.{name}")
+    assert (inspect.getdoc(ours) or "").endswith(inspect.getdoc(theirs) or "missing")
+    assert not inspect.iscoroutinefunction(ours)
+
+
 def test_everything_public_has_a_docstring() -> None:
     assert list(undocumented()) == []
 

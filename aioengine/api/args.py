@@ -297,7 +297,7 @@ _ROWS: Final = {
     "lora_target_modules": Argument(
         _modules,
         "modules that adapters may change: a list of names, or all",
-        "those of lora_paths",
+        "the modules of lora_paths",
         place="lora.modules",
     ),
     "max_loaded_loras": Argument(

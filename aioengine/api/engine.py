@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Coroutine
     from pathlib import PurePath
-    from types import TracebackType
     from typing import Self, Unpack
 
     from aioengine.api.answers import BatchOutput
@@ -375,9 +374,7 @@ class AsyncEngine(EngineFace):
         await self.start()
         return self
 
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         await self.shutdown()
 
     def __del__(self) -> None:

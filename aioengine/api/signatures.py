@@ -44,9 +44,6 @@ class Dtype(Protocol):
     @property
     def is_floating_point(self) -> bool: ...
 
-    @property
-    def is_complex(self) -> bool: ...
-
 
 class EngineArguments(TypedDict, total=False):
     """Keyword arguments of ``Engine`` and ``AsyncEngine``, beside ``model_path``. None is the default, for each."""

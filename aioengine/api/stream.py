@@ -72,9 +72,7 @@ class Generation(Coroutine[object, None, Result]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         self._reader.leave()
 
     if not TYPE_CHECKING:  # type checkers know that neither exists

@@ -23,7 +23,6 @@ from aioengine.frontend.startup import start_frontend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
-    from types import TracebackType
     from typing import NoReturn, Self
 
     from aioengine.api.answers import Answer, BatchOutput, Chunk, Embedding, Ranking
@@ -84,9 +83,7 @@ class ChunkIterator(Iterator["Chunk"]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
 
@@ -117,7 +114,10 @@ Result = TypeVar("Result")
 def _on_loop(
     method: Callable[Concatenate[AsyncEngine, Options], Coroutine[object, None, Result]],
 ) -> Callable[Concatenate[Engine, Options], Result]:
-    """Return the synchronous form of a coroutine method: run it on the engine's loop, and wait for its result."""
+    """Return the synchronous form of a coroutine method: run it on the engine's loop, and wait for its result.
+
+    Of ``self``, the method uses only ``_running()``, which both engines have.
+    """
 
     @wraps(method)
     def call(self: Any, /, *arguments: Options.args, **options: Options.kwargs) -> Result:
@@ -191,9 +191,7 @@ class Engine(EngineFace):
         self._running()
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.shutdown()
 
     def __del__(self) -> None:

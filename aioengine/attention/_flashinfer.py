@@ -50,19 +50,6 @@ tokens take equally long with and without cascade.
 """
 
 
-class Staging:
-    """Prevents the host from overwriting a plan that is being copied."""
-
-    def __init__(self) -> None:
-        self._copied = torch.cuda.Event()
-
-    def wait(self) -> None:
-        self._copied.synchronize()
-
-    def mark(self) -> None:
-        self._copied.record()
-
-
 @dataclass(frozen=True, slots=True)
 class Shared:
     """State shared by all plans of a backend.
@@ -70,13 +57,14 @@ class Shared:
     Attributes:
         pool: for each layer, keys and values [N, K, S, E].
         rules: for each layer.
+        copied: the last plan was copied to the device. The host must not overwrite it before.
     """
 
     shape: AttentionShape
     pool: list[Pool]
     rules: list[ScoreRules]
     workspace: Tensor
-    staging: Staging
+    copied: torch.cuda.Event
     dtype: torch.dtype
 
     @classmethod
@@ -87,7 +75,7 @@ class Shared:
         if workspace is None:
             workspace = _workspaces[device] = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         pool = [(layer[0], layer[1]) for layer in kv_pool]
-        return cls(shape, pool, layer_rules(shape), workspace, Staging(), kv_pool.dtype)
+        return cls(shape, pool, layer_rules(shape), workspace, torch.cuda.Event(), kv_pool.dtype)
 
     @property
     def page_size(self) -> int:
@@ -95,6 +83,16 @@ class Shared:
 
     def heads(self) -> tuple[int, int, int]:
         return self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_size
+
+    @property
+    def plan_options(self) -> dict[str, object]:
+        """The arguments that all plans have."""
+        return {
+            "q_data_type": self.dtype,
+            "kv_data_type": self.dtype,
+            "sm_scale": self.shape.scale,
+            "logits_soft_cap": self.shape.soft_cap,
+        }
 
     @property
     def can_share(self) -> bool:
@@ -118,7 +116,7 @@ class SharedPrefix:
         self._tokens = slice(0)
 
     def plan(self, page_ids: Ints, first_token: int, num_tokens: int) -> None:
-        """Plan a step. page_ids: [P] on the host. The caller calls ``Staging.wait`` and ``mark``."""
+        """Plan a step. page_ids: [P] on the host. The caller waits for ``Shared.copied`` first, and records it."""
         shared, num_positions = self._shared, len(page_ids) * self._shared.page_size
         _, num_kv_heads, page_size, _ = shared.pool[0][0].shape
         heads = page_ids[:, None].astype(np.int64) * num_kv_heads + np.arange(num_kv_heads)  # [P, K] of the pool
@@ -130,10 +128,7 @@ class SharedPrefix:
             starts_of(np.array([num_positions], dtype=np.int32)),
             *shared.heads(),
             causal=False,
-            q_data_type=shared.dtype,
-            kv_data_type=shared.dtype,
-            sm_scale=shared.shape.scale,
-            logits_soft_cap=shared.shape.soft_cap,
+            **shared.plan_options,
             max_token_per_sequence=num_tokens,
             max_sequence_kv=num_positions,
         )
@@ -154,6 +149,20 @@ class SharedPrefix:
         out = torch.zeros(1, num_heads, head_size, dtype=self._shared.dtype, device=self._pool_indices.device)
         weights = torch.zeros(1, num_heads, device=out.device)
         merge(out, weights, out, weights)
+
+
+def _run(
+    wrapper: BatchPrefillWithPagedKVCacheWrapper | BatchPrefillWithRaggedKVCacheWrapper,
+    *inputs: object,
+    out: Tensor,
+    sinks: Tensor | None,
+) -> None:
+    """Attend into ``out`` [T, H, E], and apply the sinks [H] if there are any."""
+    if sinks is None:
+        wrapper.run(*inputs, out=out)
+    else:
+        _, weights = wrapper.run(*inputs, out=out, return_lse=True)
+        add_sinks(out, weights, sinks)
 
 
 class PrefillRows:
@@ -178,7 +187,7 @@ class PrefillRows:
             num_paged = num_rows
         self._num_paged = int(query_lengths[:num_paged].sum())
         shared = self._shared
-        shared.staging.wait()
+        shared.copied.synchronize()
         self._is_shared = False
         if num_paged:
             pages, lengths, queries = page_table[:num_paged], kv_lengths[:num_paged], query_lengths[:num_paged]
@@ -198,32 +207,23 @@ class PrefillRows:
                 starts,
                 *shared.heads(),
                 causal=True,
-                q_data_type=shared.dtype,
-                kv_data_type=shared.dtype,
-                sm_scale=shared.shape.scale,
-                logits_soft_cap=shared.shape.soft_cap,
+                **shared.plan_options,
                 window_left=shared.window_left,
                 max_token_per_sequence=longest,
                 max_sequence_kv=longest,
             )
-        shared.staging.mark()
+        shared.copied.record()
 
     def attend(self, q: Tensor, kv: Pool, layer: int, out: Tensor) -> None:
         """Attend: q and out [T, H, E] of these rows, keys and values [T, K, E], which are also in their slots."""
         split, pool, sinks = self._num_paged, self._shared.pool[layer], self._shared.rules[layer].sinks
-        if split and (self._is_shared or sinks is not None):
+        if split and self._is_shared:
             _, weights = self._paged.run(q[:split], pool, out=out[:split], return_lse=True)
-            if sinks is None:
-                self.prefix.add(q, pool, out, weights)
-            else:
-                add_sinks(out[:split], weights, sinks)
+            self.prefix.add(q, pool, out, weights)
         elif split:
-            self._paged.run(q[:split], pool, out=out[:split])
-        if self._has_fresh and sinks is not None:
-            _, weights = self._ragged.run(q[split:], kv[0][split:], kv[1][split:], out=out[split:], return_lse=True)
-            add_sinks(out[split:], weights, sinks)
-        elif self._has_fresh:
-            self._ragged.run(q[split:], kv[0][split:], kv[1][split:], out=out[split:])
+            _run(self._paged, q[:split], pool, out=out[:split], sinks=sinks)
+        if self._has_fresh:
+            _run(self._ragged, q[split:], kv[0][split:], kv[1][split:], out=out[split:], sinks=sinks)
 
     def _plan_shared(
         self, rows: SharedRows, page_ids: Ints, *, page_table: Tensor, query_lengths: Ints, kv_lengths: Ints
@@ -263,7 +263,10 @@ def plan_paged(
     *,
     is_causal: bool = True,
 ) -> None:
-    """Plan R rows of ``query_lengths`` [R] tokens, which may be 0. The caller calls ``Staging.wait`` and ``mark``."""
+    """Plan R rows of ``query_lengths`` [R] tokens, which may be 0.
+
+    The caller waits for ``Shared.copied`` first, and records it.
+    """
     wrapper.plan(
         starts_of(query_lengths),
         pages.starts,
@@ -272,10 +275,7 @@ def plan_paged(
         *shared.heads(),
         shared.page_size,
         causal=is_causal,
-        q_data_type=shared.dtype,
-        kv_data_type=shared.dtype,
-        sm_scale=shared.shape.scale,
-        logits_soft_cap=shared.shape.soft_cap,
+        **shared.plan_options,
         window_left=shared.window_left,
         seq_lens=pinned(pages.lengths),
         max_token_per_sequence=int(query_lengths.max()),
@@ -339,10 +339,10 @@ class FixedFlashInferCascade:
         kv_lengths = np.pad(pages.num_pages, (0, missing)) * np.int32(shared.page_size)
         starts, last_lengths = page_columns(kv_lengths, shared.page_size)
         page_ids = pinned(pages.page_ids).to(self._slots.device, non_blocking=True)
-        shared.staging.wait()
+        shared.copied.synchronize()
         shared_pages = Pages(kv_lengths, starts, page_ids, last_lengths)
         plan_paged(shared, self._wrapper, query_lengths, shared_pages, is_causal=False)
-        shared.staging.mark()
+        shared.copied.record()
 
     def target(self, layer: int) -> KVTarget:
         return self._own.target(layer)

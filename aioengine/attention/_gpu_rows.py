@@ -106,13 +106,13 @@ def decode_rows(shape: AttentionShape, kv_lengths: Ints, page_starts: Tensor, pa
 
 
 class PagedStep(Protocol):
-    """A prepared step, for kernels that read the lengths of the rows on the device.
-
-    slots: [T], KV slots of the tokens.
-    """
+    """A prepared step, for kernels that read the lengths of the rows on the device."""
 
     @property
-    def slots(self) -> Tensor: ...
+    def slots(self) -> Tensor:
+        """[T], KV slots of the tokens."""
+        ...
+
     @property
     def rows(self) -> PagedRows: ...
     def attend(self, q: Tensor, layer: int, *, out: Tensor) -> None:

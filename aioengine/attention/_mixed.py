@@ -45,10 +45,6 @@ class _Layers(Generic[Part]):
             for index, layer in enumerate(layers)
         }
 
-    def part_of(self, layer: int) -> tuple[Part, int]:
-        """Return the part of a layer, and the layer's index in this part."""
-        return self._part_of_layer[layer]
-
     def target(self, layer: int) -> KVTarget | WriteKV:
         part, index = self._part_of_layer[layer]
         return part.target(index)
@@ -59,7 +55,10 @@ class _Layers(Generic[Part]):
         return part.attend(q, k, v, index)
 
 
-class MixedAttention(_Layers[AttentionBackend]):
+Backend = TypeVar("Backend", bound=AttentionBackend)
+
+
+class MixedAttention(_Layers[Backend]):
     """Implements ``AttentionBackend``."""
 
     def prepare(self, batch: ForwardBatch) -> None:
@@ -67,16 +66,12 @@ class MixedAttention(_Layers[AttentionBackend]):
             part.prepare(part_batch)
 
 
-class MixedGPUAttention(_Layers[CapturableAttention]):
+class MixedGPUAttention(MixedAttention[CapturableAttention]):
     """Implements ``CapturableAttention``."""
-
-    def prepare(self, batch: ForwardBatch) -> None:
-        for part, part_batch in zip(self.parts, batch.parts or repeat(batch), strict=False):
-            part.prepare(part_batch)
 
     def attend_into(self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, out: Tensor) -> None:
         """q [T, H, E], k and v [T, K, E] -> out [T, H, E]."""
-        part, index = self.part_of(layer)
+        part, index = self._part_of_layer[layer]
         part.attend_into(q, k, v, index, out=out)
 
     def warm_up(self) -> None:

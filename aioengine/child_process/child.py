@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 import zmq
 
-from aioengine.child_process.host import AskedToEnd, die_with_parent, handle_signals, name_process
+from aioengine.child_process.host import AskedToEnd, die_with_parent, handle_signals, name_process, read_orders
 from aioengine.child_process.uplink import Uplink, encodable, forward_logs
 from aioengine.file_descriptors import raise_descriptor_limit
 from aioengine.protocol.board import CrashBoard
@@ -28,7 +28,7 @@ from aioengine.transport.zmq import Context, ZmqReceiver, ZmqSender
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from aioengine.protocol.messages import NewEpoch, Role
+    from aioengine.protocol.messages import Role
     from aioengine.protocol.service import Service
 
 GC_THRESHOLDS = (1_000_000, 20, 20)
@@ -73,7 +73,10 @@ class Child:
                 messages = self.receiver.receive(self._wait_s(service, now))
                 now = time.monotonic()
                 if new_epoch := new_epoch_in(messages):
-                    self._begin(new_epoch, service, now)
+                    for socket in (self.receiver, *self._senders):
+                        socket.begin(new_epoch.epoch)
+                    service.handle([new_epoch], now)
+                    self._send_ready(service.facts)
                 elif messages:
                     service.handle(messages, now)
                 outbox = service.step(now)
@@ -85,14 +88,6 @@ class Child:
         except AskedToEnd:  # after a failure, skip the cleanup, because it might fail too
             service.close()
             raise
-
-    def _begin(self, new_epoch: NewEpoch, service: Service, now: float) -> None:
-        """Switch all sockets to the new epoch."""
-        self.receiver.begin(new_epoch.epoch)
-        for sender in self._senders:
-            sender.begin(new_epoch.epoch)
-        service.handle([new_epoch], now)
-        self._send_ready(service.facts)
 
     def _wait_s(self, service: Service, now: float) -> float:
         """Return how long to wait for messages. The wait is short while unsent frames wait for a slow reader."""
@@ -118,8 +113,9 @@ def run_child(work: Callable[[Child], None]) -> NoReturn:
     """
     faulthandler.enable()
     wake_fd = handle_signals()
-    orders = _read_orders()
-    name_process(_process_name(orders.role))
+    orders = decode_orders(read_orders())
+    role = orders.role
+    name_process(f"aioengine:{role.name[:2]}-{role.rank}" if role.rank else f"aioengine:{role.name[:5]}")
     die_with_parent(orders.parent_pid)
     raise_descriptor_limit()
     child = Child(orders, wake_fd)
@@ -131,7 +127,7 @@ def run_child(work: Callable[[Child], None]) -> NoReturn:
         pass
     except BaseException as error:
         code = 1
-        failed = Failed(orders.role, type(error).__name__, encodable(str(error)), encodable(traceback.format_exc()))
+        failed = Failed(role, type(error).__name__, encodable(str(error)), encodable(traceback.format_exc()))
         child.uplink.send([failed])
         with contextlib.suppress(OSError):  # the disk of its log may be full
             traceback.print_exc()
@@ -141,19 +137,3 @@ def run_child(work: Callable[[Child], None]) -> NoReturn:
         sys.stderr.flush()
     # A normal exit of the interpreter may hang in threads of libraries. Nothing is left to clean up.
     os._exit(code)
-
-
-def _process_name(role: Role) -> str:
-    """Return a name of at most 15 bytes: "aioengine:sched", "aioengine:sc-1"."""
-    return f"aioengine:{role.name[:2]}-{role.rank}" if role.rank else f"aioengine:{role.name[:5]}"
-
-
-def _read_orders() -> Orders:
-    """Read the line of standard input after the import path. It is the last line."""
-    line = b""
-    while not line.endswith(b"\n"):
-        part = os.read(0, 65536)
-        if not part:
-            os._exit(1)  # the parent died first
-        line += part
-    return decode_orders(line)

@@ -61,6 +61,17 @@ def handle_signals() -> int:
     return reading
 
 
+def read_orders() -> bytes:
+    """Read the last line of standard input. If the parent has died, end this process."""
+    line = b""
+    while not line.endswith(b"\n"):
+        part = os.read(0, 65536)
+        if not part:
+            os._exit(1)
+        line += part
+    return line
+
+
 def limit_threads(num_threads: int) -> None:
     """Set the number of threads of libraries that are imported later. Does not change the parent's environment."""
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"):

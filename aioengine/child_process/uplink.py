@@ -9,7 +9,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from aioengine.protocol.messages import LogRecord, Message, Progress
+from aioengine.protocol.messages import LogRecord, Message
 from aioengine.transport.base import BacklogFullError
 
 if TYPE_CHECKING:
@@ -32,10 +32,6 @@ class Uplink:
         if self._pending:
             messages = [*self._take_pending(), *messages]
         self._sender.send(messages)
-
-    def report(self, progress: Progress) -> None:
-        """Report long work, from any thread."""
-        self.post(progress)
 
     def post(self, message: Message) -> None:
         """Send ``message`` now in the main thread, or with the next flush in another thread."""

@@ -42,11 +42,11 @@ class Workload(Struct, frozen=True, kw_only=True):
             raise ValueError(f"--num-prompts times --prompt-tokens is {total}; at most {MAX_PROMPT_TOKENS} works")
 
 
-class Timeline(Struct):
-    """The times, in seconds of one clock, at which a request was sent and its chunks arrived."""
+class Latency(Struct):
+    """The seconds from sending a request to its first and last chunk."""
 
-    sent_at: float
-    arrived_at: list[float]
+    first_s: float = 0.0
+    last_s: float = 0.0
     num_tokens: int = 0
 
 
@@ -62,9 +62,9 @@ async def measure(workload: Workload, config: EngineConfig) -> Figures:
         await _run(engine, _prompt(vocab_size, 16, seed=-1), num_tokens=2)  # the first request is slower
         prompts = [_prompt(vocab_size, workload.prompt_tokens, seed=seed) for seed in range(workload.num_prompts)]
         begun_at = time.monotonic()
-        timelines = await _run_all(engine, prompts, workload)
+        latencies = await _run_all(engine, prompts, workload)
         wall_s = time.monotonic() - begun_at
-    return {"start_s": round(ready_at - started_at, 3), **_figures(timelines, workload, wall_s)}
+    return {"start_s": round(ready_at - started_at, 3), **_figures(latencies, workload, wall_s)}
 
 
 def _prompt(vocab_size: int, num_tokens: int, *, seed: int) -> list[int]:
@@ -72,12 +72,12 @@ def _prompt(vocab_size: int, num_tokens: int, *, seed: int) -> list[int]:
     return [draw.randrange(vocab_size) for _ in range(num_tokens)]
 
 
-async def _run_all(engine: AsyncEngine, prompts: list[list[int]], workload: Workload) -> list[Timeline]:
-    timelines: list[Timeline] = []
+async def _run_all(engine: AsyncEngine, prompts: list[list[int]], workload: Workload) -> list[Latency]:
+    latencies: list[Latency] = []
 
     async def work() -> None:
         while prompts:
-            timelines.append(await _run(engine, prompts.pop(), num_tokens=workload.output_tokens))
+            latencies.append(await _run(engine, prompts.pop(), num_tokens=workload.output_tokens))
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -85,35 +85,32 @@ async def _run_all(engine: AsyncEngine, prompts: list[list[int]], workload: Work
                 group.create_task(work())
     except ExceptionGroup as failures:  # all requests are alike, so all fail with the same error
         raise failures.exceptions[0] from None
-    return timelines
+    return latencies
 
 
-async def _run(engine: AsyncEngine, prompt: list[int], *, num_tokens: int) -> Timeline:
-    timeline = Timeline(sent_at=time.monotonic(), arrived_at=[])
+async def _run(engine: AsyncEngine, prompt: list[int], *, num_tokens: int) -> Latency:
+    latency, sent_at = Latency(), time.monotonic()
     params = {"max_new_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
     async for chunk in engine.async_generate(input_ids=prompt, sampling_params=params, stream=True):
-        timeline.arrived_at.append(time.monotonic())
-        timeline.num_tokens += len(chunk["output_ids"])
-    return timeline
+        latency.last_s = time.monotonic() - sent_at
+        latency.first_s = latency.first_s or latency.last_s
+        latency.num_tokens += len(chunk["output_ids"])
+    return latency
 
 
-def _figures(timelines: Sequence[Timeline], workload: Workload, wall_s: float) -> Figures:
-    num_output = sum(timeline.num_tokens for timeline in timelines)
+def _figures(latencies: Sequence[Latency], workload: Workload, wall_s: float) -> Figures:
+    num_output = sum(each.num_tokens for each in latencies)
     num_prompt = workload.prompt_tokens * workload.num_prompts
-    first = [timeline.arrived_at[0] - timeline.sent_at for timeline in timelines]
-    total = [timeline.arrived_at[-1] - timeline.sent_at for timeline in timelines]
-    per_token = [
-        (timeline.arrived_at[-1] - timeline.arrived_at[0]) / (timeline.num_tokens - 1)
-        for timeline in timelines
-        if timeline.num_tokens > 1
-    ]
+    first = [each.first_s for each in latencies]
+    total = [each.last_s for each in latencies]
+    per_token = [(each.last_s - each.first_s) / (each.num_tokens - 1) for each in latencies if each.num_tokens > 1]
     figures: Figures = {
-        "num_requests": len(timelines),
+        "num_requests": len(latencies),
         "concurrency": workload.concurrency,
         "prompt_tokens": num_prompt,
         "output_tokens": num_output,
         "wall_s": round(wall_s, 3),
-        "requests_per_s": round(len(timelines) / wall_s, 2),
+        "requests_per_s": round(len(latencies) / wall_s, 2),
         "prompt_tokens_per_s": round(num_prompt / wall_s, 1),
         "output_tokens_per_s": round(num_output / wall_s, 1),
     }

@@ -6,12 +6,11 @@ A command line that is wrong ends the program with one line on stderr and status
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import sys
 from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
-from aioengine.api import foreign_names
+from aioengine.api import checks, foreign_names
 from aioengine.api.args import ARGUMENTS, engine_config
 from aioengine.api.params import ALIASES, PARAMETERS, SamplingParams
 from aioengine.cli.benchmark import Workload
@@ -176,8 +175,7 @@ def _hint(flag: str, known: Collection[str]) -> str:
         return " (it has no effect in aioengine)"
     name = ALIASES.get(name) or foreign_names.ALIASES.get(name, name)
     own = _flag(PARAMETERS[name].flag or name) if name in PARAMETERS else _flag(name)
-    near = difflib.get_close_matches(plain, sorted(known), n=1, cutoff=0.7)
-    likely = (own, *foreign_names.FLAGS.get(plain, "").split(), *near)
+    likely = (own, *foreign_names.FLAGS.get(plain, "").split(), checks.nearest(plain, sorted(known), cutoff=0.7))
     meant = next((candidate for candidate in likely if candidate in known), None)
     return f" (did you mean {meant}?)" if meant else ""
 

@@ -24,21 +24,45 @@ ACTIVATIONS: Final[Mapping[str, Activation]] = {
 """Supported activation names in config.json -> our names."""
 
 
+FLOAT_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""Safetensors dtypes that are converted to the model's dtype -> bytes per element."""
+DTYPE_BYTES: Final = {
+    **FLOAT_BYTES,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+}
+"""All safetensors dtypes that can be read -> bytes per element."""
+
+
 class TensorSpec(NamedTuple):
     """A tensor of a checkpoint.
 
     Attributes:
         dtype: the safetensors dtype that it must have; "" for any floating-point dtype.
         per_element: parameters of the model per element. 2 for packed 4-bit values, 0 for scales.
+        is_converted: values of ``dtype`` are converted to the model's dtype when they are loaded.
     """
 
     shape: tuple[int, ...]
     dtype: str = ""
     per_element: int = 1
+    is_converted: bool = False
 
     @property
     def num_parameters(self) -> int:
         return math.prod(self.shape) * self.per_element
+
+    def num_bytes(self, itemsize: int) -> int:
+        """Return the bytes in memory after loading. ``itemsize``: of the model's dtype."""
+        if self.is_converted or not self.dtype:
+            return self.num_parameters * itemsize
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 TensorSpecs = dict[str, TensorSpec]

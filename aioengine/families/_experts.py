@@ -1,4 +1,4 @@
-"""Mixtures of experts: configs, and names and shapes of their checkpoint tensors. Torch-free.
+"""Configs of mixtures of experts. Torch-free.
 
 D hidden size, I inner size of an expert, E experts.
 """
@@ -9,13 +9,10 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from aioengine.families._block_config import TensorSpec
 from aioengine.families._fields import not_implemented
 
 if TYPE_CHECKING:
     from collections.abc import Collection
-
-    from aioengine.families._block_config import TensorSpecs
 
 MXFP4_BLOCK = 32
 """MXFP4 values per scale, stored in 16 bytes."""
@@ -100,42 +97,6 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 CHOICE_BIAS = "e_score_correction_bias"
 """Name of the bias for the selection of experts, within the router."""
-
-
-def tensors_of_experts(config: ExpertsConfig, hidden_size: int) -> TensorSpecs:
-    """Return the tensors of the experts of a block, without the prefix of the MLP."""
-    num_experts, inner, router = config.num_experts, config.inner_size, config.router
-    shapes: dict[str, tuple[int, ...]] = {f"{router.name}.weight": (num_experts, hidden_size)}
-    if router.has_bias:
-        shapes[f"{router.name}.bias"] = (num_experts,)
-    if router.has_choice_bias:
-        shapes[f"{router.name}.{CHOICE_BIAS}"] = (num_experts,)
-    if (shared := config.shared) is not None:
-        shapes |= {
-            f"{shared.name}.{name}.weight": (shared.inner_size, hidden_size) for name in ("gate_proj", "up_proj")
-        }
-        shapes[f"{shared.name}.down_proj.weight"] = hidden_size, shared.inner_size
-        if shared.gate:
-            shapes[f"{shared.gate}.weight"] = 1, hidden_size
-    packed: TensorSpecs = {}
-    gate_up, down = config.names[-2:]
-    if config.stored == "separate":
-        gate, up, down = config.names
-        for expert in range(num_experts):
-            shapes |= {f"experts.{expert}.{name}.weight": (inner, hidden_size) for name in (gate, up)}
-            shapes[f"experts.{expert}.{down}.weight"] = hidden_size, inner
-    elif config.stored == "packed":
-        shapes |= {gate_up: (num_experts, 2 * inner, hidden_size), down: (num_experts, hidden_size, inner)}
-    else:
-        shapes |= {f"{gate_up}_bias": (num_experts, 2 * inner), f"{down}_bias": (num_experts, hidden_size)}
-    if config.stored == "interleaved":
-        shapes |= {gate_up: (num_experts, hidden_size, 2 * inner), down: (num_experts, inner, hidden_size)}
-    elif config.stored == "mxfp4":
-        for name, rows, columns in ((gate_up, 2 * inner, hidden_size), (down, hidden_size, inner)):
-            scales = num_experts, rows, columns // MXFP4_BLOCK
-            packed[f"{name}_blocks"] = TensorSpec((*scales, MXFP4_BLOCK // 2), "U8", per_element=2)
-            packed[f"{name}_scales"] = TensorSpec(scales, "U8", per_element=0)
-    return {name: TensorSpec(shape) for name, shape in shapes.items()} | packed
 
 
 def dense_layers(num_layers: int, sparse_step: int, mlp_only: Collection[int]) -> frozenset[int]:

@@ -21,12 +21,13 @@ from aioengine.families._block_config import (
 )
 from aioengine.families._config import DecoderConfig, Task
 from aioengine.families._encoders import EncoderConfig
-from aioengine.families._experts import tensors_of_experts
+from aioengine.families._experts import CHOICE_BIAS, MXFP4_BLOCK
 from aioengine.families._vision import VisionConfig
 
 if TYPE_CHECKING:
     from aioengine.families._block_config import DeltaNetConfig, LatentConfig
     from aioengine.families._config import TransformerConfig
+    from aioengine.families._experts import ExpertsConfig
 
 LinearTensors = Callable[[LinearShape], TensorSpecs]
 """Returns the tensors of a linear layer by the last part of their names, such as "weight"."""
@@ -59,12 +60,12 @@ def checkpoint_tensors(config: TransformerConfig, linear_tensors: LinearTensors 
 def block_tensors(config: DecoderConfig, layer: int, linear_tensors: LinearTensors = plain_tensors) -> TensorSpecs:
     """Return the tensors of a block."""
     specs = _linears(block_linears(config, layer), linear_tensors, is_transposed=config.is_transposed)
-    others = _attention(config, layer)
+    block, others = config.names.block(layer), _attention(config, layer)
     if (experts := config.experts_of(layer)) is not None:
-        others |= _prefixed(config.block.mlp, tensors_of_experts(experts, config.hidden_size))
+        specs |= expert_tensors(experts, config.hidden_size, f"{block}{config.block.mlp}", linear_tensors)
     for name in config.block.norms:
         others |= _norm(name, config.hidden_size, config.norm)
-    return specs | _prefixed(config.names.block(layer), others)
+    return specs | _prefixed(block, others)
 
 
 def adaptable_layers(config: DecoderConfig) -> dict[str, tuple[int, int]]:
@@ -182,6 +183,43 @@ def _stateful(net: DeltaNetConfig | ShortConvConfig | MambaConfig, size: int) ->
     if has_bias:
         shapes[f"{name}.bias"] = (num_channels,)
     return {name: TensorSpec(shape) for name, shape in shapes.items()}
+
+
+def expert_tensors(
+    config: ExpertsConfig, hidden_size: int, prefix: str = "", linear_tensors: LinearTensors = plain_tensors
+) -> TensorSpecs:
+    """Return the tensors of the experts of a block. ``prefix``: of their names."""
+    num_experts, inner, router = config.num_experts, config.inner_size, config.router
+    linears = [LinearShape(f"{prefix}{router.name}", num_experts, hidden_size, router.has_bias)]
+    if (shared := config.shared) is not None:
+        mlp, size = f"{prefix}{shared.name}.", shared.inner_size
+        linears += [LinearShape(f"{mlp}{name}", size, hidden_size, False) for name in ("gate_proj", "up_proj")]
+        linears += [LinearShape(f"{mlp}down_proj", hidden_size, size, False)]
+        if shared.gate:
+            linears += [LinearShape(f"{prefix}{shared.gate}", 1, hidden_size, False)]
+    shapes: dict[str, tuple[int, ...]] = {}
+    if router.has_choice_bias:
+        shapes[f"{router.name}.{CHOICE_BIAS}"] = (num_experts,)
+    packed: TensorSpecs = {}
+    gate_up, down = config.names[-2:]
+    if config.stored == "separate":
+        gate, up, down = config.names
+        for expert in range(num_experts):
+            shapes |= {f"experts.{expert}.{name}.weight": (inner, hidden_size) for name in (gate, up)}
+            shapes[f"experts.{expert}.{down}.weight"] = hidden_size, inner
+    elif config.stored == "packed":
+        shapes |= {gate_up: (num_experts, 2 * inner, hidden_size), down: (num_experts, hidden_size, inner)}
+    else:
+        shapes |= {f"{gate_up}_bias": (num_experts, 2 * inner), f"{down}_bias": (num_experts, hidden_size)}
+    if config.stored == "interleaved":
+        shapes |= {gate_up: (num_experts, hidden_size, 2 * inner), down: (num_experts, inner, hidden_size)}
+    elif config.stored == "mxfp4":
+        for name, rows, columns in ((gate_up, 2 * inner, hidden_size), (down, hidden_size, inner)):
+            scales = num_experts, rows, columns // MXFP4_BLOCK
+            packed[f"{name}_blocks"] = TensorSpec((*scales, MXFP4_BLOCK // 2), "U8", per_element=2, is_converted=True)
+            packed[f"{name}_scales"] = TensorSpec(scales, "U8", per_element=0, is_converted=True)
+    specs = {name: TensorSpec(shape) for name, shape in shapes.items()} | packed
+    return _linears(linears, linear_tensors) | _prefixed(prefix, specs)
 
 
 def _encoder(config: EncoderConfig, linear_tensors: LinearTensors) -> TensorSpecs:

@@ -1,1 +1,1 @@
-"""The engine in the user's process: what lies between a checked call and the scheduler, and back."""
+"""The part of the engine in the user's process, between the public classes and the scheduler process."""

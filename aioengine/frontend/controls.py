@@ -1,4 +1,4 @@
-"""Controls: orders to the scheduler process (pause, flush the cache, profile). Each has one reply."""
+"""Controls: control calls to the scheduler process (pause, flush the cache, profile). Each has one reply."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class Outcome(NamedTuple):
 class ProfileOptions(TypedDict, total=False):
     """Keyword arguments of ``start_profile``.
 
-    num_steps: end by itself after this many steps (``stop_profile`` then returns the file). activities: some of "CPU",
-    "GPU" (left out where there is none) and "MEM" (allocations); the first two by default. with_stack: Python's stack
-    of every operation. record_shapes: the shapes of its tensors. profile_prefix: the start of the file's name.
+    num_steps: end after this many steps (``stop_profile`` then returns the file). activities: some of "CPU", "GPU"
+    (ignored without a GPU) and "MEM" (allocations); default: CPU and GPU. with_stack: record the Python stack of every
+    operation. record_shapes: record the shapes of tensors. profile_prefix: the start of the file name.
     """
 
     num_steps: int | None
@@ -77,9 +77,9 @@ class Controls:
 
         Raises:
             ValueError: the payload is too large.
-            RequestError: the runner failed to do it, or a process died before the answer came, and is replaced.
-            EngineStalledError: none came in time.
-            EngineError: the engine died, or was shut down, before it came.
+            RequestError: the runner failed, or a process died before the reply and is being replaced.
+            EngineStalledError: there was no reply in time.
+            EngineError: the engine died, or was shut down, before the reply.
         """
         if self._failure is not None:
             raise copy(self._failure)
@@ -139,7 +139,7 @@ class Controls:
 
         Raises:
             TypeError, ValueError: an argument is wrong.
-            RuntimeError: one is being made already, or the folder cannot be written to.
+            RuntimeError: a profile is running already, or the folder cannot be written to.
         """
         unknown = options.keys() - ProfileOptions.__annotations__.keys()
         if unknown:
@@ -166,7 +166,7 @@ class Controls:
         """End the profile and write it; return the path of the file.
 
         Raises:
-            RuntimeError: none was started, or the file cannot be written.
+            RuntimeError: no profile was started, or the file cannot be written.
         """
         reply = await self.ask("stop_profile", timeout_s=WRITE_TIMEOUT_S)
         if not reply.success:

@@ -150,7 +150,7 @@ class EngineRun:
             with contextlib.suppress(OSError):
                 self.frontend.close_now()
         elif self._start is not None and self.loop.is_closed():
-            self._start.get_coro().close()  # it was under way, and kills what it has started
+            self._start.get_coro().close()  # the start was in progress; it kills its processes
         return self.frontend is not None
 
 

@@ -15,8 +15,6 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Final, cast
 
-from msgspec import Struct
-
 from aioengine.api import checks
 from aioengine.errors import EngineClosedError, EngineDrainingError, EngineError
 from aioengine.frontend import info
@@ -39,15 +37,12 @@ from aioengine.frontend.controls import Controls
 from aioengine.frontend.intake.encoder import Encoder, TextSizes
 from aioengine.frontend.intake.image_prompts import PromptImages
 from aioengine.frontend.intake.pool_encoder import PoolEncoder
-from aioengine.frontend.intake.request_checks import PromptRules, RequestChecks
+from aioengine.frontend.intake.request_checks import RequestChecks
 from aioengine.frontend.intake.requests import MAX_TIMEOUT_S
-from aioengine.frontend.loaded_adapters import AdapterRules, LoadedAdapters
+from aioengine.frontend.loaded_adapters import LoadedAdapters
 from aioengine.frontend.sessions.sessions import Sessions
 from aioengine.frontend.throughput import Throughput
-from aioengine.media.intake.image_intake import ImageIntake
 from aioengine.protocol.messages import DEFAULT_WEIGHT_VERSION, FinishCode, Reply, Stats, TextChunks
-from aioengine.settings.config import DeliveryConfig, QueueConfig, Settings
-from aioengine.supervision.processes import Processes
 from aioengine.supervision.tasks import post, runs_here
 
 if TYPE_CHECKING:
@@ -56,30 +51,10 @@ if TYPE_CHECKING:
 
     from aioengine.frontend.calls.call import CallRow
     from aioengine.frontend.intake.requests import CallRequest
+    from aioengine.frontend.running import Running
     from aioengine.protocol.messages import ToFrontend
-    from aioengine.tokenization.tokenizer import Tokenizer  # noqa: TC004  # fields of a Struct that is never decoded
 
 STOP_TIMEOUT_S: Final = 5.0
-
-
-class Running(Struct, frozen=True, kw_only=True):
-    """The parts of a started engine. ``facts``: the report of the scheduler process when it was ready.
-
-    ``images``: prepares images of prompts; None: the model reads only text.
-    """
-
-    settings: Settings
-    queue: QueueConfig
-    delivery: DeliveryConfig
-    eos_token_ids: tuple[int, ...]
-    stream_interval: int
-    facts: dict[str, object]
-    max_total_tokens: int
-    processes: Processes
-    tokenizer: Tokenizer | None
-    longest_token: int | None
-    adapters: AdapterRules | None = None
-    images: ImageIntake | None = None
 
 
 class Frontend:
@@ -128,7 +103,7 @@ class Frontend:
         self._encoder = _encoder(parts)
         self._ended = asyncio.Event()
         self.images = None if parts.images is None else PromptImages(parts.images, self._encoder)
-        self._checks = RequestChecks(_prompt_rules(parts), self._encoder, self.images)
+        self._checks = RequestChecks(parts, self._encoder, self.images)
         self._lifecycle = CallLifecycle(
             self._checks,
             lock=lock,
@@ -353,29 +328,6 @@ def _computed_since(frontend: Frontend, since: float) -> Collection[int] | None:
     last = frontend.last_stats
     has_stepped = last is not None and last.step_ended_at > since
     return None if has_stepped else frontend.parts.processes.rows_in_flight()
-
-
-def _prompt_rules(parts: Running) -> PromptRules:
-    """Return the settings for the checks of requests."""
-    settings, tokenizer = parts.settings, parts.tokenizer
-    templates = None if tokenizer is None or settings.text.allow_request_templates else tokenizer.template_names
-    return PromptRules(
-        vocab_size=settings.model.vocab_size,
-        context_length=settings.model.context_length,
-        max_total_tokens=parts.max_total_tokens,
-        eos_token_ids=parts.eos_token_ids,
-        stream_interval=parts.stream_interval,
-        sampling_defaults=settings.model.sampling_defaults,
-        random_seed=settings.random_seed,
-        max_rows_in_flight=2 * settings.scheduler.max_running,
-        task=settings.model.task,
-        pooling=settings.model.pooling,
-        vector_size=settings.model.pooling.num_labels or settings.model.hidden_size,
-        logits_processors=settings.runner.logits_processors,
-        hidden_size=settings.model.hidden_size,
-        max_hidden_state_bytes=parts.delivery.max_hidden_state_bytes,
-        template_names=templates,
-    )
 
 
 def _encoder(parts: Running) -> Encoder:

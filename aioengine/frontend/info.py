@@ -1,7 +1,4 @@
-"""An engine's reports about itself: health, counters, settings, the model. Plain data, JSON-serialisable.
-
-Pure: the faces read it from any thread.
-"""
+"""Reports of an engine: health, counters, settings, the model. Plain data that can be serialized as JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ if TYPE_CHECKING:
     from aioengine.errors import EngineError
     from aioengine.frontend.intake.image_prompts import PromptImages
     from aioengine.settings.config import Settings
-    from aioengine.supervision.processes import ProcessState
+    from aioengine.supervision.incarnation import ProcessState
     from aioengine.tokenization.tokenizer import Tokenizer
 
 __version__: Final = "0.1.0"
@@ -30,7 +27,7 @@ ALIVE: Final = ("running", "draining", "recovering")
 
 
 class ProcessHealth(TypedDict):
-    """One process of the engine; times are seconds since its last sign of life and its last finished step."""
+    """One process of the engine. Times are seconds since its last heartbeat and its last finished step."""
 
     role: str
     pid: int
@@ -160,7 +157,7 @@ def model_info(settings: Settings, weight_version: str) -> ModelInfo:
 
 
 def settings_info(settings: Settings, facts: Mapping[str, object], max_total_tokens: int) -> dict[str, object]:
-    """The settings, and what the engine computes on and with: ``facts`` that the scheduler process sent when ready."""
+    """Return the settings and ``facts``, which the scheduler process sent when it was ready."""
     names = ("device", "device_name", "dtype", "attention_backend", "num_threads")
     sizes = ("weights", "kv_pool", "adapters", "graphs", "free", "total")
     packages = ("torch", "triton", "flashinfer")

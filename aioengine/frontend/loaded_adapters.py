@@ -1,8 +1,8 @@
-"""The LoRA adapters that requests may name: loaded at the start or later, used, and unloaded.
+"""The LoRA adapters that requests may use: loaded at the start or later, and unloaded.
 
-Each load has a number of its own, so nothing that was computed with an earlier load of a name is taken for this one.
-The scheduler process reads an adapter when it is loaded, and again when a request needs it and it is no longer there; a
-request carries all that this takes. Only the pinned ones are loaded again into a new scheduler process at once.
+Each load has its own number, so results of an earlier load under the same name are never reused. The scheduler process
+reads an adapter when it is loaded, and again when a request needs it after its eviction; the request has everything
+that is needed to read it. A new scheduler process loads pinned adapters at once, and the others when they are needed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _NOT_ENABLED: Final = "this engine serves no LoRA adapters; give its constructor
 class AdapterResult(NamedTuple):
     """The result of a call for LoRA adapters; true if it succeeded.
 
-    ``loaded_adapters``: name -> folder of all that requests may name now.
+    ``loaded_adapters``: name -> folder of all adapters that requests may use now.
     """
 
     success: bool
@@ -181,7 +181,7 @@ class LoadedAdapters:
         self._controls = controls
         self._lock = lock
         self._loads: dict[str, Load] = {}
-        self._aliases: dict[str, set[str]] = {}  # last part of a path -> names of those that were given by it
+        self._aliases: dict[str, set[str]] = {}  # last part of a path -> names of the adapters with such a path
         self._loading: dict[str, bool] = {}  # name -> whether it is pinned
         self._num_loads = 0
         self._loop = asyncio.get_running_loop()
@@ -260,7 +260,7 @@ class LoadedAdapters:
         """Load an adapter.
 
         Raises:
-            TypeError, ValueError: an argument is none of its type.
+            TypeError, ValueError: an argument has the wrong type or value.
             EngineError: the engine died, or was shut down.
         """
         name = _checked_name("lora_name", lora_name)
@@ -303,7 +303,7 @@ class LoadedAdapters:
         """Unload an adapter after its last call has ended.
 
         Raises:
-            TypeError, ValueError: an argument is none of its type.
+            TypeError, ValueError: an argument has the wrong type or value.
             EngineError: the engine died, or was shut down.
         """
         name = _checked_name("lora_name", lora_name)
@@ -314,7 +314,7 @@ class LoadedAdapters:
             load = self._find(name)
             if load is None:
                 return self._result(str(self._missing(name)))
-            load.is_leaving = True  # from now on no other call finds it
+            load.is_leaving = True  # no other call can use it from now on
         try:
             if load.users:
                 load.idle.clear()
@@ -331,7 +331,7 @@ class LoadedAdapters:
             raise
         with self._lock:
             self._forget(load.adapter.name)
-        with contextlib.suppress(RequestError):  # the scheduler process was lost, and all that it had
+        with contextlib.suppress(RequestError):  # the scheduler process was lost, with its adapters
             await self._controls.ask(UNLOAD_ADAPTER, _arguments(load.adapter))
         return self._result("")
 
@@ -388,7 +388,7 @@ class LoadedAdapters:
             try:
                 reply = await self._ask(adapter)
             except BaseException:
-                self._controls.send(UNLOAD_ADAPTER, _arguments(adapter))  # it may be there by now
+                self._controls.send(UNLOAD_ADAPTER, _arguments(adapter))  # the scheduler process may have loaded it
                 raise
             if not reply.success:
                 return reply.message

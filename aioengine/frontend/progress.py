@@ -1,4 +1,4 @@
-"""Progress bars of long work in the children, on stderr, where that is a terminal or a notebook."""
+"""Progress bars of long work in the child processes, on stderr if it is a terminal or a notebook."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _BYTES = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}B/{total_fmt}B [{elapsed}<{re
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Whether ``stream`` is one. Programs put other objects in the place of their standard streams, closed ones too."""
+    """Whether ``stream`` is a terminal. Programs may replace it by any object, also a closed one."""
     with contextlib.suppress(Exception):
         return stream is not None and stream.isatty()
     return False
 
 
 def _is_notebook(stream: TextIO | None) -> bool:
-    """Whether ``stream`` ends in a cell of a notebook, which draws bars, too."""
+    """Whether ``stream`` writes to a cell of a notebook, which also shows bars."""
     return type(stream).__module__.partition(".")[0] == "ipykernel"
 
 
@@ -81,7 +81,7 @@ class ProgressBars:
             return
         try:
             self._draw(progress)
-        except Exception as error:  # of stderr: what it shows is no reason to fail
+        except Exception as error:  # an error of stderr must not stop the start
             log(logger, logging.DEBUG, "progress bars cannot be drawn: %s", error)
             self._drop()
 
@@ -98,7 +98,7 @@ class ProgressBars:
             bar.close()
 
     def close(self) -> None:
-        """Remove what is left, also after a start that failed."""
+        """Remove the remaining bars, also after a failed start."""
         try:
             for bar in self._bars.values():
                 bar.close()

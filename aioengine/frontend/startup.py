@@ -1,4 +1,7 @@
-"""Starts an engine from a config: find the model, resolve every "auto", start the processes, load the tokenizer."""
+"""Starts an engine from its configuration.
+
+It finds the model, resolves every "auto", starts the processes and loads the tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -17,11 +20,12 @@ from msgspec.structs import replace
 from aioengine.errors import EngineDeadError, EngineError, EngineStartupError
 from aioengine.file_descriptors import FOR_AN_ENGINE, hold_standard_descriptors, require_descriptors
 from aioengine.frontend.callers import closed
-from aioengine.frontend.frontend import Frontend, Running
+from aioengine.frontend.frontend import Frontend
 from aioengine.frontend.intake.encoder import longest_token
 from aioengine.frontend.intake.image_prompts import start_intake
 from aioengine.frontend.loaded_adapters import AdapterRules  # a field of a Struct
 from aioengine.frontend.progress import is_wanted
+from aioengine.frontend.running import Running
 from aioengine.logs import log, show_logs, warn_caller
 from aioengine.media.tokens._base import ImageModel, find_image_model
 from aioengine.model_files import model_folder
@@ -32,9 +36,8 @@ from aioengine.protocol.messages import Progress
 from aioengine.settings import machine
 from aioengine.settings.config import DeliveryConfig, QueueConfig, Settings
 from aioengine.settings.resolve import resolve
-from aioengine.supervision.fleet import Fleet
-from aioengine.supervision.processes import Events, Processes
-from aioengine.supervision.supervisor import Supervisor
+from aioengine.supervision.fleet import Fleet, Processes
+from aioengine.supervision.supervisor import Events, Supervisor
 from aioengine.supervision.tasks import WorkerThread, require_real_threads
 from aioengine.tokenization.chat_template import check_files, checked_template
 
@@ -51,7 +54,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_EXIT_S: Final = 0.5
-"""Daemon threads: an exit does not wait for a download, and may interrupt the reading of a tokenizer."""
+"""How long the exit of the program waits for a download, or for the tokenizer to be read."""
 
 _ANNOUNCEMENT: Final = Progress("starting the engine", 0, 1, "")
 _QUIET_S: Final = 0.3
@@ -78,10 +81,10 @@ class Blueprint(Struct, frozen=True, kw_only=True):
 
 
 def parts_of(config: EngineConfig) -> tuple[Callable[[], Blueprint], bool | None, str]:
-    """Return a function that makes the engine's blueprint at its start, ``progress``, and the name of the model.
+    """Return a function that returns the engine's blueprint at its start, ``progress``, and the name of the model.
 
     Raises:
-        ValueError: a local folder cannot be served with these settings. (A model to download is checked at the start.)
+        ValueError: a local folder cannot be served with these settings. A model to download is checked at the start.
     """
     path = config.model.path
     config = _with_local_model(config)
@@ -90,8 +93,8 @@ def parts_of(config: EngineConfig) -> tuple[Callable[[], Blueprint], bool | None
 
 def _with_local_model(config: EngineConfig) -> EngineConfig:
     """Check local folders, and return ``config`` with their absolute paths."""
-    given = tuple(replace(one, path=_absolute_folder(one.path)) for one in config.lora.adapters)
-    config = replace(config, lora=replace(config.lora, adapters=given))
+    adapters = tuple(replace(adapter, path=_absolute_folder(adapter.path)) for adapter in config.lora.adapters)
+    config = replace(config, lora=replace(config.lora, adapters=adapters))
     model = config.model
     if not model_folder.needs_download(model.path):
         if model_folder.needs_download(model.tokenizer_path):
@@ -105,7 +108,7 @@ def _with_local_model(config: EngineConfig) -> EngineConfig:
 
 
 def _absolute(path: str | None) -> str | None:
-    """Return an absolute path: at the start, the working directory may have changed or may be removed."""
+    """Return an absolute path, because the working directory may change or be removed before the start."""
     return path if path is None or model_folder.needs_download(path) else model_folder.locate(path)
 
 
@@ -114,10 +117,10 @@ def _absolute_folder(path: str) -> str:
 
 
 def blueprint_of(config: EngineConfig) -> Blueprint:
-    """Read everything that the start needs. May block during a download: do not call it on the loop's thread.
+    """Read everything that the start needs. May block during a download, so do not call it on the loop's thread.
 
     Raises:
-        ValueError: there is no such model, or it cannot be served as asked.
+        ValueError: the model does not exist, or cannot be served with these settings.
     """
     facts = model_folder.find_facts(config.model, progress=is_wanted(config.progress))
     folders = read_adapters(config)
@@ -167,20 +170,20 @@ def read_adapters(config: EngineConfig) -> list[AdapterFolder]:
 
 
 def _images(config: EngineConfig, facts: ModelFacts) -> ImageModel | None:
-    found = find_image_model(Path(facts.path)) if facts.task in ("generate", "embed") else None
-    return None if found is None else found._replace(limits=config.media)
+    model = find_image_model(Path(facts.path)) if facts.task in ("generate", "embed") else None
+    return None if model is None else model._replace(limits=config.media)
 
 
 def _chat_template(config: EngineConfig) -> str | None:
     """Return the text of the configured template. It is checked before the model is loaded."""
-    given = config.model.chat_template
-    if given is None:
+    template = config.model.chat_template
+    if template is None:
         return None
     if not config.model.tokenizer:
         raise ValueError(
             "chat_template needs a tokenizer, and skip_tokenizer_init=True loads none: leave out one of them"
         )
-    return checked_template(given)
+    return checked_template(template)
 
 
 def _load_tokenizer(settings: TextSettings, chat_template: str | None) -> Tokenizer:
@@ -194,7 +197,7 @@ def _load_tokenizer(settings: TextSettings, chat_template: str | None) -> Tokeni
 
 
 class _Inbox:
-    """Keeps the messages of the processes until the frontend exists."""
+    """Stores the messages of the processes until the frontend exists."""
 
     def __init__(self) -> None:
         self.frontend: Frontend | None = None
@@ -208,7 +211,7 @@ class _Inbox:
         self._failure = error
         if self.frontend is not None:
             self.frontend.fail(error)
-        # The program itself may have cancelled the engine's tasks, as ``asyncio.run`` does at its end.
+        # The program may have cancelled the engine's tasks. ``asyncio.run`` does this at its end.
         is_cancelled = isinstance(error, EngineDeadError) and error.role == "frontend" and error.__cause__ is None
         level = logging.INFO if is_cancelled else logging.ERROR
         log(logger, level, "the engine has ended: %s", str(error).partition(";")[0])
@@ -233,21 +236,14 @@ def _retrieve(work: asyncio.Future[tuple[Tokenizer, int | None]]) -> None:
         work.exception()
 
 
-async def _abandon(processes: Processes, error: BaseException) -> None:
-    """End the processes of a failed start."""
-    processes.kill_now()
-    if not isinstance(error, GeneratorExit):  # the loop was closed, and nothing can be awaited
-        await processes.stop(0.0)
-
-
 async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable[[Progress], None]) -> Frontend:
     """Start an engine on the running loop. ``prepare`` reads or downloads files, on a thread.
 
-    Where it fails or is cancelled half-way, nothing is left behind.
+    If the start fails or is cancelled, no process is left running.
 
     Raises:
         ValueError, TypeError: the model folder or an argument cannot be served.
-        EngineStartupError: a process could not start.
+        EngineStartupError: a process could not start, or an adapter of ``lora_paths`` cannot be used.
     """
     require_real_threads()
     require_descriptors(FOR_AN_ENGINE)
@@ -273,7 +269,7 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
             facts = await processes.start()
         except EngineStartupError:
             if loading is not None:
-                await loading  # if the tokenizer is at fault, its ValueError names the file
+                await loading  # if the tokenizer is the cause, its ValueError names the file
             raise
         finally:
             patience.cancel()
@@ -281,27 +277,24 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
             warn_caller(str(warning), stacklevel=2)
         loaded = (None, None) if loading is None else await loading
         frontend = Frontend(_running(blueprint, processes, facts, loaded, images=images))
-        await _connect(inbox, frontend, events)
+        inbox.connect(frontend, events)
+        try:
+            await frontend.adapters.load_given()
+        except BaseException:
+            frontend.fail(closed())  # it already watches its readers
+            raise
         _log_start(blueprint.settings, facts, time.monotonic() - began_at)
     except BaseException as error:
         if images is not None:
             images.close()
         if processes is not None:
-            await _abandon(processes, error)
+            processes.kill_now()
+            if not isinstance(error, GeneratorExit):  # the loop was closed, so nothing can be awaited
+                await processes.stop(0.0)
         raise
     finally:
         thread.close()
     return frontend
-
-
-async def _connect(inbox: _Inbox, frontend: Frontend, events: Events) -> None:
-    """Forward messages, and load the adapters of ``lora_paths``. Raise EngineStartupError if one cannot be used."""
-    inbox.connect(frontend, events)
-    try:
-        await frontend.adapters.load_given()
-    except BaseException:
-        frontend.fail(closed())  # it already watches its readers
-        raise
 
 
 def _running(
@@ -312,15 +305,13 @@ def _running(
     *,
     images: ImageIntake | None,
 ) -> Running:
-    """Return the parts of an engine whose processes are ready. Raise EngineStartupError if ``facts`` are wrong."""
-    max_total_tokens = facts.get("max_total_tokens")
-    if not isinstance(max_total_tokens, int):
-        raise EngineStartupError(f"the scheduler process did not report the size of its KV pool: {facts!r}")
+    """Return the parts of an engine whose processes are ready. facts: the facts of the scheduler process."""
     tokenizer, longest = loaded
     own_end = None if tokenizer is None else tokenizer.eos_token_id
     settings = blueprint.settings
-    if isinstance(max_running := facts.get("max_running_requests"), int):  # as many as it has room for
-        settings = replace(settings, scheduler=replace(settings.scheduler, max_running=max_running))
+    # The memory may allow fewer running requests, and several replicas allow more.
+    max_running = cast("int", facts.get("max_running_requests", settings.scheduler.max_running))
+    settings = replace(settings, scheduler=replace(settings.scheduler, max_running=max_running))
     return Running(
         settings=settings,
         queue=blueprint.queue,
@@ -328,7 +319,7 @@ def _running(
         eos_token_ids=end_ids(blueprint.eos_token_ids, own_end, settings.model.vocab_size),
         stream_interval=blueprint.stream_interval,
         facts=facts,
-        max_total_tokens=max_total_tokens,
+        max_total_tokens=cast("int", facts["max_total_tokens"]),
         processes=processes,
         tokenizer=tokenizer,
         longest_token=longest,
@@ -339,11 +330,6 @@ def _running(
 
 def _log_start(settings: Settings, facts: Mapping[str, object], took_s: float) -> None:
     """Log model, device, dtype, KV pool and CUDA graphs, as far as known, and the duration of the start."""
-    for line in (*_lines(settings, facts), f"ready after {took_s:.1f} s"):
-        log(logger, logging.INFO, "%s", line)
-
-
-def _lines(settings: Settings, facts: Mapping[str, object]) -> list[str]:
     size, pages = facts.get("weights_bytes"), facts.get("num_pages", "unknown number of")
     count = facts.get("num_threads") if facts.get("device") == "cpu" else None
     threads = "" if count is None else f", {count} thread{'s' * (count != 1)}"
@@ -351,7 +337,7 @@ def _lines(settings: Settings, facts: Mapping[str, object]) -> list[str]:
     dtype, stored = settings.model.dtype, settings.model.checkpoint_dtype
     change = " (the checkpoint has float32; dtype='float32' keeps it)" if stored == "float32" != dtype else ""
     form = f", all in {dtype} (the file's blocks were dequantized)" if is_gguf else ""
-    return [
+    for line in (
         f"model: {settings.model.path}" + (f", {_megabytes(size)} of weights{form}" if size is not None else ""),
         f"device: {facts.get('device_name', settings.runner.device)}{threads}",
         f"dtype: {facts.get('dtype', dtype)}{change}, attention: "
@@ -359,7 +345,9 @@ def _lines(settings: Settings, facts: Mapping[str, object]) -> list[str]:
         f"KV pool: {facts.get('max_total_tokens')} tokens in {pages} pages"
         + (f", {_megabytes(facts['kv_pool_bytes'])}" if "kv_pool_bytes" in facts else ""),
         f"CUDA graphs: {facts.get('cuda_graph_sizes') or 'none'}",
-    ]
+        f"ready after {took_s:.1f} s",
+    ):
+        log(logger, logging.INFO, "%s", line)
 
 
 def _megabytes(num_bytes: object) -> str:

@@ -108,7 +108,8 @@ def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = Fals
     out_features, in_features = weight.shape
     num_threads = torch.get_num_threads()
     if not packs(weight.dtype, weight.device):
-        return _in_rows(_plain(weight, bias), independent_rows(out_features, in_features, weight.dtype, num_threads))
+        counts = independent_rows(out_features, in_features, weight.dtype, num_threads)
+        return _in_pieces(_plain(weight, bias), tuple(counts) or (1,))
     packing = choose_packing(out_features, in_features, weight.dtype, num_threads, has_bias=bias is not None)
     if packing.dtype == weight.dtype:
         return _in_pieces(_packed(weight, bias, packing.for_rows), packing.counts)
@@ -346,21 +347,6 @@ def _first_piece(num_rows: int, counts: tuple[int, ...]) -> int:
     larger = next(count for count in counts if count >= num_rows)
     smaller = max((count for count in counts if count <= num_rows), default=larger)
     return smaller if smaller >= FEW_ROWS and 2 * larger >= 3 * num_rows else larger
-
-
-def _in_rows(matmul: Matmul, counts: range) -> Matmul:
-    """Wrap ``matmul`` so that it only sees row counts in ``counts``: pads or splits the rows. Empty: one by one."""
-    if not counts:
-        return _in_pieces(matmul, (1,))
-    least, most = counts[0], counts[-1]
-
-    def in_rows(x: Tensor) -> Tensor:
-        """[T, I] -> [T, O]."""
-        if x.shape[0] <= most:
-            return _padded(matmul, x, max(least, x.shape[0]))
-        return torch.cat([_padded(matmul, piece, max(least, piece.shape[0])) for piece in x.split(most)])
-
-    return in_rows
 
 
 def _padded(matmul: Matmul, x: Tensor, padded_rows: int) -> Tensor:

@@ -1,6 +1,7 @@
 """The gated delta net, a linear attention.
 
-Shape letters: T tokens, S selected tokens, D hidden size, O outputs. Heads and sizes: see ``kernels.gated_delta``.
+Shape letters: T tokens, S selected tokens, D hidden size, O outputs, H heads, V value size. Heads and sizes: see
+``kernels.gated_delta``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.families._block_config import DeltaNetConfig
-    from aioengine.layers.adapters import AdapterRows
     from aioengine.layers.placement import Placement
     from aioengine.layers.states import StepStates
 
@@ -53,28 +53,17 @@ class GatedDeltaNet(StateLayer):
             "dt_bias": Target(self._bias),
         }
 
-    def __call__(
-        self,
-        x: Tensor,
-        states: StepStates,
-        layer: int,
-        *,
-        outputs: Tensor | None = None,
-        adapters: AdapterRows | None = None,
-    ) -> Tensor:
-        """x [T, D] -> [T, D], or [S, D] with ``outputs``. See ``StateLayer``."""
-        rows = None if adapters is None else adapters.tokens
-        projected = self._input(x, rows)
+    def mix(self, projected: Tensor, states: StepStates, layer: int) -> tuple[Tensor, Tensor]:
+        """projected [T, O] -> heads [T, H, V] and output gates [T, O]; see ``StateLayer``."""
         inputs, matrices = states.layer(layer)
         mixed, output_gates, scores, steps = projected.split(self._sizes, dim=1)
         channels = causal_conv(mixed, self._filter, inputs, states.rows)
         gates = DeltaGates(steps=steps, scores=scores, log_rate=self._log_rate, bias=self._bias)
-        heads = gated_delta(channels, gates, matrices, states.rows, in_blocks=self._in_blocks)
-        if outputs is not None:
-            heads, output_gates = heads.index_select(0, outputs), output_gates.index_select(0, outputs)
-            rows = None if adapters is None else adapters.outputs
-        normed = gated_rms_norm(heads, output_gates, self._norm.weight, self._norm.epsilon)
-        return self._output(normed, rows)
+        return gated_delta(channels, gates, matrices, states.rows, in_blocks=self._in_blocks), output_gates
+
+    def gate(self, mixed: Tensor, gates: Tensor) -> Tensor:
+        """mixed [S, H, V] and gates [S, O] -> [S, O]."""
+        return gated_rms_norm(mixed, gates, self._norm.weight, self._norm.epsilon)
 
 
 def _stored_order(config: DeltaNetConfig, device: torch.device) -> Tensor:

@@ -5,67 +5,80 @@ Shape letters: D hidden size, I inner size, E experts.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from aioengine.families._experts import MXFP4_BLOCK
 from aioengine.kernels import mxfp4
 from aioengine.kernels.expert_types import ExpertWeights, GateFunction
-from aioengine.layers.placement import Target
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from aioengine.families._experts import ExpertsConfig
     from aioengine.layers.placement import Placement
 
+    Tensors = dict[str, Tensor]
 
-class ExpertTensors(Protocol):
-    """Tensors to load into, in the layout of the checkpoint."""
 
-    def targets(self) -> dict[str, Target]:
-        """Map tensor names within the MLP to targets."""
-        ...
+class ExpertTensors(NamedTuple):
+    """The tensors of the experts of a layer.
 
-    def assemble(self) -> ExpertWeights:
-        """Return the weights in the layout of the kernels, and free the loaded tensors."""
-        ...
+    Attributes:
+        tensors: by name within the MLP, in the layout of the checkpoint.
+        assemble: returns the weights in the layout of the kernels, and frees the loaded tensors.
+    """
+
+    tensors: Tensors
+    assemble: Callable[[], ExpertWeights]
 
 
 def empty(config: ExpertsConfig, hidden_size: int, placement: Placement) -> ExpertTensors:
     """Return uninitialized tensors in the layout of the checkpoint."""
-    if config.stored == "mxfp4":
-        return _Mxfp4Tensors(config, hidden_size, placement)
     num_experts, inner = config.num_experts, config.inner_size
-    if config.stored == "interleaved":
+    if config.stored in ("separate", "packed"):
         matrices = (
-            placement.empty(num_experts, hidden_size, 2 * inner),
-            placement.empty(num_experts, inner, hidden_size),
+            placement.empty(num_experts, 2 * inner, hidden_size),
+            placement.empty(num_experts, hidden_size, inner),
         )
-        biases = placement.empty(num_experts, 2 * inner), placement.empty(num_experts, hidden_size)
-        return _InterleavedTensors(config, matrices, biases)
-    weights = ExpertWeights(
-        placement.empty(num_experts, 2 * inner, hidden_size),
-        placement.empty(num_experts, hidden_size, inner),
-        gate=gate_of(config),
-    )
-    return reopened(config, weights)
+        return reopened(config, ExpertWeights(*matrices, gate=_gate(config)))
+    gate_up, down = config.names
+    tensors = {
+        f"{gate_up}_bias": placement.empty(num_experts, 2 * inner),
+        f"{down}_bias": placement.empty(num_experts, hidden_size),
+    }
+    if config.stored == "mxfp4":
+        for name, rows, columns in ((gate_up, 2 * inner, hidden_size), (down, hidden_size, inner)):
+            scales = num_experts, rows, columns // MXFP4_BLOCK
+            for part, shape in (("blocks", (*scales, MXFP4_BLOCK // 2)), ("scales", scales)):
+                tensors[f"{name}_{part}"] = torch.empty(shape, dtype=torch.uint8, device=placement.device)
+        return ExpertTensors(tensors, lambda: _from_mxfp4(config, tensors, placement.dtype))
+    tensors[gate_up] = placement.empty(num_experts, hidden_size, 2 * inner)
+    tensors[down] = placement.empty(num_experts, inner, hidden_size)
+    return ExpertTensors(tensors, lambda: _from_interleaved(config, tensors))
 
 
 def reopened(config: ExpertsConfig, weights: ExpertWeights) -> ExpertTensors:
     """Return tensors with the values of ``weights``, possibly as views. Those of "mxfp4" are not quantized."""
-    match config.stored:
-        case "separate":
-            return _SeparateTensors(config, weights)
-        case "packed":
-            return _PackedTensors(config, weights)
-        case "interleaved" | "mxfp4":
-            assert weights.gate_up_bias is not None
-            assert weights.down_bias is not None
-            gate_up, gate_up_bias = _interleave(weights.gate_up), _interleave(weights.gate_up_bias)
-            matrices = gate_up.transpose(1, 2).contiguous(), weights.down.transpose(1, 2).contiguous()
-            return _InterleavedTensors(config, matrices, (gate_up_bias, weights.down_bias))
+    gate_up, down = config.names[-2:]
+    if config.stored == "packed":
+        return ExpertTensors({gate_up: weights.gate_up, down: weights.down}, lambda: weights)
+    tensors: Tensors = {}
+    if config.stored == "separate":
+        for expert, (gate_up_matrix, down_matrix) in enumerate(zip(weights.gate_up, weights.down, strict=True)):
+            matrices = *gate_up_matrix.chunk(2), down_matrix
+            for name, matrix in zip(config.names, matrices, strict=True):
+                tensors[f"experts.{expert}.{name}.weight"] = matrix
+        return ExpertTensors(tensors, lambda: weights)
+    assert weights.gate_up_bias is not None
+    assert weights.down_bias is not None
+    tensors[gate_up] = _interleave(weights.gate_up).transpose(1, 2).contiguous()
+    tensors[down] = weights.down.transpose(1, 2).contiguous()
+    tensors |= {f"{gate_up}_bias": _interleave(weights.gate_up_bias), f"{down}_bias": weights.down_bias}
+    return ExpertTensors(tensors, lambda: _from_interleaved(config, tensors))
 
 
 def _interleave(tensor: Tensor) -> Tensor:
@@ -78,98 +91,40 @@ def _gates_first(tensor: Tensor) -> Tensor:
     return tensor.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
 
 
-class _SeparateTensors:
-    """Views of the weights: gate, up and down matrices of each expert."""
-
-    def __init__(self, config: ExpertsConfig, weights: ExpertWeights) -> None:
-        self._config = config
-        self._weights = weights
-
-    def targets(self) -> dict[str, Target]:
-        gate_name, up_name, down_name = self._config.names
-        targets: dict[str, Target] = {}
-        for expert, (gate_up, down) in enumerate(zip(self._weights.gate_up, self._weights.down, strict=True)):
-            gate, up = gate_up.chunk(2)
-            for name, tensor in ((gate_name, gate), (up_name, up), (down_name, down)):
-                targets[f"experts.{expert}.{name}.weight"] = Target(tensor)
-        return targets
-
-    def assemble(self) -> ExpertWeights:
-        return self._weights
+def _from_interleaved(config: ExpertsConfig, tensors: Tensors) -> ExpertWeights:
+    """gate_up [E, D, 2 I] and bias [E, 2 I] have gate and up rows alternating; down [E, I, D] and bias [E, D]."""
+    gate_up, down = config.names
+    return ExpertWeights(
+        _gates_first(tensors.pop(gate_up).transpose(1, 2)).contiguous(),
+        tensors.pop(down).transpose(1, 2).contiguous(),
+        _gates_first(tensors[f"{gate_up}_bias"]).contiguous(),
+        tensors[f"{down}_bias"],
+        _gate(config),
+    )
 
 
-class _PackedTensors:
-    """The weights themselves: gate_up [E, 2 I, D] and down [E, D, I]."""
-
-    def __init__(self, config: ExpertsConfig, weights: ExpertWeights) -> None:
-        self._config = config
-        self._weights = weights
-
-    def targets(self) -> dict[str, Target]:
-        gate_up, down = self._config.names
-        return {gate_up: Target(self._weights.gate_up), down: Target(self._weights.down)}
-
-    def assemble(self) -> ExpertWeights:
-        return self._weights
+def _from_mxfp4(config: ExpertsConfig, tensors: Tensors, dtype: torch.dtype) -> ExpertWeights:
+    """Blocks and scales are uint8. gate_up and its bias have gate and up rows alternating."""
+    gate_up, down = config.names
+    return ExpertWeights(
+        _dequantized(tensors, gate_up, dtype, is_gated=True),
+        _dequantized(tensors, down, dtype, is_gated=False),
+        _gates_first(tensors[f"{gate_up}_bias"]).contiguous(),
+        tensors[f"{down}_bias"],
+        _gate(config),
+    )
 
 
-class _InterleavedTensors:
-    """gate_up [E, D, 2 I] and bias [E, 2 I] with gate and up rows alternating; down [E, I, D] and bias [E, D]."""
-
-    def __init__(self, config: ExpertsConfig, matrices: tuple[Tensor, Tensor], biases: tuple[Tensor, Tensor]) -> None:
-        """matrices: [E, D, 2 I] and [E, I, D]; biases: [E, 2 I] and [E, D]."""
-        self._config = config
-        self._tensors: dict[str, Tensor] = {}
-        for name, matrix, bias in zip(config.names, matrices, biases, strict=True):
-            self._tensors |= {name: matrix, f"{name}_bias": bias}
-
-    def targets(self) -> dict[str, Target]:
-        return {name: Target(tensor) for name, tensor in self._tensors.items()}
-
-    def assemble(self) -> ExpertWeights:
-        gate_up, down = self._config.names
-        tensors = self._tensors
-        gate_up_bias, down_bias = _gates_first(tensors[f"{gate_up}_bias"]), tensors[f"{down}_bias"]
-        gates = _gates_first(tensors.pop(gate_up).transpose(1, 2)).contiguous()
-        downs = tensors.pop(down).transpose(1, 2).contiguous()
-        return ExpertWeights(gates, downs, gate_up_bias.contiguous(), down_bias, gate_of(self._config))
+def _dequantized(tensors: Tensors, name: str, dtype: torch.dtype, *, is_gated: bool) -> Tensor:
+    """Return [E, outputs, inputs] with gates first. Converts expert by expert to bound the temporary memory."""
+    blocks, scales = tensors.pop(f"{name}_blocks"), tensors.pop(f"{name}_scales")
+    shape = *scales.shape[:2], scales.shape[2] * MXFP4_BLOCK
+    weights = torch.empty(shape, dtype=dtype, device=blocks.device)
+    for weight, expert_blocks, expert_scales in zip(weights, blocks, scales, strict=True):
+        values = mxfp4.dequantize(expert_blocks, expert_scales, dtype)
+        weight.copy_(_gates_first(values.unsqueeze(0))[0] if is_gated else values)
+    return weights
 
 
-class _Mxfp4Tensors:
-    """MXFP4 blocks and scales in uint8 of gate_up, with gate and up rows alternating, and of down; and biases."""
-
-    def __init__(self, config: ExpertsConfig, hidden_size: int, placement: Placement) -> None:
-        self._config = config
-        self._dtype = placement.dtype
-        self._tensors: dict[str, Tensor] = {}
-        num_experts = config.num_experts
-        sizes = ((2 * config.inner_size, hidden_size), (hidden_size, config.inner_size))
-        for name, (rows, columns) in zip(config.names, sizes, strict=True):
-            scales = num_experts, rows, columns // MXFP4_BLOCK
-            for part, shape in (("blocks", (*scales, MXFP4_BLOCK // 2)), ("scales", scales)):
-                self._tensors[f"{name}_{part}"] = torch.empty(shape, dtype=torch.uint8, device=placement.device)
-            self._tensors[f"{name}_bias"] = placement.empty(num_experts, rows)
-
-    def targets(self) -> dict[str, Target]:
-        return {name: Target(tensor) for name, tensor in self._tensors.items()}
-
-    def assemble(self) -> ExpertWeights:
-        gate_up_name, down_name = self._config.names
-        gate_up, down = self._dequantized(gate_up_name, is_gated=True), self._dequantized(down_name, is_gated=False)
-        gate_up_bias, down_bias = self._tensors[f"{gate_up_name}_bias"], self._tensors[f"{down_name}_bias"]
-        gate_up_bias = _gates_first(gate_up_bias).contiguous()
-        return ExpertWeights(gate_up, down, gate_up_bias, down_bias, gate_of(self._config))
-
-    def _dequantized(self, name: str, *, is_gated: bool) -> Tensor:
-        """Return [E, outputs, inputs] with gates first. Converts expert by expert to bound the temporary memory."""
-        blocks, scales = self._tensors.pop(f"{name}_blocks"), self._tensors.pop(f"{name}_scales")
-        shape = *scales.shape[:2], scales.shape[2] * MXFP4_BLOCK
-        weights = torch.empty(shape, dtype=self._dtype, device=blocks.device)
-        for weight, expert_blocks, expert_scales in zip(weights, blocks, scales, strict=True):
-            values = mxfp4.dequantize(expert_blocks, expert_scales, self._dtype)
-            weight.copy_(_gates_first(values.unsqueeze(0))[0] if is_gated else values)
-        return weights
-
-
-def gate_of(config: ExpertsConfig) -> GateFunction:
+def _gate(config: ExpertsConfig) -> GateFunction:
     return GateFunction(config.limit, config.alpha)

@@ -91,7 +91,7 @@ class SparseMLP(Layer):
 
     def tensors(self) -> dict[str, Target]:
         assert self._tensors is not None, "the layer is not open for loading"
-        return self._tensors.targets()
+        return {name: Target(tensor) for name, tensor in self._tensors.tensors.items()}
 
     def finish_loading(self) -> None:
         assert self._tensors is not None, "the layer is not open for loading"

@@ -1,6 +1,7 @@
 """Mamba 2, which replaces attention.
 
-Shape letters: T tokens, S selected tokens, D hidden size. Heads, groups and sizes: see ``kernels.state_space``.
+Shape letters: T tokens, S selected tokens, D hidden size, P and O sizes of the first and last matmul. Heads,
+groups and sizes: see ``kernels.state_space``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.families._block_config import MambaConfig
-    from aioengine.layers.adapters import AdapterRows
     from aioengine.layers.placement import Placement
     from aioengine.layers.states import StepStates
 
@@ -52,24 +52,14 @@ class Mamba(StateLayer):
         }
         return targets if self._bias is None else {**targets, "conv1d.bias": Target(self._bias)}
 
-    def __call__(
-        self,
-        x: Tensor,
-        states: StepStates,
-        layer: int,
-        *,
-        outputs: Tensor | None = None,
-        adapters: AdapterRows | None = None,
-    ) -> Tensor:
-        """x [T, D] -> [T, D], or [S, D] with ``outputs``. See ``StateLayer``."""
-        rows = None if adapters is None else adapters.tokens
-        gates, mixed, steps = self._input(x, rows).split(self._sizes, dim=1)
+    def mix(self, projected: Tensor, states: StepStates, layer: int) -> tuple[Tensor, Tensor]:
+        """projected [T, P] -> heads [T, O] and gates [T, O]; see ``StateLayer``."""
+        gates, mixed, steps = projected.split(self._sizes, dim=1)
         inputs, matrices = states.layer(layer)
         channels = causal_conv(mixed, self._filter, inputs, states.rows, bias=self._bias)
-        heads = state_space(
-            channels, steps, self._weights, matrices, rows=states.rows, in_blocks=self._in_blocks
-        ).flatten(1)
-        if outputs is not None:
-            heads, gates = heads.index_select(0, outputs), gates.index_select(0, outputs)
-            rows = None if adapters is None else adapters.outputs
-        return self._output(self._norm(silu_and_mul(torch.cat((gates, heads), dim=1))), rows)
+        heads = state_space(channels, steps, self._weights, matrices, rows=states.rows, in_blocks=self._in_blocks)
+        return heads.flatten(1), gates
+
+    def gate(self, mixed: Tensor, gates: Tensor) -> Tensor:
+        """mixed and gates [S, O] -> [S, O]."""
+        return self._norm(silu_and_mul(torch.cat((gates, mixed), dim=1)))

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from aioengine.families._block_config import ShortConvConfig
-    from aioengine.layers.adapters import AdapterRows
     from aioengine.layers.placement import Placement
     from aioengine.layers.states import StepStates
 
@@ -35,23 +34,13 @@ class ShortConv(StateLayer):
         targets = {"conv.weight": Target(self._filter.unsqueeze(1))}
         return targets if self._bias is None else {**targets, "conv.bias": Target(self._bias)}
 
-    def __call__(
-        self,
-        x: Tensor,
-        states: StepStates,
-        layer: int,
-        *,
-        outputs: Tensor | None = None,
-        adapters: AdapterRows | None = None,
-    ) -> Tensor:
-        """x [T, D] -> [T, D], or [S, D] with ``outputs``. See ``StateLayer``."""
-        rows = None if adapters is None else adapters.tokens
-        before, after, channels = self._input(x, rows).chunk(3, dim=1)
+    def mix(self, projected: Tensor, states: StepStates, layer: int) -> tuple[Tensor, Tensor]:
+        """projected [T, 3 D] -> convolved tokens and their factors, [T, D] each; see ``StateLayer``."""
+        before, after, channels = projected.chunk(3, dim=1)
         (inputs,) = states.layer(layer)
-        mixed = causal_conv(
-            before * channels, self._filter, inputs, states.rows, bias=self._bias, activates=False
-        ).mul_(after)
-        if outputs is not None:
-            mixed = mixed.index_select(0, outputs)
-            rows = None if adapters is None else adapters.outputs
-        return self._output(mixed, rows)
+        mixed = causal_conv(before * channels, self._filter, inputs, states.rows, bias=self._bias, activates=False)
+        return mixed, after
+
+    def gate(self, mixed: Tensor, gates: Tensor) -> Tensor:
+        """mixed and gates [S, D] -> [S, D]."""
+        return mixed.mul_(gates)

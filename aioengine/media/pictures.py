@@ -57,7 +57,7 @@ class _LimitedFile:
 
 
 def limit_pixels(max_pixels: int) -> None:
-    """Let Pillow refuse larger pictures, also embedded ones. For the whole process."""
+    """Let Pillow refuse larger pictures, also embedded pictures, in this process."""
     Image.MAX_IMAGE_PIXELS = max_pixels
     warnings.simplefilter("error", Image.DecompressionBombWarning)
 

@@ -53,32 +53,20 @@ def placed(token_ids: Sequence[int], placeholder_id: int, images: Sequence[Image
     placeholders.
     """
     count = token_ids.count(placeholder_id)
-    if count == len(images):
-        return _replaced(token_ids, placeholder_id, images)
     num_features = sum(image.num_features for image in images)
+    starts: list[int] = []
+    done = 0
+    if count == len(images):
+        ids: list[int] = []
+        for image in images:
+            index = token_ids.index(placeholder_id, done)
+            ids += token_ids[done:index]
+            starts.append(len(ids))
+            ids += image.token_ids
+            done = index + 1
+        return [*ids, *token_ids[done:]], starts
     if count != num_features:
         raise _mismatch(count, len(images), placeholder_id, num_features)
-    return list(token_ids), _image_starts(token_ids, placeholder_id, images)
-
-
-def _replaced(token_ids: Sequence[int], placeholder_id: int, images: Sequence[ImageIds]) -> tuple[list[int], list[int]]:
-    ids: list[int] = []
-    starts: list[int] = []
-    done = 0
-    for image in images:
-        index = token_ids.index(placeholder_id, done)
-        ids += token_ids[done:index]
-        starts.append(len(ids))
-        ids += image.token_ids
-        done = index + 1
-    ids += token_ids[done:]
-    return ids, starts
-
-
-def _image_starts(token_ids: Sequence[int], placeholder_id: int, images: Sequence[ImageIds]) -> list[int]:
-    """Return the start indices of images in an expanded prompt."""
-    starts: list[int] = []
-    done = 0
     for number, image in enumerate(images):
         start = token_ids.index(placeholder_id, done) - image.token_ids.index(placeholder_id)
         done = start + len(image.token_ids)
@@ -88,7 +76,7 @@ def _image_starts(token_ids: Sequence[int], placeholder_id: int, images: Sequenc
                 "but not the other tokens of the image; give one placeholder per image"
             )
         starts.append(start)
-    return starts
+    return list(token_ids), starts
 
 
 def _mismatch(count: int, num_images: int, placeholder_id: int, num_features: int = 0) -> ValueError:

@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from aioengine.api.checks import shown
+from aioengine.families._block_config import FLOAT_BYTES
 from aioengine.model_files import checkpoint, folder_files
 from aioengine.model_files.checkpoint import Entry
 
@@ -263,8 +264,8 @@ def _modules(entries: list[Entry], config: AdapterConfig, folder: Path) -> tuple
             raise ValueError(f"{entry.path} has the tensor {shown(entry.name)}, {_why_unused(entry.name)}")
         if len(entry.shape) != 2:
             raise ValueError(f"{entry.path}: {entry.name} has shape {list(entry.shape)}, but must be a matrix")
-        if entry.dtype not in checkpoint.FLOAT_BYTES:
-            allowed = ", ".join(checkpoint.FLOAT_BYTES)
+        if entry.dtype not in FLOAT_BYTES:
+            allowed = ", ".join(FLOAT_BYTES)
             raise ValueError(f"{entry.path}: {entry.name} is of type {entry.dtype}; what works: {allowed}")
         pairs.setdefault(entry.name[len(_STEM) :].removesuffix(end), {})[_ENDS[end]] = entry
     if not pairs:

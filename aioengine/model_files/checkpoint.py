@@ -13,6 +13,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from aioengine.api import checks
+from aioengine.families._block_config import DTYPE_BYTES, FLOAT_BYTES
 from aioengine.families._tensors import checkpoint_tensors, is_ignored
 from aioengine.model_files import folder_files
 from aioengine.model_files.gguf_header import BLOCKS
@@ -26,12 +27,6 @@ if TYPE_CHECKING:
     from aioengine.families._config import TransformerConfig
 
     Renamed = tuple[tuple[str, str], ...]
-
-FLOAT_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Dtypes that are converted to the model's dtype -> bytes per element."""
-_OTHER_BYTES: Final = {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
-DTYPE_BYTES: Final = FLOAT_BYTES | _OTHER_BYTES
-"""All dtypes that can be read -> bytes per element."""
 
 _INDEX: Final = "model.safetensors.index.json"
 _WHOLE: Final = "model.safetensors"
@@ -81,10 +76,6 @@ class Entry(Struct, frozen=True):
 
 class _WeightIndex(Struct):
     weight_map: dict[str, str]
-
-
-class _DamagedError(ValueError):
-    """A file is damaged. The message does not contain its path."""
 
 
 _Size = Annotated[int, Meta(ge=0, lt=2**60)]
@@ -307,7 +298,7 @@ def entries_of_file(path: Path) -> list[Entry]:
             raise ValueError(f"cannot read {path}: its header is damaged: it is nested too deeply") from error
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ValueError(f"cannot read {path}: its header is damaged: {error}") from error
-        except _DamagedError as error:
+        except ValueError as error:
             raise ValueError(f"cannot read {path}: {error}") from error
     first = size - tensors[-1][1].data_offsets[1] if tensors else size
     return [
@@ -321,11 +312,11 @@ def header_bytes(file: BinaryIO) -> bytes:
 
 
 def _tensor_headers(file: BinaryIO) -> list[tuple[str, _TensorHeader]]:
-    """Raises _DamagedError unless the tensors follow one another and fill the rest of the file."""
+    """Raises ValueError, without the path, unless the tensors follow one another and fill the rest of the file."""
     size = os.fstat(file.fileno()).st_size
     num_header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
     if num_header_bytes > _MAX_HEADER_BYTES or size < _LENGTH_BYTES + num_header_bytes:
-        raise _DamagedError(f"it is truncated or no safetensors file ({size} bytes, a header of {num_header_bytes})")
+        raise ValueError(f"it is truncated or no safetensors file ({size} bytes, a header of {num_header_bytes})")
     header = msgspec.json.decode(file.read(num_header_bytes), type=dict[str, msgspec.Raw])
     msgspec.json.decode(header.pop("__metadata__", b"{}"), type=dict[str, str])
     tensors = [(name, msgspec.json.decode(raw, type=_TensorHeader)) for name, raw in header.items()]
@@ -335,14 +326,14 @@ def _tensor_headers(file: BinaryIO) -> list[tuple[str, _TensorHeader]]:
         begin, end = tensor.data_offsets
         shown = f"its header is damaged: {checks.shown(name)}"
         if begin != position or end < begin:  # a duplicate name leaves a gap, too
-            raise _DamagedError(f"{shown} has the bytes {begin} to {end}, and the previous tensor ends at {position}")
+            raise ValueError(f"{shown} has the bytes {begin} to {end}, and the previous tensor ends at {position}")
         if tensor.dtype in DTYPE_BYTES and DTYPE_BYTES[tensor.dtype] * math.prod(tensor.shape) != end - begin:
-            raise _DamagedError(f"{shown} has shape {list(tensor.shape)} of {tensor.dtype} in {end - begin} bytes")
+            raise ValueError(f"{shown} has shape {list(tensor.shape)} of {tensor.dtype} in {end - begin} bytes")
         position = end
     expected = _LENGTH_BYTES + num_header_bytes + position
     if size != expected:
         state = "truncated" if size < expected else "damaged"
-        raise _DamagedError(f"it is {state}: it has {size} bytes of {expected}; fetch it again")
+        raise ValueError(f"it is {state}: it has {size} bytes of {expected}; fetch it again")
     return tensors
 
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
 from msgspec import Struct
-from msgspec.structs import replace
 
 from aioengine import logs, plugins
 from aioengine.api import checks
@@ -47,6 +46,9 @@ _WIDER: Final = ("float64", "double", "float", "auto")
 _logger = logging.getLogger(__name__)
 _READ_QUANTIZED: Final = {("gpt_oss", "mxfp4")}
 """Supported pairs of model type and quantization method."""
+_CONVERTED: Final = (
+    "the experts in %s have 4 bits (MXFP4); they are converted to the model's dtype when they are loaded"
+)
 _MAX_HUB_ID: Final = 200
 
 
@@ -276,15 +278,27 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
         )
     config, model, pooling, implementation = _read_config(folder, wanted)
     generation = folder_files.read_json(folder / "generation_config.json", _GenerationConfig) or _GenerationConfig()
+    missing = None if configs_only else checkpoint.missing_weights(folder)
+    is_loaded = not configs_only and not missing and (implementation != OWN or wanted.load_format != "dummy")
+    files = checkpoint.file_states(checkpoint.model_files(folder, with_weights=is_loaded))
+    num_parameters = 0
     if implementation == OWN:
-        weights = _stored_weights(folder, model, load_format=wanted.load_format, configs_only=configs_only)
         layers = adaptable_layers(model) if isinstance(model, DecoderConfig) else {}
-    else:
+        if is_loaded:
+            checkpoint.check_folder(folder, model)
+            if isinstance(model, DecoderConfig) and model.experts is not None and model.experts.stored == "mxfp4":
+                logs.log(_logger, logging.INFO, _CONVERTED, folder)
+    else:  # transformers checks the tensors when it loads them
         shapes = _fallback_shapes(folder, wanted, configs_only=configs_only)
-        weights = _fallback_weights(folder, model, shapes, configs_only=configs_only)
-        layers = fallback_layers(shapes, model.vocab_size)
-    if wanted.tokenizer and not configs_only:
-        weights = replace(weights, tokenizer_files=_tokenizer_files(tokenizer))
+        num_parameters, layers = sum(map(math.prod, shapes.values())), fallback_layers(shapes, model.vocab_size)
+        if is_loaded:
+            checkpoint.check_num_layers(shapes, model.num_layers, folder)
+    weights = StoredWeights(
+        missing=missing,
+        files=files,
+        tokenizer_files=_tokenizer_files(tokenizer) if wanted.tokenizer and not configs_only else {},
+        num_parameters=num_parameters,
+    )
     defaults: dict[str, float] = {}
     left_out = ""
     if wanted.sampling_defaults == "model" and model.task is Task.GENERATE:
@@ -346,19 +360,6 @@ def _tokenizer_files(folder: Path) -> dict[str, str]:
     return checkpoint.file_states(path for path in paths if folder_files.is_file(path))
 
 
-def _stored_weights(folder: Path, model: TransformerConfig, *, load_format: str, configs_only: bool) -> StoredWeights:
-    """Return the files of the weights. Files that will be loaded are checked, see ``check_folder``."""
-    missing = None if configs_only else checkpoint.missing_weights(folder)
-    is_loaded = not configs_only and load_format != "dummy" and not missing
-    files = checkpoint.file_states(checkpoint.model_files(folder, with_weights=is_loaded))
-    if is_loaded:
-        checkpoint.check_folder(folder, model)
-        if isinstance(model, DecoderConfig) and model.experts is not None and model.experts.stored == "mxfp4":
-            text = "the experts in %s have 4 bits (MXFP4); they are converted to the model's dtype when they are loaded"
-            logs.log(_logger, logging.INFO, text, folder)
-    return StoredWeights(missing=missing, files=files)
-
-
 def _fallback_shapes(folder: Path, wanted: ModelConfig, *, configs_only: bool) -> dict[str, tuple[int, ...]]:
     """Return the tensors of a model in transformers' code; {} if there are no files.
 
@@ -371,21 +372,6 @@ def _fallback_shapes(folder: Path, wanted: ModelConfig, *, configs_only: bool) -
     if configs_only and wanted.path is not None and needs_download(wanted.path):
         return weight_shapes(wanted.path, revision=wanted.revision)
     return {}
-
-
-def _fallback_weights(
-    folder: Path, model: TransformerConfig, shapes: Mapping[str, tuple[int, ...]], *, configs_only: bool
-) -> StoredWeights:
-    """Return the files of the weights of a model in transformers' code, which checks the tensors when it loads them.
-
-    Raises ValueError if there are fewer tensors than layers.
-    """
-    missing = None if configs_only else checkpoint.missing_weights(folder)
-    is_loaded = not configs_only and not missing
-    if is_loaded:
-        checkpoint.check_num_layers(shapes, model.num_layers, folder)
-    files = checkpoint.file_states(checkpoint.model_files(folder, with_weights=is_loaded))
-    return StoredWeights(missing=missing, files=files, num_parameters=sum(map(math.prod, shapes.values())))
 
 
 def family_config(wanted: ModelConfig) -> TransformerConfig:

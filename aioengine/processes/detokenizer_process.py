@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 
 
 class TextSource:
-    """The stages of a request's text, by its rules; None in place of them where there is no tokenizer."""
+    """Builds text pipelines for requests. Without a tokenizer, requests have no text."""
 
     def __init__(self, tokenizer_path: str | None) -> None:
-        """Read the tokenizer in the folder ``tokenizer_path``.
+        """Read the tokenizer in the folder ``tokenizer_path``. None: there is no tokenizer.
 
         Raises:
-            ValueError: there is none, or its files cannot be read.
+            ValueError: the folder has no tokenizer, or its files cannot be read.
         """
         self._tokenizer = None if tokenizer_path is None else Tokenizer(tokenizer_path)
         self._patterns = PatternCache()
@@ -56,10 +56,10 @@ class TextSource:
             self._source(self._tokenizer, skip_special_tokens=True)
 
     def pipeline(self, rules: TextRules) -> TextPipeline | None:
-        """The stages of a new request.
+        """Return the pipeline of a new request. None: there is no tokenizer.
 
         Raises:
-            ValueError: a stop of the rules cannot be used.
+            ValueError: a stop pattern is invalid.
         """
         if self._tokenizer is None:
             return None
@@ -76,7 +76,7 @@ class TextSource:
         return TextPipeline(make_detokenizer(source, rules.context_token_ids), stops)
 
     def token_text(self, token_id: int) -> str:
-        """The text of a token by itself; U+FFFD stands for bytes that are no whole character."""
+        """Return the text of a single token, with U+FFFD for incomplete characters."""
         if self._tokenizer is None:
             return ""
         source = self._source(self._tokenizer, skip_special_tokens=False)
@@ -84,7 +84,7 @@ class TextSource:
         return text if isinstance(text, str) else text.decode(errors="replace")
 
     def _source(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> TokenTable | Decode:
-        """What decodes, with special tokens or without: a table, or the tokenizer where a table is too little."""
+        """Return the token table, or ``decode`` of the tokenizer if its decoder needs more than a table."""
         source = self._sources.get(skip_special_tokens)
         if source is None:
             facts = cast("TokenizerFile", tokenizer.decoding_facts())
@@ -101,7 +101,7 @@ _MAX_REMEMBERED = 16_384
 
 
 class DetokenizerService:
-    """Turns each ``StepOutput`` into a ``TextChunks``, and ends requests at their stop strings."""
+    """Converts each ``StepOutput`` to a ``TextChunks``, and ends requests at their stop strings."""
 
     def __init__(
         self,
@@ -116,16 +116,11 @@ class DetokenizerService:
         self._board = board or CrashBoard(blank_board(1, 1))
         self._open: dict[int, OpenText] = {}
         self._matching = MatchingQueue()
-        self._stopped: dict[int, None] = {}  # uids of requests that ended here, in order
+        self._stopped: dict[int, None] = {}  # uids of requests that ended here; the scheduler may still send their end
         self._to_abort: list[int] = []
         self._chunks: list[Message] = []
         self._sent_at = 0.0
         self._sent_to_peer_at = 0.0
-
-    @property
-    def num_remembered(self) -> int:
-        """Number of requests that ended here. The scheduler may still send their ``End``."""
-        return len(self._stopped)
 
     def handle(self, messages: list[Message], now: float) -> None:
         self._matching.begin()
@@ -179,7 +174,7 @@ class DetokenizerService:
                 continue
             try:
                 if request.push(token_id, end, chunks):
-                    self._stop(request, chunks, now)
+                    self._end_here(request, End(request.uid, FinishCode.STOP, request.matched), chunks, now)
             except Exception as error:
                 self._fail(request, error, chunks, now)
         for uid in output.preempted:
@@ -221,7 +216,7 @@ class DetokenizerService:
             if token.is_replayed:
                 request.replay(token.token_id)
             elif request.push(token.token_id, token.end, chunks):
-                self._stop(request, chunks, now)
+                self._end_here(request, End(request.uid, FinishCode.STOP, request.matched), chunks, now)
         except Exception as error:
             self._fail(request, error, chunks, now)
         self._matching.spend(request.matching_s - used_s)
@@ -282,8 +277,16 @@ class DetokenizerService:
 
     def _end_here(self, request: OpenText, end: End, chunks: TextChunks, now: float) -> None:
         """End a request here and abort it in the scheduler."""
+        uid = request.uid
         chunks.ended.append(request.complete(end, now))
-        self._forget(request.uid)
+        uid = request.uid
+        del self._open[uid]
+        if self._matching.drop(uid):
+            return  # the scheduler has already ended it
+        self._to_abort.append(uid)
+        self._stopped[uid] = None
+        if len(self._stopped) > _MAX_REMEMBERED:
+            del self._stopped[next(iter(self._stopped))]
 
     def _stop(self, request: OpenText, chunks: TextChunks, now: float) -> None:
         """End a request at a stop string."""
@@ -293,15 +296,6 @@ class DetokenizerService:
         """End a request with an error. Other requests continue."""
         message = error.cause if isinstance(error, RequestError) else describe(error)
         self._end_here(request, End(request.uid, FinishCode.FAILED, stage=_STAGE, message=message), chunks, now)
-
-    def _forget(self, uid: int) -> None:
-        del self._open[uid]
-        if self._matching.drop(uid):
-            return  # the scheduler has already ended it
-        self._to_abort.append(uid)
-        self._stopped[uid] = None
-        if len(self._stopped) > _MAX_REMEMBERED:
-            del self._stopped[next(iter(self._stopped))]
 
 
 def _ends(output: StepOutput) -> Iterable[End | None]:

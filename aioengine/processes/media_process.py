@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from PIL import Image
 
-from aioengine.child_process.host import die_with_parent, handle_signals, limit_threads, name_process
+from aioengine.child_process.host import die_with_parent, handle_signals, limit_threads, name_process, read_orders
 from aioengine.media import pictures
 from aioengine.media.service.processors import load_processor
 from aioengine.media.service.worker import MediaWorker
@@ -27,7 +27,7 @@ MAX_LINE: Final = 1 << 20
 def main() -> None:
     faulthandler.enable()
     handle_signals()
-    orders = decode_media_orders(_read_line(0))
+    orders = decode_media_orders(read_orders())
     name_process("aioengine:media")
     die_with_parent(orders.parent_pid)
     limit_threads(1)
@@ -64,13 +64,3 @@ async def _serve(channel: socket.socket, worker: MediaWorker) -> None:
         tasks.add(task := asyncio.create_task(do(job)))
         task.add_done_callback(tasks.discard)
         await asyncio.sleep(0)  # start the job before the next line is read, which may cancel it
-
-
-def _read_line(fd: int) -> bytes:
-    line = b""
-    while not line.endswith(b"\n"):
-        part = os.read(fd, 65536)
-        if not part:
-            os._exit(1)  # the parent died first
-        line += part
-    return line

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import json
 import logging
+import pkgutil
 import sys
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -74,7 +74,7 @@ class SchedulerService:
     """Connects ``SchedulerCore`` to messages, without I/O.
 
     Attributes:
-        adapters: the adapters of the runner; None if the runner applies no adapters.
+        facts: facts for ``Ready``. adapters: the adapters of the runner; None if the runner applies no adapters.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class SchedulerService:
         self._runner = runner
         self._profile = profile
         self._settings = settings
-        self._facts = facts
+        self.facts = facts
         self._report = report
         self._grammars = grammars
         self.adapters: Adapters | None = None
@@ -118,10 +118,6 @@ class SchedulerService:
             "start_profile": profile.start,
             "stop_profile": profile.stop,
         }
-
-    @property
-    def facts(self) -> Mapping[str, str | int | float | bool]:
-        return self._facts
 
     def handle(self, messages: list[Message], now: float) -> None:
         """Queue and abort requests, and answer control calls. An error in a request ends only this request."""
@@ -292,9 +288,9 @@ class SchedulerService:
         if control.name in (LOAD_ADAPTER, UNLOAD_ADAPTER) and self.adapters is not None:
             self.adapters.control(control, lambda reply: self._answer(reply, now))
         elif control.name in self._controls:
-            self._answer(self._scheduler_reply(control), now)
-        elif control.name in self._runner.controls:
-            self._core.call_between_steps(lambda: self._answer(self._runner_reply(control), now))
+            self._answer(self._reply(control, self._scheduler_reply), now)
+        elif (call := self._runner.controls.get(control.name)) is not None:
+            self._core.call_between_steps(lambda: self._answer(self._reply(control, call, _CONTROL_STAGE), now))
         else:
             known = ", ".join([*self._controls, *self._runner.controls])
             message = f"unknown control call {control.name!r}; there are {known}"
@@ -308,23 +304,21 @@ class SchedulerService:
         self._replies.append(reply)
 
     def _scheduler_reply(self, control: Control) -> Reply:
-        self._report(Progress(control.name, 0, 1, ""))
-        try:
-            success, message, data = self._controls[control.name](**control.arguments)
-        except Exception as error:  # only the call fails
-            return Reply(control.call_id, False, _failure_of(control, error))
-        return Reply(control.call_id, success, message, data)
+        return Reply(control.call_id, *self._controls[control.name](**control.arguments))
 
-    def _runner_reply(self, control: Control) -> Reply:
+    def _reply(self, control: Control, call: Callable[[Control], Reply], stage: str = "") -> Reply:
+        """Return the reply of ``call``, or a failure if it raises. stage: of the failure."""
         self._report(Progress(control.name, 0, 1, ""))
         try:
-            reply = self._runner.controls[control.name](control)
-            self._core.requests.events.weight_version = weight_version_in(self._runner.facts)
+            reply = call(control)
             num_bytes = len(reply.data) + len(reply.payload)
             if num_bytes > MAX_PAYLOAD_BYTES:  # sending it would fail and end this process
                 raise ValueError(f"its reply has {num_bytes:,} bytes, the limit is {MAX_PAYLOAD_BYTES:,}")
         except Exception as error:  # only the call fails
-            return Reply(control.call_id, False, _failure_of(control, error), stage=_CONTROL_STAGE)
+            logger.warning("the control call %r failed", control.name, exc_info=error)
+            message = f"{control.name} failed: {type(error).__name__}: {error}"
+            return Reply(control.call_id, False, message, stage=stage)
+        self._core.requests.events.weight_version = weight_version_in(self._runner.facts)
         return reply
 
     def _flush_cache(self) -> tuple[bool, str, str]:
@@ -346,7 +340,7 @@ class SchedulerService:
 
     def _server_info(self) -> tuple[bool, str, str]:
         stats = msgspec.structs.asdict(self._core.scheduler.stats(time.monotonic()))
-        info = {"settings": self._settings, "facts": self._facts, "stats": stats}
+        info = {"settings": self._settings, "facts": self.facts, "stats": stats}
         if self.adapters is not None:
             stats["adapters"] = self.adapters.figures
         if self._grammars is not None:
@@ -359,12 +353,6 @@ class SchedulerService:
         return True, f"{gc.get_freeze_count()} objects frozen", ""
 
 
-def _failure_of(control: Control, error: Exception) -> str:
-    """Log the exception of a control call. Return the message of its reply."""
-    logger.warning("the order %r failed", control.name, exc_info=error)
-    return f"{control.name} failed: {type(error).__name__}: {error}"
-
-
 def build_service(
     settings: Settings, report: Callable[[Progress], None], board: CrashBoard | None = None
 ) -> SchedulerService:
@@ -373,11 +361,12 @@ def build_service(
     board: crash board on which each step is recorded.
 
     Raises:
-        ValueError: the factory's name or its runner cannot be used.
+        ImportError, AttributeError: the factory cannot be imported.
+        ValueError: its runner cannot be used.
         Exception: the exception of the factory.
     """
     start = time.monotonic()
-    factory = load_factory(settings.runner.factory)
+    factory: RunnerFactory = pkgutil.resolve_name(settings.runner.factory)
     imports_s = time.monotonic() - start
     runner: Runner[Any] = factory(settings, report)
     grammars = None
@@ -439,23 +428,6 @@ def weight_version_in(facts: Mapping[str, str | int | float | bool]) -> str:
     return str(facts.get("weight_version", DEFAULT_WEIGHT_VERSION))
 
 
-def load_factory(name: str) -> RunnerFactory:
-    """Import the function with the name ``"module:function"``.
-
-    Raises:
-        ValueError: the name has another form, or the module has no such function.
-        ImportError: the module, or a module that it needs, could not be imported.
-    """
-    module_name, _, function_name = name.partition(":")
-    if not module_name or not function_name:
-        raise ValueError(f"runner factory {name!r} is not of the form 'module:function'")
-    module = importlib.import_module(module_name)
-    factory: RunnerFactory | None = vars(module).get(function_name)
-    if not callable(factory):
-        raise ValueError(f"runner factory {name!r}: module {module_name!r} has no function {function_name!r}")
-    return factory
-
-
 def work(child: Child) -> None:
     limit_threads(child.settings.runner.num_threads)
     limit_kernel_cache()
@@ -463,7 +435,7 @@ def work(child: Child) -> None:
     install_timer_signal()
     if child.settings.runner.lora is not None:
         sys.setswitchinterval(_SWITCH_S)
-    service = build_service(child.settings, child.uplink.report, child.board)
+    service = build_service(child.settings, child.uplink.post, child.board)
     child.serve(service, DETOKENIZER)
 
 

@@ -78,8 +78,8 @@ def build(settings: Settings, report: Callable[[Progress], None]) -> ModelRunner
 def _build(settings: Settings, device: torch.device, report: Callable[[Progress], None]) -> ModelRunner:
     times = StartTimes()
     torch.set_num_threads(settings.runner.num_threads)
-    dtype = _dtype(settings.model.dtype, device)
-    kv_dtype = _dtype(settings.memory.kv_dtype or settings.model.dtype, device)
+    dtype = DTYPES[settings.model.dtype]
+    kv_dtype = DTYPES[settings.memory.kv_dtype or settings.model.dtype]
     memory = DeviceMemory(device)
     vocab_size = sampled_vocab_size(settings)
     check_unchanged(settings.model.files, "since the engine was made")
@@ -164,7 +164,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
 
 
 def _pool_budget(model: Model, settings: Settings, memory: DeviceMemory, adapters: AdapterPool | None) -> PoolBudget:
-    """Return the memory for pages and states, after that of the largest step."""
+    """Return the memory that the largest step leaves for pages and states."""
     limits = settings.scheduler
     image_tokens = min(settings.model.context_length, MAX_IMAGE_TOKENS)
     num_captured = longest_graph(settings, model.num_active)
@@ -199,16 +199,6 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {name!r} is not available: torch finds no usable NVIDIA GPU; device='cpu' works")
     return device
-
-
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    if name not in DTYPES:
-        raise ValueError(f"dtype {name!r} is not known; what works: {', '.join(DTYPES)}")
-    if DTYPES[name] == torch.float16 and device.type == "cpu":
-        raise ValueError(
-            "dtype 'float16' is not available on a CPU: it is slow there and overflows; use bfloat16 or float32"
-        )
-    return DTYPES[name]
 
 
 def _compile_sampling(model: Model, vocab_size: int, *, logprobs_mode: str, device: torch.device) -> None:

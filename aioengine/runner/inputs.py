@@ -1,4 +1,4 @@
-"""Build the tensors of a step from the rows of a plan, by operations on whole columns.
+"""Build the tensors of a step from the rows of a plan, by operations on columns.
 
 T packed tokens of the step, R rows, P pages of the longest row, S rows that sample, G layer groups, D model size,
 N extra output tokens.

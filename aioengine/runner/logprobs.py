@@ -157,7 +157,7 @@ def _column_indices(needed: tuple[int, int], computed: tuple[int, int]) -> Ints:
 
 
 class Logprobs:
-    """Computes the logprobs of steps. ``take`` returns those of the current step."""
+    """Computes the logprobs of steps. ``take`` returns the logprobs of the current step."""
 
     def __init__(
         self, compute_logits: Callable[[Tensor], Tensor], upload: Upload, sampler: Sampler | DeviceSampler | None

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aioengine.families._block_config import TensorSpec
-from aioengine.model_files.checkpoint import FLOAT_BYTES, check_entries, check_unchanged, file_states, read_headers
+from aioengine.families._block_config import FLOAT_BYTES, TensorSpec
+from aioengine.model_files.checkpoint import check_entries, check_unchanged, file_states, read_headers
 from aioengine.runner.tensor_files import DTYPES
 from aioengine.runner.weight_reading import read_all
 
@@ -47,7 +47,7 @@ def load(model: Model, folder: Path, *, load_format: str, seed: int, report: Rep
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load_format {load_format!r} is not known; what works: {', '.join(LOAD_FORMATS)}")
     num_bytes = _fill(model, folder, load_format=load_format, seed=seed, report=report)
-    model.finish_loading()  # no references to parameters remain here, so it can free those that it converts
+    model.finish_loading()  # this function has no references to parameters, so converted parameters are freed
     return num_bytes
 
 

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from aioengine.families._block_config import MambaConfig, ShortConvConfig
 from aioengine.families._config import DecoderConfig
-from aioengine.families._tensors import checkpoint_tensors
+from aioengine.families._tensors import checkpoint_tensors, plain_tensors
 from aioengine.families._towers import num_tower_parameters
 from aioengine.families._vision import VisionConfig
 from aioengine.settings.page_groups import PageGroups, layer_groups
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from aioengine.families._config import TransformerConfig
+    from aioengine.families._tensors import LinearTensors
     from aioengine.settings.config import Settings
 
 DTYPE_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -58,6 +59,19 @@ def num_parameters(config: TransformerConfig, raw: Mapping[str, object] | None =
     if raw is not None and isinstance(config, VisionConfig):
         count += num_tower_parameters(raw, config.hidden_size)
     return count
+
+
+def weights_bytes(
+    config: TransformerConfig,
+    itemsize: int,
+    raw: Mapping[str, object],
+    linear_tensors: LinearTensors = plain_tensors,
+) -> int:
+    """Return the bytes of the weights. ``itemsize``: of the model's dtype. ``raw``: see ``num_parameters``."""
+    num_bytes = sum(spec.num_bytes(itemsize) for spec in checkpoint_tensors(config, linear_tensors).values())
+    if isinstance(config, VisionConfig):
+        num_bytes += num_tower_parameters(raw, config.hidden_size) * itemsize
+    return num_bytes
 
 
 def active_parameters(config: TransformerConfig) -> int:

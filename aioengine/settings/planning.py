@@ -33,6 +33,7 @@ from aioengine.settings.memory_model import (
     reserved_bytes,
     state_bytes,
     step_numbers,
+    weights_bytes,
 )
 from aioengine.settings.resolve import resolve
 
@@ -187,14 +188,15 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
     if device_memory is None:
         device_memory = machine.free_host_memory() if is_on_cpu else _gpu_memory(device)
     family = model_folder.family_config(config.model)
-    count, itemsize = _num_parameters(family, facts), DTYPE_BYTES[settings.model.dtype]
-    weights_bytes, activations = count * itemsize, _activations(family, settings, itemsize)
+    itemsize = DTYPE_BYTES[settings.model.dtype]
+    count, num_weights_bytes = _weights(family, facts, itemsize)
+    activations = _activations(family, settings, itemsize)
     activations += _adapter_numbers(settings, facts.linear_layers) * itemsize
     share = settings.memory.mem_fraction_static if settings.memory.num_pages is None else 1.0
     if is_on_cpu:
-        num_bytes = int((device_memory - weights_bytes) * share)
+        num_bytes = int((device_memory - num_weights_bytes) * share)
     else:
-        num_bytes = int(device_memory * share) - _CUDA_BYTES - weights_bytes - activations
+        num_bytes = int(device_memory * share) - _CUDA_BYTES - num_weights_bytes - activations
     length = settings.model.context_length
     states = state_bytes(family, itemsize)
     demand = PoolDemand.of(settings, kv_cache(family, length), itemsize=itemsize, state_bytes=states)
@@ -218,7 +220,7 @@ def plan_of(config: EngineConfig, device_memory: int | None = None) -> Plan:
         device=settings.runner.device,
         dtype=settings.model.dtype,
         attention_backend=settings.runner.attention_backend,
-        weights_bytes=weights_bytes,
+        weights_bytes=num_weights_bytes,
         kv_bytes_per_token=demand.pages_in(whole) * demand.page_bytes // whole,
         state_bytes_per_request=states,
         activations_bytes=activations,
@@ -244,19 +246,20 @@ def _reason(facts: ModelFacts, wanted: ModelConfig) -> str:
     return f"{reason}; but an engine would refuse to start: {missing}" if missing else reason
 
 
-def _num_parameters(family: TransformerConfig, facts: ModelFacts) -> int:
-    """Return the number of parameters; for transformers' code, the number of elements in the files of the weights.
+def _weights(family: TransformerConfig, facts: ModelFacts, itemsize: int) -> tuple[int, int]:
+    """Return number and bytes of the parameters. For transformers' code, count the elements in the weight files.
 
     Raises ValueError if there are no such files.
     """
     if facts.implementation == OWN:
-        return num_parameters(family, folder_files.read_object(Path(facts.path) / "config.json"))
+        raw = folder_files.read_object(Path(facts.path) / "config.json")
+        return num_parameters(family, raw), weights_bytes(family, itemsize, raw)
     if not facts.weights.num_parameters:
         raise ValueError(
             f"transformers' code would compute this model, if it knows the type {checks.shown(facts.model_type)}. The "
             f"size of its weights is found in their files: {checkpoint.missing_weights(Path(facts.path))}"
         )
-    return facts.weights.num_parameters
+    return facts.weights.num_parameters, facts.weights.num_parameters * itemsize
 
 
 def _activations(family: TransformerConfig, settings: Settings, itemsize: int) -> int:

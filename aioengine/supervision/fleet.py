@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -20,8 +21,8 @@ import msgspec
 
 from aioengine.logs import warn
 from aioengine.protocol.messages import Control, Reply, Stats, Submit, TextChunks, Totals
-from aioengine.supervision.processes import Events
 from aioengine.supervision.routing import Routes
+from aioengine.supervision.supervisor import Events, Supervisor, describe_loss
 from aioengine.supervision.tasks import EngineTask
 
 if TYPE_CHECKING:
@@ -29,8 +30,7 @@ if TYPE_CHECKING:
 
     from aioengine.errors import EngineError
     from aioengine.protocol.messages import ToFrontend, ToScheduler
-    from aioengine.supervision.processes import ProcessState
-    from aioengine.supervision.supervisor import Supervisor
+    from aioengine.supervision.incarnation import ProcessState
 
 logger = logging.getLogger(__name__)
 
@@ -180,10 +180,11 @@ class Fleet:
             self._events.on_failure(error)
             return
         replica = self._replicas[number]
-        reason = str(error).partition(";")[0]
-        warn(logger, "replica %d has failed, its requests go on in %d others: %s", number, len(self._living), reason)
+        reason = describe_loss(error)
+        warn(logger, "replica %d has failed; %d others continue its requests: %s", number, len(self._living), reason)
         self._stops.append(EngineTask(replica.stop(_STOP_TIMEOUT_S), name="aioengine-stop", on_failure=_ignore))
-        reports, requests, suspects = replica.hand_over(error)
+        requests, suspects = replica.ledger.hand_over(describe_loss(error), time.monotonic())
+        reports = replica.ledger.take_reports()
         if number in self._stats:  # keep its totals; the gauges become 0
             reports.append(Stats(*msgspec.structs.astuple(self._stats[number])[:_NUM_TOTALS]))
         self._num_open[number] = 0
@@ -191,8 +192,12 @@ class Fleet:
         for request in requests:
             if isinstance(request, Submit) and request.uid in suspects:
                 replica = self._replicas[self._routes.choose(request)]
-                replica.adopt({request.uid: suspects[request.uid]})
+                replica.ledger.adopt({request.uid: suspects[request.uid]})
         self.send(requests)
+
+
+Processes = Supervisor | Fleet
+"""The processes of an engine with one replica, or with several."""
 
 
 def _sum(parts: Iterable[Stats]) -> Stats:

@@ -86,6 +86,7 @@ class Handshake:
             self._done.exception()  # marks it as retrieved, because the wait may have been cancelled
 
     def _describe_timeout(self, timeout_s: float) -> str:
+        """Return the error of a start that takes too long, with the last progress."""
         roles = " and ".join(sorted(map(str, self._waiting_for)))
         were = "process was" if len(self._waiting_for) == 1 else "processes were"
         text = f"the {roles} {were} not ready within {timeout_s:g} seconds"

@@ -8,6 +8,7 @@ mended: a new detokenizer is started, and the scheduler drops its requests and c
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import threading
@@ -36,10 +37,9 @@ from aioengine.protocol.messages import (
     Submit,
     TextChunks,
 )
-from aioengine.supervision.family import Family
 from aioengine.supervision.handshake import Handshake
-from aioengine.supervision.processes import ProcessState
-from aioengine.supervision.tasks import EngineTask, post
+from aioengine.supervision.launchers._base import KILL_WAIT_S
+from aioengine.supervision.tasks import EngineTask, post, runs_here
 from aioengine.transport.base import BacklogFullError
 
 if TYPE_CHECKING:
@@ -118,6 +118,16 @@ MEND_TIMEOUT_S: Final = 20.0
 """Maximum time for a mend: the scheduler ends its step, then a detokenizer starts. Else both are replaced."""
 
 
+class ProcessState(Struct, frozen=True):
+    """The state of a child in ``health()``. Ages are in seconds; None if there was no heartbeat or no step yet."""
+
+    role: str
+    pid: int
+    alive: bool
+    last_heartbeat_s: float | None
+    last_step_s: float | None
+
+
 class Loss(Struct, frozen=True):
     """The reason for the end of an incarnation.
 
@@ -160,15 +170,15 @@ class Incarnation:
     ) -> None:
         self._roles = roles
         self._launcher = launcher_class(settings, roles)
-        self._family = Family(self._launcher.children, self._child_ended)
         self._heartbeats = Heartbeats(stall_timeout_s)
         self._startup_timeout_s = startup_timeout_s
         self._step_tokens = settings.scheduler.chunk_tokens
         self._on_messages = on_messages
         self._on_loss = on_loss
         self._on_progress: Callable[[Progress], None] | None = None
-        self._owner: tuple[asyncio.AbstractEventLoop, threading.Thread] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._closing = threading.RLock()
+        self._replaced: RunningChild | None = None  # a detokenizer whose exit is not reported
         self._state = _State.STARTING
         self._handshake: Handshake | None = None
         self._pump: EngineTask | None = None
@@ -196,7 +206,11 @@ class Incarnation:
             EngineStartupError, BacklogFullError: the mend failed. No child is left running.
         """
         self._startup_timeout_s = min(self._startup_timeout_s, MEND_TIMEOUT_S)
-        await self._family.end_one(DETOKENIZER)
+        for child in self._launcher.children:
+            if child.role == DETOKENIZER:
+                self._replaced = child
+                child.kill()
+                await _wait_for_exits([child], KILL_WAIT_S)
         return await self._begin(
             [
                 ((SCHEDULER,), self._launcher.begin_epoch),
@@ -207,7 +221,7 @@ class Incarnation:
 
     async def _begin(self, stages: list[tuple[Collection[Role], Callable[[], Awaitable[None]]]]) -> dict[str, object]:
         """For each stage, run its launch and wait until the children with its roles are ready."""
-        self._owner = asyncio.get_running_loop(), threading.current_thread()
+        self._loop = asyncio.get_running_loop()
         facts: dict[str, object] = {}
         try:
             for roles, launch in stages:
@@ -215,15 +229,15 @@ class Incarnation:
                 await launch()
                 if self._pump is None or self._pump.is_done:
                     self._pump = EngineTask(self._run_pump(), name="aioengine-pump", on_failure=self._pump_failed)
-                self._family.watch()
-                for child in self._family.ended(roles):
+                self._watch_children()
+                for child in self._ended_children(roles):
                     self._handshake.child_ended(child)
                 facts |= await self._handshake.wait(self._startup_timeout_s)
             self._state = _State.RUNNING
             # Rank 0 waits for the other ranks in every step, so it stalls if one of them does.
             self._heartbeats.watch([role for role in self._roles if role.rank == 0], self._lose)
-            for child in self._family.ended(self._roles):  # exited after the handshake
-                asyncio.get_running_loop().call_soon(self._child_ended, child)
+            for child in self._ended_children(self._roles):  # exited after the handshake
+                self._loop.call_soon(self._child_ended, child)
             return facts
         except GeneratorExit:  # the loop is closed, so nothing can be awaited
             self.kill_now()
@@ -290,9 +304,7 @@ class Incarnation:
             stalled = EngineStalledError(f"the scheduler process does not take its messages: {error}")
             loop.call_soon(self._lose, SCHEDULER, stalled)
         except Exception as error:  # otherwise calls would wait forever for replies to lost messages
-            failure = EngineError(f"messages for the scheduler could not be sent: {error!r}")
-            failure.__cause__ = error
-            loop.call_soon(partial(self._lose, None, failure, is_final=True))
+            loop.call_soon(self._fail, "messages for the scheduler could not be sent", error)
 
     def _transmit(self, messages: list[Message]) -> None:
         """Send one frame. If a message cannot be encoded, send one frame per message; only that message fails."""
@@ -333,7 +345,12 @@ class Incarnation:
                     self._heartbeats.record(SCHEDULER, now)
                     for_frontend.append(message)
                 case Progress():
-                    self._note_progress(message)
+                    if self._handshake is not None:
+                        self._handshake.receive(message)
+                    if self._state is _State.RUNNING:
+                        self._heartbeats.excuse(SCHEDULER)
+                    elif self._on_progress is not None:
+                        self._on_progress(message)
                 case Ready() | Failed():
                     if self._handshake is not None:
                         self._handshake.receive(message)
@@ -345,29 +362,42 @@ class Incarnation:
         if for_frontend:
             self._report(for_frontend)
 
-    def _note_progress(self, progress: Progress) -> None:
-        if self._handshake is not None:
-            self._handshake.receive(progress)
-        if self._state is _State.RUNNING:
-            self._heartbeats.excuse(SCHEDULER)
-        elif self._on_progress is not None:
-            self._on_progress(progress)
-
     # ------------------------------------------------------------ losses
 
     def _pump_failed(self, error: EngineDeadError) -> None:
         """Handle an exception or cancellation of the pump. Waiting calls must end, since no message can arrive."""
-        failure: EngineError = error
         cause = error.__cause__
-        if cause is not None:
-            verb = "came damaged" if isinstance(cause, LostFrameError) else "could not be handled"
-            failure = EngineError(f"messages of the engine's processes {verb}: {cause!r}")
-            failure.__cause__ = cause
-        elif self._state is _State.BROKEN:
-            self._state = _State.RUNNING  # cancelled by the program: this loss is final, so there is no mend
+        if isinstance(cause, LostFrameError):
+            self._fail("messages of the engine's processes came damaged", cause, is_final=False)
+        elif cause is not None:
+            self._fail("messages of the engine's processes could not be handled", cause)
+        else:
+            if self._state is _State.BROKEN:
+                self._state = _State.RUNNING  # cancelled by the program: this loss is final, so there is no mend
+            if self._handshake is not None:
+                self._handshake.fail(str(error))
+            self._lose(None, error, is_final=True)
+
+    def _fail(self, text: str, cause: BaseException, *, is_final: bool = True) -> None:
+        """Fail the start, or report a loss of all children."""
+        failure = EngineError(f"{text}: {cause!r}")
+        failure.__cause__ = cause
         if self._handshake is not None:
             self._handshake.fail(str(failure))
-        self._lose(None, failure, is_final=not isinstance(cause, LostFrameError))
+        self._lose(None, failure, is_final=is_final)
+
+    def _watch_children(self) -> None:
+        """Watch the exits of all children. A child that is already watched is not watched again."""
+        for child in self._launcher.children:
+            child.watch(partial(self._exited, child))
+
+    def _exited(self, child: RunningChild) -> None:
+        if child is not self._replaced:
+            self._child_ended(child)
+
+    def _ended_children(self, roles: Collection[Role]) -> list[RunningChild]:
+        """Return the children with these roles that have exited."""
+        return [child for child in self._launcher.children if child.role in roles and not child.is_alive]
 
     def _child_ended(self, child: RunningChild) -> None:
         if self._state is _State.FAILED and not any(other.is_alive for other in self._launcher.children):
@@ -384,10 +414,7 @@ class Incarnation:
             error = EngineDeadError(str(child.role), pid=child.pid, exit_code=child.exit_code, log_lines=log_lines)
             self._lose(child.role, error)
         except Exception as cause:  # the event loop would only log it, and calls would wait forever
-            failure = EngineError(f"the exit of the {child.role} process could not be handled: {cause!r}")
-            failure.__cause__ = cause
-            self._handshake.fail(str(failure))
-            self._lose(None, failure, is_final=True)
+            self._fail(f"the exit of the {child.role} process could not be handled", cause)
 
     def _lose(self, role: Role | None, error: EngineError, *, is_final: bool = False) -> None:
         """End the children that cannot continue, and report the loss once. role: role of the lost child."""
@@ -398,7 +425,7 @@ class Incarnation:
         try:
             rows = self.rows_in_flight(role) if role is not None else {}
             scheduler_roles = [other for other in self._roles if other != DETOKENIZER]
-            is_mendable = role == DETOKENIZER and not self._family.ended(scheduler_roles)
+            is_mendable = role == DETOKENIZER and not self._ended_children(scheduler_roles)
             if is_mendable:
                 self._state = _State.BROKEN
                 self._heartbeats.stop()
@@ -417,7 +444,8 @@ class Incarnation:
         with_engine: the engine fails too. Then everything is closed after the last exit, and ``end`` is optional.
         """
         self._mark_ended()
-        self._family.kill()
+        for child in self._launcher.children:
+            child.kill()
         if with_engine:
             self._state = _State.FAILED
             for child in self._launcher.children:
@@ -426,13 +454,14 @@ class Incarnation:
     def kill_now(self) -> None:
         """Kill the children, from any thread, with or without a running loop."""
         self._state = _State.ENDED
-        self._family.kill_and_reap()
-        if self._owner is not None:
-            loop, thread = self._owner
-            is_elsewhere = thread is not threading.current_thread() and thread.is_alive()
-            if is_elsewhere and post(loop, self._close):
-                return  # timers and sockets belong to that thread
-        self._close()
+        for child in self._launcher.children:
+            child.kill()
+        for child in self._launcher.children:
+            child.reap(KILL_WAIT_S)
+        loop = self._loop
+        is_elsewhere = loop is not None and loop.is_running() and not runs_here(loop)
+        if loop is None or not is_elsewhere or not post(loop, self._close):  # timers and sockets belong to its thread
+            self._close()
 
     def _close(self) -> None:
         with self._closing:  # several threads may notice that the loop is closed
@@ -444,7 +473,15 @@ class Incarnation:
     async def end(self, polite_s: float) -> None:
         """Ask the children to exit, wait up to ``polite_s``, then kill them. May be repeated."""
         self._mark_ended()
-        await self._family.end(polite_s)
+        self._watch_children()  # a cancelled start may not have called it
+        children = self._launcher.children
+        if polite_s > 0:
+            for child in children:
+                child.terminate()
+            await _wait_for_exits(children, polite_s)
+        for child in children:
+            child.kill()
+        await _wait_for_exits(children, KILL_WAIT_S)
         pump, self._pump = self._pump, None
         if pump is not None:
             await pump.stop()
@@ -455,6 +492,14 @@ class Incarnation:
         self._heartbeats.stop()
         if self._handshake is not None:
             self._handshake.fail("the engine was shut down while it started")
+
+
+async def _wait_for_exits(children: Iterable[RunningChild], timeout_s: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            for child in list(children):
+                if child.is_alive:
+                    await child.exited.wait()
 
 
 def _failure(message: Message, error: UnencodableError) -> ToFrontend:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from aioengine.protocol.messages import (
@@ -28,6 +29,7 @@ from aioengine.protocol.messages import (
     Control,
     End,
     FinishCode,
+    FirstToken,
     Reply,
     Resume,
     Submit,
@@ -38,7 +40,7 @@ from aioengine.protocol.messages import (
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping
 
-    from aioengine.protocol.messages import Argument, FirstToken, ToFrontend, ToScheduler
+    from aioengine.protocol.messages import Argument, ToFrontend, ToScheduler
 
 
 class Blame(Enum):
@@ -102,7 +104,7 @@ _OWN_CALL: Final = -1
 """The call id of the ledger's own control calls. Their replies are ignored."""
 
 
-class OpenRequest:
+class OpenRequest(Struct):
     """A request that has not ended.
 
     Attributes:
@@ -112,21 +114,14 @@ class OpenRequest:
         is_sent: the current scheduler has the request. is_suspended: the request is suspended.
     """
 
-    __slots__ = (
-        "abort", "first_token", "has_replayed_abort", "is_sent", "is_suspended", "num_preemptions", "submit",
-        "token_ids",
-    )  # fmt: skip
-
-    def __init__(self, submit: Submit) -> None:
-        continuation = submit.continuation  # set if the request began in another replica
-        self.submit = submit
-        self.token_ids: list[int] = [] if continuation is None else continuation.token_ids.copy()
-        self.first_token: FirstToken | None = None if continuation is None else continuation.first_token
-        self.num_preemptions = 0 if continuation is None else continuation.num_preemptions
-        self.abort: Abort | None = None
-        self.has_replayed_abort = False
-        self.is_sent = False
-        self.is_suspended = False
+    submit: Submit
+    token_ids: list[int] = []
+    first_token: FirstToken | None = None
+    num_preemptions: int = 0
+    abort: Abort | None = None
+    has_replayed_abort: bool = False
+    is_sent: bool = False
+    is_suspended: bool = False
 
     @property
     def has_begun(self) -> bool:
@@ -248,6 +243,9 @@ class Ledger:
             match message:
                 case Submit(uid=uid):
                     request = self._requests[uid] = OpenRequest(message)
+                    if (earlier := message.continuation) is not None:  # it began in another replica
+                        request.token_ids = earlier.token_ids.copy()
+                        request.first_token, request.num_preemptions = earlier.first_token, earlier.num_preemptions
                     self._token_ids[uid] = request.token_ids
                     request.is_sent = self.is_connected and self._trials.admits(uid, has_begun=request.has_begun)
                     if request.is_sent:
@@ -343,12 +341,10 @@ class Ledger:
             self._forget(end.uid)
         if tokens.token_ids:
             self._has_progress = True
-        if self._trials.on_trial is None or not self.is_connected:  # new children send messages before all are ready
+        uid = self._trials.on_trial
+        if uid is None or not self.is_connected:  # new children send messages before all are ready
             return []
-        return self._go_on_with_trials(self._trials.on_trial)
-
-    def _go_on_with_trials(self, uid: int) -> list[ToScheduler]:
-        """If the suspect on trial has more tokens than at its crash, clear it and try the next suspect."""
+        # If the suspect on trial has more tokens than at its crash, clear it and try the next suspect.
         request = self._requests.get(uid)
         due: list[ToScheduler] = []
         if request is not None and request.num_known >= self._trials.suspects.get(uid, 0):

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from aioengine.errors import EngineStartupError
 
@@ -32,7 +32,13 @@ def start_child(role: str, log_path: Path, orders: bytes, pass_fds: Collection[i
     Raises:
         EngineStartupError: the process could not be started.
     """
-    command = [_interpreter(role), "-P", str(_BOOTSTRAP), f"aioengine::{role}"]
+    interpreter = cast("str | None", sys.executable)
+    if not interpreter:  # the program embeds Python
+        raise EngineStartupError(
+            f"the {role} process needs a Python interpreter, and sys.executable is {interpreter!r}; "
+            "set it to the path of an interpreter that has the packages of this program"
+        )
+    command = [interpreter, "-P", str(_BOOTSTRAP), f"aioengine::{role}"]
     try:
         with log_path.open("wb") as log, _no_forks:
             popen = subprocess.Popen(
@@ -45,23 +51,13 @@ def start_child(role: str, log_path: Path, orders: bytes, pass_fds: Collection[i
                 start_new_session=True,  # the parent handles Ctrl-C in the terminal
             )
     except OSError as error:
-        raise EngineStartupError(f"the {role} process could not be started with {command[0]!r}: {error}") from error
+        raise EngineStartupError(f"the {role} process could not be started with {interpreter!r}: {error}") from error
     assert popen.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # the child has already exited; its exit is reported elsewhere
         path = b"\0".join(os.fsencode(entry) for entry in import_path())
         popen.stdin.write(b"%d\n%s%s\n" % (len(path), path, orders))
         popen.stdin.flush()
     return popen
-
-
-def _interpreter(role: str) -> str:
-    """Return the path of the Python interpreter. A program that embeds Python may have none."""
-    if not isinstance(sys.executable, str) or not sys.executable:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise EngineStartupError(
-            f"the {role} process needs a Python interpreter, and sys.executable is {sys.executable!r}; "
-            "set it to the path of an interpreter that has the packages of this program"
-        )
-    return sys.executable
 
 
 def import_path() -> list[str]:
@@ -77,14 +73,10 @@ def import_path() -> list[str]:
     main = sys.modules.get("__main__")
     script = vars(main).get("__file__") if main is not None else None
     incidental = {here, os.path.dirname(os.path.realpath(script)) if isinstance(script, str) else here}
-    entries = [entry for entry in sys.path if _may_name_folder(entry)]
-    absolute = [os.path.normpath(os.path.join(here, entry)) for entry in entries if here or os.path.isabs(entry)]
+    absolute = [
+        os.path.normpath(os.path.join(here, entry))
+        for entry in cast("list[object]", sys.path)
+        if isinstance(entry, str) and "\0" not in entry  # Python ignores entries that cannot be paths
+        if here or os.path.isabs(entry)
+    ]
     return sorted(absolute, key=incidental.__contains__)
-
-
-def _may_name_folder(entry: object) -> bool:
-    """Return whether an entry of ``sys.path`` can be a path. Python ignores all other entries."""
-    try:
-        return isinstance(entry, str) and b"\0" not in os.fsencode(entry)
-    except UnicodeEncodeError:
-        return False

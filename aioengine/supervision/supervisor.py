@@ -12,27 +12,29 @@ import logging
 import os
 import time
 from collections import deque
+from collections.abc import Callable  # a field of a Struct
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+from msgspec import Struct
 
 from aioengine import plugins
 from aioengine.api import checks
 from aioengine.errors import EngineClosedError, EngineError
 from aioengine.logs import log, warn
-from aioengine.protocol.messages import SCHEDULER, Reply, Stats, TextChunks, Totals
+from aioengine.protocol.messages import SCHEDULER, Progress, Reply, Stats, TextChunks, ToFrontend, Totals
 from aioengine.protocol.orders import ROLES
 from aioengine.supervision.incarnation import Incarnation, Loss
 from aioengine.supervision.ledger import Blame, Ledger
 from aioengine.supervision.tasks import EngineTask
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Sequence
 
-    from aioengine.protocol.messages import Role, ToFrontend, ToScheduler
+    from aioengine.protocol.messages import Role, ToScheduler
     from aioengine.settings.config import Settings, SupervisionConfig
+    from aioengine.supervision.incarnation import ProcessState
     from aioengine.supervision.launchers._base import Launcher
-    from aioengine.supervision.processes import Events, ProcessState
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,18 @@ _TICK_S: Final = 0.05
 """The interval in which the deadlines of requests in the ledger are checked."""
 
 
+class Events(Struct):
+    """Callbacks of a supervisor or a fleet. They run on the event loop of ``start``, and may be replaced at any time.
+
+    on_messages: receives ``TextChunks``, ``Stats`` and ``Reply``. on_progress: receives the progress of a start.
+    on_failure: called once if the engine fails.
+    """
+
+    on_messages: Callable[[list[ToFrontend]], None]
+    on_failure: Callable[[EngineError], None]
+    on_progress: Callable[[Progress], None]
+
+
 class Supervisor:
     """Owns the children of one replica from ``start`` to ``stop``. Belongs to one event loop.
 
@@ -61,7 +75,7 @@ class Supervisor:
     the children are killed and ``on_failure`` is called. Then ``stop`` must still be called.
 
     Attributes:
-        num_restarts: number of times that children were replaced.
+        ledger: the open requests. num_restarts: number of times that children were replaced.
     """
 
     def __init__(
@@ -80,7 +94,7 @@ class Supervisor:
         # Load it now: later there may be no free file descriptor, or the package may have been removed.
         self._launcher_class: type[Launcher] = plugins.load("supervision/launchers", launcher)
         self._events = events
-        self._ledger = Ledger()
+        self.ledger = Ledger()
         self._window = RestartWindow(limits.max_restarts, limits.restart_window_s)
         self._totals = RisingTotals()
         self._startup_timeout_s = limits.startup_timeout_s
@@ -121,9 +135,9 @@ class Supervisor:
             return
         if not self._is_started:
             raise EngineClosedError("the engine's processes are not started yet")
-        if due := self._ledger.record(messages, time.monotonic()):
+        if due := self.ledger.record(messages, time.monotonic()):
             self._incarnation.send(due)
-        if self._ledger.holds_back:
+        if self.ledger.holds_back:
             self._report_later()
 
     async def stop(self, timeout_s: float) -> None:
@@ -146,19 +160,6 @@ class Supervisor:
             self._recovery.cancel()
         self._incarnation.kill_now()
 
-    def hand_over(self, error: EngineError) -> tuple[list[ToFrontend], list[ToScheduler], dict[int, int]]:
-        """Hand the open requests over to another replica, after ``on_failure`` with this error.
-
-        Return reports for the frontend, messages that continue the requests, and the suspects for ``adopt`` of the
-        other replica.
-        """
-        requests, suspects = self._ledger.hand_over(_describe(error), time.monotonic())
-        return self._ledger.take_reports(), requests, suspects
-
-    def adopt(self, suspects: Mapping[int, int]) -> None:
-        """Add suspects of another replica. Their requests are sent next."""
-        self._ledger.adopt(suspects)
-
     def processes(self) -> list[ProcessState]:
         """Return the current state of each child."""
         return self._incarnation.processes()
@@ -170,7 +171,7 @@ class Supervisor:
     @property
     def is_recovering(self) -> bool:
         """Whether requests wait for replaced children."""
-        return not self._ledger.is_connected and not self._is_ended
+        return not self.ledger.is_connected and not self._is_ended
 
     # ------------------------------------------------------------ from the children
 
@@ -189,12 +190,12 @@ class Supervisor:
         """Record messages from the children in the ledger, and deliver them."""
         for index, message in enumerate(messages):
             if isinstance(message, TextChunks):
-                if due := self._ledger.receive(message):
+                if due := self.ledger.receive(message):
                     self._incarnation.send(due)
             elif isinstance(message, Stats):
                 messages[index] = self._totals.add(message)
             elif isinstance(message, Reply):
-                self._ledger.calls.receive(message)
+                self.ledger.calls.receive(message)
         self._events.on_messages(messages)
 
     def _report_later(self) -> None:
@@ -206,10 +207,10 @@ class Supervisor:
         self._timer = None
         if self._is_ended:
             return
-        self._ledger.expire(time.monotonic())
-        if reports := self._ledger.take_reports():
+        self.ledger.expire(time.monotonic())
+        if reports := self.ledger.take_reports():
             self._events.on_messages(reports)
-        if self._ledger.holds_back:
+        if self.ledger.holds_back:
             self._report_later()
 
     # ------------------------------------------------------------ losses
@@ -218,8 +219,14 @@ class Supervisor:
         """Handle the loss of a child: start a recovery, or fail."""
         if self._is_ended:
             return
+        limits, now = self._limits, time.monotonic()
         try:
-            may_recover = self._may_recover(loss)
+            blame = self.ledger.crash(loss.rows, describe_loss(loss.error), now, is_scheduler_lost=not loss.is_mendable)
+            if blame is Blame.GUILTY:
+                self._window.give_back()
+            may_recover = bool(limits.max_restarts and not loss.is_final)
+            if may_recover and blame is Blame.NOBODY:  # the loss counts as a restart
+                may_recover = self._window.take(now)
         except Exception as error:  # otherwise every call would wait for a recovery that never begins
             loss.error.__cause__ = error
             may_recover = False
@@ -228,18 +235,8 @@ class Supervisor:
             return
         self._report_later()
         self._recovery = EngineTask(self._recover(loss), name="aioengine-recovery", on_failure=self._fail)
-        num_open = checks.counted(self._ledger.num_open, "request")
-        warn(logger, "%s; new processes continue %s", _describe(loss.error), num_open)
-
-    def _may_recover(self, loss: Loss) -> bool:
-        """Record the loss. Return whether ``max_restarts`` allows a restart, or the loss does not count."""
-        now = time.monotonic()
-        blame = self._ledger.crash(loss.rows, _describe(loss.error), now, is_scheduler_lost=not loss.is_mendable)
-        if loss.is_final or not self._limits.max_restarts:
-            return False
-        if blame is Blame.GUILTY:
-            self._window.give_back()
-        return blame is not Blame.NOBODY or self._window.take(now)
+        num_open = checks.counted(self.ledger.num_open, "request")
+        warn(logger, "%s; new processes continue %s", describe_loss(loss.error), num_open)
 
     async def _recover(self, loss: Loss) -> None:
         """Replace the lost children. A failed start counts as another loss.
@@ -264,9 +261,9 @@ class Supervisor:
             if not self._is_ended:  # ``kill_now`` may set it in another thread
                 self.num_restarts += is_mendable
                 self._recovery = None
-                num_open = checks.counted(self._ledger.num_open, "request")
+                num_open = checks.counted(self.ledger.num_open, "request")
                 log(logger, logging.INFO, "the lost processes are replaced; the new ones continue %s", num_open)
-                self._incarnation.send(self._ledger.replay())
+                self._incarnation.send(self.ledger.replay())
             return
 
     async def _replace_all(self) -> None:
@@ -344,6 +341,6 @@ class RisingTotals:
         self._before = self._last
 
 
-def _describe(error: EngineError) -> str:
+def describe_loss(error: EngineError) -> str:
     """Return the first part of the message, without advice."""
     return str(error).partition(";")[0]

@@ -44,7 +44,7 @@ from aioengine.testing.scripted_runner import ANSWERS_OPTION
 from aioengine.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from aioengine.supervision.processes import Events, Processes
+    from aioengine.supervision.supervisor import Events
 
 FAKE_RUNNER = "aioengine.testing.fake_runner:build"
 SCRIPTED_RUNNER = "aioengine.testing.scripted_runner:build"
@@ -186,7 +186,7 @@ class FakeSetup(Struct, frozen=True, kw_only=True):
             startup_timeout_s=STARTUP_TIMEOUT_S,
         )
 
-        def make_processes(events: Events) -> Processes:
+        def make_processes(events: Events) -> Supervisor:
             return Supervisor(settings, limits, launcher="process" if self.has_processes else "inline", events=events)
 
         return Blueprint(

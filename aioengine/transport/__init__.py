@@ -1,1 +1,1 @@
-"""How bytes travel between processes."""
+"""Channels that move frames between processes."""

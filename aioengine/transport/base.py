@@ -1,7 +1,7 @@
-"""The two ends of a one-way channel of frames. Implementations: ``local`` (in-process) and ``zmq``.
+"""The two ends of a one-way channel of frames. ``local`` works inside an event loop, ``zmq`` between processes.
 
-Asynchronous ends serve event loops (the frontend, the inline launcher); blocking ends serve the processes, whose main
-threads do nothing else. A sender never waits for a reader: its backlog is bounded, and a full one is an error.
+Asynchronous ends are for event loops (the frontend and the inline launcher). Blocking ends are for child processes. A
+sender never waits for its receiver. Its backlog is bounded, and a full backlog is an error.
 """
 
 from __future__ import annotations
@@ -13,36 +13,36 @@ if TYPE_CHECKING:
 
 
 class Sender(Protocol):
-    """Sends all messages of one call as one frame, in order, without waiting."""
+    """Sends all messages of one call in one frame, in order, without waiting."""
 
     def send(self, messages: list[Message]) -> None:
-        """Raises ``BacklogFullError`` when the reader has not read for too long."""
+        """Send messages. Raise BacklogFullError if the receiver has not read for too long."""
         ...
 
     def begin(self, epoch: int) -> None:
-        """Frames from now on are of this epoch."""
+        """Send later frames in this epoch."""
         ...
 
     def close(self) -> None: ...
 
 
 class AsyncReceiver(Protocol):
-    """The asynchronous reading end, for one task."""
+    """The asynchronous receiver, for one task."""
 
     async def receive(self) -> list[Message]:
-        """The messages of all frames that have come; waits until there are any. Cancelling it loses no frame.
+        """Return the messages of all received frames. Wait until there are any. Cancelling it loses no frame.
 
         Raises:
-            LostFrameError: a frame of a sender could not be decoded, so what follows it has no meaning.
+            LostFrameError: a frame of a sender could not be decoded, so later frames have no meaning.
         """
         ...
 
     def begin(self, epoch: int) -> None:
-        """Frames of another epoch that were not received yet never will be."""
+        """Drop unread and later frames of other epochs."""
         ...
 
     def close(self) -> None: ...
 
 
 class BacklogFullError(RuntimeError):
-    """The other end has stopped reading."""
+    """The receiver has stopped reading."""

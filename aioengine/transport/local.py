@@ -1,7 +1,4 @@
-"""A channel inside one event loop, with ends like those of other channels.
-
-Frames are encoded and decoded as between processes: what passes here passes there, and the sides share no object.
-"""
+"""A channel inside one event loop. Frames are encoded and decoded as between processes, so no object is shared."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ MAX_FRAMES = 10_000
 
 
 class LocalChannel:
-    """One reader and any number of senders."""
+    """One receiver and any number of senders."""
 
     def __init__(self, epoch: int, *, max_frames: int = MAX_FRAMES) -> None:
         self._epoch = epoch
@@ -32,11 +29,11 @@ class LocalChannel:
 
 
 class LocalReceiver:
-    """The reading end, for one task.
+    """The receiver, for one task.
 
     Attributes:
-        num_bad_frames: frames that could not be decoded and were dropped.
-        frames: those that have come.
+        num_bad_frames: number of dropped frames that could not be decoded.
+        frames: unread frames.
     """
 
     def __init__(self, epoch: int) -> None:
@@ -46,14 +43,14 @@ class LocalReceiver:
         self._decoder = FrameDecoder(epoch, clock=time.monotonic)
 
     async def receive(self) -> list[Message]:
-        """The messages of the frames that have come, in order; waits until there are any."""
+        """Return the messages of unread frames in order. Wait until there are any."""
         while not (messages := self.drain()):
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         return messages
 
     def drain(self) -> list[Message]:
-        """The messages of the frames that have come, without waiting."""
+        """Return the messages of unread frames without waiting."""
         messages: list[Message] = []
         while self.frames:
             try:
@@ -68,6 +65,7 @@ class LocalReceiver:
             self._waiter.set_result(None)
 
     def begin(self, epoch: int) -> None:
+        """Drop unread and later frames of other epochs."""
         self._decoder.begin(epoch)
 
     def close(self) -> None:
@@ -75,7 +73,7 @@ class LocalReceiver:
 
 
 class LocalSender:
-    """The writing end."""
+    """A sender."""
 
     def __init__(self, receiver: LocalReceiver, epoch: int, max_frames: int) -> None:
         self._receiver = receiver
@@ -86,7 +84,7 @@ class LocalSender:
         """Send ``messages`` as one frame.
 
         Raises:
-            BacklogFullError: the reader has not read for too long.
+            BacklogFullError: the receiver has not read for too long.
         """
         frames = self._receiver.frames
         if len(frames) >= self._max_frames:
@@ -95,7 +93,8 @@ class LocalSender:
         self._receiver.wake()
 
     def begin(self, epoch: int) -> None:
+        """Send later frames in this epoch."""
         self._encoder.begin(epoch)
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Does nothing: there is nothing to release."""

@@ -1,7 +1,7 @@
-"""Frames over ZMQ PUSH and PULL sockets: one listening reader, any number of senders.
+"""Frames over ZMQ PUSH and PULL sockets: one listening receiver, any number of senders.
 
-A PULL socket takes over a listening descriptor (see ``addresses``); a PUSH socket connects. No send waits: frames that
-the socket does not take are kept in a bounded backlog.
+A PULL socket takes over a listening descriptor (see ``addresses``). A PUSH socket connects to it. A send never waits:
+frames that the socket does not accept are kept in a bounded backlog.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from aioengine.transport.addresses import hide
 from aioengine.transport.base import BacklogFullError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from aioengine.protocol.messages import Message
     from aioengine.transport.addresses import Listener
 
@@ -37,23 +35,24 @@ ZmqError = zmq.ZMQError
 logger = logging.getLogger(__name__)
 
 MAX_BACKLOG_BYTES = 64 * 1024 * 1024
-# Frames that ZMQ itself holds for a slow reader, at each end.
 _HIGH_WATER_MARK = 1000
+"""Number of frames that ZMQ keeps for a slow receiver, at each end."""
 _RECONNECT_MS = 10
-# File descriptors that are free when libzmq accepts connections: it needs one for each.
 FREE_TO_ACCEPT = 4
+"""Number of free file descriptors when libzmq accepts a connection. Each connection needs one."""
 _MAX_ACCEPT_S = 1.0
 _RETRY_ACCEPT_S = 0.05
-# Frames that one call takes at most, so that a flood does not keep the caller from its other work.
 _MAX_FRAMES_AT_ONCE = 256
-_MAX_BYTES_AT_ONCE = 8 * 1024 * 1024  # which take some milliseconds to copy and to decode
+_MAX_BYTES_AT_ONCE = 8 * 1024 * 1024
+"""Limits of one ``receive``, so that a flood of frames does not block the caller. Copying and decoding 8 MiB takes some
+milliseconds."""
 
 
 def end_context(context: Context) -> None:
-    """Close a context and its sockets, without waiting for messages that were not sent.
+    """Close a context and its sockets. Unsent messages are dropped.
 
-    This thread takes no signal meanwhile: pyzmq gives up when a signal interrupts it, and the context's five
-    descriptors would stay open for ever.
+    Signals are blocked in this thread meanwhile. pyzmq gives up if a signal interrupts it, and the five descriptors of
+    the context would stay open.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
@@ -63,7 +62,7 @@ def end_context(context: Context) -> None:
 
 
 class ZmqSender:
-    """The writing end for blocking loops, which call ``flush`` again while there is a backlog."""
+    """The sender for blocking loops. They must call ``flush`` while there is a backlog."""
 
     def __init__(
         self,
@@ -74,7 +73,7 @@ class ZmqSender:
         reader: str = "the other end",
         max_backlog: int = MAX_BACKLOG_BYTES,
     ) -> None:
-        """``reader``: the name of the reader in errors. ``max_backlog``: bytes that may wait here for it."""
+        """reader: name of the receiver in errors. max_backlog: maximum bytes of the backlog."""
         self._reader = reader
         self._encoder = FrameEncoder(epoch, max_bytes_of_several=_MAX_BYTES_AT_ONCE)
         self._backlog: deque[bytes] = deque()
@@ -82,9 +81,9 @@ class ZmqSender:
         self._max_backlog = max_backlog
         self._socket = context.socket(zmq.PUSH)
         self._socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
-        self._socket.setsockopt(zmq.LINGER, 0)  # else garbage collection would wait for a reader that is gone
+        self._socket.setsockopt(zmq.LINGER, 0)  # otherwise garbage collection would wait for a dead receiver
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-        self._socket.setsockopt(zmq.HANDSHAKE_IVL, 0)  # the reader accepts when it can
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, 0)  # the receiver may accept late
         self._socket.connect(endpoint)
 
     @property
@@ -92,11 +91,11 @@ class ZmqSender:
         return bool(self._backlog)
 
     def send(self, messages: list[Message]) -> None:
-        """Send ``messages`` as one frame, or as several where one would be larger than readers take at once.
+        """Send ``messages`` as one frame, or as several if one frame would be larger than the maximum.
 
         Raises:
-            BacklogFullError: the reader has not read for too long.
-            FrameTooLargeError: a single message is larger than readers take.
+            BacklogFullError: the receiver has not read for too long.
+            FrameTooLargeError: a single message is larger than the maximum.
         """
         try:
             frame = self._encoder.encode(messages)
@@ -106,15 +105,22 @@ class ZmqSender:
             self.send(messages[: len(messages) // 2])
             self.send(messages[len(messages) // 2 :])
             return
-        if not self.flush() or not self._offer(frame):
-            self._keep(bytes(frame))
+        if self.flush() and self._offer(frame):
+            return
+        if self._backlog_bytes + len(frame) > self._max_backlog:
+            raise BacklogFullError(
+                f"{self._reader} has not read for too long: {len(self._backlog)} frames with {self._backlog_bytes:,} "
+                "bytes wait for it"
+            )
+        self._backlog.append(bytes(frame))
+        self._backlog_bytes += len(frame)
 
     def begin(self, epoch: int) -> None:
-        """Frames from now on are of this epoch; the backlog is sent before them."""
+        """Send later frames in this epoch. The backlog is sent before them."""
         self._encoder.begin(epoch)
 
     def flush(self) -> bool:
-        """Hand the backlog to the socket; returns whether it took all of it."""
+        """Pass the backlog to the socket. Return whether the socket accepted all of it."""
         while self._backlog:
             if not self._offer(self._backlog[0]):
                 return False
@@ -122,7 +128,7 @@ class ZmqSender:
         return True
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close. The end of the context waits up to ``linger_s`` for frames that the socket took."""
+        """Close the socket. The end of the context waits up to ``linger_s`` for frames in the socket."""
         self._backlog.clear()
         self._socket.close(linger=round(linger_s * 1000))
 
@@ -133,27 +139,18 @@ class ZmqSender:
             return False
         return True
 
-    def _keep(self, frame: bytes) -> None:
-        if self._backlog_bytes + len(frame) > self._max_backlog:
-            raise BacklogFullError(
-                f"{self._reader} has not read for too long: {len(self._backlog)} frames with {self._backlog_bytes:,} "
-                "bytes wait for it"
-            )
-        self._backlog.append(frame)
-        self._backlog_bytes += len(frame)
-
 
 class AsyncZmqSender(ZmqSender):
-    """The writing end for an event loop, which sends the backlog by itself."""
+    """The sender for an event loop. It sends its backlog by itself."""
 
-    _loop: asyncio.AbstractEventLoop | None = None  # while it watches the socket
+    _loop: asyncio.AbstractEventLoop | None = None  # set while it watches the socket
 
     def send(self, messages: list[Message]) -> None:
         super().send(messages)
         if self.has_backlog and self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._loop.add_reader(self._socket.fileno(), self._on_event)
-            self._on_event()  # the descriptor reports changes only, and one may have come before it was watched
+            self._on_event()  # the descriptor only reports changes, and one may have happened before
 
     def close(self, linger_s: float = 0.0) -> None:
         self._unwatch()
@@ -170,7 +167,7 @@ class AsyncZmqSender(ZmqSender):
 
 
 class _PullSocket:
-    """The socket of both readers: it takes the frames that have come, and drops those that cannot be decoded."""
+    """The socket of both receivers. It drops frames that cannot be decoded."""
 
     def __init__(self, context: Context, epoch: int) -> None:
         self.num_bad_frames = 0
@@ -180,16 +177,16 @@ class _PullSocket:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
 
     def begin(self, epoch: int) -> None:
-        """Frames of another epoch are dropped from now on."""
+        """Drop unread and later frames of other epochs."""
         self._decoder.begin(epoch)
 
     def bind(self, listener: Listener) -> None:
-        """Accept connections from now on; libzmq takes over the descriptor."""
+        """Accept connections from now on. libzmq takes over the descriptor."""
         self._socket.setsockopt(zmq.USE_FD, listener.fd)
         self._socket.bind(listener.endpoint)
 
     def unbind(self, listener: Listener) -> None:
-        """Accept no more, and end the connections that were accepted there."""
+        """End the connections that were accepted by this listener, and accept no more."""
         if not self._socket.closed:
             self._socket.unbind(listener.endpoint)
 
@@ -197,7 +194,7 @@ class _PullSocket:
         self._socket.close(linger=0)
 
     def _drain(self) -> list[Message]:
-        """The messages of all frames that have come, up to a limit of frames; [] only when none is left."""
+        """Return the messages of received frames, up to a limit. Return [] only if no frame is left."""
         messages: list[Message] = []
         num_frames = num_bytes = 0
         with contextlib.suppress(zmq.Again):
@@ -215,10 +212,10 @@ class _PullSocket:
 
 
 class ZmqReceiver(_PullSocket):
-    """The reading end for a thread that does nothing else."""
+    """The receiver for a blocking loop."""
 
     def __init__(self, context: Context, listener: Listener, epoch: int, *, wake_fd: int | None = None) -> None:
-        """``wake_fd``: another descriptor that ends a wait when it is readable."""
+        """wake_fd: a descriptor that also ends a wait when it is readable."""
         super().__init__(context, epoch)
         self.bind(listener)
         self._watched: list[tuple[zmq.Socket[bytes] | int, int]] = [(self._socket, zmq.POLLIN)]
@@ -226,10 +223,10 @@ class ZmqReceiver(_PullSocket):
             self._watched.append((wake_fd, zmq.POLLIN))
 
     def receive(self, timeout_s: float | None) -> list[Message]:
-        """The messages of all frames that have come; waits up to ``timeout_s`` for one (None: for ever).
+        """Return the messages of received frames. Wait up to ``timeout_s`` for a frame; None: without a limit.
 
         Raises:
-            LostFrameError: a frame of a sender could not be decoded, so what follows it has no meaning.
+            LostFrameError: a frame of a sender could not be decoded, so later frames have no meaning.
         """
         messages = self._drain()
         if messages or timeout_s == 0:
@@ -239,16 +236,16 @@ class ZmqReceiver(_PullSocket):
 
 
 class AsyncZmqReceiver(_PullSocket):
-    """The reading end for an event loop of any kind.
+    """The receiver for an event loop of any kind.
 
-    It watches the descriptor of the socket and takes all frames that have come at once, which costs less than a future
-    for each frame. ``receive`` takes frames only while it runs, so cancelling it loses none.
+    It watches the descriptor of the socket and receives all frames at once, which costs less than one future per frame.
+    ``receive`` takes frames only while it runs, so cancelling it loses no frame.
     """
 
     def __init__(self, context: Context, epoch: int, *, spare: SpareDescriptors | None = None) -> None:
-        """``spare``: freed for the moment in which a connection is accepted."""
+        """spare: descriptors that are freed while a connection is accepted."""
         super().__init__(context, epoch)
-        self._spare = spare or SpareDescriptors()
+        self.spare = spare or SpareDescriptors()
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
         self._acceptors: dict[str, _Acceptor] = {}
@@ -256,22 +253,25 @@ class AsyncZmqReceiver(_PullSocket):
         self._loop.add_reader(self._socket.fileno(), self._on_event)
 
     def expect(self, listener: Listener) -> None:
-        """Accept one sender there, and take over the descriptor. (Others that connect at that moment come in, too.)"""
-        self._acceptors[listener.endpoint] = _Acceptor(self, listener, self._spare, self._accepted)
+        """Take over a listener, and accept the connection of one sender.
+
+        Other connections that arrive at the same time are accepted too.
+        """
+        self._acceptors[listener.endpoint] = _Acceptor(self, listener)
 
     def forget(self, endpoint: str) -> None:
-        """Cut the connection with the sender there; what it sent and was not received yet is lost."""
+        """End the connection of a sender. Its unread frames are lost."""
         self._acceptors.pop(endpoint).close()
 
     async def receive(self) -> list[Message]:
-        """The messages of the frames that have come, in order; waits until there are any. For one task only.
+        """Return the messages of received frames in order. Wait until there are any. For one task only.
 
         Raises:
-            LostFrameError: a frame of a sender could not be decoded, so what follows it has no meaning.
+            LostFrameError: a frame of a sender could not be decoded, so later frames have no meaning.
             ZmqError, OSError: a connection cannot be accepted.
         """
-        await asyncio.sleep(0)  # other tasks run first, even when frames come without a pause
-        # The descriptor reports changes only: wait only when nothing is left.
+        await asyncio.sleep(0)  # other tasks run first, even if frames arrive without a pause
+        # The descriptor only reports changes, so wait only if no frame is left.
         while not (messages := self._drain()):
             if self._error is not None:
                 raise self._error
@@ -286,9 +286,10 @@ class AsyncZmqReceiver(_PullSocket):
             self._acceptors.popitem()[1].close()
         super().close()
 
-    def _accepted(self, error: Exception | None) -> None:
-        self._error = self._error or error  # another sender is accepted, and the error stays
-        self._on_event()  # calls of the socket may have taken the event of a frame
+    def accepted(self, error: Exception | None) -> None:
+        """Record that a connection was accepted, or could not be accepted."""
+        self._error = self._error or error
+        self._on_event()  # calls of the socket may have consumed the event of a frame
 
     def _on_event(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -298,25 +299,16 @@ class AsyncZmqReceiver(_PullSocket):
 
 
 class _Acceptor:
-    """Accepts the connection of one sender, once a file descriptor is free for it.
+    """Accepts the connection of one sender when a file descriptor is free.
 
-    libzmq aborts the whole program where none is free. So it gets the listener only when a connection waits there and
-    descriptors are free; until then the connection waits. Afterwards the listener's name is removed from the file
-    system, so that no other connection comes. (libzmq cannot stop listening without cutting the connection.)
+    libzmq aborts the program if no descriptor is free. So it gets the listener only when a connection waits and
+    descriptors are free. Afterwards the path of the listener is removed, so that no other connection arrives. (libzmq
+    cannot stop listening without ending the connection.)
     """
 
-    def __init__(
-        self,
-        socket: _PullSocket,
-        listener: Listener,
-        spare: SpareDescriptors,
-        on_accepted: Callable[[Exception | None], None],
-    ) -> None:
-        """``on_accepted`` receives the error where the connection cannot be accepted."""
-        self._socket = socket
+    def __init__(self, receiver: AsyncZmqReceiver, listener: Listener) -> None:
+        self._receiver = receiver
         self._listener = listener
-        self._spare = spare
-        self._on_accepted = on_accepted
         self._loop = asyncio.get_running_loop()
         self._retry: asyncio.TimerHandle | None = None
         self._is_bound = False
@@ -326,7 +318,7 @@ class _Acceptor:
         if self._retry is not None:
             self._retry.cancel()
         if self._is_bound:
-            self._socket.unbind(self._listener)
+            self._receiver.unbind(self._listener)
             return
         if not self._loop.is_closed():
             self._loop.remove_reader(self._listener.fd)
@@ -337,20 +329,20 @@ class _Acceptor:
 
     def _on_connection(self) -> None:
         self._loop.remove_reader(self._listener.fd)
-        if not self._spare.hold(FREE_TO_ACCEPT):
+        if not self._receiver.spare.hold(FREE_TO_ACCEPT):
             self._retry = self._loop.call_later(_RETRY_ACCEPT_S, self._listen)
             return
+        failure = None
         try:
-            with self._spare.lent():
+            with self._receiver.spare.lent():
                 self._accept()
         except Exception as error:
-            self._on_accepted(error)
-        else:
-            self._on_accepted(None)
+            failure = error
+        self._receiver.accepted(failure)
 
     def _accept(self) -> None:
-        """Hand the listener to libzmq, and wait until its thread has taken the connection, which it does at once."""
-        self._socket.bind(self._listener)
+        """Pass the listener to libzmq, and wait until its thread has accepted the connection."""
+        self._receiver.bind(self._listener)
         self._is_bound = True
         waiting = select.poll()
         waiting.register(self._listener.fd, select.POLLIN)

@@ -12,7 +12,7 @@ from aioengine.frontend.startup import Blueprint
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import Abort, Control, End, FinishCode, Reply, Stats, Submit, TextChunks
 from aioengine.settings.config import QueueConfig
-from aioengine.supervision.processes import Events
+from aioengine.supervision.supervisor import Events
 from tests.kit.settings import small_settings
 
 if TYPE_CHECKING:

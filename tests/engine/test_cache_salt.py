@@ -23,7 +23,7 @@ def llm() -> Iterator[Engine]:
         yield engine
 
 
-def test_a_prefix_is_found_by_the_requests_with_its_salt_alone(llm: Engine) -> None:
+def test_cached_prefix_is_shared_only_between_requests_with_the_same_salt(llm: Engine) -> None:
     assert llm.flush_cache()
     plain = llm.generate(PROMPT, PARAMS)
     cached: list[int] = []

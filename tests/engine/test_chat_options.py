@@ -82,7 +82,7 @@ async def test_messages_without_content() -> None:
                 engine.async_chat([wrong])
 
 
-async def test_a_large_set_of_tools_is_looked_at_elsewhere() -> None:
+async def test_large_tools_are_checked_off_the_loop() -> None:
     tools = [{"name": "x" * MAX_CHARACTERS_AT_CALL}]
     async with fake_async_engine(context_length=600_000, num_pages=40_000, allow_request_templates=True) as engine:
         assert await prompt_of(engine, chat_template="{{ tools[0].name | length }}", tools=tools) == str(

@@ -386,7 +386,7 @@ class TestIds:
             world.engine.async_generate("b", GREEDY, rid="x")
 
     @pytest.mark.parametrize("other", ["x", "x_0", "x_2", "x_2_1"])
-    async def test_ids_made_from_an_id_are_taken_too(self, world: World, other: str) -> None:
+    async def test_ids_derived_from_a_live_id_are_in_use_too(self, world: World, other: str) -> None:
         batch = world.engine.async_generate(["a", "b", "c"], {**GREEDY, "n": 2}, rid="x")
         with pytest.raises(ValueError, match=f"'{other}' is in use"):
             world.engine.async_generate("d", GREEDY, rid=other)

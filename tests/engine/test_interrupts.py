@@ -203,7 +203,7 @@ def test_a_blocking_call_on_the_engine_s_own_thread_is_refused() -> None:
         assert len(engine.generate("a", GREEDY)["output_ids"]) == 5
 
 
-async def test_an_abort_hits_no_request_that_was_made_after_it() -> None:
+async def test_abort_does_not_affect_requests_created_later() -> None:
     async with fake_async_engine() as engine:
         first = engine.async_generate("a", GREEDY, stream=True, rid="x")
         engine.abort_request("x")
@@ -319,7 +319,7 @@ def test_an_exception_anywhere_in_reading_ends_the_stream_or_loses_nothing() -> 
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised in a finalizer of ours
-def test_an_exception_anywhere_in_waiting_for_a_place_costs_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exception_anywhere_in_admit_loses_no_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overload, "RESERVED_S", 0.02)
     with fake_engine(max_running=1, max_queued=0) as engine:
         limits = engine._running().limits

@@ -77,7 +77,7 @@ class TestStreams:
         await until(lambda: aborted_uids(world) == [0])
         await assert_nothing_is_left(world)
 
-    async def test_a_stream_in_a_cycle_is_found_by_the_collector(self, world: World) -> None:
+    async def test_stream_in_a_reference_cycle_is_collected(self, world: World) -> None:
         holder: dict[str, object] = {}
         holder["self"], holder["stream"] = holder, world.engine.async_generate("a", LONG, stream=True)
         await until(lambda: bool(world.double.live))

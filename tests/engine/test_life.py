@@ -94,7 +94,7 @@ class TestStart:
             await engine.start()
         assert engine.health() == {"state": "closed", "processes": []}
 
-    @pytest.mark.parametrize("fails", ["processes", "tokenizer", "facts", "cancel"])
+    @pytest.mark.parametrize("fails", ["processes", "tokenizer", "cancel"])
     async def test_failing_half_way_leaves_nothing(self, fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
         here = World()
 
@@ -103,7 +103,7 @@ class TestStart:
                 raise EngineStartupError("the scheduler said no")
             if fails == "cancel":
                 await asyncio.sleep(60)
-            return {} if fails == "facts" else {"max_total_tokens": 1}
+            return {"max_total_tokens": 1}
 
         def load() -> CodePoints:
             if fails == "tokenizer":

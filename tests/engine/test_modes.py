@@ -135,7 +135,7 @@ async def test_the_request_starts_at_the_call(world: World) -> None:
     assert (await generation)["text"] == expected_text("hello", 6)
 
 
-async def test_requests_with_the_same_parameters_differ_in_all_else(world: World) -> None:
+async def test_requests_with_equal_parameters_differ_in_prompt_and_seed(world: World) -> None:
     stops = [100]
     params = SamplingParams(temperature=0, max_new_tokens=1, stop_token_ids=stops, stop="END")
     await world.engine.async_generate("hello", params)

@@ -22,8 +22,7 @@ from aioengine.protocol.messages import (
 )
 from aioengine.protocol.orders import ROLES, Orders
 from aioengine.settings.config import SupervisionConfig
-from aioengine.supervision.processes import Events
-from aioengine.supervision.supervisor import Supervisor
+from aioengine.supervision.supervisor import Events, Supervisor
 from tests.kit.settings import small_settings
 
 if TYPE_CHECKING:

@@ -139,7 +139,7 @@ async def test_a_loss_that_cannot_be_noted_ends_every_call(monkeypatch: pytest.M
     async with fake_async_engine(ANSWERS) as engine:
         call = asyncio.ensure_future(engine.async_generate("a story", LONG))
         await asyncio.sleep(0)
-        monkeypatch.setattr(supervisor_of(engine)._ledger, "crash", fail)
+        monkeypatch.setattr(supervisor_of(engine).ledger, "crash", fail)
         kill_scheduler(engine)
         with pytest.raises(EngineDeadError) as raised:
             await call

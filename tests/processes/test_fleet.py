@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from aioengine.frontend.startup import Blueprint
-    from aioengine.supervision.processes import Events
+    from aioengine.supervision.supervisor import Events
 
 process = pytest.mark.process
 
@@ -73,7 +73,7 @@ async def test_replica_lost_at_any_time_changes_no_text(role: int) -> None:
         async with fleet_engine(FakeSetup(answers=ANSWERS), FakeSetup(answers=ANSWERS), launcher="inline") as engine:
             fleet = fleet_of(engine)
             asking = asyncio.create_task(ask_all(engine, stream=num_turns % 2 == 0))
-            while not all(replica._ledger.num_open for replica in fleet._replicas):  # noqa: ASYNC110
+            while not all(replica.ledger.num_open for replica in fleet._replicas):  # noqa: ASYNC110
                 await asyncio.sleep(0)
             for _ in range(num_turns):
                 await asyncio.sleep(0)
@@ -165,7 +165,7 @@ async def test_controls_go_to_all_replicas_and_statistics_are_sums() -> None:
         await pause(engine)
         asking = asyncio.create_task(ask_all(engine, stream=False))
         await until(lambda: engine.stats()["num_waiting"] == 10)
-        assert [replica._ledger.num_open for replica in fleet_of(engine)._replicas] == [5, 5]
+        assert [replica.ledger.num_open for replica in fleet_of(engine)._replicas] == [5, 5]
         info = await engine.get_server_info()
         states = cast("list[dict[str, int]]", info["internal_states"])
         assert [state["num_waiting"] for state in states] == [5, 5]

@@ -146,7 +146,7 @@ def test_relative_entries_become_absolute_and_the_working_directory_comes_last(
 
 
 def test_entries_that_cannot_be_paths_are_ignored_as_python_ignores_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    odd = [None, b"/bytes", Path("/path"), 5, "/a\0b", "/half\ud800"]
+    odd = [None, b"/bytes", Path("/path"), 5, "/a\0b"]
     monkeypatch.setattr(sys, "path", ["/first", *odd, "/caf\udce9"])
     assert import_path() == ["/first", "/caf\udce9"]
 

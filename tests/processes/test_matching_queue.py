@@ -190,16 +190,16 @@ def test_an_abort_does_not_wait(waiting: World) -> None:
     waiting.step()
     assert waiting.ends[1].code == FinishCode.ABORT
     assert waiting.texts[1] == "see "
-    assert waiting.service.num_remembered == 0
+    assert len(waiting.service._stopped) == 0
 
 
 def test_a_stop_found_before_the_scheduler_ended_the_request(waiting: World) -> None:
     waiting.step()
     assert (waiting.ends[1].code, waiting.ends[1].matched) == (FinishCode.STOP, "the")
     assert waiting.texts[1] == "see "
-    assert waiting.service.num_remembered == 1
+    assert len(waiting.service._stopped) == 1
     waiting.step(StepOutput(ended=[End(1, FinishCode.LENGTH)]))
-    assert waiting.service.num_remembered == 0
+    assert len(waiting.service._stopped) == 0
 
 
 def test_a_stop_found_after_the_scheduler_ended_the_request(waiting: World) -> None:
@@ -207,7 +207,7 @@ def test_a_stop_found_after_the_scheduler_ended_the_request(waiting: World) -> N
     waiting.step()
     assert (waiting.ends[1].code, waiting.ends[1].matched) == (FinishCode.STOP, "the")
     assert waiting.aborted == []
-    assert waiting.service.num_remembered == 0
+    assert len(waiting.service._stopped) == 0
 
 
 def test_exhausted_queue_rests_only_if_requests_wait() -> None:

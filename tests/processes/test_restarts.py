@@ -60,7 +60,7 @@ async def test_a_loss_at_any_turn_of_the_loop_changes_nothing(role: int, stream:
         scheduler = processes._incarnation._launcher.children[0]  # type: ignore[attr-defined]
         while True:
             asking = asyncio.create_task(ask_all(engine, stream=stream))
-            while not processes._ledger.num_open:  # type: ignore[attr-defined]  # noqa: ASYNC110
+            while not processes.ledger.num_open:  # type: ignore[attr-defined]  # noqa: ASYNC110
                 await asyncio.sleep(0)
             for _ in range(num_turns):
                 await asyncio.sleep(0)

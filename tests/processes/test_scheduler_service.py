@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from aioengine.constraints.grammars import BYTES_PER_GRAMMAR, Grammars
-from aioengine.processes.scheduler_process import SchedulerService, build_service, load_factory
+from aioengine.processes.scheduler_process import SchedulerService, build_service
 from aioengine.protocol.messages import (
     Abort,
     Control,
@@ -34,7 +34,7 @@ from aioengine.scheduler.scheduler import Scheduler
 from aioengine.tokenization.tokenizer import Tokenizer
 from tests.kit.grammar_walks import EOS, FOLDER, VOCAB_SIZE
 from tests.kit.waiting import until
-from tests.processes.engine_kit import FAKE, fake_settings
+from tests.processes.engine_kit import fake_settings
 
 M = TypeVar("M")
 
@@ -201,20 +201,6 @@ def test_a_runner_that_fails_again_and_again_ends_the_service() -> None:
     assert loop.ends()[0].code == FinishCode.FAILED
 
 
-@pytest.mark.parametrize(
-    ("name", "error", "words"),
-    [
-        ("nothing", ValueError, "'nothing' is not of the form 'module:function'"),
-        ("json:nothing", ValueError, "module 'json' has no function 'nothing'"),
-        ("json:__doc__", ValueError, "no function"),
-        ("no_such_module:build", ModuleNotFoundError, "no_such_module"),
-    ],
-)
-def test_a_wrong_factory_is_told_by_its_name(name: str, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        load_factory(name)
-
-
 def build_without_pages(settings: object, report: object) -> Any:
     class Runner:
         facts = {"num_pages": 0}  # noqa: RUF012
@@ -226,7 +212,6 @@ def build_without_pages(settings: object, report: object) -> Any:
 def test_a_runner_without_pages_is_refused() -> None:
     with pytest.raises(ValueError, match="has 0 pages; it needs at least 1"):
         build_service(fake_settings(factory=f"{__name__}:build_without_pages"), print)
-    assert callable(load_factory(FAKE))
 
 
 def test_where_requests_wait_and_no_step_ends_it_falls_silent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,8 +49,8 @@ def progress(done: int) -> Progress:
 def test_other_threads_wait_for_the_main_one() -> None:
     sent = Sent()
     uplink = Uplink(sent)
-    uplink.report(progress(1))
-    thread = threading.Thread(target=lambda: uplink.report(progress(2)))
+    uplink.post(progress(1))
+    thread = threading.Thread(target=lambda: uplink.post(progress(2)))
     thread.start()
     thread.join()
     assert sent.frames == [[progress(1)]]

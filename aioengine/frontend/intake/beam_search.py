@@ -26,7 +26,7 @@ from aioengine.text.detokenizer import NUM_CONTEXT_TOKENS, make_detokenizer
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 
-    from aioengine.frontend.frontend import Running
+    from aioengine.frontend.running import Running
 
 MAX_BEAMS: Final = 256
 MAX_LENGTH_PENALTY: Final = 10.0
@@ -43,14 +43,14 @@ _TAKEN: Final = f"{', '.join(ALWAYS)}, and with logprobs_mode='processed' {', '.
 
 
 class Beam(NamedTuple):
-    """A beam that goes on: its output tokens, and the sum of their log-probabilities."""
+    """A beam that continues: its output tokens, and the sum of their log-probabilities."""
 
     token_ids: list[int]
     logprob: float
 
 
 class Found(NamedTuple):
-    """A beam that has ended: by the stop token ``matched``, or, where that is None, by its length."""
+    """An ended beam. ``matched``: the stop token that ended it; None: it has the maximum length."""
 
     score: float
     token_ids: list[int]
@@ -149,8 +149,8 @@ def search_options(
             raise ValueError(f"beam_search takes no {name!r}, got {checks.shown(own[name])}; it takes {_TAKEN}")
         if name in IF_PROCESSED and mode != "processed":
             raise ValueError(
-                f"beam_search takes {name!r} where the engine is made with logprobs_mode='processed' alone: it goes by "
-                "the model's own distribution else"
+                f"beam_search takes {name!r} only if the engine has logprobs_mode='processed'; otherwise scores are "
+                "logprobs of the model's own distribution"
             )
     # without the model's sampling defaults: a repetition penalty would change the scores
     step: dict[str, object] = {"temperature": 0, "repetition_penalty": 1.0}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
 
@@ -12,7 +11,7 @@ from aioengine.errors import RequestTooLargeError
 from aioengine.frontend.intake.prompts import USUAL, EmbedsIds, IdsPrompt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from aioengine.frontend.intake.prompts import CheckBudget, EncodeRules
 
@@ -76,16 +75,8 @@ def embeds_prompt(name: str, value: object, budget: CheckBudget, rules: EncodeRu
     return prompt.checked() if budget.covers(num_numbers // NUMBERS_PER_ID) else prompt
 
 
-class GivenEmbeds(NamedTuple):
-    """Return the prompts of ``input_embeds``: one, or all of a batch."""
-
-    values: Sequence[object]
-    is_batch: bool
-    make: Callable[[str, object, CheckBudget], IdsPrompt]
-
-
-def given_embeds(value: object, rules: EncodeRules) -> GivenEmbeds:
-    """Return one array, or the arrays of a batch: the items of a list or of a three-dimensional array."""
+def embeds_rows(value: object) -> tuple[Sequence[object], bool]:
+    """Return the arrays, and whether they are a batch: a list of arrays, or an array of three dimensions."""
     rows = _rows(NAME, value)
     first = rows[0]
     is_batch = (
@@ -93,8 +84,7 @@ def given_embeds(value: object, rules: EncodeRules) -> GivenEmbeds:
         and checks.num_items(first) > 0
         and checks.num_items(cast("Sequence[object]", first)[0]) > 0
     )
-    values = list(rows) if is_batch else [rows]
-    return GivenEmbeds(values, is_batch, partial(embeds_prompt, rules=rules))
+    return list(rows) if is_batch else [rows], is_batch
 
 
 def _rows(name: str, value: object) -> Sequence[object]:

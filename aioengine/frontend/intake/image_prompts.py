@@ -18,7 +18,7 @@ from aioengine.media.intake.sources import NOT_TRUNCATED, ImageSource, check_num
 from aioengine.media.placeholders import check_count, image_ids, placed
 from aioengine.protocol.messages import Media
 from aioengine.settings.machine import num_threads
-from aioengine.supervision.tasks import start_thread
+from aioengine.supervision.tasks import WorkerThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,19 +94,13 @@ class PromptImages:
 
     def start_close(self) -> Future[None]:
         """Close on a thread, because removing large files takes a moment."""
-        ended: Future[None] = Future()
-
-        def close() -> None:
-            try:
-                self.close()
-            finally:
-                ended.set_result(None)
-
         try:
-            start_thread(close, name="aioengine-images-end")
+            return WorkerThread[None]("aioengine-images-end").submit(self.close)
         except EngineStartupError:  # no more threads
-            close()
-        return ended
+            self.close()
+            ended = Future[None]()
+            ended.set_result(None)
+            return ended
 
     def sources(
         self, request: CallRequest, number: int, in_messages: tuple[ImageSource | None, ...]

@@ -1,6 +1,6 @@
-"""Tokenizes the texts, and pairs of texts, of ``encode`` and ``rerank``: adds their prompt, cuts where that is asked.
+"""Tokenizes the texts of ``encode`` and the pairs of texts of ``rerank``: adds their prompt, and truncates them.
 
-Of a long text only the beginning is tokenized: enough for more tokens than the model takes.
+Only the beginning of a long text is tokenized: enough for more tokens than the limit of the model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from aioengine.settings.config import PoolingSettings
 
 MARGIN: Final = 512
-"""Tokens beyond ``max_tokens`` that are made of a text that was cut: near the cut they differ from the text's own."""
+"""A cut text has this many tokens more than ``max_tokens``, because its tokens near the cut are wrong."""
 
 CHARACTERS_PER_TOKEN: Final = 8
 GROWTH: Final = 4
@@ -45,18 +45,18 @@ class PoolEncoder(NamedTuple):
     in_text: Callable[[str], str] = str
 
     def encode(self, prompts: list[PooledPrompt]) -> list[PairIds | ValueError | RequestError]:
-        """The ids of each, or why it has none. One that is wrong fails alone."""
+        """Return the ids of each prompt, or its error."""
         try:
             pairs = [self._texts(prompt) for prompt in prompts]
             encoded = self.tokenizer.encode_pairs(pairs)
             return [self._fitting(prompt, pair, ids) for prompt, pair, ids in zip(prompts, pairs, encoded, strict=True)]
-        except BaseException as error:  # also where compiled code panics
+        except BaseException as error:  # a wrong prompt fails alone, also if compiled code panics
             if len(prompts) == 1:
                 return [RequestError("tokenize", describe(error))]
             return [self.encode([prompt])[0] for prompt in prompts]
 
     def _texts(self, prompt: PooledPrompt) -> tuple[str, str | None]:
-        """The text with its prompt before it, and the second text; of long ones the beginning."""
+        """Return the first text after its prompt, and the second text. Long texts are cut."""
         settings, name = self.settings, prompt.options.prompt_name
         before = settings.prompts.get(settings.default_prompt if name is None else name, "")
         first = self.in_text(before + prompt.first.text)
@@ -66,7 +66,7 @@ class PoolEncoder(NamedTuple):
         return self._beginning(first), None if second is None else self._beginning(second)
 
     def _beginning(self, text: str) -> str:
-        """Enough of a text for more tokens than fit."""
+        """Return the beginning of a text, with more tokens than the limit."""
         wanted = self.max_tokens + MARGIN
         length = CHARACTERS_PER_TOKEN * wanted
         while length < len(text):
@@ -77,12 +77,12 @@ class PoolEncoder(NamedTuple):
         return text
 
     def _fitting(self, prompt: PooledPrompt, pair: tuple[str, str | None], ids: PairIds) -> PairIds | ValueError:
-        """The ids, cut where they are too many and that was asked for."""
+        """Return the ids. If there are too many, truncate the text, or return the error."""
         if len(ids) <= self.max_tokens:
             return ids
         if prompt.options.truncates:
             return self.tokenizer.encode_cut(*pair, self.max_tokens)
         kind = "text" if prompt.second is None else "pair of texts"
         return RequestTooLargeError(
-            f"the {kind} has {len(ids)} tokens or more, and {self.max_tokens} fit; with truncate=True its end is cut"
+            f"the {kind} has at least {len(ids)} tokens, and {self.max_tokens} fit; truncate=True cuts its end"
         )

@@ -68,7 +68,7 @@ def encode_request(prompt: object, input_ids: object, options: Mapping[str, obje
     """Check a call of ``encode``.
 
     Raises:
-        TypeError, ValueError: what is wrong, with the field and the value.
+        TypeError, ValueError: an argument is wrong; the message has its name and value.
     """
     requests.check_names(options, ("prompt", "input_ids"), EncodeOptions.__annotations__)
     requests.check_one_prompt(prompt, input_ids)
@@ -96,7 +96,7 @@ def rerank_request(query: object, documents: object, top_n: object, options: Map
     """Check a call of ``rerank``.
 
     Raises:
-        TypeError, ValueError: what is wrong, with the field and the value.
+        TypeError, ValueError: an argument is wrong; the message has its name and value.
     """
     requests.check_names(options, ("query", "documents", "top_n"), PoolOptions.__annotations__)
     pooled = Pooled(

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from aioengine.api import checks
 
 if TYPE_CHECKING:
-    from aioengine.settings.config import PoolingSettings
+    from aioengine.settings.config import ModelSettings
 
 
 class Pooled(Struct, frozen=True, kw_only=True):
@@ -33,12 +33,14 @@ class Pooled(Struct, frozen=True, kw_only=True):
     top_n: int | None = None
     has_sigmoid: bool = False
 
-    def check(self, settings: PoolingSettings, task: str, vector_size: int) -> None:
-        """Check the options against the model, whose vectors have ``vector_size`` numbers.
+    def check(self, model: ModelSettings) -> None:
+        """Check the options against the model.
 
         Raises:
             ValueError: the model does not support an option.
         """
+        settings, task = model.pooling, model.task
+        vector_size = settings.num_labels or model.hidden_size
         if self.gives_scores and (task != "classify" or settings.num_labels != 1):
             found = f"gives {settings.num_labels} scores" if task == "classify" else f"has the task '{task}'"
             instead = "; score() works with it" if task == "generate" else ""
@@ -50,17 +52,18 @@ class Pooled(Struct, frozen=True, kw_only=True):
             raise ValueError(f"prompt_name {checks.shown(self.prompt_name)} is not known; the model's prompts: {known}")
 
 
-def completed(pooled: Pooled | None, settings: PoolingSettings, task: str, vector_size: int) -> Pooled | None:
+def completed(pooled: Pooled | None, model: ModelSettings) -> Pooled | None:
     """Return the options with the model's defaults; None: the call generates tokens.
 
     Raises:
         ValueError: the model does not support the call.
     """
     if pooled is None:
-        if task == "generate":
+        if model.task == "generate":
             return None
-        which = "encode works" if task == "embed" else "encode and rerank work"
-        raise ValueError(f"the task of this model is '{task}', and it generates nothing; {which}")
-    pooled.check(settings, task, vector_size)
+        which = "encode works" if model.task == "embed" else "encode and rerank work"
+        raise ValueError(f"the task of this model is '{model.task}', and it generates nothing; {which}")
+    pooled.check(model)
+    settings = model.pooling
     is_normalized = settings.is_normalized if pooled.is_normalized is None else pooled.is_normalized
     return replace(pooled, is_normalized=is_normalized, has_sigmoid=settings.has_sigmoid)

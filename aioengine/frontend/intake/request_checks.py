@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Annotated, NamedTuple, cast
 
-from msgspec import Meta, Struct, ValidationError, convert
+from msgspec import Meta, ValidationError, convert
 
 from aioengine.api import checks
 from aioengine.api import params as wire
@@ -14,7 +14,6 @@ from aioengine.frontend.intake.image_prompts import check_images
 from aioengine.frontend.intake.pooling import completed
 from aioengine.frontend.intake.prompts import ChatPrompt, EmbedsIds, IdsPrompt, PooledPrompt, TextPrompt
 from aioengine.protocol.messages import ALL_STATES
-from aioengine.settings.config import PoolingSettings
 
 if TYPE_CHECKING:
     from aioengine.api.params import SamplingParams
@@ -22,30 +21,8 @@ if TYPE_CHECKING:
     from aioengine.frontend.intake.image_prompts import PromptImages
     from aioengine.frontend.intake.prompts import Prompt
     from aioengine.frontend.intake.requests import CallRequest
+    from aioengine.frontend.running import Running
     from aioengine.protocol.messages import Sampling, TextRules
-
-
-class PromptRules(Struct, frozen=True, kw_only=True):
-    """The limits and facts of the model that prompts and parameters are checked against.
-
-    ``template_names``: the chat templates of the model, which requests may choose; None: also any text or file.
-    """
-
-    vocab_size: int
-    context_length: int
-    max_total_tokens: int
-    eos_token_ids: tuple[int, ...]
-    stream_interval: int
-    sampling_defaults: dict[str, float] = {}
-    random_seed: int
-    max_rows_in_flight: int
-    logits_processors: tuple[str, ...] = ()
-    hidden_size: int = 0
-    max_hidden_state_bytes: int = 0
-    template_names: tuple[str, ...] | None = None
-    task: str = "generate"
-    pooling: PoolingSettings = PoolingSettings()
-    vector_size: int = 1
 
 
 class ParamsParts(NamedTuple):
@@ -61,14 +38,15 @@ class RequestChecks:
     """Checks requests against the model. From any thread.
 
     Attributes:
-        rules: the limits of the model. images: None if the model reads only text.
+        parts: the engine. model: its model. images: None if the model reads only text.
     """
 
-    def __init__(self, rules: PromptRules, encoder: Encoder, images: PromptImages | None = None) -> None:
-        self.rules = rules
+    def __init__(self, parts: Running, encoder: Encoder, images: PromptImages | None = None) -> None:
+        self.parts = parts
+        self.model = model = parts.settings.model
         self.encoder = encoder
         self.images = images
-        self._vocabulary = list[Annotated[int, Meta(ge=0, lt=rules.vocab_size)]]  # checked in one pass
+        self._vocabulary = list[Annotated[int, Meta(ge=0, lt=model.vocab_size)]]  # checked in one pass
         self._last_parts: ParamsParts | None = None
 
     def check_more(self, request: CallRequest) -> None:
@@ -87,13 +65,12 @@ class RequestChecks:
         """
         logprobs, processors, has_tokenizer = request.logprobs, request.processors, self.encoder.has_tokenizer
         if first == 0:  # the options that all rows share
-            if request.pooled is not None or self.rules.task != "generate":
-                rules = self.rules
-                request.pooled = completed(request.pooled, rules.pooling, rules.task, rules.vector_size)
+            if request.pooled is not None or self.model.task != "generate":
+                request.pooled = completed(request.pooled, self.model)
             if request.given_params is None:
                 self._check_params(request, request.params[0])
             if logprobs is not None and not logprobs.differ:
-                logprobs.check(0, self.rules.vocab_size, has_tokenizer=has_tokenizer)
+                logprobs.check(0, self.model.vocab_size, has_tokenizer=has_tokenizer)
             if processors is not None and not processors.is_list:
                 self._check_processor(processors.of(0))
         for place in range(first, len(request.prompts)):
@@ -104,7 +81,7 @@ class RequestChecks:
                 self._check_template(prompt.options.template)
             try:
                 if logprobs is not None and logprobs.differ:
-                    logprobs.check(place, self.rules.vocab_size, has_tokenizer=has_tokenizer)
+                    logprobs.check(place, self.model.vocab_size, has_tokenizer=has_tokenizer)
                 if request.given_params is not None:
                     self._check_params(request, request.params[place])
                 if processors is not None and processors.is_list:
@@ -117,8 +94,11 @@ class RequestChecks:
                 request.fail_row(place, error)
 
     def _check_template(self, template: str | os.PathLike[str]) -> None:
-        names = self.rules.template_names
-        if names is not None and not (isinstance(template, str) and template in names):
+        tokenizer = self.parts.tokenizer
+        if tokenizer is None or self.parts.settings.text.allow_request_templates:
+            return
+        names = tokenizer.template_names
+        if not (isinstance(template, str) and template in names):
             raise ValueError(
                 f"chat_template={checks.shown(os.fspath(template))} is not the name of one of the model's templates "
                 f"({', '.join(names) or 'it has none'}), and requests cannot bring their own: make the engine with "
@@ -133,7 +113,7 @@ class RequestChecks:
             raise ValueError("structured output needs a tokenizer, and this engine has none (skip_tokenizer_init)")
 
     def _check_processor(self, name: str) -> None:
-        known = self.rules.logits_processors
+        known = self.parts.settings.runner.logits_processors
         if name and name not in known:
             allowed = f"allows {', '.join(known)}" if known else "allows none (logits_processors of the constructor)"
             raise ValueError(f"custom_logit_processor {checks.shown(name)} is not known: this engine {allowed}")
@@ -144,7 +124,7 @@ class RequestChecks:
         Raises:
             ValueError: an id is outside the vocabulary.
         """
-        parts, rules = self._last_parts, self.rules
+        parts, model, eos_token_ids = self._last_parts, self.model, self.parts.eos_token_ids
         if parts is None or parts.params is not params:
             parts = cast("ParamsParts | None", known.get(id(params)))
         if parts is None:
@@ -152,25 +132,25 @@ class RequestChecks:
                 params,
                 wire.sampling(
                     params,
-                    vocab_size=rules.vocab_size,
-                    eos_token_ids=rules.eos_token_ids,
+                    vocab_size=model.vocab_size,
+                    eos_token_ids=eos_token_ids,
                     tokenize=self.encoder.tokenize if self.encoder.has_tokenizer else None,
-                    defaults=rules.sampling_defaults,
+                    defaults=model.sampling_defaults,
                 ),
-                wire.stop_ids(params, vocab_size=rules.vocab_size, eos_token_ids=rules.eos_token_ids),
-                wire.text_rules(params, stream_interval=rules.stream_interval),
+                wire.stop_ids(params, vocab_size=model.vocab_size, eos_token_ids=eos_token_ids),
+                wire.text_rules(params, stream_interval=self.parts.stream_interval),
             )
         self._last_parts = parts
         return parts
 
     def check_ids(self, token_ids: list[int]) -> None:
         """Raise ValueError for ids outside the vocabulary."""
-        size = self.rules.vocab_size
-        if isinstance(token_ids, EmbedsIds) and token_ids.width != self.rules.hidden_size:
+        size = self.model.vocab_size
+        if isinstance(token_ids, EmbedsIds) and token_ids.width != self.model.hidden_size:
             raise ValueError(
-                f"input_embeds has embeddings of {token_ids.width} numbers; this model needs {self.rules.hidden_size}"
+                f"input_embeds has embeddings of {token_ids.width} numbers; this model needs {self.model.hidden_size}"
             )
-        if len(token_ids) > self.rules.context_length:
+        if len(token_ids) > self.model.context_length:
             return  # refused anyway, and may be very long
         try:
             convert(token_ids, self._vocabulary)
@@ -187,14 +167,12 @@ class RequestChecks:
 
     def output_limit(self, params: SamplingParams, num_ids: int) -> int:
         """Return the number of tokens that a row may generate. Raises RequestTooLargeError."""
-        rules = self.rules
-        return wire.output_limit(
-            params, num_ids, context_length=rules.context_length, max_total_tokens=rules.max_total_tokens
-        )
+        context_length, max_total_tokens = self.model.context_length, self.parts.max_total_tokens
+        return wire.output_limit(params, num_ids, context_length=context_length, max_total_tokens=max_total_tokens)
 
     def logprob_bytes_bound(self, request: CallRequest, prompt: int) -> int:
         """Return an upper bound for the memory of a row's logprobs. The length of the prompt is not known yet."""
-        rules, num_positions = request.logprobs_of(prompt), self.rules.context_length
+        rules, num_positions = request.logprobs_of(prompt), self.model.context_length
         if rules is None:
             return 0
         num_output = request.params_of(prompt).max_new_tokens
@@ -205,10 +183,10 @@ class RequestChecks:
     def check_states(self, states: str, num_ids: int, max_new_tokens: int) -> None:
         """Raise RequestTooLargeError where the hidden states of a row may be larger than allowed."""
         num_positions = num_ids + max_new_tokens - 1 if states == ALL_STATES else 1
-        num_bytes = 4 * self.rules.hidden_size * num_positions
-        if num_bytes > self.rules.max_hidden_state_bytes:
+        num_bytes, max_bytes = 4 * self.model.hidden_size * num_positions, self.parts.delivery.max_hidden_state_bytes
+        if num_bytes > max_bytes:
             raise RequestTooLargeError(
                 f"return_hidden_states of {num_ids} prompt tokens and up to {max_new_tokens} output tokens may give "
-                f"{num_bytes} bytes; max_hidden_state_bytes={self.rules.max_hidden_state_bytes} are allowed. Lower "
+                f"{num_bytes} bytes; max_hidden_state_bytes={max_bytes} are allowed. Lower "
                 "max_new_tokens, or give a shorter prompt"
             )

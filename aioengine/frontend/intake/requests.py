@@ -168,7 +168,7 @@ class CallRequest(Struct):
         """Check some more rows of the call: their ids, parameters and prompts.
 
         Raises:
-            TypeError, ValueError: what is wrong, with the field and the value.
+            TypeError, ValueError: an argument is wrong; the message has its name and value.
         """
         first, weight = len(self.prompts), 0
         budget = CheckBudget(0 if first else MAX_IDS_AT_CALL)
@@ -264,7 +264,7 @@ def generate_request(
     """Check a call of ``generate``.
 
     Raises:
-        TypeError, ValueError: what is wrong, with the field and the value.
+        TypeError, ValueError: an argument is wrong; the message has its name and value.
     """
     embeds, rules = None, USUAL
     if options:
@@ -301,7 +301,7 @@ def chat_request(
     """Check a call of ``chat``: one conversation, or a list of them.
 
     Raises:
-        TypeError, ValueError: what is wrong, with the field and the value.
+        TypeError, ValueError: an argument is wrong; the message has its name and value.
     """
     check_names(options, ("messages", "sampling_params", "stream"), ChatOptions.__annotations__)
     make = partial(chat_prompt, options=template_options(options), rules=encode_rules(options))
@@ -311,16 +311,13 @@ def chat_request(
 
 def _embeds_request(value: object, options: Mapping[str, object], rules: EncodeRules) -> CallRequest:
     """Return the request of a call whose prompts are embeddings. Raises ValueError for options that need ids."""
-    from aioengine.frontend.intake.embeds import (  # imports numpy, which most programs do not need here
-        NAME,
-        given_embeds,
-    )
+    from aioengine.frontend.intake import embeds  # imports numpy, which most programs do not need here
 
     for name in ("return_prompt_token_ids", "session_params", "image_data"):
         if options.get(name) is not None and options.get(name) is not False:
             raise ValueError(f"{name} is for prompts that have token ids, and input_embeds has none; leave it out")
-    given = given_embeds(value, rules)
-    return CallRequest(NAME, given.values, given.make, given.is_batch)
+    values, is_batch = embeds.embeds_rows(value)
+    return CallRequest(embeds.NAME, values, partial(embeds.embeds_prompt, rules=rules), is_batch)
 
 
 def rows_request(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import TypeVar
 
-    from aioengine.frontend.frontend import Running
+    from aioengine.frontend.running import Running
 
     Scores = TypeVar("Scores", default=list[float])
 else:
@@ -95,7 +95,7 @@ class ScoreRequest(Struct, kw_only=True):
 
     Attributes:
         prompts: query and item together, as texts or as token ids.
-        labels: of each item, or one list for all; None: those of a classifier.
+        labels: token ids of each item, or one list for all; None: the model is a classifier.
         lora_path: as it was given; the calls check it.
         errors: errors of items that fail alone, by index. Their prompts and labels are not used.
     """
@@ -129,7 +129,7 @@ async def score_request(
     """Check a call of ``score``, many items in several turns of the loop.
 
     Raises:
-        TypeError, ValueError: what is wrong, with the field and the value.
+        TypeError, ValueError: an argument is wrong; the message has its name and value.
     """
     check_names(options, ("query", "items", "label_token_ids"), ScoreOptions.__annotations__)
     model = parts.settings.model
@@ -137,7 +137,7 @@ async def score_request(
         raise ValueError("score needs a model that generates or classifies; this one gives embeddings")
     is_classifier = model.task == "classify"
     if labels is None and not is_classifier:
-        raise ValueError("label_token_ids is missing: the token ids of which the probabilities are the scores")
+        raise ValueError("label_token_ids is missing; give the token ids whose probabilities are the scores")
     request = ScoreRequest(
         has_softmax=checks.switch("apply_softmax", options.get("apply_softmax", False)),
         temperature=checks.number("temperature", options.get("temperature", 1.0), 0, MAX_TEMPERATURE, above=True),
@@ -213,7 +213,7 @@ def _text_or_ids(name: str, value: object) -> str | list[int]:
         return checks.text(name, value)
     entries = checks.items(name, value, checks.MAX_COUNT, allowed="a string or a list of token ids")
     try:
-        return convert(entries, _Ids)  # in one pass where all are plain integers
+        return convert(entries, _Ids)  # fast, if all are plain integers
     except ValidationError:
         return [checks.whole(f"{name} entries", entry, 0) for entry in entries]
 
@@ -265,7 +265,7 @@ async def score(
 
     Raises:
         RequestError: an item ended before its scores were there: it was aborted.
-        Exception: what ``generate`` and ``encode`` raise.
+        Exception: the errors of ``generate`` and ``encode``.
     """
     num_items, labels = len(request.prompts), request.labels
     scores: list[Any] = [request.errors.get(place) for place in range(num_items)]

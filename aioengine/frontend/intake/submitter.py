@@ -54,14 +54,14 @@ MAX_BYTES_AT_ONCE: Final = 4 * 1024 * 1024
 GENERATE, POOL, SCORE = RequestKind
 
 MIN_SHARED_BYTES: Final = 1024
-"""Of a prompt that is scored: the others of its call, which are likely to begin as a long one does, wait for it."""
+"""If the first prompt of a scored call is larger, the others start later: they may share its beginning in the cache."""
 
 
 class Submitter:
     """Starts the rows of calls. On the engine's loop.
 
     Attributes:
-        checking: calls of which not all rows have been checked.
+        checking: calls with unchecked rows.
         after_checks: callbacks for the end of the checks of any of these calls.
     """
 
@@ -78,7 +78,8 @@ class Submitter:
     ) -> None:
         """``settle`` is called with every call after rows of it were started; it may be over already."""
         self.checks = checks
-        self._rules = checks.rules
+        self._model = checks.model
+        self._settings = checks.parts.settings
         self._encoder = checks.encoder
         self._lock = lock
         self._limits = limits
@@ -141,7 +142,7 @@ class Submitter:
             return
         try:
             with self._lock:
-                num_startable = self._rules.max_rows_in_flight - call.num_held
+                num_startable = 2 * self._settings.scheduler.max_running - call.num_held
                 if request.logprobs is not None:
                     num_startable = self._num_with_logprobs(call, num_startable)
                 if call.wants is not Wants.READS:
@@ -272,7 +273,7 @@ class Submitter:
                     raise ValueError("the messages have images, and this model accepts only text")
                 check_no_images(encoded, self.checks.images)
             if request.pooled is not None:
-                encoded = _fitting(encoded, request.pooled, self._rules.context_length, self.checks.check_ids)
+                encoded = _fitting(encoded, request.pooled, self._model.context_length, self.checks.check_ids)
             session = None if request.sessions is None else request.sessions.of(prompt)
             if session is not None and isinstance(encoded, list):
                 check = partial(self.checks.output_limit, params)
@@ -284,7 +285,7 @@ class Submitter:
             seed = params.sampling_seed
         else:
             self._num_seeds += sample == 0
-            seed = wire.drawn_seed(self._rules.random_seed + self._num_seeds)
+            seed = wire.drawn_seed(self._settings.random_seed + self._num_seeds)
         ids = encoded if isinstance(encoded, list) else []
         row = self._add_row(call, ids, seed=(seed + sample) & SEED_MASK, tokenize_s=tokenize_s)
         if not isinstance(encoded, list):
@@ -319,7 +320,7 @@ class Submitter:
             tokenize_s=tokenize_s,
             prompt_token_ids=ids,
             shows_prompt=request.shows_prompt,
-            readers=request.readers_of(prompt, len(ids), self._rules.hidden_size) if has_extras else (),
+            readers=request.readers_of(prompt, len(ids), self._model.hidden_size) if has_extras else (),
             states=request.states_of(prompt) if has_extras else "",
             num_image_tokens=ids.num_image_tokens if isinstance(ids, MediaIds) else 0,
             is_queued=not call.is_stream,

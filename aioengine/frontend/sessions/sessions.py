@@ -146,10 +146,10 @@ class Session:
 
     Attributes:
         number: the scheduler's name for it. used_at: when it was opened, or its last turn ended.
-        turns: by the id of their requests, those to go on from.
-        current: the turn that began last, until it has ended. last: the one that had its answer last.
-        num_open: turns that run. num_tokens: counted of all its turns. is_used: it had a turn.
-        images: by content, how often its turns have each.
+        turns: the turns that can be continued, by the id of their requests.
+        current: the turn that began last, until it has ended. last: the turn that was answered last.
+        num_open: number of running turns. num_tokens: sum of ``Turn.num_counted``. is_used: it had a turn.
+        images: the number of turns with an image, by content of the image.
     """
 
     __slots__ = (
@@ -173,10 +173,10 @@ class Session:
         self.is_closed = False
 
     def parent_of(self, params: SessionParams) -> Turn:
-        """The turn to go on from.
+        """Return the turn that a new turn continues.
 
         Raises:
-            ValueError: there is none, or it runs, or the session or a missing ``rid`` does not allow an option.
+            ValueError: there is no such turn, it still runs, or an option is not allowed.
         """
         about_history = {"offset": params.offset, "drop_previous_output": params.drop_previous_output}
         if self.is_streaming:

@@ -134,7 +134,7 @@ class ImagesOfPrompt:
             self._done = done
 
     def end(self, number: int, result: ImageFile | ImageError) -> None:
-        """Take the result of one image. An error ends the whole prompt."""
+        """Take the result of one image. An error ends the prompt."""
         if self.is_over:
             return
         if isinstance(result, ImageFile):

@@ -24,20 +24,19 @@ from aioengine.errors import EngineStartupError, describe, describe_exit
 from aioengine.file_descriptors import SpareDescriptors
 from aioengine.logs import warn
 from aioengine.protocol.media import (
-    NUM_FETCHES,
     Broken,
     CancelJob,
     Cancelled,
-    FetchJob,
     Job,
     JobEnd,
     MediaReady,
+    PrepareJob,
     Waits,
     decode_reply,
     encode_line,
 )
 from aioengine.protocol.messages import Role
-from aioengine.supervision.family import KILL_WAIT_S
+from aioengine.supervision.launchers._base import KILL_WAIT_S
 from aioengine.supervision.launchers._process_child import ProcessChild
 from aioengine.supervision.spawning import start_child
 from aioengine.supervision.tasks import WorkerThread, post
@@ -212,24 +211,22 @@ class MediaProcess:
     # ------------------------------------------------------------ jobs
 
     def _give_jobs(self) -> None:
-        """Send as many jobs of each kind as the process does at a time. Start it if there is none."""
+        """Send all downloads, and as many pictures to prepare as the process has workers. Start it if there is none."""
         if self._is_closed or not self._waiting:
             return
         child = self.child
         if child is None or not self._is_ready:
             self.start()
             return
-        free = {True: NUM_FETCHES, False: self._orders.num_workers}  # by "is a download"
-        for queued, _ in self._running.values():
-            free[isinstance(queued.job, FetchJob)] -= 1
+        num_free = self._orders.num_workers
+        num_free -= sum(isinstance(queued.job, PrepareJob) for queued, _ in self._running.values())
         chosen: list[_QueuedJob] = []
         for queued in self._waiting:
-            is_download = isinstance(queued.job, FetchJob)
-            if free[is_download] > 0:
-                free[is_download] -= 1
-                chosen.append(queued)
-            elif max(free.values()) <= 0:
-                break
+            if isinstance(queued.job, PrepareJob):
+                if num_free <= 0:
+                    continue
+                num_free -= 1
+            chosen.append(queued)
         if not chosen:
             return
         now = time.monotonic()

@@ -140,12 +140,11 @@ class GivenImages:
 
     def __init__(self, value: object, *, is_batch: bool, num_prompts: int) -> None:
         """Raises ValueError if a list for a batch does not have one entry per prompt."""
-        self._is_list = isinstance(value, list | tuple)
-        self._values = list(cast("Sequence[object]", value)) if isinstance(value, list | tuple) else [value]
-        self._is_batch = is_batch
+        self._is_per_prompt = is_batch and isinstance(value, list | tuple)
+        self._entries: list[object] = list(cast("Sequence[object]", value)) if self._is_per_prompt else [value]
         self._known: dict[int, tuple[ImageSource, ...]] = {}
-        if is_batch and self._is_list and len(self._values) != num_prompts:
-            entries = checks.counted(len(self._values), "entry", "entries")
+        if self._is_per_prompt and len(self._entries) != num_prompts:
+            entries = checks.counted(len(self._entries), "entry", "entries")
             raise ValueError(
                 f"image_data has {entries} for {checks.counted(num_prompts, 'prompt')}; give one for each (an image, a "
                 "list of images, or None), or one image for all"
@@ -153,14 +152,11 @@ class GivenImages:
 
     @property
     def has_any(self) -> bool:
-        """Whether any prompt has an image: all entries of a list may be None or empty lists."""
-        if not self._is_batch:
-            return len(self._values) > 1 or self._values[0] is not None
-        return not all(map(_is_none, self._values))
+        """Whether any prompt has an image."""
+        return not all(map(_is_none, self._entries))
 
     def has_images(self, prompt: int) -> bool:
-        """Whether the entry of a prompt is neither None nor an empty list."""
-        return not _is_none(self._values[prompt if self._is_batch and self._is_list else 0])
+        return not _is_none(self._entries[prompt if self._is_per_prompt else 0])
 
     @property
     def num_bytes(self) -> int:
@@ -169,38 +165,36 @@ class GivenImages:
 
     def of(self, prompt: int, max_images: int) -> tuple[ImageSource, ...]:
         """Check and return the images of a prompt. Raises TypeError or ValueError."""
-        key = prompt if self._is_batch and self._is_list else 0
+        key = prompt if self._is_per_prompt else 0
         if key not in self._known:
-            if not self._is_batch:
-                self._known[key] = _sources("image_data", self._values, max_images)
-            else:
-                name = f"image_data[{prompt}]" if self._is_list else "image_data"
-                self._known[key] = _sources(name, self._values[key], max_images)
+            name = f"image_data[{prompt}]" if self._is_per_prompt else "image_data"
+            self._known[key] = _sources(name, self._entries[key], max_images)
         return self._known[key]
 
 
 def given_images(value: object, *, is_batch: bool, num_prompts: int) -> GivenImages | None:
     """Return ``image_data`` of a call; None if no prompt has an image. Raises ValueError as ``GivenImages``."""
-    if _is_none(value):
+    if _is_none(value) and not (is_batch and value):  # a list for a batch must have an entry per prompt
         return None
     images = GivenImages(value, is_batch=is_batch, num_prompts=num_prompts)
     return images if images.has_any else None
 
 
 def _is_none(value: object) -> bool:
-    """Whether the value is None or an empty list, which mean no image."""
-    return value is None or (isinstance(value, list | tuple) and not value)
+    """Whether the value means no image: None, an empty list or ``[None]``."""
+    if not isinstance(value, list | tuple):
+        return value is None
+    entries = cast("Sequence[object]", value)
+    return not entries or (len(entries) == 1 and entries[0] is None)
 
 
 def _sources(name: str, value: object, max_images: int) -> tuple[ImageSource, ...]:
-    if value is None:
+    if _is_none(value):
         return ()
-    if not isinstance(value, list | tuple):
-        return (image_source(name, value),)
-    entries = cast("Sequence[object]", value)
+    entries = cast("Sequence[object]", value) if isinstance(value, list | tuple) else [value]
     check_number(name, len(entries), max_images)
     if len(entries) == 1:
-        return () if entries[0] is None else (image_source(name, entries[0]),)
+        return (image_source(name, entries[0]),)
     return tuple(image_source(f"{name}[{number}]", entry) for number, entry in enumerate(entries))
 
 
@@ -227,13 +221,12 @@ def read_source(source: ImageSource, limits: MediaConfig) -> SourceBytes:
         data = read_file(cast("str", source.value), limits)
     else:
         data = _read_text(cast("str", source.value), limits)
-    if len(data) > limits.max_image_bytes:
-        raise _too_large(len(data), limits)
+    _check_length(len(data), limits)
     return SourceBytes(data, hashlib.sha256(data).digest())
 
 
 def _read_picture(value: object, limits: MediaConfig) -> SourceBytes:
-    from aioengine.media import pictures  # imports Pillow, of which the value is an image
+    from aioengine.media import pictures  # imports Pillow, which is loaded: the value is an image of it
 
     picture = cast("pictures.PillowImage", value)
     pictures.check_pixels(picture, limits.max_image_pixels)
@@ -247,7 +240,10 @@ def _read_text(text: str, limits: MediaConfig) -> bytes:
     if text[:5].lower() == "data:":
         return _read_data_url(text, limits)
     if text[:5].lower() == "file:":
-        return read_file(_path_of(text), limits)
+        parts = urlsplit(text)
+        if parts.netloc not in ("", "localhost"):
+            raise ValueError(f"its file: URL names the host {parts.netloc!r:.80}; write file:///path")
+        return read_file(unquote(parts.path), limits)
     if len(text) <= MAX_PATH and _is_readable(text, limits):
         return read_file(text, limits)
     data = _decoded(text, limits)
@@ -290,13 +286,6 @@ def _decoded(text: str, limits: MediaConfig) -> bytes | None:
         return None
 
 
-def _path_of(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.netloc not in ("", "localhost"):
-        raise ValueError(f"its file: URL names the host {parts.netloc!r:.80}; write file:///path")
-    return unquote(parts.path)
-
-
 def read_file(path: str, limits: MediaConfig) -> bytes:
     """Return the bytes of a file.
 
@@ -336,8 +325,4 @@ def _is_allowed(real: str, limits: MediaConfig) -> bool:
 
 def _check_length(num_bytes: int, limits: MediaConfig) -> None:
     if num_bytes > limits.max_image_bytes:
-        raise _too_large(num_bytes, limits)
-
-
-def _too_large(num_bytes: int, limits: MediaConfig) -> ValueError:
-    return ValueError(f"it has {num_bytes} bytes, and max_image_bytes={limits.max_image_bytes} are allowed")
+        raise ValueError(f"it has {num_bytes} bytes, and max_image_bytes={limits.max_image_bytes} are allowed")

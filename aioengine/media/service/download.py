@@ -42,7 +42,7 @@ _NOT_PUBLIC: Final = tuple(map(ipaddress.ip_network, _NOT_PUBLIC_NETWORKS))
 
 
 class DownloadLimits(NamedTuple):
-    """``timeout_s``: for the whole download, with its redirects. ``allows_private``: also addresses not public."""
+    """``timeout_s``: for a download with its redirects. ``allows_private``: private addresses are allowed."""
 
     max_bytes: int
     timeout_s: float

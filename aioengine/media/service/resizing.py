@@ -133,7 +133,7 @@ class DeviceResize:
         """Return the arrays for a size; None if the processor must prepare the picture itself.
 
         ``row_starts``, ``row_weights``, ``column_starts`` and ``column_weights`` are the passes (``Taps``),
-        ``rows_first`` [1] is their order. ``table`` and ``image_grid_thw`` [1, 3] are those of the processor.
+        ``rows_first`` [1] is their order. ``table`` and ``image_grid_thw`` [1, 3] come from the processor.
 
         Raises ValueError if the processor refuses the size.
         """

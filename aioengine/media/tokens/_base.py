@@ -6,7 +6,7 @@ to the tokens that the model was trained with: one placeholder per feature, and 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, TypeVar, cast
 
 import msgspec
 from msgspec import Struct
@@ -64,7 +64,7 @@ class ImageShape(Struct, frozen=True, array_like=True, gc=False):
     Attributes:
         height, width: in pixels, of the input of the vision tower: the image, or one tile.
         grid: (frames, height, width) in patches, if the processor returns it.
-        tiles: (rows, columns) of tiles, in addition to the whole image; (0, 0) if it is not split.
+        tiles: (rows, columns) of tiles, in addition to the unsplit image; (0, 0) if there are no tiles.
     """
 
     height: int
@@ -87,31 +87,33 @@ class Expansion(NamedTuple):
         return (len(self.texts) - 1) * self.num_repeats
 
 
-class ImageFamily(Protocol):
+class ImageFamily(Struct, frozen=True):
     """How prompts of a model contain images.
 
     Attributes:
         placeholder_id: the placeholder token.
         placeholder: its text in prompts, for error messages.
         processor: the default image processor of transformers.
-        options: further arguments of its calls.
+        options: further arguments of its calls, by name.
     """
 
     placeholder_id: int
+
     placeholder: ClassVar[str]
     processor: ClassVar[str]
-    options: ClassVar[Mapping[str, bool]]
+    options: ClassVar[tuple[tuple[str, bool], ...]] = ()
 
     @classmethod
     def read(cls, config: Mapping[str, object]) -> Self:
         """Read config.json. Raises ValueError, which names the field, for missing or unsupported values."""
-        ...
+        raise NotImplementedError
 
     def in_text(self, text: str) -> str:
         """Return the text of a prompt for the tokenizer."""
-        ...
+        return text
 
-    def expansion(self, image: ImageShape) -> Expansion: ...
+    def expansion(self, image: ImageShape) -> Expansion:
+        raise NotImplementedError
 
 
 class ImageModel(NamedTuple):
@@ -153,10 +155,7 @@ def read_image_model(folder: Path, family: type[ImageFamily], config: Mapping[st
             f"the images of {str(folder)!r} are prepared by {checks.shown(name)}, which is not supported; there are "
             f"{', '.join(PROCESSORS)}"
         )
-    if plain == _CUTS:
-        _check_patches(settings, config, folder)
-    elif plain in _SIDES:
-        _check_side(settings, config, folder, plain)
+    _check_settings(settings, config, folder, plain)
     place = PROCESSORS[plain]
     return ImageModel(
         family=family.read(config),
@@ -165,44 +164,32 @@ def read_image_model(folder: Path, family: type[ImageFamily], config: Mapping[st
     )
 
 
-def _check_patches(settings: Mapping[str, object], config: Mapping[str, object], folder: Path) -> None:
-    """Raise ValueError if the image processor cuts other patches than the vision tower reads."""
-    tower = _tower(config)
-    for name, (tower_name, default) in _PATCHES.items():
+def _check_settings(settings: Mapping[str, object], config: Mapping[str, object], folder: Path, processor: str) -> None:
+    """Raise ValueError if the image processor cuts other patches, or returns images of another size, than the vision
+    tower reads.
+    """
+    fields: dict[str, tuple[str, int]] = {}
+    if processor == _CUTS:
+        fields = _PATCHES
+    elif processor in _SIDES:
+        switch, name = _SIDES[processor]
+        fields = {} if settings.get(switch) is False else {name: ("image_size", _USUAL_SIDE)}
+    vision = config.get("vision_config")
+    tower = cast("Mapping[str, object]", vision) if isinstance(vision, dict) else {}
+    for name, (tower_name, default) in fields.items():
         value = default if settings.get(name) is None else settings[name]
+        sizes = [value.get("height"), value.get("width")] if isinstance(value, dict) else value
+        sizes = cast("list[object]", sizes) if isinstance(sizes, list) else [sizes]
         expected = tower.get(tower_name)
-        if expected is not None and value != expected:
+        if expected is not None and any(size not in (None, expected) for size in sizes):
             raise ValueError(
                 f"the image processor of {str(folder)!r} has {name}={checks.shown(value)}, and the vision tower in its "
                 f"config.json {tower_name}={checks.shown(expected)}; copy {_FILES[0]} of the original model"
             )
 
 
-def _check_side(settings: Mapping[str, object], config: Mapping[str, object], folder: Path, processor: str) -> None:
-    """Raise ValueError if a processor of ``_SIDES`` returns images of another size than the tower reads."""
-    switch, name = _SIDES[processor]
-    expected = _tower(config).get("image_size")
-    value = _USUAL_SIDE if settings.get(name) is None else settings[name]
-    sides = [value.get("height"), value.get("width")] if isinstance(value, dict) else value
-    sides = cast("list[object]", sides) if isinstance(sides, list) else [sides]
-    if (
-        expected is not None
-        and settings.get(switch) is not False
-        and any(side not in (None, expected) for side in sides)
-    ):
-        raise ValueError(
-            f"the image processor of {str(folder)!r} has {name}={checks.shown(value)}, and the vision tower in its "
-            f"config.json image_size={checks.shown(expected)}; copy {_FILES[0]} of the original model"
-        )
-
-
-def _tower(config: Mapping[str, object]) -> Mapping[str, object]:
-    vision = config.get("vision_config")
-    return cast("Mapping[str, object]", vision) if isinstance(vision, dict) else {}
-
-
 def _settings(folder: Path) -> Mapping[str, object]:
-    """Return the fields of the image processor, from its own file or from that of the whole processor."""
+    """Return the fields of the image processor, from its own file or the file of the joint processor."""
     for name in _FILES:
         fields = folder_files.read_object(folder / name)
         part = fields.get("image_processor", fields if name == _FILES[0] else None)

@@ -5,12 +5,15 @@ Prompts contain ``<|vision_start|><|image_pad|><|vision_end|>``. The middle toke
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from aioengine.media.tokens._base import Expansion, ImageShape, decoded, size_of
+from aioengine.media.tokens._base import Expansion, ImageFamily, ImageShape, decoded, size_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Self
 
 
 class _QwenVisionFields(Struct, frozen=True):
@@ -22,24 +25,19 @@ class _QwenFields(Struct, frozen=True):
     vision_config: _QwenVisionFields = _QwenVisionFields()
 
 
-class QwenImages(Struct, frozen=True):
+class QwenImages(ImageFamily, frozen=True):
     """``merge_size``: side of the square of patches that become one token."""
 
-    placeholder_id: int
     merge_size: int
 
-    placeholder: ClassVar[str] = "<|vision_start|><|image_pad|><|vision_end|>"
-    processor: ClassVar[str] = "Qwen2VLImageProcessor"
-    options: ClassVar[Mapping[str, bool]] = {}
+    placeholder = "<|vision_start|><|image_pad|><|vision_end|>"
+    processor = "Qwen2VLImageProcessor"
 
     @classmethod
     def read(cls, config: Mapping[str, object]) -> Self:
-        found = decoded(config, _QwenFields)
-        merge_size = size_of("vision_config.spatial_merge_size", found.vision_config.spatial_merge_size)
-        return cls(placeholder_id=found.image_token_id, merge_size=merge_size)
-
-    def in_text(self, text: str) -> str:
-        return text
+        fields = decoded(config, _QwenFields)
+        merge_size = size_of("vision_config.spatial_merge_size", fields.vision_config.spatial_merge_size)
+        return cls(placeholder_id=fields.image_token_id, merge_size=merge_size)
 
     def expansion(self, image: ImageShape) -> Expansion:
         frames, height, width = image.grid

@@ -1,13 +1,16 @@
-"""Idefics3 and SmolVLM: an image is split into tiles of one size, and added once more as a whole."""
+"""Idefics3 and SmolVLM: an image is split into tiles of one size, and then added once more without a split."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from aioengine.media.tokens._base import Expansion, ImageShape, decoded, size_of
+from aioengine.media.tokens._base import Expansion, ImageFamily, ImageShape, decoded, size_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Self
 
 _AROUND = "<fake_token_around_image>"
 _WHOLE = "<global-img>"
@@ -23,28 +26,23 @@ class _TiledFields(Struct, frozen=True):
     vision_config: _TiledVisionFields = _TiledVisionFields()
 
 
-class TiledImages(Struct, frozen=True):
+class TiledImages(ImageFamily, frozen=True):
     """``scale_factor``: side of the square of patches that become one token."""
 
-    placeholder_id: int
     patch_size: int
     scale_factor: int
 
-    placeholder: ClassVar[str] = "<image>"
-    processor: ClassVar[str]
-    options: ClassVar[Mapping[str, bool]] = {"return_row_col_info": True}
+    placeholder = "<image>"
+    options = (("return_row_col_info", True),)
 
     @classmethod
     def read(cls, config: Mapping[str, object]) -> Self:
-        found = decoded(config, _TiledFields)
+        fields = decoded(config, _TiledFields)
         return cls(
-            placeholder_id=found.image_token_id,
-            patch_size=size_of("vision_config.patch_size", found.vision_config.patch_size),
-            scale_factor=size_of("scale_factor", found.scale_factor),
+            placeholder_id=fields.image_token_id,
+            patch_size=size_of("vision_config.patch_size", fields.vision_config.patch_size),
+            scale_factor=size_of("scale_factor", fields.scale_factor),
         )
-
-    def in_text(self, text: str) -> str:
-        return text
 
     def expansion(self, image: ImageShape) -> Expansion:
         rows, columns = image.tiles

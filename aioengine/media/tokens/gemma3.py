@@ -6,12 +6,15 @@ adjacent line breaks merge into one token. ``<image_soft_token>`` is the placeho
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from aioengine.media.tokens._base import Expansion, ImageShape, decoded, size_of
+from aioengine.media.tokens._base import Expansion, ImageFamily, ImageShape, decoded, size_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Self
 
 _START = "<start_of_image>"
 _TOKEN = "<image_soft_token>"
@@ -23,23 +26,22 @@ class _Gemma3Fields(Struct, frozen=True):
     mm_tokens_per_image: int = 256
 
 
-class Gemma3Images(Struct, frozen=True):
+class Gemma3Images(ImageFamily, frozen=True):
     """``num_tokens``: tokens per image."""
 
-    placeholder_id: int
     num_tokens: int
 
-    placeholder: ClassVar[str] = _START
-    processor: ClassVar[str] = "Gemma3ImageProcessor"
-    options: ClassVar[Mapping[str, bool]] = {"do_pan_and_scan": False}
+    placeholder = _START
+    processor = "Gemma3ImageProcessor"
+    options = (("do_pan_and_scan", False),)
 
     @classmethod
     def read(cls, config: Mapping[str, object]) -> Self:
-        found = decoded(config, _Gemma3Fields)
-        image_token_id = found.image_token_index if found.image_token_id is None else found.image_token_id
+        fields = decoded(config, _Gemma3Fields)
+        image_token_id = fields.image_token_index if fields.image_token_id is None else fields.image_token_id
         return cls(
             placeholder_id=262_144 if image_token_id is None else image_token_id,
-            num_tokens=size_of("mm_tokens_per_image", found.mm_tokens_per_image),
+            num_tokens=size_of("mm_tokens_per_image", fields.mm_tokens_per_image),
         )
 
     def in_text(self, text: str) -> str:

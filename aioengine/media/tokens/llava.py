@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Literal
 
 from msgspec import Struct
 
-from aioengine.media.tokens._base import Expansion, ImageShape, decoded, size_of
+from aioengine.media.tokens._base import Expansion, ImageFamily, ImageShape, decoded, size_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Self
 
 _TOWERS_WITH_CLASS_TOKEN = ("clip_vision_model",)
 _TOWERS = (*_TOWERS_WITH_CLASS_TOKEN, "siglip_vision_model")
@@ -25,35 +28,30 @@ class _LlavaFields(Struct, frozen=True):
     vision_feature_select_strategy: Literal["default", "full"] = "default"
 
 
-class LlavaImages(Struct, frozen=True):
-    """``num_extra``: features in addition to those of the patches: 1 if the class token is kept."""
+class LlavaImages(ImageFamily, frozen=True):
+    """``num_extra``: features in addition to the features of patches: 1 if the class token is kept."""
 
-    placeholder_id: int
     patch_size: int
     num_extra: int
 
-    placeholder: ClassVar[str] = "<image>"
-    processor: ClassVar[str] = "LlavaImageProcessor"
-    options: ClassVar[Mapping[str, bool]] = {}
+    placeholder = "<image>"
+    processor = "LlavaImageProcessor"
 
     @classmethod
     def read(cls, config: Mapping[str, object]) -> Self:
-        found = decoded(config, _LlavaFields)
-        tower = found.vision_config.model_type
+        fields = decoded(config, _LlavaFields)
+        tower = fields.vision_config.model_type
         if tower not in _TOWERS:
             raise ValueError(f"config.json: vision_config.model_type {tower!r} is none of {', '.join(_TOWERS)}")
-        placeholder_id = found.image_token_index if found.image_token_id is None else found.image_token_id
+        placeholder_id = fields.image_token_index if fields.image_token_id is None else fields.image_token_id
         if placeholder_id is None:
             raise ValueError("config.json has no image_token_index, the token that stands for an image")
         has_class_token = tower in _TOWERS_WITH_CLASS_TOKEN
         return cls(
             placeholder_id=placeholder_id,
-            patch_size=size_of("vision_config.patch_size", found.vision_config.patch_size),
-            num_extra=has_class_token - (found.vision_feature_select_strategy == "default"),
+            patch_size=size_of("vision_config.patch_size", fields.vision_config.patch_size),
+            num_extra=has_class_token - (fields.vision_feature_select_strategy == "default"),
         )
-
-    def in_text(self, text: str) -> str:
-        return text
 
     def expansion(self, image: ImageShape) -> Expansion:
         num_patches = (image.height // self.patch_size) * (image.width // self.patch_size)

@@ -65,7 +65,9 @@ class Sampler:
             (~is_greedy & ~is_truncated, self._drawn),
             (~is_greedy & is_truncated, self._truncated),
         ):
-            for chunk in _chunks(np.flatnonzero(mask)):
+            indices = np.flatnonzero(mask)
+            for start in range(0, len(indices), _CHUNK_ROWS):
+                chunk = indices[start : start + _CHUNK_ROWS]
                 token_ids[self._upload(chunk)] = method(logits, rows, chunk)
         return token_ids
 
@@ -149,11 +151,6 @@ def greedy(logits: Tensor) -> Tensor:
 def _where_finite(token_ids: Tensor, largest: Tensor) -> Tensor:
     """Return token_ids [S], FAILED where ``largest`` [S] is not finite (x - x is 0 only for finite x)."""
     return token_ids.where(largest - largest == 0, FAILED)
-
-
-def _chunks(indices: Ints) -> list[Ints]:
-    """Split indices [X] into pieces of up to _CHUNK_ROWS."""
-    return [indices[i : i + _CHUNK_ROWS] for i in range(0, len(indices), _CHUNK_ROWS)]
 
 
 def _logits_row(rows: SampledRows, row: int, index: int) -> LogitsRow:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable, Sequence
 
     from aioengine.protocol.messages import Role
     from aioengine.settings.config import Settings
     from aioengine.transport.base import AsyncReceiver, Sender
+
+KILL_WAIT_S = 1.0
+"""Maximum time from the kill of a process to its exit. Its device memory is free only after the exit."""
 
 
 class RunningChild(Protocol):
@@ -26,88 +30,93 @@ class RunningChild(Protocol):
 
     @property
     def exit_code(self) -> int | None:
-        """Minus the number of the signal that killed it. None: it runs, or the system did not keep the status."""
+        """The exit code, or minus the number of the signal. None: it runs, or the system did not keep the status."""
+        ...
+
+    @property
+    def exited(self) -> asyncio.Event:
+        """Set after the exit of a watched child."""
         ...
 
     def watch(self, on_exit: Callable[[], None]) -> None:
-        """Call ``on_exit`` on the running loop, once, when it has exited."""
+        """Call ``on_exit`` once on the running loop when the child has exited. Later calls do nothing."""
         ...
 
     def terminate(self) -> None:
-        """Ask it to exit; harmless when it has."""
+        """Ask the child to exit. Does nothing after its exit."""
         ...
 
     def kill(self) -> None:
-        """Kill it; harmless when it has exited."""
+        """Kill the child. Does nothing after its exit."""
         ...
 
     def reap(self, timeout_s: float) -> None:
-        """Wait for its exit up to ``timeout_s``, blocking; for places without a loop."""
+        """Wait up to ``timeout_s`` for the exit. Blocks; needs no event loop."""
         ...
 
     def log_lines(self) -> tuple[str, ...]:
-        """The last lines that it wrote."""
+        """Return the last lines of its output."""
         ...
 
     def rows_in_flight(self) -> dict[int, int]:
-        """The requests in the steps that it computes, or computed at its exit: uid -> the end of its row."""
+        """Return the rows of its current steps, or of its last steps before its exit: uid -> end of the row."""
         ...
 
 
 class Launcher(Protocol):
-    """Makes the channels and starts the children, on one loop; closed when the children have exited."""
+    """Opens the channels and starts the children, on one event loop. It is closed after the exit of the children."""
 
     def __init__(self, settings: Settings, roles: Sequence[Role]) -> None:
-        """``roles``: one child is started for each; SCHEDULER and DETOKENIZER are among them."""
+        """roles: one child is started for each role. SCHEDULER and DETOKENIZER are required."""
         ...
 
     @property
     def children(self) -> Sequence[RunningChild]:
-        """The last child of each role, also when a launch failed half-way. Always the same list."""
+        """The newest child of each role, also if a launch has failed. Always the same list."""
         ...
 
     @property
     def sender(self) -> Sender:
-        """To the scheduler; set by ``launch``."""
+        """Sends to the scheduler. Set by ``launch``."""
         ...
 
     @property
     def receiver(self) -> AsyncReceiver:
-        """From all children; set by ``launch``."""
+        """Receives from all children. Set by ``launch``."""
         ...
 
     async def launch(self) -> None:
-        """Start all children, without waiting until they are ready.
+        """Start all children without waiting until they are ready.
 
         Raises:
-            EngineStartupError: one could not be started at all.
+            EngineStartupError: a child could not be started.
         """
         ...
 
     async def begin_epoch(self) -> None:
-        """Have the scheduler go on without its requests and the lost detokenizer. It sends ``Ready`` then.
+        """Tell the scheduler to drop its requests and to continue in a new epoch. It answers with ``Ready``.
 
         Raises:
-            BacklogFullError: the scheduler does not take its messages.
+            BacklogFullError: the scheduler does not read its messages.
         """
         ...
 
     async def check_links(self) -> None:
-        """Check that the children could connect to each other.
+        """Check that the children can connect to each other.
 
         Raises:
-            EngineStartupError: they could not, and messages from one to the other may wait for ever.
+            EngineStartupError: they cannot, so messages between them would wait forever.
         """
         ...
 
     async def launch_detokenizer(self) -> None:
-        """Start another detokenizer, after the scheduler's ``Ready``, without waiting until it is ready.
+        """Start another detokenizer without waiting until it is ready. Called after the scheduler's ``Ready``.
 
         Raises:
-            EngineStartupError: it could not be started at all.
+            EngineStartupError: it could not be started.
         """
         ...
 
     def close(self) -> None:
-        """Close the channels and remove all files; harmless when repeated."""
+        """Close the channels and remove all files. May be repeated."""
         ...

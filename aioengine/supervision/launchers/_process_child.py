@@ -27,18 +27,20 @@ _POLL_S = 0.05
 
 
 class ProcessChild:
-    """A child process. It exits when its standard input is closed, which stays open as long as this object.
+    """A child process. It exits when its standard input is closed by ``close``.
 
-    Its exit status is read only here, and never through ``Popen``, which takes an unknown exit code for 0.
+    Its exit status is only read here. ``Popen`` would treat an unknown exit code as 0.
     """
 
     def __init__(self, role: Role, popen: subprocess.Popen[bytes], log_path: Path, spare: SpareDescriptors) -> None:
-        """``log_path``: of its output, beside its crash board. ``spare``: freed for a moment to read these files."""
+        """log_path: file of its output, beside its crash board. spare: freed while these files are read."""
         self.role = role
         self.pid = popen.pid
         self._popen = popen
         self._log_path = log_path
         self._spare = spare
+        self.exited = asyncio.Event()
+        self._on_exit: Callable[[], None] | None = None
         self._unwatch: Callable[[], None] | None = None
         self._lock = threading.RLock()  # a signal handler or a finalizer may interrupt this object and use it
         self._has_ended = False
@@ -55,12 +57,18 @@ class ProcessChild:
         return self._exit_code
 
     def watch(self, on_exit: Callable[[], None]) -> None:
-        """Call ``on_exit`` on the running loop when the process has exited: by a descriptor of it, else by polling."""
+        """Call ``on_exit`` once on the running loop when the process has exited. Later calls do nothing.
+
+        The exit is noticed by a descriptor of the process, or else by polling.
+        """
+        if self._on_exit is not None:
+            return
+        self._on_exit = on_exit
         loop = asyncio.get_running_loop()
         try:
             fd = os.pidfd_open(self.pid)
         except (AttributeError, OSError):
-            self._unwatch = loop.call_soon(self._poll, loop, on_exit).cancel
+            self._unwatch = loop.call_soon(self._poll, loop).cancel
             return
 
         def unwatch() -> None:
@@ -68,13 +76,8 @@ class ProcessChild:
                 loop.remove_reader(fd)
             os.close(fd)
 
-        def ended() -> None:
-            self._stop_watching()
-            self.reap(_POLL_S)  # which takes no time: the descriptor is readable once there is an exit status
-            on_exit()
-
         self._unwatch = unwatch
-        loop.add_reader(fd, ended)
+        loop.add_reader(fd, self._ended)
 
     def terminate(self) -> None:
         self._signal(signal.SIGTERM)
@@ -105,7 +108,7 @@ class ProcessChild:
             return {}
 
     def close(self) -> None:
-        """Stop watching, and close its standard input, which ends the process if it still runs."""
+        """Stop watching, and close the standard input. The process then exits if it still runs."""
         self._stop_watching()
         self._close_input()
 
@@ -115,7 +118,7 @@ class ProcessChild:
             unwatch()
 
     def _reap(self) -> None:
-        """Read its exit status if it has exited: once, and never in a program that ignores SIGCHLD."""
+        """Read the exit status once, after the exit. There is no status if the program ignores SIGCHLD."""
         with self._lock:
             if self._has_ended:
                 return
@@ -139,14 +142,20 @@ class ProcessChild:
                 self._close_input()
 
     def _close_input(self) -> None:
-        """Close the standard input of the process, which makes it exit."""
+        """Close the standard input of the process. The process then exits."""
         if self._popen.stdin is not None:
             with contextlib.suppress(OSError):
                 self._popen.stdin.close()
 
-    def _poll(self, loop: asyncio.AbstractEventLoop, on_exit: Callable[[], None]) -> None:
+    def _poll(self, loop: asyncio.AbstractEventLoop) -> None:
         if self.is_alive:
-            self._unwatch = loop.call_later(_POLL_S, self._poll, loop, on_exit).cancel
+            self._unwatch = loop.call_later(_POLL_S, self._poll, loop).cancel
         else:
-            self._unwatch = None
-            on_exit()
+            self._ended()
+
+    def _ended(self) -> None:
+        self._stop_watching()
+        self.reap(_POLL_S)  # takes no time, because the exit status is available
+        self.exited.set()
+        if self._on_exit is not None:
+            self._on_exit()

@@ -1,6 +1,6 @@
-"""Children as tasks of the caller's loop, without any process: for tests and debugging.
+"""Runs the children as tasks of the caller's event loop, without processes. For tests and debugging.
 
-Services and frames are the same as in processes. A step runs on the loop and blocks it.
+Services and frames are the same as in processes. A step blocks the loop.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class InlineChild:
     ) -> None:
         self.role = role
         self.pid = os.getpid()
+        self.exited = asyncio.Event()
+        self._on_exit: Callable[[], None] | None = None
         self._inbox = inbox
         self._peer = peer
         self._frontend = frontend
@@ -52,7 +54,14 @@ class InlineChild:
         return None if self.is_alive else int(bool(self._log))
 
     def watch(self, on_exit: Callable[[], None]) -> None:
-        self._task.add_done_callback(lambda _: on_exit())
+        if self._on_exit is None:
+            self._on_exit = on_exit
+            self._task.add_done_callback(self._ended)
+
+    def _ended(self, _: asyncio.Task[None]) -> None:
+        self.exited.set()
+        if self._on_exit is not None:
+            self._on_exit()
 
     def terminate(self) -> None:
         if not self._task.get_loop().is_closed():
@@ -61,22 +70,29 @@ class InlineChild:
     kill = terminate
 
     def reap(self, timeout_s: float) -> None:
-        """Nothing to wait for: a task ends with its loop."""
+        """Does nothing: a task ends with its loop."""
 
     def log_lines(self) -> tuple[str, ...]:
         return self._log
 
     def rows_in_flight(self) -> dict[int, int]:
-        """A task ends between two steps."""
+        """Return {}, because a task ends between two steps."""
         return {}
 
     def _report_ready(self, service: Service) -> None:
         facts = msgspec.json.encode(dict(service.facts)).decode()
         self._frontend.send([Ready(self.role, self.pid, fingerprint(), facts)])
 
+    def _report_progress(self, progress: Progress) -> None:
+        self._frontend.send([progress])
+
     async def _run(self, settings: Settings) -> None:
         try:
-            service = self._build(settings)
+            module = importlib.import_module(f"aioengine.processes.{self.role.name}_process")
+            if self.role.name == DETOKENIZER.name:
+                service: Service = module.build_service(settings)
+            else:
+                service = module.build_service(settings, self._report_progress)
             self._report_ready(service)
             try:
                 await self._serve(service)
@@ -86,15 +102,6 @@ class InlineChild:
             text = traceback.format_exc()
             self._log = tuple(text.splitlines())
             self._frontend.send([Failed(self.role, type(error).__name__, str(error), text)])
-
-    def _build(self, settings: Settings) -> Service:
-        module = importlib.import_module(f"aioengine.processes.{self.role.name}_process")
-        if self.role.name == DETOKENIZER.name:
-            return module.build_service(settings)
-        return module.build_service(settings, self._report_progress)
-
-    def _report_progress(self, progress: Progress) -> None:
-        self._frontend.send([progress])
 
     async def _serve(self, service: Service) -> None:
         now = time.monotonic()
@@ -146,7 +153,7 @@ class InlineLauncher:
             end.begin(self._epoch)
 
     async def check_links(self) -> None:
-        """Channels in a loop do not break."""
+        """Does nothing: channels inside a loop do not break."""
 
     async def launch_detokenizer(self) -> None:
         self.children[:] = [child for child in self.children if child.role != DETOKENIZER]

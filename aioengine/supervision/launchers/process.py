@@ -1,4 +1,4 @@
-"""Children as processes: fresh interpreters that end with their parent, and whose exits are watched."""
+"""Starts children as processes: new interpreters that end with their parent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aioengine.file_descriptors import SpareDescriptors
 from aioengine.protocol.board import blank_board
 from aioengine.protocol.messages import DETOKENIZER, SCHEDULER, NewEpoch, Role
 from aioengine.protocol.orders import Orders, encode_orders
-from aioengine.supervision.family import KILL_WAIT_S
+from aioengine.supervision.launchers._base import KILL_WAIT_S
 from aioengine.supervision.launchers._process_child import ProcessChild
 from aioengine.supervision.spawning import start_child
 from aioengine.supervision.tasks import WorkerThread, require_threads
@@ -32,8 +32,8 @@ _FRONTEND = "frontend"
 _EPOCH_BITS = 62
 _MAX_SPAWN_S = 5.0
 _SHUT_DOWN = "the engine was shut down while it started"
-# File descriptors that a launcher uses, that it needs for a moment only (``_ALONE``), and that it holds back. What it
-# holds back and what it uses together are enough for the launcher that follows it.
+# Numbers of file descriptors. A launcher keeps some open, needs others only during the start (``_ALONE``), and holds
+# some as a reserve. The used ones and the reserve are enough for the next launcher.
 _FOR_DIRECTORY = 1
 _FOR_INBOX = 1
 _FOR_PROCESS, _FOR_PROCESS_ALONE = 2, 6
@@ -54,18 +54,18 @@ class ProcessLauncher:
         self._epoch = secrets.randbits(_EPOCH_BITS)
         self._folder = Path()
         self._closing = contextlib.ExitStack()
-        self._inboxes: dict[Role, str] = {}  # role -> the endpoint at which it listens
-        self._uplinks: dict[Role, str] = {}  # role -> the endpoint at which the frontend listens to it
-        self._listeners: dict[str, Listener] = {}  # endpoint -> its listener, while this object owns that
+        self._inboxes: dict[Role, str] = {}  # role -> endpoint at which the child listens
+        self._uplinks: dict[Role, str] = {}  # role -> endpoint at which the frontend listens to the child
+        self._listeners: dict[str, Listener] = {}  # endpoint -> its listener, while the launcher owns it
         self._num_started = 0
         self._owner_pid = os.getpid()
         self._is_closed = False
         self._spawning: Future[None] | None = None
-        # The kernel ends a child when the thread that started it ends, so a thread of the program cannot start any; and
-        # the event loop does not wait while a large process is duplicated.
+        # The kernel ends a child when the thread that started it ends, so threads of the program must not start
+        # children. Also, duplicating a large process takes long, and would block the event loop.
         self._thread = WorkerThread[None]("aioengine-spawn")
         self._spare = SpareDescriptors()
-        # Now, while those of the launcher before this one are free; ``launch`` checks whether they suffice.
+        # The previous launcher has just freed its descriptors. ``launch`` checks whether there are enough.
         self._spare.hold(self._num_needed + _HELD_BACK)
 
     @property
@@ -78,7 +78,7 @@ class ProcessLauncher:
         await self._in_thread(self._spawn_all)
         num_used = _FOR_CHANNELS + len(self._roles) * _FOR_CHANNEL
         self._spare.require(num_used + FREE_TO_ACCEPT)
-        require_threads(_ZMQ_THREADS)  # where it finds too few, libzmq ends the program
+        require_threads(_ZMQ_THREADS)  # libzmq aborts the program if it cannot start its threads
         try:
             with self._spare.lent(num_used, used=num_used):
                 self._open_channels(Context())
@@ -87,7 +87,7 @@ class ProcessLauncher:
         self._spare.free(keep=_HELD_BACK)
 
     def _open_channels(self, context: Context) -> None:
-        self._closing.callback(end_context, context)  # also of a socket that cannot be opened completely
+        self._closing.callback(end_context, context)  # also closes a socket that was not opened completely
         self.sender = AsyncZmqSender(context, self._inboxes[SCHEDULER], self._epoch, reader="it")
         self._closing.callback(self.sender.close)
         self.receiver = AsyncZmqReceiver(context, self._epoch, spare=self._spare)
@@ -111,7 +111,7 @@ class ProcessLauncher:
         self.children.remove(before)
 
     async def check_links(self) -> None:
-        # The children have connected to each other by these names if they are still there.
+        # If these names still exist, the children have connected to each other.
         if not all(is_reachable(endpoint) for endpoint in self._inboxes.values()):
             raise EngineStartupError("the sockets of the engine's processes were removed from their folder")
 
@@ -127,26 +127,26 @@ class ProcessLauncher:
             raise EngineStartupError(_SHUT_DOWN)
 
     def _wait_for_thread(self) -> None:
-        """Starting takes milliseconds, and every child that starts must be known to be ended."""
+        """Wait for a start in progress, so that its child can be ended. A start takes milliseconds."""
         if self._spawning is not None:
             with contextlib.suppress(CancelledError, TimeoutError):
                 self._spawning.exception(_MAX_SPAWN_S)
 
     def close(self) -> None:
         if os.getpid() != self._owner_pid:
-            return  # in a fork: all this belongs to the original
+            return  # in a fork, everything belongs to the original process
         self._is_closed = True
         self._thread.close()
         self._wait_for_thread()
         for child in self.children:
-            child.kill()  # it may have started while the others were killed
+            child.kill()  # it may have started after the others were killed
             child.reap(KILL_WAIT_S)
             child.close()
         self._closing.close()
         self._spare.free()
 
     def _spawn_all(self) -> None:
-        """In the thread: make the directory, listen at the endpoint of every child, start all."""
+        """Create the directory, listen at the endpoints of all children, and start them. Runs in the thread."""
         num_used = _FOR_DIRECTORY + len(self._roles) * _FOR_INBOX
         try:
             with self._spare.lent(num_used + 1, used=num_used):
@@ -170,34 +170,32 @@ class ProcessLauncher:
         self._listeners[listener.endpoint] = listener
         return listener.endpoint
 
-    def _orders(self, role: Role, board_path: Path) -> Orders:
-        """The orders of a child, with a crash board and an endpoint of the frontend of its own."""
-        scheduler = self._settings.scheduler
-        board_path.write_bytes(blank_board(scheduler.depth + 1, scheduler.max_running))
-        self._num_started += 1
-        self._uplinks[role] = self._listen(f"{_FRONTEND}-{self._num_started}")
-        return Orders(
-            role=role,
-            epoch=self._epoch,
-            frontend=self._uplinks[role],
-            endpoints={str(role): endpoint for role, endpoint in self._inboxes.items()},
-            listener_fd=self._listeners[self._inboxes[role]].fd,
-            board=str(board_path),
-            parent_pid=os.getpid(),
-            settings=self._settings,
-        )
-
     def _close_listeners(self) -> None:
         while self._listeners:
             os.close(self._listeners.popitem()[1].fd)
 
     def _spawn(self, role: Role) -> None:
+        """Start a child with its own crash board and its own endpoint of the frontend. Runs in the thread."""
         log_path = self._folder / f"{role}.log"
+        board_path = log_path.with_suffix(BOARD_SUFFIX)
+        scheduler = self._settings.scheduler
         with self._spare.lent(_FOR_PROCESS + _FOR_PROCESS_ALONE, used=_FOR_PROCESS):
             try:
-                orders = self._orders(role, log_path.with_suffix(BOARD_SUFFIX))
+                board_path.write_bytes(blank_board(scheduler.depth + 1, scheduler.max_running))
+                self._num_started += 1
+                self._uplinks[role] = self._listen(f"{_FRONTEND}-{self._num_started}")
             except OSError as error:
                 raise EngineStartupError(f"the {role} process could not be started: {error}") from error
+            orders = Orders(
+                role=role,
+                epoch=self._epoch,
+                frontend=self._uplinks[role],
+                endpoints={str(role): endpoint for role, endpoint in self._inboxes.items()},
+                listener_fd=self._listeners[self._inboxes[role]].fd,
+                board=str(board_path),
+                parent_pid=os.getpid(),
+                settings=self._settings,
+            )
             popen = start_child(str(role), log_path, encode_orders(orders), (orders.listener_fd,))
         self.children.append(ProcessChild(role, popen, log_path, self._spare))
 

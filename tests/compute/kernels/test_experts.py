@@ -14,7 +14,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTo
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 
-from aioengine.families._experts import ExpertsConfig, RouterConfig, SharedConfig, tensors_of_experts
+from aioengine.families._experts import ExpertsConfig, RouterConfig, SharedConfig
+from aioengine.families._tensors import expert_tensors as described_tensors
 from aioengine.kernels import experts, mxfp4, routing
 from aioengine.kernels.expert_types import SILU, ExpertWeights, GateFunction, Routing, SharedOutputs
 from aioengine.layers import expert_tensors
@@ -135,7 +136,7 @@ def test_layer_tensors_match_the_checkpoint_description(stored: str) -> None:
     config = config_of(stored)
     layer = SparseMLP(SIZE, config, PLACEMENT)
     assert {name: target.shape for name, target in layer.weights("").items()} == {
-        name: spec.shape for name, spec in tensors_of_experts(config, SIZE).items()
+        name: spec.shape for name, spec in described_tensors(config, SIZE).items()
     }
 
 
@@ -174,9 +175,9 @@ def test_interleaved_gates_match_transformers() -> None:
         names=("gate_up_proj", "down_proj"),
     )  # fmt: skip
     tensors = expert_tensors.empty(config, SIZE, PLACEMENT)
-    for name, target in tensors.targets().items():
-        value = torch.randn(target.shape) * 0.3
-        target.tensor.copy_(value)
+    for name, tensor in tensors.tensors.items():
+        value = torch.randn(tensor.shape) * 0.3
+        tensor.copy_(value)
         theirs.state_dict()[name].copy_(value)
     x = torch.randn(20, SIZE)
     chosen = routing.route(torch.randn(20, NUM_EXPERTS), None, Routing(3))

@@ -14,9 +14,12 @@ from torch.nn import functional
 
 from aioengine import models, plugins
 from aioengine.families._block_config import LinearShape, TensorSpec, TensorSpecs
-from aioengine.families._tensors import checkpoint_tensors, plain_tensors
+from aioengine.families._experts import ExpertsConfig, SharedConfig
+from aioengine.families._tensors import adaptable_layers, checkpoint_tensors, expert_tensors, plain_tensors
+from aioengine.families.llama import LlamaFamily
 from aioengine.kernels.linear import Matmul
 from aioengine.kernels.silu_and_mul import silu_and_mul
+from aioengine.layers.experts import SparseMLP
 from aioengine.layers.linear import Linear, Stored
 from aioengine.layers.placement import Placement, Shard, Units, rank_ranges
 from aioengine.model_files.checkpoint import check_entries, read_headers
@@ -25,8 +28,10 @@ from aioengine.quantization._base import Axis, LinearFormat, Prepared, Tensors
 from aioengine.quantization.plain import PLAIN, plain
 from aioengine.runner import weights
 from aioengine.runner.weight_reading import read_all
+from aioengine.settings.memory_model import weights_bytes
 from tests.compute.runner_world import save_model
 from tests.compute.stepping import Stepper
+from tests.kit.decoders import config_of
 
 CPU = torch.device("cpu")
 PROMPT = [5, 9, 200, 31, 7, 8, 150]
@@ -205,6 +210,26 @@ def test_description_of_an_int8_checkpoint_matches_its_model(family: str, tmp_pa
     save_file(plain_checkpoint | {"lm_head.weight": head}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"missing: .*weight_scale.*is of type F32; what works: I8"):
         check_entries(read_headers(tmp_path, ""), specs, tmp_path)
+
+
+def test_description_of_int8_experts_matches_their_layer() -> None:
+    """Router and shared expert have the format; the other experts are not linear layers."""
+    shared = SharedConfig(inner_size=16, gate="shared_expert_gate")
+    config = ExpertsConfig(num_experts=4, top_k=2, inner_size=24, shared=shared)
+    int8 = Int8Format()
+    placement = Placement(dtype=torch.float32, device=CPU, format_of=lambda name: int8)
+    specs = expert_tensors(config, 32, "mlp.", int8_tensors)
+    assert {name: target.shape for name, target in SparseMLP(32, config, placement).weights("mlp.").items()} == {
+        name: spec.shape for name, spec in specs.items()
+    }
+    assert "mlp.shared_expert.up_proj.weight_scale" in specs
+
+
+def test_weights_bytes_of_a_quantized_model_come_from_its_format() -> None:
+    config = LlamaFamily.read(config_of("llama").to_dict())
+    plain_bytes, int8_bytes = weights_bytes(config, 2, {}), weights_bytes(config, 2, {}, int8_tensors)
+    linears = adaptable_layers(config).values()
+    assert plain_bytes - int8_bytes == sum(outputs * inputs - 2 * outputs for outputs, inputs in linears)
 
 
 def test_float_tensor_in_int8_checkpoint_is_refused(tmp_path: Path) -> None:

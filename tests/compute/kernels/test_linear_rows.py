@@ -195,7 +195,7 @@ def test_rows_are_multiplied_one_by_one_if_no_row_counts_agree(monkeypatch: pyte
     rows = linear.independent_rows.__wrapped__(48, 100, torch.float32, 1)
     assert not rows
     weight, x = torch.eye(4), torch.randn(5, 4)
-    assert torch.equal(linear._in_rows(prepare(weight), rows)(x), x)
+    assert torch.equal(linear._in_pieces(prepare(weight), tuple(rows) or (1,))(x), x)
 
 
 def test_rows_beyond_the_tried_counts_are_split() -> None:
@@ -205,7 +205,7 @@ def test_rows_beyond_the_tried_counts_are_split() -> None:
         seen.append(x.shape[0])
         return x * 2
 
-    in_rows = linear._in_rows(matmul, range(3, 65))
+    in_rows = linear._in_pieces(matmul, tuple(range(3, 65)))
     for num_rows, expected in {1: [3], 3: [3], 64: [64], 65: [64, 3], 140: [64, 64, 12]}.items():
         seen.clear()
         x = torch.arange(num_rows, dtype=torch.float32).unsqueeze(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from aioengine import models
 from aioengine.models._base import Model
+from aioengine.protocol.messages import Control, Reply
 from aioengine.runner import weights
 from tests.compute.runner_world import World, make_settings, save_model
 from tests.compute.stepping import Stepper, options
@@ -41,6 +43,12 @@ def reload(model: Model, folder: Path) -> None:
         raise
 
 
+def load_weights(model: Model, control: Control) -> Reply:
+    """Answer a control message with the folder of new weights."""
+    reload(model, Path(str(control.arguments["folder"])))
+    return Reply(control.call_id, success=True)
+
+
 def logits_of(model: Model) -> Tensor:
     return Stepper(model).run(PROMPTS[2], [30, 1, 3])
 
@@ -57,12 +65,32 @@ def test_running_model_gets_new_weights_between_two_steps(family: str, tied: boo
     world.submit(PROMPTS[0], max_new_tokens=30)
     for _ in range(5):
         world.step()
-    world.core.call_between_steps(lambda: reload(world.runner._model, second))
+    message, replies = Control(7, "load_weights", {"folder": str(second)}), list[Reply]()
+    runner = world.runner
+    runner.controls["load_weights"] = lambda control: load_weights(runner._model, control)
+    world.core.call_between_steps(lambda: replies.append(runner.controls[message.name](message)))
     world.run()
+    assert [reply.call_id for reply in replies] == [7]
     assert world.core.scheduler.cache.clear()
     assert torch.equal(logits_of(world.runner._model), new_logits)
     assert world.answers(PROMPTS) == new.answers(PROMPTS)
     assert {ended.message for ended in world.ended.values()} == {""}
+
+
+def test_reloaded_weights_keep_their_addresses(tmp_path: Path) -> None:
+    """CUDA graphs contain the addresses. On a CPU, only weights in float16 are not packed."""
+    folders = save_pair(tmp_path, "qwen2", dtype=torch.float16, tied=False)
+    config = json.loads((folders[0] / "config.json").read_text())
+    in_place, new = (models.build(config, options(dtype=torch.float16, max_positions=64)) for _ in range(2))
+    addresses: list[dict[str, int]] = []
+    for folder in folders:
+        addresses.append({name: target.tensor.data_ptr() for name, target in in_place.weights().items()})
+        weights.load(in_place, folder, load_format="auto", seed=0, report=lambda done, total: None)
+        in_place.open_for_loading()
+    in_place.finish_loading()
+    weights.load(new, folders[1], load_format="auto", seed=0, report=lambda done, total: None)
+    assert torch.equal(logits_of(in_place), logits_of(new))
+    assert addresses[0] == addresses[1]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -51,7 +51,7 @@ def test_error_names_needed_and_available_memory_and_the_remedy(reserved: list[i
     assert caught.value.__cause__ is None
 
 
-def test_not_even_cuda_itself(reserved: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_of_cuda_itself_is_reported(reserved: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: object) -> None:
         raise RuntimeError("CUDA error: out of memory")
 

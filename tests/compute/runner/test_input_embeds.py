@@ -79,7 +79,7 @@ def test_they_survive_preemption(saved: Saved) -> None:
     assert world.num_preemptions > 0
 
 
-def test_penalties_count_the_output_alone(saved: Saved) -> None:
+def test_penalties_count_only_output_tokens(saved: Saved) -> None:
     penalized = Sampling(6, temperature=0.0, repetition_penalty=1.5)
     world = World(make_settings(saved.folder))
     [plain] = world.answers([PROMPTS[0]], [PLAIN], max_new_tokens=2)
@@ -88,7 +88,7 @@ def test_penalties_count_the_output_alone(saved: Saved) -> None:
     assert world.outputs[uid] == plain[:1]
 
 
-def test_embeddings_of_another_width_fail_alone(saved: Saved) -> None:
+def test_embeddings_of_wrong_width_fail_only_their_request(saved: Saved) -> None:
     world = World(make_settings(saved.folder))
     bad = world.submit([0] * 4, PLAIN, embeds=bytes(4 * 10))
     assert world.answers(PROMPTS[:1], [PLAIN]) == World(make_settings(saved.folder)).answers(PROMPTS[:1], [PLAIN])

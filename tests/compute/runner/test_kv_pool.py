@@ -24,7 +24,7 @@ def test_zeros_and_a_padding_page_that_is_not_counted(pool: KVPool) -> None:
     assert (PADDING_PAGE, FIRST_PAGE + pool.num_pages) == (0, 6)
 
 
-def test_cleaning_takes_bad_numbers_out_of_these_pages_alone(pool: KVPool) -> None:
+def test_cleaning_changes_only_non_finite_numbers_of_the_pages(pool: KVPool) -> None:
     pool.tensors[0].fill_(2.0)
     for page in (2, 3):
         pool.tensors[0][1, 0, page, 0, 1] = torch.nan

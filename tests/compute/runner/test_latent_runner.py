@@ -59,7 +59,7 @@ def test_preemption_changes_nothing(saved: Saved) -> None:
     assert short_of_pages.num_preemptions > 0
 
 
-def test_adapters_of_all_that_reads_the_stream(saved: Saved, tmp_path: Path) -> None:
+def test_adapters_of_all_projections(saved: Saved, tmp_path: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(saved.folder).eval()
     path = save_adapter(base, tmp_path / "adapter", target_modules=ADAPTED)
     runner = build(with_adapters(make_settings(saved.folder)), lambda _: None)

@@ -50,7 +50,7 @@ def test_repetition_penalty_is_that_of_transformers(logits: torch.Tensor, penalt
     assert torch.equal(logits[2:], before[2:])
 
 
-def test_frequency_and_presence_count_output_tokens_alone(logits: torch.Tensor) -> None:
+def test_frequency_and_presence_count_only_output_tokens(logits: torch.Tensor) -> None:
     before = logits.clone()
     penalties = Penalties()
     for _ in range(2):  # the second time shows that nothing is left in the table of counts
@@ -78,7 +78,7 @@ def test_counts_come_before_repetition(logits: torch.Tensor) -> None:
     assert logits[0, 4] == (1.0 - 2.0) * 2.0  # negative by then, so it is multiplied
 
 
-def test_bias_and_suppression_touch_their_rows_alone(logits: torch.Tensor) -> None:
+def test_bias_and_suppression_change_only_their_rows(logits: torch.Tensor) -> None:
     before = logits.clone()
     Bias().apply(
         logits, [row(2, Sampling(0, bias_token_ids=(3, 0), logit_bias=(1.5, -100.0)), [1], 1)], torch.from_numpy

@@ -168,7 +168,7 @@ def test_a_prefix_hit_ends_where_the_logprobs_begin(saved: Saved) -> None:
         check(world, uid, LogprobRules(start=start), saved)
 
 
-def test_requests_that_lose_their_pages_give_each_logprob_once(saved: Saved) -> None:
+def test_preempted_requests_return_each_logprob_once(saved: Saved) -> None:
     world = World(settings_of(saved, num_pages=40, chunk_tokens=20))
     rules = [LogprobRules(start=start, num_top=2) for start in (0, 3, -1, 20)]
     prompts = [[*PROMPT[:30], seed] for seed in range(4)]
@@ -206,7 +206,7 @@ def test_without_output_the_distribution_behind_the_prompt_is_given(saved: Saved
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_prompt_logprob_that_is_no_number_fails_its_request_alone(tmp_path: Path, depth: int) -> None:
+def test_nan_prompt_logprob_fails_only_its_request(tmp_path: Path, depth: int) -> None:
     """All layers have windows of four tokens: what goes wrong at the start of a prompt does not reach its end."""
     save_model("mistral", tmp_path, sliding_window=4)
     poison, rules = 77, LogprobRules(start=0, num_top=2)

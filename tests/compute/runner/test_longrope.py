@@ -93,7 +93,7 @@ def test_prefixes_are_shared_by_requests_with_the_same_rotations(tmp_path: Path,
     assert [engine.num_cached[uid] for uid in uids] == [0, 48, 0, 76]
 
 
-def test_an_engine_with_a_short_context_has_short_rotations_alone(tmp_path: Path, model: PreTrainedModel) -> None:
+def test_short_context_uses_only_short_rotations(tmp_path: Path, model: PreTrainedModel) -> None:
     model.save_pretrained(tmp_path)
     for context_length, expected in ((512, SHORT), (65, SHORT), (64, 0)):
         config = engine_config(str(tmp_path), {"context_length": context_length, "skip_tokenizer_init": True})

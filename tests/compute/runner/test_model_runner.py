@@ -99,7 +99,7 @@ def test_bad_words_equal_transformers(qwen: Path, references: dict[str, list[lis
     assert expected != references["qwen3"]
 
 
-def test_allowed_tokens_alone_are_drawn_and_a_request_without_any_fails_alone(qwen: Path) -> None:
+def test_only_allowed_tokens_are_sampled(qwen: Path) -> None:
     allowed = Sampling(3, allowed_token_ids=(5, 9, 200))
     greedy = Sampling(0, temperature=0.0, allowed_token_ids=(5, 9))
     world = World(make_settings(qwen))
@@ -181,7 +181,7 @@ def test_another_seed_gives_other_tokens(qwen: Path) -> None:
     assert answers[0] != answers[1] != answers[2]
 
 
-def test_a_prompt_with_an_impossible_token_fails_alone(qwen: Path) -> None:
+def test_prompt_with_invalid_token_id_fails_alone(qwen: Path) -> None:
     expected = World(make_settings(qwen)).answers(PROMPTS, SAMPLINGS)
     for wrong in (VOCAB_SIZE, -1, 2**40):
         world = World(make_settings(qwen))
@@ -227,7 +227,7 @@ def test_a_row_with_a_token_id_outside_the_vocabulary_fails_alone(qwen: Path, wr
     assert f"token id {wrong} is outside the vocabulary" in result.failed[2]
 
 
-def test_a_row_that_went_bad_after_its_request_was_closed_is_forgotten(tmp_path: Path) -> None:
+def test_failure_of_a_closed_request_is_forgotten(tmp_path: Path) -> None:
     save_model("llama", tmp_path)
     runner = build(make_settings(tmp_path), lambda _: None)
     poison_token(runner, 77)
@@ -272,7 +272,7 @@ def test_request_may_fill_the_context_exactly(qwen: Path, depth: int, page_size:
     assert world.runner._table.page_table.shape[1] == -(-CONTEXT_LENGTH // page_size)
 
 
-def test_a_plan_without_rows_gives_nothing(qwen: Path) -> None:
+def test_plan_without_rows_returns_no_tokens(qwen: Path) -> None:
     runner = build(make_settings(qwen), lambda _: None)
     result = runner.collect(runner.launch(StepPlan([], closed=[7])))
     assert (result.tokens.token_ids, result.failed) == ([], {})
@@ -317,11 +317,7 @@ def test_facts_and_progress(qwen: Path) -> None:
         runner.launch(StepPlan([]))
 
 
-def test_errors_of_build_name_the_reason(qwen: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'float16' is not available on a CPU.*bfloat16 or float32"):
-        build(make_settings(qwen, dtype="float16"), lambda _: None)
-    with pytest.raises(ValueError, match="dtype 'int3' is not known"):
-        build(make_settings(qwen, dtype="int3"), lambda _: None)
+def test_errors_of_build_name_the_reason(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no config\.json"):
         build(make_settings(tmp_path), lambda _: None)
     (tmp_path / "config.json").write_text("[1]")

@@ -163,7 +163,7 @@ def test_a_decoder_saved_without_its_head_and_its_prefix_embeds_and_classifies(t
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
 
 
-def test_a_vector_that_is_not_finite_fails_alone(tmp_path: Path) -> None:
+def test_nan_vector_fails_only_its_request(tmp_path: Path) -> None:
     saved(BertConfig(**SMALL), tmp_path)
     world = PoolWorld(settings_for(tmp_path, "embed", "mean"))
     world.runner._model._tokens.weight[90] = float("nan")  # pyright: ignore

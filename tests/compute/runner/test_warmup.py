@@ -53,7 +53,7 @@ class Watch:
         monkeypatch.setattr(runner, "collect", collect_and_note)
 
 
-def test_every_form_is_computed_and_nothing_fails(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warmup_runs_all_kinds_of_steps(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     watch, reports = Watch(world.runner, monkeypatch), list[Progress]()
     run_warmup_steps(world.runner, WarmupLimits(64, 256, 256, 256), reports.append)
     shapes = {tuple(row.count for row in plan.rows) for plan in watch.plans}
@@ -88,7 +88,7 @@ def test_a_context_that_is_too_short_for_any(world: World, monkeypatch: pytest.M
     assert watch.plans == []
 
 
-def test_requests_that_follow_see_nothing_of_it(world: World, tmp_path: Path) -> None:
+def test_warmup_does_not_affect_later_requests(world: World, tmp_path: Path) -> None:
     prompts = [[5, 6, 7], list(range(1, 40)), [9]]
     expected = World(world.settings).answers(prompts)
     run_warmup_steps(world.runner, WarmupLimits(64, 256, 256, 256), lambda _: None)

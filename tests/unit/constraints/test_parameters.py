@@ -17,9 +17,8 @@ from aioengine import SamplingParams
 from aioengine.constraints import parameters
 from aioengine.constraints.json_schema import compile_schema
 from aioengine.errors import UnsupportedSchemaError
-from aioengine.frontend.intake.encoder import Encoder
-from aioengine.frontend.intake.request_checks import PromptRules, RequestChecks
 from aioengine.frontend.intake.requests import CallRequest, generate_request
+from tests.engine.engine_double import World
 from tests.kit.grammar_walks import demo_grammars, grammar_of, text_of, walk
 
 if TYPE_CHECKING:
@@ -217,16 +216,11 @@ def test_n_is_read_before_other_parameters_are_checked() -> None:
     )
 
 
-def test_engine_without_a_tokenizer_refuses_constraints() -> None:
-    rules = PromptRules(
-        vocab_size=8, context_length=8, max_total_tokens=8, eos_token_ids=(), stream_interval=1, random_seed=0,
-        max_rows_in_flight=1,
-    )  # fmt: skip
-    request = generate_request(None, {"regex": "a"}, [1, 2], stream=False, options={})
-    encoder = Encoder(None)
-    with pytest.raises(ValueError, match="structured output needs a tokenizer"):
-        RequestChecks(rules, encoder).check(request)
-    encoder.close()
+async def test_engine_without_a_tokenizer_refuses_constraints() -> None:
+    world = World(with_tokenizer=False)
+    async with world.engine as engine:
+        with pytest.raises(ValueError, match="structured output needs a tokenizer"):
+            engine.async_generate(input_ids=[1, 2], sampling_params={"regex": "a"})
 
 
 @pytest.mark.parametrize(

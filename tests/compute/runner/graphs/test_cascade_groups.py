@@ -39,7 +39,7 @@ def test_one_prefix_for_all() -> None:
     assert shown(groups(tables)) == [([0, 1, 2, 3, 4], 3)]
 
 
-def test_nothing_in_common() -> None:
+def test_rows_without_common_pages_have_no_group() -> None:
     assert groups([[1, 2, 3], [4, 5, 6], [7, 8, 9]]) == []
     assert groups([[1, 9], [1, 8]]) == []  # one page spared is not worth it
     assert groups([[1, 2, 3, 4]]) == []
@@ -52,7 +52,7 @@ def test_two_prefixes_and_a_row_of_its_own() -> None:
     assert shown(groups(tables)) == [([0, 2, 5], 3), ([1, 4], 3)]
 
 
-def test_long_prefixes_beat_the_short_one_of_all() -> None:
+def test_long_prefixes_of_groups_beat_a_short_common_prefix() -> None:
     """All begin with page 1, but two halves go on together."""
     tables = [[1, *range(half, half + 6), row] for half, row in ((100, 50), (200, 51), (100, 52), (200, 53))]
     assert shown(groups(tables)) == [([0, 2], 7), ([1, 3], 7)]

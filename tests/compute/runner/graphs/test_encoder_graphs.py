@@ -76,7 +76,7 @@ def model(folder: Path) -> Model:
 
 @pytest.mark.parametrize("returns_all", [False, True])
 @torch.inference_mode()
-def test_steps_of_all_sizes(model: Model, returns_all: bool) -> None:
+def test_replayed_steps_match_the_model(model: Model, returns_all: bool) -> None:
     pool = torch.empty(0)
     attention = Capturable(model.attention_shape, pool)
     graphs = EncoderGraphs(model, attention, max_rows=9, max_length=40, returns_all=returns_all)

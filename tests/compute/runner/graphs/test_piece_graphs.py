@@ -105,7 +105,7 @@ def reading(model: Model, spec: InputSpec) -> Model:
     "spec", [InputSpec(), InputSpec(embeddings=True), InputSpec(position_axes=3, rows=True)], ids=str
 )
 @torch.inference_mode()
-def test_steps_of_all_kinds(model: Model, spec: InputSpec) -> None:
+def test_replayed_steps_match_plain_attention(model: Model, spec: InputSpec) -> None:
     model = reading(model, spec)
     shape = model.attention_shape
     pool = torch.zeros(_base.kv_pool_shape(shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE))
@@ -163,7 +163,7 @@ def test_nan_values_do_not_reach_the_padding_of_later_steps(model: Model) -> Non
     assert pool.isfinite().all()
 
 
-def test_a_graph_reads_no_place_that_a_larger_step_left(model: Model) -> None:
+def test_leftovers_of_a_larger_step_are_not_read(model: Model) -> None:
     padded = PaddedInputs.zeros(model, 64, 4, CPU)
     rows = [(5, 30), (0, 30)]
     padded.fill(make_inputs(model, rows), make_batch(rows, [list(range(1, 10)), list(range(10, 20))], PAGE_SIZE))

@@ -112,7 +112,7 @@ def test_where_all_tokens_are_suppressed_one_of_them_is_drawn(sampling: dict[str
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_row_that_is_no_number_fails_alone(value: float) -> None:
+def test_nan_logits_fail_only_their_row(value: float) -> None:
     logits = random_logits(2 * len(MIXTURE))
     samplings = [each for each in MIXTURE for _ in range(2)]
     expected = sample(logits, samplings)

@@ -60,7 +60,7 @@ class World:
             pass
 
 
-def test_places_are_given_in_order_and_only_their_holders_can_use_them() -> None:
+def test_capacity_is_reserved_in_order_and_used_only_by_its_callers() -> None:
     world = World()
     world.fill()
     assert len(world.opened) == RUNNING + QUEUED
@@ -72,7 +72,7 @@ def test_places_are_given_in_order_and_only_their_holders_can_use_them() -> None
     assert [world.opens(caller) for caller in (2, 1, 1)] == [False, True, False]
 
 
-def test_a_place_that_is_not_used_in_time_goes_to_the_next_waiter() -> None:
+def test_next_waiter_gets_capacity_that_is_not_used_in_time() -> None:
     world = World()
     for caller in range(RUNNING + QUEUED + 1):
         world.enter(caller)
@@ -86,7 +86,7 @@ def test_a_place_that_is_not_used_in_time_goes_to_the_next_waiter() -> None:
     assert world.limits.due_at is None
 
 
-def test_a_place_is_not_given_to_a_waiter_that_cannot_be_woken() -> None:
+def test_waiter_that_cannot_be_woken_gets_no_capacity() -> None:
     world = World()
     world.fill()
     places = [world.enter(caller) for caller in (1, 2, 3)]
@@ -157,7 +157,7 @@ def test_rows_of_a_released_call_are_not_counted() -> None:
 
 
 @pytest.mark.parametrize("is_refused", [False, True])
-def test_a_waiter_may_leave_while_another_is_woken(is_refused: bool) -> None:
+def test_waiter_can_leave_while_another_is_woken(is_refused: bool) -> None:
     """Their tasks are collected as garbage just then."""
     world = World()
     world.fill()

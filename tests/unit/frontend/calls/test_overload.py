@@ -33,9 +33,7 @@ class HastyLoop(asyncio.SelectorEventLoop):
 
 
 @pytest.mark.parametrize("num_places", [1, 3])
-def test_places_that_are_not_used_in_time_go_to_the_next_tasks(
-    monkeypatch: pytest.MonkeyPatch, num_places: int
-) -> None:
+def test_next_tasks_get_capacity_that_is_not_used_in_time(monkeypatch: pytest.MonkeyPatch, num_places: int) -> None:
     monkeypatch.setattr(overload, "RESERVED_S", 3 * EARLY_S)
     loop = HastyLoop()
 
@@ -63,7 +61,7 @@ def test_places_that_are_not_used_in_time_go_to_the_next_tasks(
 
 
 @pytest.mark.parametrize("is_closed", [True, False])
-def test_a_place_of_a_waiter_whose_loop_has_ended_goes_to_the_next(
+def test_next_waiter_gets_the_capacity_of_a_waiter_whose_loop_has_ended(
     monkeypatch: pytest.MonkeyPatch, is_closed: bool
 ) -> None:
     """At once where that loop is closed, else after the time in which every place must be used."""

@@ -164,7 +164,7 @@ async def test_a_row_whose_logprobs_cannot_be_read_fails_alone() -> None:
     assert entries_of(answers[1]) == [0]
 
 
-async def test_what_waits_of_a_row_that_was_ended_elsewhere_is_dropped() -> None:
+async def test_waiting_extras_of_an_ended_row_are_dropped() -> None:
     world = World(2, 4 * LARGE_PROMPT)
     world.deliver(frame([0, 1], 0, num_prompt=4 * LARGE_PROMPT, ends=True))
     del world.router.rows[0]

@@ -62,7 +62,7 @@ def test_wide_enough_it_finds_the_best_of_all_outputs(seed: int, penalty: float,
     assert [score for score, _ in found] == pytest.approx([score for score, _ in expected[:width]])
 
 
-def test_one_beam_is_the_likeliest_token_each_time() -> None:
+def test_one_beam_is_greedy_decoding() -> None:
     [(score, token_ids)] = searched(1, width=1, max_new_tokens=6, length_penalty=0.0, stop_ids=[])
     expected: list[int] = []
     total = 0.0
@@ -73,7 +73,7 @@ def test_one_beam_is_the_likeliest_token_each_time() -> None:
     assert (score, token_ids) == (pytest.approx(total), expected)
 
 
-def test_what_cannot_be_drawn_is_in_no_beam() -> None:
+def test_tokens_with_probability_zero_are_in_no_beam() -> None:
     search = BeamSearch(width=2, max_new_tokens=2, length_penalty=1.0, stop_ids=[], min_new_tokens=0)
     search.extend([[(-0.1, 1), (-math.inf, 2)]])
     assert [beam.token_ids for beam in search.live] == [[1]]
@@ -88,7 +88,7 @@ def test_what_cannot_be_drawn_is_in_no_beam() -> None:
         ({"length_penalty": math.nan}, {}, ValueError, "length_penalty"),
         ({}, {"top_p": 0.5}, ValueError, "beam_search takes no 'top_p', got 0.5; it takes stop_token_ids"),
         ({}, {"n": 2}, ValueError, "beam_search takes no 'n'"),
-        ({}, {"logit_bias": {5: 1.0}}, ValueError, "takes 'logit_bias' where .* logprobs_mode='processed'"),
+        ({}, {"logit_bias": {5: 1.0}}, ValueError, "takes 'logit_bias' only if .* logprobs_mode='processed'"),
         ({}, {"stop_token_ids": "x"}, TypeError, "stop_token_ids"),
         (
             {},
@@ -109,7 +109,7 @@ def test_misuse_names_the_argument(
 
 
 @pytest.mark.parametrize(("stops", "most"), [([STOP], 201), (range(1000, 2000), 300)])
-def test_of_many_likely_tokens_only_those_that_may_count_are_read(stops: Sequence[int], most: int) -> None:
+def test_only_top_tokens_that_can_be_in_a_beam_are_read(stops: Sequence[int], most: int) -> None:
     search = BeamSearch(width=100, max_new_tokens=8, length_penalty=1.0, stop_ids=stops, min_new_tokens=0)
     assert search.num_wanted == 100 + len(stops)
     num_read = 0

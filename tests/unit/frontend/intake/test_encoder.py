@@ -152,7 +152,7 @@ async def test_texts_of_one_loop_iteration_are_encoded_together() -> None:
     encoder.close()
 
 
-async def test_the_loop_goes_on_while_a_long_text_is_tokenized() -> None:
+async def test_loop_runs_while_a_long_text_is_tokenized() -> None:
     encoder = Encoder(Tokenizer(DEMO))
     done: asyncio.Future[float] = asyncio.get_running_loop().create_future()
     text = "Once upon a time there was a word, and 12 more. " * 2_000

@@ -202,7 +202,7 @@ class TestLongBatches:
     """The call checks the first rows; of the others the loop checks the kind, and the thread the rest."""
 
     @pytest.mark.parametrize("kind", [list, tuple])
-    def test_rows_of_texts_are_made_piece_by_piece(self, kind: type[list[str]]) -> None:
+    def test_texts_of_a_long_batch_are_checked_in_pieces(self, kind: type[list[str]]) -> None:
         request = ask(kind(["a"] * (NUM_ROWS - 1) + ["é" * 9]))
         assert (len(request.prompts), request.num_prompts, request.num_rows) == (ROWS_IN_PIECE, NUM_ROWS, NUM_ROWS)
         rows = all_of(request)
@@ -214,7 +214,7 @@ class TestLongBatches:
         assert isinstance(error, ValueError)
         assert f"prompt[{NUM_ROWS - 1}] has a lone surrogate" in str(error)
 
-    def test_rows_of_ids_are_made_piece_by_piece(self) -> None:
+    def test_ids_of_a_long_batch_are_checked_in_pieces(self) -> None:
         rows = all_of(ask(input_ids=[[number] for number in range(NUM_ROWS - 1)] + [(1, "x")]))
         assert rows[5] == IdsPrompt([5])
         assert seen(rows[NUM_ROWS - 2]) == IdsPrompt([NUM_ROWS - 2])
@@ -222,7 +222,7 @@ class TestLongBatches:
         assert isinstance(error, TypeError)
         assert f"input_ids[{NUM_ROWS - 1}] entries" in str(error)
 
-    def test_rows_of_chats_are_made_piece_by_piece(self) -> None:
+    def test_chats_of_a_long_batch_are_checked_in_pieces(self) -> None:
         rows = all_of(chat([[MESSAGE]] * (NUM_ROWS - 1) + [[{"content": "no role"}]]))
         assert seen(rows[-2]) == rows[0] == ChatPrompt([MESSAGE], num_characters(MESSAGE))
         error = seen(rows[-1])
@@ -230,7 +230,7 @@ class TestLongBatches:
         assert f"messages[{NUM_ROWS - 1}][0] has no role" in str(error)
 
     @pytest.mark.parametrize("wrong", ["", 7, None, ["a"]])
-    def test_a_later_row_that_is_no_text_is_refused(self, wrong: object) -> None:
+    def test_later_row_that_is_not_a_string_is_refused(self, wrong: object) -> None:
         request = ask(["a"] * (NUM_ROWS - 1) + [wrong])
         with pytest.raises((TypeError, ValueError), match=rf"prompt\[{NUM_ROWS - 1}\]"):
             all_of(request)

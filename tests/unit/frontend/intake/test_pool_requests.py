@@ -10,6 +10,7 @@ from aioengine.frontend.intake.pool_requests import encode_request, rerank_reque
 from aioengine.frontend.intake.pooling import Pooled
 from aioengine.frontend.intake.prompts import PooledPrompt
 from aioengine.settings.config import PoolingSettings
+from tests.kit.settings import small_settings
 
 
 def texts(request: object) -> list[tuple[str, str | None]]:
@@ -56,7 +57,7 @@ def test_rerank_takes_a_query_and_documents_or_pairs() -> None:
         (("a", None), {"rid": ["x"]}, TypeError, "rid is a list"),
     ],
 )
-def test_what_encode_refuses(
+def test_encode_refuses_wrong_arguments(
     arguments: tuple[object, object], options: dict[str, object], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -77,7 +78,9 @@ def test_what_encode_refuses(
         ((5, ["a"], None), TypeError, "query must be a string"),
     ],
 )
-def test_what_rerank_refuses(arguments: tuple[object, object, object], error: type[Exception], message: str) -> None:
+def test_rerank_refuses_wrong_arguments(
+    arguments: tuple[object, object, object], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         rerank_request(*arguments, {})
 
@@ -103,7 +106,9 @@ def test_wrong_rows_fail_alone() -> None:
         (Pooled(prompt_name="x"), PoolingSettings(), "embed", "'x' is not known; the model's prompts: none"),
     ],
 )
-def test_what_a_model_cannot_give(pooled: Pooled, settings: PoolingSettings, task: str, message: str) -> None:
+def test_options_that_the_model_does_not_support_are_refused(
+    pooled: Pooled, settings: PoolingSettings, task: str, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        pooled.check(settings, task, 8)
-    Pooled(gives_scores=True).check(PoolingSettings(num_labels=1), "classify", 1)
+        pooled.check(small_settings(pooling=settings, task=task, hidden_size=8).model)
+    Pooled(gives_scores=True).check(small_settings(pooling=PoolingSettings(num_labels=1), task="classify").model)

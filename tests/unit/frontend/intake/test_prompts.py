@@ -267,7 +267,7 @@ def test_rows_that_share_parameters_share_the_parsed_ones() -> None:
 
 
 @pytest.mark.parametrize("embeds", [[{"a": 1}], [{1}], [""], [["a"]], [[{"a": 1}]]])
-def test_what_is_no_array_of_embeddings_is_a_type_error_of_its_field(embeds: object) -> None:
+def test_input_embeds_of_a_wrong_type_is_a_type_error(embeds: object) -> None:
     with pytest.raises(TypeError, match=r"^input_embeds.* must be a float array"):
         generate_request(None, None, None, stream=False, options={"input_embeds": embeds})
 

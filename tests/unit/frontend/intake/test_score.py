@@ -20,7 +20,7 @@ def test_the_probabilities_of_many_labels_take_no_longer_than_the_labels_are_man
     assert sum(scores) == pytest.approx(1.0)
 
 
-async def test_a_label_that_comes_twice_is_found_at_once() -> None:
+async def test_duplicate_label_is_refused_quickly() -> None:
     begun_at = time.thread_time()
     with pytest.raises(ValueError, match="label_token_ids has 7 twice"):
         await _checked_labels("label_token_ids", [*range(MAX_LABELS - 1), 7], MAX_LABELS, _Turns())
