@@ -417,12 +417,12 @@ def engine_config(model_path: str | PurePath | None, arguments: Mapping[str, obj
         if own.get("model_path") is not None:
             raise ValueError(f"model_path is given twice: {model_path!r} and {own['model_path']!r}")
         own["model_path"] = model_path
-    names = {ALIASES[key]: f"{ALIASES[key]} (given as {key})" for key in arguments if key in ALIASES}
+    written = {ALIASES[key]: f"{ALIASES[key]} (given as {key})" for key in arguments if key in ALIASES}
     values: dict[str, dict[str, object]] = {"": {}}
     for name, value in own.items():
         if value is not None:
             section, _, field = ARGUMENTS[name].place.rpartition(".")
-            values.setdefault(section, {})[field] = ARGUMENTS[name].check(names.get(name, name), value)
+            values.setdefault(section, {})[field] = ARGUMENTS[name].check(written.get(name, name), value)
     top = values.pop("")
     sections = {name: replace(_SECTIONS[name], **changes) for name, changes in values.items()}
     return EngineConfig(**sections, **top)  # type: ignore[arg-type]  # every value has passed its check

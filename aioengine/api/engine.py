@@ -209,6 +209,7 @@ class EngineFace(ABC):
 
     async def async_beam_search(
         self,
+        /,
         prompt: str | TokenIds,
         beam_width: int = 4,
         max_new_tokens: int = 64,

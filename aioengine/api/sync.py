@@ -122,7 +122,8 @@ def _on_loop(
     @wraps(method)
     def call(self: Any, /, *arguments: Options.args, **options: Options.kwargs) -> Result:
         self._running().check_waiting(blocks=True)
-        return self._portal.call(method(self, *arguments, **options))
+        result: Result = self._portal.call(method(self, *arguments, **options))
+        return result
 
     return _described(call, method)
 
@@ -213,7 +214,7 @@ class Engine(EngineFace):
     chat = cast("SyncChat", _waiting(EngineFace.async_chat))
     encode = cast("SyncEncode", _waiting(EngineFace.async_encode))
     rerank = cast("SyncRerank", _waiting(EngineFace.async_rerank))
-    beam_search = _on_loop(EngineFace.async_beam_search)
+    beam_search = _on_loop(AsyncEngine.async_beam_search)
     score = cast("SyncScore", _on_loop(cast("Any", EngineFace.async_score)))
 
     def _wait(self, generation: Generation[Answer]) -> Answer | BatchOutput | ChunkIterator:

@@ -341,16 +341,16 @@ class Ledger:
             self._forget(end.uid)
         if tokens.token_ids:
             self._has_progress = True
-        uid = self._trials.on_trial
-        if uid is None or not self.is_connected:  # new children send messages before all are ready
+        suspect = self._trials.on_trial
+        if suspect is None or not self.is_connected:  # new children send messages before all are ready
             return []
         # If the suspect on trial has more tokens than at its crash, clear it and try the next suspect.
-        request = self._requests.get(uid)
+        request = self._requests.get(suspect)
         due: list[ToScheduler] = []
-        if request is not None and request.num_known >= self._trials.suspects.get(uid, 0):
-            self._trials.clear(uid)
+        if request is not None and request.num_known >= self._trials.suspects.get(suspect, 0):
+            self._trials.clear(suspect)
             if request.is_suspended:  # the suspension was delayed by the trial
-                due.append(Suspend([uid]))
+                due.append(Suspend([suspect]))
         return [*due, *self._release()] if self._trials.settle() else due
 
     def take_reports(self) -> list[ToFrontend]:
