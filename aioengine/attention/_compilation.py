@@ -46,18 +46,13 @@ class Source(Protocol):
     is_aot: a package contains it compiled. is_compiled: a compiled library exists, possibly out of date.
     """
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def is_aot(self) -> bool: ...
-    @property
-    def is_compiled(self) -> bool: ...
-    @property
-    def build_dir(self) -> Path: ...
-    @property
-    def ninja_path(self) -> Path: ...
-    @property
-    def lock_path(self) -> Path: ...
+    name: str
+    is_aot: bool
+    is_compiled: bool
+    build_dir: Path
+    ninja_path: Path
+    lock_path: Path
+
     def write_ninja(self) -> None: ...
 
 

@@ -75,7 +75,7 @@ def find_limits(head_size: int, dtype: torch.dtype, num_threads: int) -> FusedLi
 def _matches(rows: int, width: int, head_size: int, dtype: torch.dtype) -> bool:
     """Return whether multiples of ``rows`` queries over ``width`` positions give the bits of many over a full chunk.
 
-    The values of the second half of the positions cancel those of the first half. Only the rounding error remains,
+    The values of the second half of the positions cancel the values of the first half. Only the rounding error remains,
     which reveals another summation order. With the large scale a row attends to one key, which reveals its score.
     """
     generator = torch.Generator().manual_seed(0)

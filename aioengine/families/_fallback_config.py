@@ -59,7 +59,7 @@ _EPSILONS: Final = ("norm_eps", "norm_epsilon", "rms_eps")
 """Suffixes of the names of a norm's epsilon."""
 
 
-class _Sizes(msgspec.Struct, frozen=True, kw_only=True):
+class _ConfigSizes(msgspec.Struct, frozen=True, kw_only=True):
     """Raises ValueError for an impossible size."""
 
     vocab_size: int
@@ -95,7 +95,7 @@ def read_fallback_config(raw: Mapping[str, object]) -> TransformerConfig:
     if isinstance(parts[0], int) and isinstance(parts[1], int):
         values["head_dim"] = parts[0] + parts[1]
     try:
-        sizes = msgspec.convert(values, _Sizes)
+        sizes = msgspec.convert(values, _ConfigSizes)
         labels = msgspec.convert(raw, _Labels)
     except msgspec.ValidationError as error:
         where = f"config.json of model_type {raw.get('model_type')!r}"
@@ -158,7 +158,7 @@ def linear_layers(shapes: Mapping[str, tuple[int, ...]], vocab_size: int) -> dic
 
 
 def _rope(raw: Mapping[str, object]) -> RopeConfig:
-    """Return the RoPE scaling, of which only the context length is used."""
+    """Return the RoPE scaling. Only its context length is used."""
     parameters = raw.get("rope_scaling") or raw.get("rope_parameters")
     if not isinstance(parameters, dict):
         return RopeConfig()

@@ -40,7 +40,7 @@ def plain_tensors(linear: LinearShape) -> TensorSpecs:
 
 
 def checkpoint_tensors(config: TransformerConfig, linear_tensors: LinearTensors = plain_tensors) -> TensorSpecs:
-    """Return all tensors that the model loads, except those of a vision tower."""
+    """Return all tensors that the model loads, without a vision tower."""
     if isinstance(config, EncoderConfig):
         return _encoder(config, linear_tensors)
     assert isinstance(config, DecoderConfig)
@@ -99,7 +99,7 @@ def block_linears(config: DecoderConfig, layer: int) -> list[LinearShape]:
 
 
 def _attention_linears(config: DecoderConfig, layer: int) -> list[LinearShape]:
-    """Return the linear layers of a layer's attention, or of what replaces it. Names are relative to the block."""
+    """Return the linear layers of a layer's attention or its replacement. Names are relative to the block."""
     attention, prefix, size = config.attention, config.block.attention, config.hidden_size
     if config.stateful is not None and config.keeps_state(layer):
         return _stateful_linears(config.stateful, size)
@@ -147,7 +147,7 @@ def _stateful_linears(net: DeltaNetConfig | ShortConvConfig | MambaConfig, size:
 
 
 def _attention(config: DecoderConfig, layer: int) -> TensorSpecs:
-    """Return the other tensors of a layer's attention, or of what replaces it. Names are relative to the block."""
+    """Return the other tensors of a layer's attention or its replacement. Names are relative to the block."""
     if config.stateful is not None and config.keeps_state(layer):
         return _prefixed(config.stateful.prefix, _stateful(config.stateful, config.hidden_size))
     attention, specs = config.attention, TensorSpecs()

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
     from aioengine.media.intake.image_intake import ImageIntake
     from aioengine.model_files.adapter_folder import AdapterFolder
-    from aioengine.model_files.model_folder import ModelFacts
     from aioengine.protocol.messages import ToFrontend
     from aioengine.settings.config import EngineConfig, TextSettings
     from aioengine.tokenization.tokenizer import Tokenizer  # noqa: TC004  # fields of a Struct that is never decoded
@@ -132,6 +131,7 @@ def blueprint_of(config: EngineConfig) -> Blueprint:
             adapters.check(folder)
     tokenizer_path = settings.text.tokenizer_path
     chat_template = _chat_template(config)
+    images = find_image_model(Path(facts.path)) if facts.task in ("generate", "embed") else None
     if tokenizer_path is not None:
         check_files(Path(tokenizer_path))
 
@@ -149,7 +149,7 @@ def blueprint_of(config: EngineConfig) -> Blueprint:
         settings=settings,
         queue=config.queue,
         delivery=config.delivery,
-        images=_images(config, facts),
+        images=None if images is None else images._replace(limits=config.media),
         eos_token_ids=facts.eos_token_ids,
         stream_interval=config.stream_interval,
         load_tokenizer=None if tokenizer_path is None else partial(_load_tokenizer, settings.text, chat_template),
@@ -167,11 +167,6 @@ def read_adapters(config: EngineConfig) -> list[AdapterFolder]:
         read_folder(Path(_absolute_folder(path)))
         for path in dict.fromkeys(adapter.path for adapter in config.lora.adapters)
     ]
-
-
-def _images(config: EngineConfig, facts: ModelFacts) -> ImageModel | None:
-    model = find_image_model(Path(facts.path)) if facts.task in ("generate", "embed") else None
-    return None if model is None else model._replace(limits=config.media)
 
 
 def _chat_template(config: EngineConfig) -> str | None:

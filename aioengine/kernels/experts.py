@@ -33,7 +33,7 @@ class Experts(Protocol):
         ...
 
     def weights(self) -> ExpertWeights:
-        """Return the weights in the layout that ``prepare`` takes. On a GPU the same tensors, else copies."""
+        """Return the weights in the layout that ``prepare`` takes: on a GPU the same tensors, on a CPU copies."""
         ...
 
     def update(self, weights: ExpertWeights) -> None:

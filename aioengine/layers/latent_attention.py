@@ -164,7 +164,7 @@ def _orders(
 ) -> tuple[Tensor, Tensor]:
     """Return the checkpoint index of each entry of queries [H * (N + P)] and latent vectors [V + P].
 
-    The order is that of the kernels, which rotate the first half of the P entries with the second half.
+    The kernels rotate the first half of the P entries with the second half.
     """
     size, plain_size = latent.rotated_size, latent.plain_size
     pairs = pair_order(size, size, is_interleaved=config.is_interleaved) or [*range(size)]

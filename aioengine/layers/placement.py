@@ -63,7 +63,7 @@ class Target(NamedTuple):
     """A tensor to load into, often a view of a fused tensor.
 
     Attributes:
-        source: the part of the checkpoint tensor to load, whose ranges are joined in ``tensor``; None for all of it.
+        source: the part of the checkpoint tensor to load. ``tensor`` has its joined ranges. None for all of it.
     """
 
     tensor: Tensor

@@ -3,15 +3,15 @@
 Sources of the formulas: default, RoFormer; linear, position interpolation; dynamic, NTK-aware interpolation; yarn,
 arXiv 2309.00071; llama3, the Llama 3.1 model card; longrope, arXiv 2402.13753.
 
-The values are those of transformers, except where these depend on the longest sequence of a call. There the keys of a
-token would depend on the chunks of the prompt.
+The values match transformers, unless they depend there on the longest sequence of a call. Then the keys of a token
+would depend on the chunks of the prompt.
 
 Dynamic: the token at position p uses the base of a sequence of p + 1 tokens. This equals transformers up to
 ``max_position_embeddings`` tokens, and beyond it when tokens are generated one by one.
 
 LongRoPE: all tokens of a request use the short factors if the request has up to ``original_max_position_embeddings``
 tokens, else the long factors. A request that grows beyond this length is recomputed, as in transformers' Phi-3. Tables
-hold the rows of short requests first, then those of long requests. Positions of long requests start at
+hold the rows of short requests first, then the rows of long requests. Positions of long requests start at
 ``models._base.InputSpec.short_length``.
 
 Shape letters: T tokens, E head size.

@@ -48,7 +48,7 @@ class StateShape:
     def one_row(self, num_tokens: int, device: torch.device) -> StepStates:
         """Return states for one row of ``num_tokens`` tokens from position 0.
 
-        All layers share the memory of one layer, so use it only for steps whose results are dropped.
+        All layers share the memory of one layer, so use it only if the results of the step are dropped.
         """
         pool = tuple(
             torch.zeros(1, 1, *tensor.shape, dtype=tensor.dtype, device=device).expand(

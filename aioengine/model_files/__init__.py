@@ -1,1 +1,1 @@
-"""What the files of a model folder or an adapter folder say: its config, weights and tokenizer. No torch."""
+"""Reads the files of model folders and adapter folders: config, weights and tokenizer. Torch-free."""

@@ -124,7 +124,7 @@ def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes | None:
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether the name is that of a GGUF file."""
+    """Return whether the path names a GGUF file."""
     return path.suffix == GGUF and not path.is_dir()
 
 
@@ -197,7 +197,7 @@ def _where(content: bytes, error: Exception) -> str:
 
 
 def _undecodable(content: bytes) -> Iterator[str]:
-    """Yield the fields of an object whose values cannot be decoded, such as too large numbers."""
+    """Yield the fields of an object with values that cannot be decoded, such as too large numbers."""
     with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         for name, value in msgspec.json.decode(content, type=dict[str, msgspec.Raw]).items():
             try:
@@ -224,7 +224,7 @@ def read_object(path: Path) -> Json:
     return read_json(path, dict[str, Any]) or {}
 
 
-# ---------------------------------------------------------------- tokens beside those of tokenizer.json
+# ---------------------------------------------------------------- tokens outside tokenizer.json
 
 
 def named_tokens(config: Json, older: Json) -> dict[str, str]:

@@ -87,8 +87,8 @@ _LLAMA3: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max
 class NamedTensor(NamedTuple):
     """A tensor with its name in model folders.
 
-    ``num_heads``: heads of a matrix whose rows are in llama.cpp's order, which alternates between the two halves of a
-    head; 0 for any other tensor.
+    ``num_heads``: heads of a matrix with rows in llama.cpp's order, which alternates between the two halves of a head;
+    0 for any other tensor.
     """
 
     name: str

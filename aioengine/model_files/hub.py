@@ -44,8 +44,8 @@ def download(
     import huggingface_hub
     from huggingface_hub import errors
 
-    # Files are downloaded by our own threads: those of snapshot_download keep the program from exiting after Ctrl-C
-    # until all files are complete. It only lists the missing files, and returns the folder at the end.
+    # Our own threads download the files: the threads of snapshot_download keep the program from exiting after
+    # Ctrl-C until all files are complete. It only lists the missing files, and returns the folder at the end.
     find: Callable[..., Any] = partial(
         huggingface_hub.snapshot_download,  # pyright: ignore[reportUnknownMemberType]  # an untyped dict
         name,

@@ -91,7 +91,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
         has_soft_cap: attention with soft caps. False for transformers' code, where it is unknown.
         whole_image_tokens: see ``VisionConfig``.
         linear_layers: name in the checkpoint -> (outputs, inputs) of the layers that adapters may change.
-        implementation: whose code computes the model: "aioengine" or "transformers".
+        implementation: the code that computes the model: "aioengine" or "transformers".
         sampling_defaults: values in generation_config.json of the parameters in ``params.FROM_MODEL``.
         warning: which values of generation_config.json have no effect, and why; "" if all have.
     """
@@ -385,7 +385,7 @@ def supported_model_types() -> list[str]:
 
 
 def _read_config(folder: Path, wanted: ModelConfig) -> tuple[_ConfigFacts, TransformerConfig, PoolingSettings, str]:
-    """Read config.json and the pooling. Also return whose code computes the model.
+    """Read config.json and the pooling. Also return the implementation.
 
     Raises ValueError, which names the field, if a value is missing or not implemented.
     """
@@ -421,7 +421,7 @@ def _reason_without_config(folder: Path) -> str:
 
 
 def _implementation(config: _ConfigFacts, wanted: str) -> str:
-    """Return whose code computes the model. ``wanted``: "auto", or one of the two.
+    """Return the code that computes the model. ``wanted``: "auto", or one of the two.
 
     Raises ValueError if neither can compute it.
     """

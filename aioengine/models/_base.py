@@ -90,7 +90,7 @@ class ModelInputs:
         deepstack: indices [N] int64 of image tokens, and features [N, K, D] that are added to them after each of the
             first K blocks; None if there are none.
         adapters: the rows by adapter; None if no row has an adapter.
-        states: the recurrent states; None for a model without, and in steps whose results are dropped.
+        states: the recurrent states; None for other models, and if the results of the step are dropped.
     """
 
     positions: Tensor
@@ -141,8 +141,8 @@ class Model(Protocol):
     def open_for_loading(self) -> None:
         """Make ``weights()`` valid again, with the current values, to replace some or all weights.
 
-        The model cannot run until ``finish_loading`` is called again. Existing entries of the KV cache stay those of
-        the old weights.
+        The model cannot run until ``finish_loading`` is called again. Existing entries of the KV cache
+        were computed with the old weights.
         """
         ...
 

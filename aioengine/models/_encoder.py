@@ -172,7 +172,7 @@ class EncoderModel(Layer):
         return is_ignored(self._config, name)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """[T] ids -> token embeddings [T, D], without those of positions and token types."""
+        """[T] ids -> token embeddings [T, D], without position and token type embeddings."""
         return self._tokens(token_ids)
 
     def forward(self, inputs: ModelInputs, attention: StepAttention) -> Tensor:

@@ -305,7 +305,7 @@ def check_config(config: PreTrainedConfig) -> None:
     if config.is_encoder_decoder:
         refuse(config.model_type, "it has an encoder and a decoder")
     if config.get_text_config() is not config:
-        refuse(config.model_type, "it is made of several models, of which one is for text")
+        refuse(config.model_type, "it has several models, and only one is for text")
     for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
         if not isinstance(getattr(config, name, None), int):
             refuse(config.model_type, f"its config has no {name}")
@@ -328,7 +328,7 @@ def _check_model(model: PreTrainedModel, body: nn.Module) -> None:
 
 
 def _fix_rope(body: nn.Module, step: PackedStep) -> None:
-    """Fix the frequencies of rotary embeddings that depend on the longest sequence of a call to those of a short one.
+    """Use the frequencies of short sequences for rotary embeddings that depend on the longest sequence of a call.
 
     Raises ValueError if a request may be longer.
     """

@@ -253,16 +253,16 @@ def use_layers(step: PackedStep, num_layers: int) -> AttentionShape:
     if len(layers) != num_layers:
         refuse(model_type, f"only {len(layers)} of its {num_layers} layers use transformers' attention interface")
     first = layers[0]
-    for what, sizes in (
+    for name, sizes in (
         ("numbers of heads", {layer.num_heads for layer in layers}),
         ("numbers of key and value heads", {layer.num_kv_heads for layer in layers}),
         ("head sizes", {layer.head_size for layer in layers}),
         ("soft caps", {layer.soft_cap for layer in layers}),
     ):
         if len(sizes) > 1:
-            refuse(model_type, f"its layers have different {what}: {', '.join(map(str, sizes))}")
+            refuse(model_type, f"its layers have different {name}: {', '.join(map(str, sizes))}")
     if first.value_size > first.head_size:
-        refuse(model_type, f"its values have heads of {first.value_size}, larger than those of its keys")
+        refuse(model_type, f"its values have heads of {first.value_size}, larger than its key heads")
     sinks = tuple(layer.sinks for layer in layers if layer.sinks is not None)
     if sinks and (len(sinks) != num_layers or not all(isinstance(layer_sinks, nn.Parameter) for layer_sinks in sinks)):
         refuse(model_type, "its attention has sinks in some layers only, or computes them")

@@ -54,7 +54,7 @@ _FEW: Final = 0.01
 _GATED_SIZE, _INNER_SIZE = 8, 16
 
 
-class Call(NamedTuple):
+class ModuleCall(NamedTuple):
     """One call of a module in a trial run."""
 
     args: tuple[object, ...]
@@ -69,12 +69,12 @@ class Call(NamedTuple):
 
 
 @contextmanager
-def recorded_calls(model: nn.Module) -> Iterator[dict[nn.Module, list[Call]]]:
+def recorded_calls(model: nn.Module) -> Iterator[dict[nn.Module, list[ModuleCall]]]:
     """Record the calls of all modules."""
-    calls: defaultdict[nn.Module, list[Call]] = defaultdict(list)
+    calls: defaultdict[nn.Module, list[ModuleCall]] = defaultdict(list)
 
     def record(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], result: object) -> None:
-        calls[module].append(Call(args, kwargs, result))
+        calls[module].append(ModuleCall(args, kwargs, result))
 
     hooks = [module.register_forward_hook(record, with_kwargs=True) for module in model.modules()]
     yield calls
@@ -155,7 +155,7 @@ class Swaps(Layer):
     """Our layers in a transformers model."""
 
     def __init__(
-        self, model: nn.Module, calls: dict[nn.Module, list[Call]], step: PackedStep, placement: Placement
+        self, model: nn.Module, calls: dict[nn.Module, list[ModuleCall]], step: PackedStep, placement: Placement
     ) -> None:
         """Replace modules of the model. Our layers use the modules' weights until ``take_weights``.
 
@@ -345,7 +345,7 @@ def gated_activation(module: nn.Module, names: tuple[str, ...]) -> Activation | 
     return None
 
 
-def _is_routed(call: Call) -> bool:
+def _is_routed(call: ModuleCall) -> bool:
     """Return whether all arguments and the result are tensors with one row per token."""
     tensors = [value for value in (call.result, *call.args) if isinstance(value, torch.Tensor)]
     has_rows = all(tensor.shape[:1] == (NUM_TRIED,) for tensor in tensors) and len(tensors) == 1 + len(call.args) > 2

@@ -1,6 +1,6 @@
 """Resizes images on the device, and converts bytes to values.
 
-The results have the same bits as those of transformers' image processors, which use Pillow.
+The results have the same bits as the image processors of transformers, which use Pillow.
 
 Shape letters: C channels, h and w input size, H and W output size, K and L taps of a resize pass, N output rows.
 """

@@ -201,7 +201,7 @@ class QwenTower:
     def _corners(self, rows: Ints, columns: Ints, grid: Grid) -> tuple[Tensor, Tensor]:
         """Return the indices [N, 4] and weights [N, 4] of a bilinear interpolation in the square of learned positions.
 
-        ``rows`` and ``columns`` [N] are those of the patches.
+        ``rows`` and ``columns`` [N]: of the patches.
         """
         side = int(self._visual.pos_embed.weight.shape[0] ** 0.5)
         parts: list[tuple[Ints, Floats]] = []

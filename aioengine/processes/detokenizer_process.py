@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 
 
 class TextSource:
-    """Creates the text pipelines of requests. Without a tokenizer, requests have no text."""
+    """Builds text pipelines for requests. Without a tokenizer, requests have no text."""
 
     def __init__(self, tokenizer_path: str | None) -> None:
-        """Read the tokenizer in the folder ``tokenizer_path``.
+        """Read the tokenizer in the folder ``tokenizer_path``. None: there is no tokenizer.
 
         Raises:
-            ValueError: there is none, or its files cannot be read.
+            ValueError: the folder has no tokenizer, or its files cannot be read.
         """
         self._tokenizer = None if tokenizer_path is None else Tokenizer(tokenizer_path)
         self._patterns = PatternCache()
@@ -56,10 +56,10 @@ class TextSource:
             self._source(self._tokenizer, skip_special_tokens=True)
 
     def pipeline(self, rules: TextRules) -> TextPipeline | None:
-        """Return the pipeline of a new request, or None without a tokenizer.
+        """Return the pipeline of a new request. None: there is no tokenizer.
 
         Raises:
-            ValueError: a stop of the rules cannot be used.
+            ValueError: a stop pattern is invalid.
         """
         if self._tokenizer is None:
             return None
@@ -76,7 +76,7 @@ class TextSource:
         return TextPipeline(make_detokenizer(source, rules.context_token_ids), stops)
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of a single token. U+FFFD replaces incomplete characters."""
+        """Return the text of a single token, with U+FFFD for incomplete characters."""
         if self._tokenizer is None:
             return ""
         source = self._source(self._tokenizer, skip_special_tokens=False)
@@ -84,7 +84,7 @@ class TextSource:
         return text if isinstance(text, str) else text.decode(errors="replace")
 
     def _source(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> TokenTable | Decode:
-        """Return the token table, or the tokenizer's function if a table is not sufficient."""
+        """Return the token table, or ``decode`` of the tokenizer if its decoder needs more than a table."""
         source = self._sources.get(skip_special_tokens)
         if source is None:
             facts = cast("TokenizerFile", tokenizer.decoding_facts())
@@ -101,7 +101,7 @@ _MAX_REMEMBERED = 16_384
 
 
 class DetokenizerService:
-    """Turns each ``StepOutput`` into a ``TextChunks``, and ends requests at their stop strings."""
+    """Converts each ``StepOutput`` to a ``TextChunks``, and ends requests at their stop strings."""
 
     def __init__(
         self,
@@ -279,6 +279,7 @@ class DetokenizerService:
         """End a request here and abort it in the scheduler."""
         uid = request.uid
         chunks.ended.append(request.complete(end, now))
+        uid = request.uid
         del self._open[uid]
         if self._matching.drop(uid):
             return  # the scheduler has already ended it
@@ -286,6 +287,10 @@ class DetokenizerService:
         self._stopped[uid] = None
         if len(self._stopped) > _MAX_REMEMBERED:
             del self._stopped[next(iter(self._stopped))]
+
+    def _stop(self, request: OpenText, chunks: TextChunks, now: float) -> None:
+        """End a request at a stop string."""
+        self._end_here(request, End(request.uid, FinishCode.STOP, request.matched), chunks, now)
 
     def _fail(self, request: OpenText, error: Exception, chunks: TextChunks, now: float) -> None:
         """End a request with an error. Other requests continue."""

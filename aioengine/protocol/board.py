@@ -1,9 +1,9 @@
 """The crash board: the requests that a process computes right now, in memory that outlives the process.
 
-A board is an array of integers: the number of steps that it has places for and the number of rows of each; then, for
-each place, the number of its rows, how many steps ago they were written, their uids, and the end positions of their
-rows at that time. The same requests decode for many steps, each of them one position a step, so nearly every step
-changes two integers. A file that a process has mapped keeps the last write, however the process ends.
+A board is an array of integers. It begins with the number of places (one for each step in flight) and the maximum
+number of rows per place. Each place has the number of rows, the number of steps since they were written, their uids,
+and the end positions of their rows at that time. The same requests usually decode one position per step for many steps,
+so most steps change two integers. A memory-mapped file keeps the last write, even if the process is killed.
 """
 
 from __future__ import annotations
@@ -19,43 +19,45 @@ if TYPE_CHECKING:
 _CELL: Final = "q"
 _CELL_BYTES: Final = 8
 NO_END: Final = -(1 << 40)
-"""An end that is not known."""
+"""An unknown end position."""
 
 _HEAD: Final = 2
 _PLACE_HEAD: Final = 2
 
 
 def blank_board(num_steps: int, max_rows: int) -> bytearray:
-    """The memory of an empty board; rows beyond ``max_rows`` of a step will be left out."""
+    """Return the memory of an empty board. Rows of a step beyond ``max_rows`` are not recorded."""
     cells = array(_CELL, [num_steps, max_rows])
-    return bytearray(cells.tobytes()) + bytearray(_CELL_BYTES * num_steps * _place_cells(max_rows))
+    return bytearray(cells.tobytes()) + bytearray(_CELL_BYTES * num_steps * (_PLACE_HEAD + 2 * max_rows))
 
 
 class CrashBoard:
-    """The writing side. Steps begin and end in the same order."""
+    """Writes a board. Steps begin and end in the same order."""
 
     def __init__(self, memory: bytearray | mmap.mmap) -> None:
         self._cells = memoryview(memory).cast(_CELL)
         self._num_places, self._max_rows = self._cells[:_HEAD]
+        self._place_cells = _PLACE_HEAD + 2 * self._max_rows
         self._written: list[tuple[list[int], int]] = [([], 0)] * self._num_places  # uids, and number of their step
         self._num_begun = 0
         self._num_ended = 0
 
     @classmethod
     def open(cls, path: Path) -> CrashBoard:
-        """The board in a file, which ``blank_board`` made.
+        """Open the board in a file with the bytes of ``blank_board``.
 
         Raises:
-            OSError: it cannot be opened.
+            OSError: the file cannot be opened.
         """
         with path.open("r+b") as file:
             return cls(mmap.mmap(file.fileno(), 0))
 
     def begin(self, uids: list[int], ends: Callable[[], list[int]]) -> None:
-        """A step with these rows begins; ``ends`` is called unless the step before had the same requests."""
+        """Record the begin of a step with these rows. ``ends`` is called if the requests of its place have changed."""
         number = self._num_begun
         self._num_begun += 1
-        cells, place, max_rows = self._cells, self._place(number), self._max_rows
+        cells, max_rows = self._cells, self._max_rows
+        place = _HEAD + number % self._num_places * self._place_cells
         num_rows = min(len(uids), max_rows)
         written, written_at = self._written[number % self._num_places]
         if uids != written:
@@ -69,23 +71,20 @@ class CrashBoard:
         cells[place] = num_rows
 
     def end(self) -> None:
-        """The oldest step is over."""
-        self._cells[self._place(self._num_ended)] = 0
+        """Record the end of the oldest step."""
+        self._cells[_HEAD + self._num_ended % self._num_places * self._place_cells] = 0
         self._num_ended += 1
 
     def forget(self) -> None:
-        """The newest step was not launched after all."""
+        """Remove the newest step, because its launch failed."""
         self._num_begun -= 1
-        self._cells[self._place(self._num_begun)] = 0
-
-    def _place(self, number: int) -> int:
-        return _HEAD + number % self._num_places * _place_cells(self._max_rows)
+        self._cells[_HEAD + self._num_begun % self._num_places * self._place_cells] = 0
 
 
 def read_board(memory: bytes | bytearray) -> dict[int, int]:
-    """Return the rows of the steps that have begun and not ended, uid -> end.
+    """Return the rows of steps in flight: uid -> end position.
 
-    The end of a prompt's chunk may be too early if it is not the first chunk of the same requests.
+    The end may be too early if the same requests computed more than one position per step.
 
     Raises:
         ValueError: the board is truncated.
@@ -93,11 +92,12 @@ def read_board(memory: bytes | bytearray) -> dict[int, int]:
     cells = array(_CELL)
     cells.frombytes(memory)
     num_places, max_rows = cells[:_HEAD]
-    if len(cells) < _HEAD + num_places * _place_cells(max_rows):
+    place_cells = _PLACE_HEAD + 2 * max_rows
+    if len(cells) < _HEAD + num_places * place_cells:
         raise ValueError(f"the crash board is truncated to {len(memory)} bytes")
     rows: dict[int, int] = {}
     for number in range(num_places):
-        place = _HEAD + number * _place_cells(max_rows)
+        place = _HEAD + number * place_cells
         num_rows, age = cells[place : place + _PLACE_HEAD]
         first = place + _PLACE_HEAD
         uids = cells[first : first + num_rows]
@@ -105,7 +105,3 @@ def read_board(memory: bytes | bytearray) -> dict[int, int]:
         for uid, end in zip(uids, ends, strict=True):
             rows[uid] = max(end + age, rows.get(uid, 0))
     return rows
-
-
-def _place_cells(max_rows: int) -> int:
-    return _PLACE_HEAD + 2 * max_rows

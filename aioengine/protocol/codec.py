@@ -1,7 +1,7 @@
-"""Frames to bytes and back: one version byte, then msgpack.
+"""Encodes and decodes frames: one version byte, then msgpack.
 
-Each direction of each channel owns one encoder or decoder. Decoding is strict and its size is bounded: bytes that
-are no whole frame of this protocol raise one named error, which receivers count and survive.
+Each direction of each channel has its own encoder or decoder. Decoding is strict and has a size limit: bytes that are
+not a complete frame of this protocol raise BadFrameError. Receivers count these errors and continue.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 
-# A buffer that once held a large frame is not kept.
+# A larger buffer is not used again.
 _KEPT_BUFFER_BYTES = 1024 * 1024
 _NUM_HEAD_BYTES = 24
 _SENDER_BITS = 62
 _MAX_SENDERS = 64
 MISSING_S = 0.5
-"""A frame that has not come this long after a later one of its sender is lost."""
+"""A frame counts as lost if it is missing for this long after a later frame of its sender."""
 
 
 class BadFrameError(ValueError):
-    """Bytes that are no frame of this protocol; ``head`` holds the first of them in hexadecimal."""
+    """The bytes are not a frame of this protocol. ``head``: the first bytes in hexadecimal."""
 
     def __init__(self, reason: str, data: bytes | memoryview) -> None:
         self.head = bytes(data[:_NUM_HEAD_BYTES]).hex(" ")
@@ -42,24 +42,24 @@ class BadFrameError(ValueError):
 
 
 class LostFrameError(RuntimeError):
-    """A frame of one of the engine's own senders never came: its content is unknown, and the channel is broken."""
+    """A frame of a known sender is missing. Its content is unknown, so the channel is broken."""
 
 
 class FrameTooLargeError(ValueError):
-    """The messages of one frame are larger than a receiver would take."""
+    """The messages of one frame exceed the size limit of the receiver."""
 
 
 class UnencodableError(ValueError):
-    """A message holds a value that no frame can carry; nothing of the frame is sent."""
+    """A message has a value that cannot be encoded. Nothing of the frame is sent."""
 
 
 class FrameEncoder:
-    """Encodes frames of one epoch into a buffer that it uses again."""
+    """Encodes frames of one epoch. All frames use the same buffer."""
 
     def __init__(
         self, epoch: int, *, max_bytes: int = MAX_FRAME_BYTES, max_bytes_of_several: int = MAX_FRAME_BYTES
     ) -> None:
-        """``max_bytes_of_several``: of a frame of several messages."""
+        """max_bytes_of_several: limit for a frame of several messages."""
         self._epoch = epoch
         self._max_bytes_of_several = min(max_bytes, max_bytes_of_several)
         self._sender = secrets.randbits(_SENDER_BITS)
@@ -69,16 +69,16 @@ class FrameEncoder:
         self._buffer = bytearray(4096)
 
     def begin(self, epoch: int) -> None:
-        """Encode frames of this epoch from now on, as a new sender."""
+        """Start a new epoch, as a new sender."""
         self._epoch = epoch
         self._sender = secrets.randbits(_SENDER_BITS)
         self._number = 0
 
     def encode(self, messages: list[Message]) -> bytearray:
-        """The frame of ``messages``. The buffer is overwritten by the next call: send or copy it before.
+        """Return the frame of ``messages``. The next call overwrites it, so send or copy it first.
 
         Raises:
-            FrameTooLargeError: it is over the limit; nothing is sent then.
+            FrameTooLargeError: the frame exceeds the limit.
             UnencodableError: one of the messages cannot be encoded.
         """
         buffer = self._buffer if len(self._buffer) <= _KEPT_BUFFER_BYTES else bytearray(4096)
@@ -99,11 +99,11 @@ class FrameEncoder:
 
 
 class FrameDecoder:
-    """Decodes frames; those of another epoch than its own are dropped and counted in ``num_foreign``.
+    """Decodes frames. Frames of other epochs are dropped and counted in ``num_foreign``.
 
-    Channels lose nothing and keep the order. So a frame whose number is not its sender's next does not belong to this
-    channel: it is a copy, or of another channel. But if that goes on for ``MISSING_S`` by the ``clock``, a frame of the
-    sender could not be decoded.
+    Channels lose no frames and keep their order. So a frame with an unexpected number is a copy, or was sent on another
+    channel. But if numbers are unexpected for ``MISSING_S`` (measured by ``clock``), a frame of the sender could not be
+    decoded.
     """
 
     def __init__(
@@ -118,17 +118,17 @@ class FrameDecoder:
         self._clock = clock
 
     def begin(self, epoch: int) -> None:
-        """Accept only frames of this epoch from now on."""
+        """Start a new epoch: accept only its frames."""
         self._epoch = epoch
         self._next_numbers.clear()
         self._missing_since.clear()
 
     def decode(self, data: bytes | bytearray | memoryview) -> list[Message]:
-        """The messages of a frame, [] for a frame of another epoch.
+        """Return the messages of a frame; [] for a frame of another epoch.
 
         Raises:
             BadFrameError: wrong version, size or content, or not the next frame of its sender.
-            LostFrameError: an earlier frame of its sender never came as a whole.
+            LostFrameError: an earlier frame of its sender is missing or damaged.
         """
         view = memoryview(data)
         if not 1 < len(view) <= self._max_bytes:
@@ -153,7 +153,7 @@ class FrameDecoder:
         return frame.messages
 
     def _miss(self, sender: int, expected: int) -> None:
-        """Raise LostFrameError if frame ``expected`` of the sender has been missing for long."""
+        """Raise LostFrameError if frame ``expected`` of the sender has been missing for ``MISSING_S``."""
         is_full = len(self._missing_since) == _MAX_SENDERS and sender not in self._missing_since
         if self._clock is None or is_full:
             return
@@ -164,9 +164,9 @@ class FrameDecoder:
 
 @cache
 def fingerprint() -> str:
-    """A hash over the version and over names, types, tags and order of the fields of all Structs of the protocol.
+    """Return a hash of the version and of the names, types, tags and order of the fields of all Structs.
 
-    Two processes that run different code differ in it, where they would otherwise misread each other's arrays.
+    If two processes have different hashes, they run different code and cannot decode each other's arrays.
     """
     lines: dict[str, str] = {}
     _describe(Frame, lines)

@@ -1,7 +1,7 @@
 """TokenColumns: the tokens of one step as columns, from the runner to the frontend.
 
-The scheduler and the detokenizer pass on what they do not need to read. So a further result of a token, such as its
-logprobs, is a new kind of ``Extra`` and changes nothing between the runner and the reader of it.
+The scheduler and the detokenizer forward ``Extra``s without reading them. So a new result per token, such as logprobs,
+is a new kind of ``Extra``: only the runner and its reader change.
 """
 
 from __future__ import annotations
@@ -15,38 +15,37 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 NO_TOKEN: Final = -1
-"""``Extra.index`` of what belongs to the prompt, or to the whole request."""
+"""``Extra.index`` if the extra belongs to the prompt, or to the request."""
 
 POOLED_VECTOR: Final = "vector"
 """``Extra.kind`` of the vector of a pooled request."""
 
 
 HIDDEN_STATES: Final = "hidden_states"
-"""``Extra.kind`` of the hidden state, [D] fp32, of the position that gave a token."""
+"""``Extra.kind`` of the hidden state [D] fp32 from which a token was sampled."""
 
 PROMPT_STATES: Final = "prompt_states"
-"""``Extra.kind`` of the hidden states, [positions, D] fp32, of the prompt before its last position, in blocks
+"""``Extra.kind`` of hidden states [positions, D] fp32 of the prompt without its last position, in blocks
 (``state_extras``). ``Extra.index`` is the first position of the block.
 """
 
 STATE_BLOCK_BYTES: Final = 64 * 1024
-"""Of the hidden states of a prompt, at least one position: so much is read at once."""
+"""Maximum bytes of hidden states in one extra; at least one position."""
 
 
 class BadColumnsError(ValueError):
-    """The columns of a message or of a step's result contradict each other, or what was asked for."""
+    """The columns of a message or of a step result do not match each other, or the rows of the plan."""
 
 
 class Extra(Struct, frozen=True, array_like=True, gc=False):
-    """Something beside the id of a token.
+    """A result of a token in addition to its id.
 
     Attributes:
         uid: the request.
-        index: of the output token that it belongs to, from 0 for the first token behind the prompt, or ``NO_TOKEN``;
-            where ``kind`` says so, of a position of the prompt. A step that is computed again gives the same extra,
-            which then replaces the first.
-        kind: a name known to the runner and to the reader; a token has at most one extra of each kind.
-        data: its value, in a format that belongs to ``kind``.
+        index: index of its output token (0: the first token after the prompt), or ``NO_TOKEN``. For some kinds, a
+            position of the prompt. A step that is computed again returns the same extra, which replaces the first.
+        kind: a name known to the runner and to the reader. A token has at most one extra of each kind.
+        data: its value; ``kind`` determines the format.
     """
 
     uid: int
@@ -59,11 +58,11 @@ class TokenColumns(Struct, array_like=True, gc=False):
     """Tokens by request: ``counts[i]`` of the flat ``token_ids`` belong to ``uids[i]``.
 
     Attributes:
-        uids: the requests. token_ids: their new tokens. counts: how many each has; None: one each.
-        extras: sparse, in any order. They never come later than their token, but may come earlier.
+        uids: the requests. token_ids: their new tokens. counts: number of tokens of each request; None: one each.
+        extras: in any order. They may come before their token, but never after it.
 
     Raises:
-        BadColumnsError: the lengths contradict each other.
+        BadColumnsError: the lengths do not match.
     """
 
     uids: list[int] = []
@@ -93,18 +92,18 @@ class TokenColumns(Struct, array_like=True, gc=False):
         self.token_ids += token_ids
 
     def rows(self) -> Iterable[int | list[int]]:
-        """What each row has: its token as an int where every row has one, else lists."""
+        """Return the token of each row if every row has one, else a list of tokens for each row."""
         if self.counts is None:
             return self.token_ids
         ends = accumulate(self.counts, initial=0)
         return (self.token_ids[start:end] for start, end in pairwise(ends))
 
     def uid_of_each(self) -> Iterable[int]:
-        """The uid of each of ``token_ids``."""
+        """Return the uid of each token."""
         return self.uids if self.counts is None else chain.from_iterable(map(repeat, self.uids, self.counts))
 
     def limited(self, limits: Mapping[int, int]) -> TokenColumns:
-        """The same with at most ``limits[uid]`` tokens for each uid in ``limits``; with 0 neither row nor extras."""
+        """Return at most ``limits[uid]`` tokens for each uid in ``limits``. With 0, its row and extras are removed."""
         if not limits:
             return self
         kept = TokenColumns(extras=[extra for extra in self.extras if limits.get(extra.uid) != 0])
@@ -115,7 +114,7 @@ class TokenColumns(Struct, array_like=True, gc=False):
 
 
 def state_extras(uid: int, data: bytes, position_bytes: int) -> list[Extra]:
-    """The hidden states of a prompt before its last position, packed, as extras of a bounded size each."""
+    """Return packed hidden states of a prompt, without its last position, as extras of limited size."""
     count = max(1, STATE_BLOCK_BYTES // position_bytes)
     starts = range(0, len(data), count * position_bytes)
     blocks = (data[start : start + count * position_bytes] for start in starts)

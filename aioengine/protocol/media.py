@@ -1,7 +1,7 @@
 """Messages between the frontend and the media process: one JSON object per line, over a pair of sockets.
 
-frontend --> media process      MediaOrders (first), then FetchJob, PrepareJob, and CancelJob for one that is not over
-media process --> frontend      MediaReady (first), Waits, and one ``JobEnd`` for each job
+frontend --> media process      MediaOrders (first), then FetchJob, PrepareJob, and CancelJob for a job in progress
+media process --> frontend      MediaReady (first), Waits, and one ``JobEnd`` per job
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Every message that crosses a process border.
+"""The messages between processes.
 
     frontend --> scheduler      Submit, Abort, Suspend, Resume, Control, NewEpoch
-    scheduler --> detokenizer   StepOutput            one for each step, whatever the number of requests
-    detokenizer --> scheduler   Abort (a stop string was found, or the text stage failed)
-    detokenizer --> frontend    TextChunks            one for each StepOutput
-    scheduler --> frontend      Stats, Reply, TextChunks (vectors, scores, and which grammars are compiled)
+    scheduler --> detokenizer   StepOutput            one per step, for all requests
+    detokenizer --> scheduler   Abort (at a stop string, or after an error)
+    detokenizer --> frontend    TextChunks            one per StepOutput
+    scheduler --> frontend      Stats, Reply, TextChunks (vectors, scores, compiled grammars)
     both children --> frontend  Ready, Failed, Progress, LogRecord
 
-A frame is a ``Frame``: the epoch of the child that it comes from (or goes to) and the messages, in order. Times are
-absolute seconds of ``CLOCK_MONOTONIC``, which all processes of one machine share. Columns (lists of equal length)
-stand where there is one entry for each token of a step; rare events are lists of Structs.
+Messages are sent in a ``Frame``, with the epoch of the child process that sends or receives it. Times are absolute
+seconds of ``CLOCK_MONOTONIC``, which all processes of a machine share. Data with one entry per token is in columns
+(lists of equal length). Rare events are lists of Structs.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ DETOKENIZER = Role("detokenizer")
 
 
 class FinishCode(IntEnum):
-    """Why a request ended; the public words are made of these in ``answers``."""
+    """Why a request ended. ``answers`` converts these codes to the public finish reasons."""
 
-    STOP = 0  # by the stop token, stop string or stop pattern ``matched``; or the vector of POOL was given
+    STOP = 0  # at the stop token, stop string or stop pattern ``matched``; POOL: the vector was returned
     LENGTH = 1
     ABORT = 2
     DEADLINE = 3  # ``matched`` is "total", "queue" or "first_token"
     SHUTDOWN = 4
-    TOO_LARGE = 5  # refused: can never fit; raised as RequestTooLargeError
-    FAILED = 6  # this request alone failed; ``stage`` and ``message``; raised as RequestError
-    REFUSED = 7  # it would miss its deadline; ``matched``: by how many milliseconds; raised as EngineOverloadedError
+    TOO_LARGE = 5  # refused: it never fits; raised as RequestTooLargeError
+    FAILED = 6  # an error of this request, with ``stage`` and ``message``; raised as RequestError
+    REFUSED = 7  # it would miss its deadline by ``matched`` milliseconds; raised as EngineOverloadedError
     UNSUPPORTED = 8  # its grammar cannot be enforced, ``matched`` at ``stage``; raised as UnsupportedSchemaError
 
 
 class RequestKind(IntEnum):
-    """What a request asks for."""
+    """The result of a request."""
 
     GENERATE = 0  # tokens, until a stop or a limit
-    POOL = 1  # one vector for its whole prompt, which ends it with STOP; ``max_new_tokens`` does not apply
-    SCORE = 2  # logprobs of its prompt and of what may come next, which end it with LENGTH; it gives no token
+    POOL = 1  # one vector for the prompt; ends with STOP; ``max_new_tokens`` does not apply
+    SCORE = 2  # logprobs of the prompt and of the next token, but no token; ends with LENGTH
 
 
 # ---------------------------------------------------------------- the parts of a request
@@ -69,7 +69,7 @@ SEED_MASK = 2**63 - 1
 """The bits of a seed."""
 
 GREEDY_BELOW = 1e-5
-"""A temperature below this means the likeliest token: divided by less, logits could overflow."""
+"""Sampling is greedy below this temperature, because logits divided by a smaller number could overflow."""
 
 
 LAST_STATES = "last"
@@ -78,15 +78,15 @@ ALL_STATES = "all"
 
 
 class Grammar(Struct, frozen=True, array_like=True, gc=False):
-    """What the output of a request must match.
+    """The constraint of structured output.
 
     kind: "json" (``text`` is a grammar in llguidance's JSON form), "regex" (for the whole output), "lark", or "ebnf"
         (GBNF or Lark).
-    eos_token_ids: the ends of the text, which are allowed where the grammar may end; with ``ignore_eos`` only where no
-        other token is.
-    reasoning_end: text or token ids behind which the constraint begins; empty: at once. ``max_thinking_tokens``: tokens
-        before it at most; then it is forced.
-    parameter: the name and value from which it was made, cut to a readable length, for errors.
+    eos_token_ids: end-of-text tokens. They are allowed where the grammar may end; with ``ignore_eos``, only if no other
+        token is allowed.
+    reasoning_end: the constraint begins after this text or these token ids; empty: at the first output token.
+    max_thinking_tokens: maximum number of tokens before ``reasoning_end``, which is then forced.
+    parameter: name and shortened value of the sampling parameter, for errors.
     """
 
     kind: str
@@ -99,14 +99,14 @@ class Grammar(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Sampling(Struct, frozen=True, array_like=True, gc=False):
-    """How the next token is drawn; the runner's part of a request.
+    """How the runner samples the next token.
 
-    ``seed`` is within ``SEED_MASK``. ``top_k`` -1 is off. ``logit_bias`` is parallel to ``bias_token_ids``.
-    ``suppressed_token_ids`` cannot be drawn before ``min_new_tokens`` output tokens exist (the stop tokens).
-    ``allowed_token_ids`` alone can be drawn, where there are any. The last id of each of ``bad_token_ids`` cannot be
-    drawn behind the others. ``custom_processor``: the name of a logits processor of the user; ``custom_params``: its
-    parameters, in JSON. ``hidden_states``: those that come with tokens: LAST_STATES (of the position that gave each) or
-    ALL_STATES (and of the prompt, before the first token); empty: none.
+    seed: within ``SEED_MASK``. top_k: -1: off. logit_bias: one value for each of ``bias_token_ids``.
+    suppressed_token_ids: not sampled before ``min_new_tokens`` output tokens (the stop tokens).
+    allowed_token_ids: if not empty, only these are sampled. bad_token_ids: sequences; the last id of a sequence is not
+    sampled after the other ids. custom_processor: name of a custom logits processor. custom_params: its parameters as
+    JSON. hidden_states: LAST_STATES (one per token, of the position from which it was sampled), ALL_STATES (also of the
+    prompt, with the first token), or empty (none).
     """
 
     seed: int
@@ -138,11 +138,11 @@ class Sampling(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Limits(Struct, frozen=True, array_like=True, gc=False):
-    """When a request ends or is given up; the scheduler's part of a request.
+    """The limits of a request, enforced by the scheduler.
 
-    ``stop_token_ids`` holds the model's end-of-text ids too, unless ``ignore_eos``. They do not act before
-    ``min_new_tokens`` output tokens. Deadlines are absolute times or None. ``refuses_late``: a request that will
-    surely miss one of them is ended at once.
+    stop_token_ids: includes the end-of-text ids of the model, unless ``ignore_eos``. They end the request only after
+    ``min_new_tokens`` output tokens. Deadlines are absolute times or None. refuses_late: end the request immediately if
+    it will surely miss a deadline.
     """
 
     max_new_tokens: int
@@ -154,18 +154,17 @@ class Limits(Struct, frozen=True, array_like=True, gc=False):
     refuses_late: bool = False
 
     def deadlines(self) -> dict[str, float]:
-        """The deadlines that are set, by the words that name them in a finish reason."""
+        """Return the deadlines by their names in a finish reason."""
         times = {"total": self.deadline, "queue": self.queue_deadline, "first_token": self.first_token_deadline}
         return {which: time for which, time in times.items() if time is not None}
 
 
 class TextRules(Struct, frozen=True, array_like=True, gc=False):
-    """How ids become text; the detokenizer's part of a request.
+    """How the detokenizer decodes the output.
 
-    ``context_token_ids`` are the last few ids of the prompt, so that the first output token is decoded in its
-    place. ``stream_interval`` is in tokens; without ``stream`` text leaves in pieces of many tokens.
-    The stop that ends the request, a token or a text, is not part of its text unless ``no_stop_trim``.
-    ``logprobs``: where texts are to be appended to them.
+    context_token_ids: the last ids of the prompt, as context of the first output token. stream_interval: tokens per
+    chunk; without ``stream``, chunks have many tokens. no_stop_trim: the text includes the stop token or stop string
+    that ends the request. logprobs: if not None, the detokenizer adds texts to these logprobs.
     """
 
     context_token_ids: tuple[int, ...] = ()
@@ -179,7 +178,7 @@ class TextRules(Struct, frozen=True, array_like=True, gc=False):
 
 
 class PairIds(list[int]):
-    """The ids of a text, or of a pair of texts, which some models tell apart. ``second_text``: as in ``Submit``."""
+    """The ids of a text or of a pair of texts. ``second_text``: as in ``Submit``."""
 
     second_text = 0
 
@@ -204,10 +203,10 @@ class FirstToken(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Continuation(Struct, frozen=True, array_like=True, gc=False):
-    """The state of a request before its processes were replaced: its first token, its output ids, all of them
-    delivered, and how often it had been preempted.
+    """The state of a request before its processes were replaced: its first token, its delivered output ids, and its
+    number of preemptions.
 
-    The rest is a function of these: the next token of (seed, position), the text held back of the ids.
+    Everything else is a function of these: the next token depends on seed and position, the text on the ids.
     """
 
     first_token: FirstToken
@@ -216,11 +215,11 @@ class Continuation(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Adapter(Struct, frozen=True, array_like=True, gc=False):
-    """A LoRA adapter that requests may use: all that is needed to read it, again too.
+    """A loaded LoRA adapter.
 
-    id: from 1, unique for the life of the engine; each load has its own, also of a name that was loaded before.
-    path: its folder, absolute. fingerprint: of the folder's files when it was loaded; a folder that has changed since
-    is refused. is_pinned: it keeps its place on the device.
+    id: from 1, unique in the engine; each load has a new id, even of the same name.
+    path: the absolute path of its folder. fingerprint: of the files in the folder at the load. If the files have
+    changed, the adapter is refused. is_pinned: it keeps its slot on the device.
     """
 
     id: int
@@ -231,14 +230,14 @@ class Adapter(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Media(Struct, frozen=True, array_like=True, gc=False):
-    """One image of a prompt, whose placeholders are in place in the token ids.
+    """An image of a prompt. The token ids of the prompt include its placeholders.
 
-    start: the first of its positions in the prompt. num_tokens: all positions from there on that belong to it.
-    num_features: those of them that get features, which are those that hold the placeholder's id; the others (markers
-        of tiles, for example) are computed as text.
-    content: a sha256 digest of the source bytes and of all that makes pixels of them: equal content, equal features.
-    grid: (frames, height, width) in patches, for families that have grids; else zeros.
-    path: a safetensors file with the arrays that ``VisionModel.encode_image`` takes. It lasts as long as the request.
+    start: its first position in the prompt. num_tokens: number of its positions.
+    num_features: number of its positions with the placeholder id, which get features. The other positions (markers of
+        tiles, for example) are computed as text.
+    content: sha256 digest of the source bytes and the image processing. Images with equal content have equal features.
+    grid: (frames, height, width) in patches; zeros for families without grids.
+    path: a safetensors file with the arguments of ``VisionModel.encode_image``. It exists as long as the request.
     """
 
     start: int
@@ -250,16 +249,17 @@ class Media(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Submit(Struct, tag="submit", array_like=True, gc=False):
-    """A new request. ``uid`` is unique for the life of the engine; ``priority``: higher runs sooner.
+    """A new request.
 
-    ``continuation``: it goes on where it was when its processes died; its limits still count from the prompt on.
-    ``tenant``: whose share of the engine it uses. ``cache_salt``: it shares cached prefixes with no other salt.
-    ``logprobs``: those that it wants.
-    ``embeds``: the embeddings of the prompt, [tokens, D] fp32, in place of those of its ids, which then mean nothing.
-    ``session``: keep its pages, once it is answered, until the control "close_sessions"; 0: it belongs to none.
-    ``second_text``: where the second text of a pair begins in the prompt of a POOL request; 0: there is none.
-    ``adapter``: the one that it uses; None: the base model. Prefixes are shared among requests of one load of it.
-    ``media``: the images of the prompt, in its order.
+    uid: unique in the engine. priority: requests with higher values run first.
+    continuation: the request continues after its processes were replaced. Its limits still count from the prompt on.
+    tenant: the tenant whose share it uses. cache_salt: requests with different salts share no cached prefixes.
+    logprobs: the logprobs that it wants.
+    embeds: embeddings [tokens, D] fp32 of the prompt. The prompt ids are then ignored.
+    session: its pages stay pinned after its end until the control message "close_sessions"; 0: no session.
+    second_text: index of the first token of the second text, in the prompt of a POOL request; 0: there is none.
+    adapter: its adapter; None: the base model. Requests with the same ``Adapter.id`` can share prefixes.
+    media: the images of the prompt, in order.
     """
 
     uid: int
@@ -282,10 +282,10 @@ class Submit(Struct, tag="submit", array_like=True, gc=False):
 
 
 class Abort(Struct, tag="abort", array_like=True, gc=False):
-    """End these requests. Unknown uids are ignored, they have just ended by themselves.
+    """End these requests. Ignores unknown uids: these requests have just ended.
 
-    STOP comes from the detokenizer, which has already reported the end to the frontend: the scheduler frees the request
-    and sends nothing. For every other code it answers with one ``End``.
+    The detokenizer sends STOP after it has reported the end to the frontend, so the scheduler sends no ``End``. For
+    other codes, it sends one ``End`` per request.
     """
 
     uids: list[int]
@@ -294,27 +294,27 @@ class Abort(Struct, tag="abort", array_like=True, gc=False):
 
 
 class Suspend(Struct, tag="suspend", array_like=True, gc=False):
-    """Compute nothing more of these requests until ``Resume``; they lose nothing. Unknown uids are ignored."""
+    """Pause these requests until ``Resume``. They keep their tokens. Ignores unknown uids."""
 
     uids: list[int]
 
 
 class Resume(Struct, tag="resume", array_like=True, gc=False):
-    """Continue these suspended requests. Unknown uids are ignored."""
+    """Continue these suspended requests. Ignores unknown uids."""
 
     uids: list[int]
 
 
 LOAD_ADAPTER = "load_adapter"
 UNLOAD_ADAPTER = "unload_adapter"
-"""Controls, whose arguments are the fields of an ``Adapter``."""
+"""Names of control messages. Their arguments are the fields of an ``Adapter``."""
 
 Argument = str | int | float | bool | list[str] | None
 MAX_PAYLOAD_BYTES = 32 * 1024 * 1024
-"""Of one ``Control`` or ``Reply``: it fits into a frame, and a process waits for its reader only briefly."""
+"""Limit for the payload of one ``Control`` or ``Reply``, so that it fits into a frame and is sent quickly."""
 
 MAX_PART_BYTES = 2 * 1024 * 1024
-"""Of the extras of one ``StepOutput``: those of several are read in several turns of the caller's loop."""
+"""Limit for the extras of one ``StepOutput``, so that reading them does not block the event loop of the caller."""
 
 
 class Control(Struct, tag="control", array_like=True, gc=False):
@@ -333,9 +333,9 @@ class Control(Struct, tag="control", array_like=True, gc=False):
 
 
 class NewEpoch(Struct, tag="new_epoch", array_like=True, gc=False):
-    """The detokenizer is replaced: forget all requests, they come again. Answered by ``Ready``.
+    """The detokenizer was replaced. Forget all requests; they are sent again. The answer is ``Ready``.
 
-    All frames that follow, in all channels, are of ``epoch``; those that were on their way are dropped.
+    All later frames in all channels have the new ``epoch``. Older frames are dropped.
     """
 
     epoch: int
@@ -345,9 +345,9 @@ class NewEpoch(Struct, tag="new_epoch", array_like=True, gc=False):
 
 
 class TextOpened(Struct, array_like=True, gc=False):
-    """A request has its first token in this step, or goes on behind ``known_ids``, which were delivered before.
+    """A request has its first token, or continues after ``known_ids``, which were delivered before.
 
-    ``num_preemptions``: those before it went on.
+    num_preemptions: number of preemptions before it continued.
     """
 
     first_token: FirstToken
@@ -357,10 +357,9 @@ class TextOpened(Struct, array_like=True, gc=False):
 
 
 class End(Struct, array_like=True, gc=False):
-    """The end of a request: why, and what its ``meta_info`` needs. ``complete`` fills in what follows ``message``.
+    """The end of a request, with values for its ``meta_info``. ``complete`` sets the fields after ``message``.
 
-    Times are None for what was never reached. In a ``StepOutput`` it comes after the tokens of the request, whose text
-    may never have been opened.
+    The time of an event that did not happen is None. A request may end before its first token.
     """
 
     uid: int
@@ -375,7 +374,7 @@ class End(Struct, array_like=True, gc=False):
     ended_at: float = 0.0
 
     def complete(self, first_token: FirstToken, num_preemptions: int, now: float) -> End:
-        """Fill in what follows ``message``."""
+        """Set the fields after ``message``. Return self."""
         self.num_cached, self.num_preemptions = first_token.num_cached, num_preemptions
         self.admitted_at, self.first_token_at = first_token.admitted_at, first_token.first_token_at
         self.ended_at = now
@@ -383,9 +382,9 @@ class End(Struct, array_like=True, gc=False):
 
 
 class StepOutput(Struct, tag="step_output", array_like=True, gc=False):
-    """The sampled tokens of one step, and the events since the step before.
+    """The sampled tokens of one step, and the events since the previous step.
 
-    Order of reading: ``opened``, then ``tokens``, then ``preempted``, then ``ended``. An empty one is a heartbeat.
+    Read them in this order: ``opened``, ``tokens``, ``preempted``, ``ended``. An empty output is a heartbeat.
     """
 
     tokens: TokenColumns = field(default_factory=TokenColumns)
@@ -399,9 +398,9 @@ class StepOutput(Struct, tag="step_output", array_like=True, gc=False):
         return bool(self.tokens.uids or self.tokens.extras or self.opened or self.preempted or self.ended)
 
     def take_textless(self) -> TextChunks | None:
-        """Take out the requests that a vector or a distribution answers: they need no detokenizer.
+        """Remove and return the requests that end with a vector or a distribution: they need no detokenizer.
 
-        All of such a request is in one output.
+        The complete result of such a request is in one output.
         """
         if not (self.opened and self.tokens.extras):
             return None
@@ -423,9 +422,9 @@ class StepOutput(Struct, tag="step_output", array_like=True, gc=False):
         return chunks
 
     def parts(self, max_bytes: int = MAX_PART_BYTES) -> list[StepOutput]:
-        """Itself, or where its extras are larger than ``max_bytes`` several that are not, unless a single one is.
+        """Return self, or several outputs with at most ``max_bytes`` of extras. A single extra may be larger.
 
-        The tokens and the end of a request come with the last of its extras, its opening with the first.
+        A request is opened with its first extra. Its tokens and its end come with its last extra.
         """
         tokens = self.tokens
         if not tokens.extras or sum(len(extra.data) for extra in tokens.extras) <= max_bytes:
@@ -466,12 +465,13 @@ class StepOutput(Struct, tag="step_output", array_like=True, gc=False):
 
 
 class TextChunks(Struct, tag="text_chunks", array_like=True, gc=False):
-    """New tokens of one step, with ``texts[i]`` for ``tokens.uids[i]``. A uid can be there more than once.
+    """New tokens of one step, with ``texts[i]`` for ``tokens.uids[i]``. The same uid may occur several times.
 
-    A request may be in ``ended`` and in the columns; its chunk comes first. ``num_open``: requests that the
-    detokenizer holds after this frame; None: it is not from there. ``first_tokens``: of requests that have one now,
-    with or without a chunk. ``preempted``: uids of requests that were preempted since the frame before, once for each
-    time. ``compiled``: uids of streams whose grammar is compiled; these come straight from the scheduler.
+    A request may be in ``tokens`` and in ``ended``; its tokens come first.
+    num_open: number of open requests in the detokenizer; None: the scheduler sent this message.
+    first_tokens: of requests that now have a first token, even if its text is held back.
+    preempted: uids of preempted requests, once for each preemption.
+    compiled: uids of streams whose grammar is compiled; sent by the scheduler.
     """
 
     tokens: TokenColumns = field(default_factory=TokenColumns)
@@ -493,7 +493,7 @@ class TextChunks(Struct, tag="text_chunks", array_like=True, gc=False):
 
 
 class Totals(Struct, array_like=True, gc=False):
-    """Counters of the scheduler that never fall."""
+    """Counters of the scheduler that only grow."""
 
     num_preemptions: int = 0
     num_steps: int = 0
@@ -505,11 +505,11 @@ class Totals(Struct, array_like=True, gc=False):
 
 
 class Stats(Totals, tag="stats", array_like=True, gc=False):
-    """The scheduler's totals and present state.
+    """Totals and current counts of the scheduler.
 
-    Sent a few times a second while it works, once on going idle, and as a heartbeat. ``num_free_pages``: free, or only
-    held by the prefix cache, pinned or not. ``num_pinned_pages``: kept for sessions, and used by no request. Times are
-    absolute; ``step_ended_at``: of the last step, 0: there was none.
+    Sent a few times per second while requests run, once when the scheduler becomes idle, and as a heartbeat.
+    num_free_pages: free pages and cached pages that no request uses. num_pinned_pages: pages that are pinned by
+    sessions and not used by a request. step_ended_at: time of the last step; 0: there was none.
     """
 
     sent_at: float = 0.0
@@ -523,10 +523,10 @@ class Stats(Totals, tag="stats", array_like=True, gc=False):
 
 
 class Reply(Struct, tag="reply", array_like=True, gc=False):
-    """The answer to a ``Control``. ``data`` is JSON text, ``payload`` bytes; both may be empty.
+    """The answer to a ``Control``. data: JSON text, or empty.
 
-    ``stage``: where the call failed ("crash": its process died; "control": the runner raised an exception); empty for a
-    success and for a refusal. A reply with a stage is raised as RequestError.
+    stage: "crash" (its process ended) or "control" (the runner raised an exception): the reply is raised as
+    RequestError. Empty after a success or a refusal.
     """
 
     call_id: int
@@ -538,9 +538,9 @@ class Reply(Struct, tag="reply", array_like=True, gc=False):
 
 
 class Ready(Struct, tag="ready", array_like=True, gc=False):
-    """A child is up. ``fingerprint`` is that of its protocol; ``facts`` is JSON text about what it runs on.
+    """A child process is ready. fingerprint: of its protocol. facts: JSON text about its device and model.
 
-    The scheduler's facts hold at least ``num_pages``, ``page_size``, ``max_total_tokens``, ``dtype``, ``device``,
+    The facts of the scheduler have at least ``num_pages``, ``page_size``, ``max_total_tokens``, ``dtype``, ``device``,
     ``attention_backend``, ``weights_bytes``, ``kv_pool_bytes`` and ``load_s``.
     """
 
@@ -551,7 +551,7 @@ class Ready(Struct, tag="ready", array_like=True, gc=False):
 
 
 class Failed(Struct, tag="failed", array_like=True, gc=False):
-    """A child could not start, or its loop ended by an exception; its process exits after this."""
+    """A child process could not start, or its loop raised an exception. It exits after this message."""
 
     role: Role
     error_type: str
@@ -560,7 +560,7 @@ class Failed(Struct, tag="failed", array_like=True, gc=False):
 
 
 class Progress(Struct, tag="progress", array_like=True, gc=False):
-    """Long work in a child: ``done`` of ``total`` ``unit``s. The frontend draws the bar."""
+    """Progress of slow work in a child process: ``done`` of ``total`` units. The frontend shows a progress bar."""
 
     label: str
     done: int
@@ -569,7 +569,7 @@ class Progress(Struct, tag="progress", array_like=True, gc=False):
 
 
 class LogRecord(Struct, tag="log", array_like=True, gc=False):
-    """A record of a child's ``aioengine.*`` logger, to be handled by the same logger of the frontend."""
+    """A record of an ``aioengine.*`` logger in a child process. The same logger in the frontend handles it."""
 
     logger: str
     level: int
@@ -583,9 +583,9 @@ Message = ToScheduler | NewEpoch | ToDetokenizer | ToFrontend
 
 
 class Frame(Struct, array_like=True, gc=False):
-    """What one send carries. A receiver drops frames of another ``epoch`` than the one that it knows.
+    """The messages that are sent together. A receiver drops frames of other epochs.
 
-    ``sender``: a random number for each sender. ``number``: how many frames it sent before, so that a repeated or
+    sender: a random number for each sender. number: the number of earlier frames of this sender, so that a repeated or
     missing frame is noticed.
     """
 
@@ -596,5 +596,5 @@ class Frame(Struct, array_like=True, gc=False):
 
 
 def new_epoch_in(messages: Iterable[Message]) -> NewEpoch | None:
-    """The message that begins another epoch; all messages received together with it are of the old epoch."""
+    """Return the message that starts a new epoch. Messages in the same list belong to the old epoch."""
     return next((message for message in messages if isinstance(message, NewEpoch)), None)

@@ -1,6 +1,6 @@
-"""The orders that a child reads from its standard input when it starts; the input stays open for its life.
+"""The orders that a child process reads from its standard input when it starts. The input stays open until it ends.
 
-First comes the import path (its form: ``bootstrap``), then the orders as one line of JSON.
+The import path comes first (see ``bootstrap``), then the orders as one line of JSON.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ from aioengine.protocol.messages import DETOKENIZER, SCHEDULER, Role
 from aioengine.settings.config import Settings
 
 ROLES = (SCHEDULER, DETOKENIZER)
-"""The children of a replica on one device."""
+"""The child processes of a replica on one device."""
 
 
 class Orders(Struct, frozen=True, kw_only=True):
-    """The child's role and the ends of its channels.
+    """The role of a child process, its settings and its channels.
 
-    epoch: a large random number in all frames of this start; frames without it are ignored.
-    frontend: the endpoint at which the frontend listens to this child alone.
-    endpoints: str(role) -> the endpoint at which the child of that role listens.
-    listener_fd: the inherited descriptor on which the child's own endpoint listens.
-    board: the file of its crash board.
-    parent_pid: the process with which the child ends.
+    epoch: a large random number in all frames of this incarnation; other frames are ignored.
+    frontend: the endpoint at which the frontend listens to this child.
+    endpoints: str(role) -> the endpoint of the child with this role.
+    listener_fd: the inherited file descriptor of its own endpoint.
+    board: path of its crash board. parent_pid: the child exits when this process ends.
     """
 
     role: Role
@@ -38,12 +37,12 @@ class Orders(Struct, frozen=True, kw_only=True):
     settings: Settings
 
     def endpoint(self, role: Role) -> str:
-        """Where the child of this role listens."""
+        """Return the endpoint of the child with this role."""
         return self.endpoints[str(role)]
 
 
 def encode_orders(orders: Orders) -> bytes:
-    """One line of JSON. The standard library escapes what msgspec refuses: paths need not be UTF-8."""
+    """Return one line of JSON. Uses the standard library, because msgspec refuses paths that are not UTF-8."""
     return json.dumps(msgspec.to_builtins(orders)).encode()
 
 

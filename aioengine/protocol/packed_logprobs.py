@@ -1,13 +1,13 @@
-"""Logprobs on their way from the runner to the caller: the options of a request, and the packed values.
+"""The logprob options of a request, and the packed logprobs from the runner to the caller.
 
-They travel as ``Extra``s. The runner writes the numbers of each position, little-endian, one position after the other:
+Logprobs are sent as ``Extra``s. The runner writes the numbers of each position, little-endian, position by position:
 
-    float32: the logprobs of the token itself, of the likeliest tokens (best first), of the tokens asked for
-    int32:   the ids of the token itself and of the likeliest tokens
+    float32: the logprobs of the token itself, of the top tokens (best first), and of the requested tokens
+    int32:   the ids of the token itself and of the top tokens
 
-If the request wants texts, the detokenizer appends the texts of all these ids, then of the tokens asked for, as one
-msgpack list. The values become Python objects when ``LogprobReader`` reads them in the process of the caller. If a
-position has more than ``MAX_PLAIN`` entries, they become objects when the caller reads the position (``Positions``).
+If the request wants texts, the detokenizer appends the texts of all these ids, then of the requested tokens, as one
+msgpack list. ``LogprobReader`` unpacks the values in the process of the caller. If a position has more than
+``MAX_PLAIN`` entries, they are unpacked when the caller reads the position (``Positions``).
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ OUTPUT_LOGPROBS: Final = "logprobs"
 
 PROMPT_LOGPROBS: Final = "prompt_logprobs"
 """``Extra.kind`` of the prompt from ``LogprobRules.start`` on, in blocks (``prompt_extras``). ``Extra.index`` counts
-the positions from there. Of position 0 of the prompt only the id has a meaning.
+positions from there. Position 0 of the prompt has an id, but no logprobs.
 """
 
 NEXT_LOGPROBS: Final = "next_logprobs"
-"""``Extra.kind`` of the position behind the prompt of a SCORE request. It has no token: its first logprob and id mean
-nothing.
+"""``Extra.kind`` of the position after the prompt of a SCORE request. It has no token, so ignore its first logprob and
+id.
 """
 
 BLOCK_BYTES: Final = 64 * 1024
-"""Of the logprobs of a prompt, at least one position: so much is read at once, some milliseconds."""
+"""Maximum bytes of logprobs in one extra (at least one position). Reading them takes some milliseconds."""
 
 Entry = tuple[float | None, int, str | None]
 """Logprob, token id, text."""
 
 MAX_PLAIN: Final = 20
-"""If a position has more entries than this, besides the entry of its own token, they stay packed until it is read."""
+"""If a position has more entries, without the entry of its own token, they stay packed until the position is read."""
 
 _FLOAT: Final = Format("<f")
 _ID: Final = Format("<i")
@@ -55,10 +55,10 @@ _texts = msgpack.Decoder(list[str])
 
 
 class LogprobRules(Struct, frozen=True, array_like=True, gc=False):
-    """Which logprobs a request gets for each of its output tokens.
+    """The logprobs that a request wants for each output token.
 
-    start: the prompt positions from this one on get them too; -1: none. num_top: how many of the likeliest tokens.
-    token_ids: further tokens. with_text: with the text of each token.
+    start: first prompt position with logprobs; -1: the prompt has none. num_top: number of top tokens.
+    token_ids: further tokens. with_text: add the text of each token.
     """
 
     start: int = -1
@@ -68,7 +68,7 @@ class LogprobRules(Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def num_values(self) -> int:
-        """Logprobs of a position."""
+        """Number of logprobs of a position."""
         return 1 + self.num_top + len(self.token_ids)
 
     @property
@@ -78,16 +78,16 @@ class LogprobRules(Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def position_bytes(self) -> int:
-        """Bytes of a position, without texts."""
+        """Number of bytes of a position, without texts."""
         return 4 * (self.num_values + 1 + self.num_top)
 
     @property
     def positions_in_block(self) -> int:
-        """Positions of a prompt that come in one extra."""
+        """Number of prompt positions in one extra."""
         return max(1, BLOCK_BYTES // self.position_bytes)
 
     def num_prompt_positions(self, num_prompt: int) -> int:
-        """How many positions of a prompt get logprobs."""
+        """Return the number of prompt positions with logprobs."""
         return 0 if self.start < 0 else num_prompt - self.start
 
 
@@ -131,7 +131,7 @@ class Positions(list[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         place = 0
-        while place < len(self):  # which may change meanwhile
+        while place < len(self):  # the length may change during iteration
             yield self[place]
             place += 1
 
@@ -161,7 +161,7 @@ for _name in [*map("__{}__".format, _READING), "copy", "count", "index", "pop", 
 
 
 _Lists = tuple[list[Entry], list[Any], list[Any]]
-"""For each position: the entry of its own token; the entries of the likeliest tokens; of the tokens asked for."""
+"""For each position: the entry of its own token; the entries of the top tokens; of the requested tokens."""
 
 
 def _unpacked(rules: LogprobRules, position: Format, data: bytes, places: range, texts: list[str]) -> _Lists:
@@ -218,7 +218,7 @@ class _Block:
 
 
 def _decoded_texts(rules: LogprobRules, position: Format, data: bytes, num_positions: int) -> list[str]:
-    """Return the texts of all positions, then of the tokens asked for. Empty if the request wants no texts."""
+    """Return the texts of all positions, then of the requested tokens. Empty if the request wants no texts."""
     return _texts.decode(memoryview(data)[num_positions * position.size :]) if rules.with_text else []
 
 
@@ -303,12 +303,12 @@ class LogprobReader:
     def lists(self, start: int, end: int, *, keeps: bool) -> dict[str, object]:
         """Return logprobs of the output tokens ``start`` ... ``end``. If ``start`` is 0, also of the prompt.
 
-        ``keeps``: the same tokens may be asked for again.
+        keeps: later calls may read the same tokens again.
         """
         first, end = self._first, 1 if self._is_next else end
         if start == first and start and not keeps and end - first == len(self._output[0]):  # the usual chunk
-            whole, self._output, self._first = self._output, ([], [], []), end
-            return _named("output", whole, self.rules)
+            output, self._output, self._first = self._output, ([], [], []), end
+            return _named("output", output, self.rules)
         taken = slice(start - first, end - first)
         own, top, asked = self._output
         named = _named("output", (own[taken], top[taken], asked[taken]), self.rules)
@@ -337,7 +337,7 @@ def _named(side: str, lists: _Lists, rules: LogprobRules) -> dict[str, object]:
 
 
 def prompt_extras(uid: int, data: bytes, rules: LogprobRules) -> list[Extra]:
-    """The logprobs of all positions of a prompt, packed, as extras of a bounded number of positions each."""
+    """Return packed logprobs of a prompt as extras with a limited number of positions."""
     count, size = rules.positions_in_block, rules.positions_in_block * rules.position_bytes
     blocks = (data[start : start + size] for start in range(0, len(data), size))
     return [Extra(uid, place * count, PROMPT_LOGPROBS, block) for place, block in enumerate(blocks)]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from aioengine.protocol.messages import Message
 
 HEARTBEAT_S = 1.0
-"""A service sends to each of its receivers at least this often: a lost frame is noticed when a later one comes."""
+"""Maximum time between two frames to each receiver. A lost frame is noticed when a later frame arrives."""
 
 
 class Outbox(NamedTuple):
@@ -29,19 +29,19 @@ class Service(Protocol):
 
     @property
     def facts(self) -> Mapping[str, str | int | float | bool]:
-        """Its facts for ``Ready``."""
+        """The facts for ``Ready``."""
         ...
 
     def handle(self, messages: list[Message], now: float) -> None:
-        """Take in received messages."""
+        """Process received messages."""
         ...
 
     def step(self, now: float) -> Outbox:
-        """Do the work that is due; returns the messages to send."""
+        """Do the work that is due. Return the messages to send."""
         ...
 
     def wait_s(self, now: float) -> float:
-        """How long there is nothing to do unless a message comes; 0: ``step`` has work."""
+        """Return the seconds until ``step`` has work, if no message arrives. 0: it has work now."""
         ...
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ class Prepared(NamedTuple):
 class LinearFormat(Protocol):
     """The tensors of a linear layer, their preparation after loading, and the matmul.
 
-    One object serves all layers. A layer may fuse several layers of the checkpoint, such as those of query, key and
+    One object serves all layers. A layer may fuse several layers of the checkpoint, such as query, key and
     value: ``sizes`` are their output sizes, and O is the sum.
     """
 

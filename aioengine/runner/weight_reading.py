@@ -48,7 +48,7 @@ _MAX_REPORTS: Final = 200
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Piece:
+class _FilePart:
     """A part of a tensor in a file.
 
     Attributes:
@@ -103,7 +103,7 @@ def read_all(entries: list[Entry], targets: dict[str, Target], report: Report) -
     _check_finite(entries, targets, work.sums)
 
 
-def _pieces(entry: Entry, target: Target) -> Iterator[_Piece]:
+def _pieces(entry: Entry, target: Target) -> Iterator[_FilePart]:
     """Yield pieces of full rows and heads, or the tensor if it cannot be divided. An empty tensor has no pieces."""
     if not entry.num_bytes:
         return
@@ -115,7 +115,7 @@ def _pieces(entry: Entry, target: Target) -> Iterator[_Piece]:
         rows = _as_rows(target.tensor, 1 if is_vector else entry.shape[-1])
     if rows is None:
         tensor = target.tensor.detach()
-        yield _Piece(entry, entry.begin, entry.num_bytes, entry.shape, tensor, target.index, head_size)
+        yield _FilePart(entry, entry.begin, entry.num_bytes, entry.shape, tensor, target.index, head_size)
         return
     unit_rows = math.prod(entry.shape[1:-1])  # of each index of the first dimension
     ranges = ((0, len(rows)),) if source is None else [(a * unit_rows, b * unit_rows) for a, b in source.ranges]
@@ -130,7 +130,7 @@ def _pieces(entry: Entry, target: Target) -> Iterator[_Piece]:
         begin, num_bytes = entry.begin + first * row_bytes, len(part) * row_bytes
         is_same = not head_size and DTYPES.get(entry.dtype) == part.dtype and part.is_contiguous()
         same = part.view(-1).view(torch.uint8) if is_same else None
-        yield _Piece(entry, begin, num_bytes, tuple(part.shape), part, head_size=head_size, same_bytes=same)
+        yield _FilePart(entry, begin, num_bytes, tuple(part.shape), part, head_size=head_size, same_bytes=same)
 
 
 def _as_rows(tensor: Tensor, row_size: int) -> Tensor | None:
@@ -153,7 +153,7 @@ class _Work:
         sums: tensor name -> sum of its elements, for tensors on a CPU. A sum is finite only if all elements are.
     """
 
-    def __init__(self, pieces: list[_Piece]) -> None:
+    def __init__(self, pieces: list[_FilePart]) -> None:
         self.sums: dict[str, float] = defaultdict(float)
         self._waiting = iter(pieces)
         self._lock = threading.Lock()
@@ -222,7 +222,7 @@ class _Work:
                 load(piece, file)
                 report(piece.num_bytes)
 
-    def _load_to_cpu(self, piece: _Piece, file: BinaryIO) -> None:
+    def _load_to_cpu(self, piece: _FilePart, file: BinaryIO) -> None:
         """Read a piece into its target, and sum its elements while they are in the cache."""
         if piece.same_bytes is not None:
             _fill(file, piece, piece.same_bytes)
@@ -234,7 +234,7 @@ class _Work:
             with self._lock:
                 self.sums[piece.entry.name] += total
 
-    def _next(self) -> _Piece | None:
+    def _next(self) -> _FilePart | None:
         with self._lock:
             return next(self._waiting, None)
 
@@ -250,7 +250,7 @@ class _PinnedCopier:
         self._copied = [torch.cuda.Event() for _ in self._buffers]
         self._turn = 0
 
-    def load(self, piece: _Piece, file: BinaryIO) -> None:
+    def load(self, piece: _FilePart, file: BinaryIO) -> None:
         """Read a piece, and queue its copy to the target."""
         self._turn = (self._turn + 1) % NUM_BUFFERS
         buffer, copied, size = self._buffers[self._turn], self._copied[self._turn], piece.num_bytes
@@ -291,7 +291,7 @@ def _check_finite(entries: list[Entry], targets: dict[str, Target], sums: dict[s
             )
 
 
-def _fill(file: BinaryIO, piece: _Piece, content: Tensor) -> Tensor:
+def _fill(file: BinaryIO, piece: _FilePart, content: Tensor) -> Tensor:
     """Fill content [X], which has the bytes of the piece, from the file, and return it. Releases the GIL."""
     rest, position = memoryview(content.numpy()), piece.begin  # pyright: ignore[reportArgumentType]
     while rest:

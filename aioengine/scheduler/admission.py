@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from aioengine.protocol.messages import End, FinishCode, RequestKind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from aioengine.memory.prefix_cache import Match, PrefixCache
     from aioengine.protocol.messages import Submit
@@ -70,7 +70,19 @@ class Admission:
             if self._cache.snapshots is not None and match.missing is not None:
                 self._cache.snapshots.stop_at(match.missing)
             return Refusal.LATER
-        return match if self._fits(request, match, running, promised) else Refusal.FULL
+        cache = self._cache
+        num_free = cache.num_left(match, request.num_tokens, promised)
+        if num_free < 0:
+            return Refusal.FULL
+        if not running:
+            return match
+        num_missing = request.num_tokens - len(match.path) * cache.page_size
+        most = cache.pages_for(reserve_for(request, num_missing, self._chunk_tokens))
+        if num_free < most * (len(running) + 1):  # then count the pages that they can need in so many steps
+            missing = [cache.pages_for(one.max_tokens) - cache.pages_for(one.num_tokens) for one in (*running, request)]
+            if num_free < sum(min(most, num_pages) for num_pages in missing):
+                return Refusal.FULL
+        return match
 
     def waits(self, request: Request) -> bool:
         """Return whether another request is still computing the prefix (or snapshot) for which this one waits."""
@@ -78,19 +90,6 @@ class Admission:
         if node is None:
             return False
         return node.is_pending if snapshots is None else snapshots.has_producer(node)
-
-    def _fits(self, request: Request, match: Match, running: Sequence[Request], promised: int) -> bool:
-        cache = self._cache
-        left = cache.num_left(match, request.num_tokens, promised)
-        if left < 0:
-            return False
-        if not running:
-            return True
-        num_missing = request.num_tokens - len(match.path) * cache.page_size
-        steps = reserve_for(request, num_missing, self._chunk_tokens)
-        if left >= cache.pages_for(steps) * (len(running) + 1):
-            return True
-        return left >= pages_ahead((*running, request), steps, cache)
 
 
 class TokenBudget:
@@ -119,15 +118,8 @@ class TokenBudget:
 
 def reserve_for(request: Request, num_missing: int, chunk_tokens: int) -> int:
     """Return for how many steps every running request must have pages after ``request`` is admitted."""
-    steps = STEPS_AHEAD_AGAIN if request.history.num_preemptions else STEPS_AHEAD
+    steps = STEPS_AHEAD_AGAIN if request.num_preemptions else STEPS_AHEAD
     return steps + 2 * num_missing // chunk_tokens
-
-
-def pages_ahead(requests: Iterable[Request], steps: int, cache: PrefixCache) -> int:
-    """Return how many pages these requests may still allocate within ``steps``."""
-    most = cache.pages_for(steps)
-    pages_for = cache.pages_for
-    return sum(min(most, pages_for(request.max_tokens) - pages_for(request.num_tokens)) for request in requests)
 
 
 DRIFT = 1.01  # the fastest step time grows by this factor with each later step
@@ -150,10 +142,13 @@ class Pace:
 
     def note_step(self, seconds: float, num_prompt_tokens: int) -> None:
         """Record a step time. A step at least half full of prompt tokens counts as a prompt step, else as decode."""
-        if 2 * num_prompt_tokens >= self._chunk_tokens:
-            self._full_step_s = _recent_least(self._full_step_s, seconds)
+        is_full = 2 * num_prompt_tokens >= self._chunk_tokens
+        least = self._full_step_s if is_full else self._step_s
+        recent = min(seconds, least * DRIFT) if least else seconds
+        if is_full:
+            self._full_step_s = recent
         else:
-            self._step_s = _recent_least(self._step_s, seconds)
+            self._step_s = recent
 
     def note_admission(self, now: float, *, has_next: bool) -> None:
         """Record an admission. has_next: another request is waiting, so the interval to its admission counts."""
@@ -206,7 +201,3 @@ def _least_output(submit: Submit) -> int:
     text, limits = submit.text, submit.limits
     can_stop = limits.stop_token_ids or text.stop or text.stop_regex
     return max(1, limits.min_new_tokens if can_stop else limits.max_new_tokens)
-
-
-def _recent_least(least: float, seconds: float) -> float:
-    return seconds if least == 0 else min(seconds, least * DRIFT)

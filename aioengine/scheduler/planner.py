@@ -256,7 +256,11 @@ class Planner:
                 budget.left += start + count - end
                 count = end - start
             if count:
-                flight.add(_prompt_row(request, count), request)
+                allocation, start = request.allocation, request.num_computed
+                outputs = OUTPUTS[request.kind] if count == request.num_missing else NOTHING
+                pages, allocation.unsent = allocation.unsent, []
+                token_ids = request.ids_to_compute(start, start + count)
+                flight.add(Row(request.uid, start, count, outputs, token_ids, pages), request)
 
     def _admit(self, budget: TokenBudget, num_partial: int, now: float) -> Iterator[Request]:
         """Admit waiting requests one by one. The caller takes the share of each from ``budget`` before the next."""
@@ -306,10 +310,3 @@ def _new_row(request: Request) -> NewRow:
         is_long=request.is_long,
         snapshot=NO_SNAPSHOT if request.allocation.snapshots is None else request.allocation.snapshots.source,
     )
-
-
-def _prompt_row(request: Request, count: int) -> Row:
-    start = request.num_computed
-    outputs = OUTPUTS[request.kind] if start + count == request.num_tokens else NOTHING
-    pages, request.allocation.unsent = request.allocation.unsent, []
-    return Row(request.uid, start, count, outputs, request.ids_to_compute(start, start + count), pages)

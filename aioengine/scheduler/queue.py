@@ -128,5 +128,5 @@ def _applies(request: Request | None, kind: str) -> bool:
     if request is None:
         return False
     if kind == "queue":
-        return request.history.admitted_at is None
-    return kind == "total" or not request.history.is_text_open
+        return request.admitted_at is None
+    return kind == "total" or not request.is_text_open

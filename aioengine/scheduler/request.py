@@ -36,23 +36,6 @@ class State(Enum):
     ENDED = 3
 
 
-class History:
-    """Past events of a request, for its ``TextOpened`` message and its deadlines.
-
-    num_charged: tokens charged to its tenant. most_tokens: maximum number of prompt and output tokens.
-    """
-
-    __slots__ = ("admitted_at", "is_text_open", "most_tokens", "num_cached", "num_charged", "num_preemptions")
-
-    def __init__(self, most_tokens: int) -> None:
-        self.most_tokens = most_tokens
-        self.admitted_at: float | None = None
-        self.num_cached = 0
-        self.num_charged = 0
-        self.num_preemptions = 0
-        self.is_text_open = False
-
-
 class Request:
     """One request. Only ``Scheduler`` changes it.
 
@@ -72,19 +55,27 @@ class Request:
     waits_for: the last node of its prefix that another request is computing or taking a snapshot of.
     num_drafts: drafts of its rows in flight. Until they are accepted, ``num_tokens`` and ``num_computed`` are upper
         bounds.
+    most_tokens: maximum number of prompt and output tokens. num_charged: tokens charged to its tenant.
+    admitted_at: time of its first admission. num_cached: prompt tokens that it took from the prefix cache then.
+    is_text_open: whether its first token was reported.
     """
 
     __slots__ = (
+        "admitted_at",
         "allocation",
         "decodes",
         "gates",
-        "history",
         "holds_last",
         "is_behind",
+        "is_text_open",
         "kind",
         "max_tokens",
+        "most_tokens",
+        "num_cached",
+        "num_charged",
         "num_computed",
         "num_drafts",
+        "num_preemptions",
         "num_prompt",
         "num_tokens",
         "order",
@@ -122,7 +113,12 @@ class Request:
         self.is_behind = False
         self.gates = ALL_OPEN
         self.waits_for: Node | None = None
-        self.history = History(max_tokens)
+        self.most_tokens = max_tokens
+        self.admitted_at: float | None = None
+        self.num_cached = 0
+        self.num_charged = 0
+        self.num_preemptions = 0
+        self.is_text_open = False
 
     @property
     def num_missing(self) -> int:
@@ -146,7 +142,7 @@ class Request:
     def logprobs(self) -> LogprobRules | None:
         """The logprobs that it still needs. Prompt logprobs are complete with the first token."""
         rules = self.submit.logprobs
-        if rules is None or rules.start < 0 or not self.history.is_text_open:
+        if rules is None or rules.start < 0 or not self.is_text_open:
             return rules
         return replace(rules, start=-1)
 
@@ -222,7 +218,7 @@ def end_of(request: Request) -> End | None:
     token_id = request.token_ids[-1]
     if token_id in request.stop_ids and request.num_output > request.submit.limits.min_new_tokens:
         return End(request.uid, FinishCode.STOP, token_id)
-    if len(request.token_ids) >= request.history.most_tokens:
+    if len(request.token_ids) >= request.most_tokens:
         return End(request.uid, FinishCode.LENGTH)
     return None
 

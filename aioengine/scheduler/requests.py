@@ -69,27 +69,26 @@ class StepEvents:
 
     def open_text(self, request: Request, now: float) -> None:
         """Record the first token. Earlier preemptions are sent now, because the detokenizer needs the text first."""
-        history = request.history
-        history.is_text_open = True
-        admitted_at = history.admitted_at or now
-        first_token = FirstToken(request.uid, history.num_cached, admitted_at, now, self.weight_version)
+        request.is_text_open = True
+        admitted_at = request.admitted_at or now
+        first_token = FirstToken(request.uid, request.num_cached, admitted_at, now, self.weight_version)
         self._opened.append(TextOpened(first_token, request.submit.text))
-        self._preempted += [request.uid] * history.num_preemptions
+        self._preempted += [request.uid] * request.num_preemptions
         self.totals.prompt_tokens += request.num_prompt
-        self.totals.cached_tokens += history.num_cached
+        self.totals.cached_tokens += request.num_cached
 
     def reopen_text(self, request: Request, continuation: Continuation) -> None:
         """Record a request that had its first token before a process was replaced."""
-        first_token, history = continuation.first_token, request.history
-        history.is_text_open = True
-        history.admitted_at, history.num_cached = first_token.admitted_at, first_token.num_cached
+        first_token = continuation.first_token
+        request.is_text_open = True
+        request.admitted_at, request.num_cached = first_token.admitted_at, first_token.num_cached
         opened = TextOpened(first_token, request.submit.text, continuation.token_ids, continuation.num_preemptions)
         self._opened.append(opened)
 
     def preempt(self, request: Request) -> None:
-        request.history.num_preemptions += 1
+        request.num_preemptions += 1
         self.totals.num_preemptions += 1
-        if request.history.is_text_open:
+        if request.is_text_open:
             self._preempted.append(request.uid)
 
     def end(self, end: End, *, is_known: bool = False) -> None:
@@ -288,13 +287,12 @@ class Requests:
             waiter = Waiter(request.uid, request.submit.tenant, request.order)
             self.adapters.use(key_of(request.submit.adapter), waiter)
         self.pace.note_admission(now, has_next=bool(self.waiting))
-        history = request.history
-        if not history.num_charged:
-            history.num_charged = request.max_tokens
-            self._tenants.charge(request.submit.tenant, history.num_charged)
-        if history.admitted_at is None:
-            history.admitted_at = now
-            history.num_cached = num_cached
+        if not request.num_charged:
+            request.num_charged = request.max_tokens
+            self._tenants.charge(request.submit.tenant, request.num_charged)
+        if request.admitted_at is None:
+            request.admitted_at = now
+            request.num_cached = num_cached
 
     def preempt(self) -> Request:
         """Release the pages of the last running request, return it to the queue or its gate, and return it."""
@@ -313,8 +311,8 @@ class Requests:
         session = request.submit.session
         if session in self._sessions and end is not None and end.code in ANSWERED_CODES and not is_invalid:
             self.cache.pin(session, request.allocation)
-        if request.history.num_charged:
-            self._tenants.charge(request.submit.tenant, len(request.token_ids) - request.history.num_charged)
+        if request.num_charged:
+            self._tenants.charge(request.submit.tenant, len(request.token_ids) - request.num_charged)
         self._tenants.leave(request.submit.tenant)
         self._take_out(request, State.ENDED, is_invalid=is_invalid)
         if end is not None:

@@ -116,7 +116,7 @@ class Scheduler:
                 cache.insert(allocation, request.token_ids, end)
             known = request.token_ids
             known.append(token_id)
-            if not request.history.is_text_open:
+            if not request.is_text_open:
                 self._events.open_text(request, now)
             if token_id in request.stop_ids or len(known) >= request.max_tokens:
                 ended = end_of(request)
@@ -172,7 +172,7 @@ class Scheduler:
         if new is None:  # a part of a prompt
             return None
         is_last = bool(row.outputs & (VECTOR | DISTRIBUTION))
-        if (new or is_last) and not request.history.is_text_open:
+        if (new or is_last) and not request.is_text_open:
             self._events.open_text(request, now)
         if is_last:
             ended = End(row.uid, FinishCode.STOP if row.outputs & VECTOR else FinishCode.LENGTH)
@@ -189,7 +189,7 @@ class Scheduler:
 
     def _restart_long(self, request: Request) -> None:
         """Recompute a running request without rows in flight from position 0, now with long RoPE factors."""
-        request.max_tokens = request.history.most_tokens
+        request.max_tokens = request.most_tokens
         self.requests.release([request.uid])
 
     def _end_complete(self, flight: Flight, result: StepResult) -> None:

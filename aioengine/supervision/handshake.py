@@ -43,7 +43,12 @@ class Handshake:
             async with asyncio.timeout(timeout_s):
                 await self._done
         except TimeoutError:
-            raise EngineStartupError(self._describe_timeout(timeout_s)) from None
+            roles = " and ".join(sorted(map(str, self._waiting_for)))
+            were = "process was" if len(self._waiting_for) == 1 else "processes were"
+            text = f"the {roles} {were} not ready within {timeout_s:g} seconds"
+            if self._progress:
+                text += "; it had come to " + ", ".join(self._progress.values())
+            raise EngineStartupError(text + "; a first start gets more time with startup_timeout") from None
         return self._facts
 
     def receive(self, message: Ready | Failed | Progress) -> None:
@@ -84,12 +89,3 @@ class Handshake:
                 error.add_note(note.rstrip())
             self._done.set_exception(error)
             self._done.exception()  # marks it as retrieved, because the wait may have been cancelled
-
-    def _describe_timeout(self, timeout_s: float) -> str:
-        """Return the error of a start that takes too long, with the last progress."""
-        roles = " and ".join(sorted(map(str, self._waiting_for)))
-        were = "process was" if len(self._waiting_for) == 1 else "processes were"
-        text = f"the {roles} {were} not ready within {timeout_s:g} seconds"
-        if self._progress:
-            text += "; it had come to " + ", ".join(self._progress.values())
-        return text + "; a first start gets more time with startup_timeout"

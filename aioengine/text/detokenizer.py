@@ -4,14 +4,14 @@ A request's text is what its output tokens append to the decoded prompt. So the 
 end of the prompt as its context: a leading space is kept, no text of the prompt is returned, and a character whose
 first bytes are in the prompt and whose last byte is in the output belongs to the output.
 
-The bytes of an incomplete character are held back. Where bytes are invalid, each maximal subpart of a character
-(Unicode, chapter 3, "U+FFFD Substitution of Maximal Subparts") becomes one U+FFFD, as soon as that is certain. A
-character that the prompt began and the output did not complete belongs to the prompt and gives no text.
+The bytes of an incomplete character are held back. If bytes are invalid, each maximal subpart of a character (Unicode,
+chapter 3, "U+FFFD Substitution of Maximal Subparts") becomes one U+FFFD, as soon as that is certain. If the prompt ends
+inside a character and the output does not complete it, the character belongs to the prompt and adds no text.
 
 The text does not depend on how the ids are split into pushes.
 
-``TextPipeline`` is the whole path of one request's text: decoding, then the search for stops. Whole answers pass the
-same stages as streams, so that the joined pieces of a stream equal the whole answer.
+``TextPipeline`` decodes the ids of one request and searches the text for stops. Answers without streaming use the same
+pipeline, so the joined pieces of a stream equal the answer without streaming.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from aioengine.text.stop_regex import RegexSearch
 
 NUM_CONTEXT_TOKENS = 16
-"""How many ids from the end of a prompt are enough context to decode the output."""
+"""The number of ids from the end of a prompt that decoding needs as context."""
 
 _REPLACEMENT = "\ufffd"
 _REPLACEMENT_BYTES = _REPLACEMENT.encode()
 _SURROGATES = b"\xed\xa0"  # up to ED BF: the start of a surrogate, which UTF-8 does not allow
 _MAX_INCOMPLETE = 3  # bytes of an incomplete character
-_WINDOW = 16  # the fewest ids that WindowDetokenizer keeps, and decodes again with each new one
+_WINDOW = 16  # minimum number of ids that WindowDetokenizer keeps and decodes again with each new id
 
 
 class Decode(Protocol):
@@ -44,44 +44,47 @@ class Decode(Protocol):
 
 
 class Detokenizer(Protocol):
-    """Turns the output ids of one request into its text, piece by piece."""
+    """Decodes the output ids of one request incrementally."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Take the next ids; return the text that is certain now: often that of one token, sometimes none."""
+        """Add ids. Return the new text that later ids cannot change; it may be empty."""
         ...
 
     def flush(self) -> str:
-        """Return the text that was held back; no more ids will come."""
+        """Return the text that was held back. Call this after the last id."""
         ...
 
 
 def make_detokenizer(source: TokenTable | Decode, prompt_ids: Sequence[int] = ()) -> Detokenizer:
-    """Make the detokenizer of one request; ``prompt_ids`` is the prompt or its last ``NUM_CONTEXT_TOKENS`` ids."""
+    """Return a detokenizer for one request. prompt_ids: the prompt, or its last ``NUM_CONTEXT_TOKENS`` ids."""
     if isinstance(source, TokenTable):
         return TableDetokenizer(source, prompt_ids)
     return WindowDetokenizer(source, prompt_ids)
 
 
 class TableDetokenizer:
-    """A detokenizer for tokens whose text is in a table: one dictionary access for nearly every token."""
+    """A detokenizer that looks up the text of each token in a table."""
 
     __slots__ = ("_is_first", "_num_to_strip", "_pending", "_pending_is_from_prompt", "_table", "_uses_table")
 
     def __init__(self, table: TokenTable, prompt_ids: Sequence[int] = ()) -> None:
-        """``prompt_ids``: the prompt, or as much of its end as is known."""
+        """prompt_ids: the prompt, or its last ids."""
         self._table = table
         self._is_first = table.has_first_rule
         self._num_to_strip = table.num_stripped
         self._pending = b""
         self._pending_is_from_prompt = False
         self._uses_table = False  # nothing pending, and not at the beginning: the text of a token is its table entry
-        self._decode_beginning(prompt_ids)
+        for token_id in prompt_ids:  # until the rules for the beginning of a text no longer apply
+            if not (self._is_first or self._num_to_strip):
+                break
+            self._decode((token_id,))
         self._pending = self._incomplete_bytes(prompt_ids)
         self._pending_is_from_prompt = bool(self._pending)
         self._uses_table = self._can_use_table()
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Take the next ids and return the text that has become certain."""
+        """Add ids. Return the new text that later ids cannot change."""
         if self._uses_table and len(token_ids) == 1:
             piece = self._table[token_ids[0]]
             if isinstance(piece, str):
@@ -89,7 +92,7 @@ class TableDetokenizer:
         return self._decode(token_ids)
 
     def flush(self) -> str:
-        """Return U+FFFD for output bytes that did not become a character, else nothing."""
+        """Return U+FFFD for an incomplete character of the output."""
         text = _REPLACEMENT if self._pending and not self._pending_is_from_prompt else ""
         self._pending = b""
         self._uses_table = self._can_use_table()
@@ -102,8 +105,11 @@ class TableDetokenizer:
         """Decode by joining bytes, as needed at the beginning of a text and after an incomplete character."""
         pieces = [self._pending]
         for token_id in token_ids:
-            piece = self._first(token_id) if self._is_first else self._table[token_id]
-            pieces.append(piece.encode() if isinstance(piece, str) else piece)
+            piece: str | bytes | None = self._table[token_id]
+            if self._is_first:
+                piece = self._table.first(token_id)
+                self._is_first = piece is None
+            pieces.append(piece.encode() if isinstance(piece, str) else piece or b"")
         data = b"".join(pieces)
         text, self._pending = _decode_utf8(data)
         if text and self._num_to_strip:
@@ -115,11 +121,6 @@ class TableDetokenizer:
         self._uses_table = self._can_use_table()
         return text
 
-    def _first(self, token_id: int) -> str | bytes:
-        piece = self._table.first(token_id)
-        self._is_first = piece is None
-        return piece or ""
-
     def _strip(self, text: str) -> str:
         """Remove the characters that the tokenizer's decoder strips from the beginning of a text."""
         while self._num_to_strip and text.startswith(self._table.stripped):
@@ -129,15 +130,8 @@ class TableDetokenizer:
             self._num_to_strip = 0
         return text
 
-    def _decode_beginning(self, prompt_ids: Sequence[int]) -> None:
-        """Decode the prompt until the rules for the beginning of a text no longer apply."""
-        for token_id in prompt_ids:
-            if not (self._is_first or self._num_to_strip):
-                break
-            self._decode((token_id,))
-
     def _incomplete_bytes(self, prompt_ids: Sequence[int]) -> bytes:
-        """The bytes of an incomplete character at the end of the prompt."""
+        """Return the bytes of an incomplete character at the end of the prompt."""
         tail = b""
         for token_id in reversed(prompt_ids):
             piece = self._table[token_id]
@@ -152,17 +146,16 @@ class TableDetokenizer:
 
 
 class WindowDetokenizer:
-    """A detokenizer for any decode function: for each token it decodes the last few ids again and compares the texts.
+    """A detokenizer for any decode function. For each token, it decodes the last ids again and compares the texts.
 
-    U+FFFD at the end of the decoded text may stand for an incomplete character, which consists of the last three ids
-    at most. The number of U+FFFD does not tell how many: some decoders write one for each byte, others one for a run
-    of bytes.
+    U+FFFD at the end of the decoded text may stand for an incomplete character, whose bytes are in at most three ids.
+    The number of U+FFFD is not the number of ids: some decoders write one per byte, others one per run of bytes.
     """
 
     __slots__ = ("_decode", "_num_from_prompt", "_num_incomplete", "_num_returned", "_shorten_at", "_text", "_window")
 
     def __init__(self, decode: Decode, prompt_ids: Sequence[int] = ()) -> None:
-        """``prompt_ids``: the prompt, or as much of its end as is known."""
+        """prompt_ids: the prompt, or its last ids."""
         self._decode = decode
         self._window = list(prompt_ids[-4 * _WINDOW :])
         self._text = decode(self._window) if self._window else ""
@@ -177,11 +170,11 @@ class WindowDetokenizer:
         self._shorten()
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Take the next ids and return the text that has become certain."""
+        """Add ids. Return the new text that later ids cannot change."""
         return "".join([self._push_one(token_id) for token_id in token_ids])
 
     def flush(self) -> str:
-        """Return U+FFFD for output bytes that did not become a character, else nothing."""
+        """Return U+FFFD for an incomplete character of the output."""
         return self._text_up_to(len(self._text))
 
     def _push_one(self, token_id: int) -> str:
@@ -193,7 +186,7 @@ class WindowDetokenizer:
         return text
 
     def _certain_length(self) -> int:
-        """The length of the decoded text without U+FFFD that may stand for an incomplete character."""
+        """Return the length of the decoded text, without U+FFFD that may stand for an incomplete character."""
         if not self._text.endswith(_REPLACEMENT):
             self._num_incomplete = 0
             return len(self._text)
@@ -203,22 +196,20 @@ class WindowDetokenizer:
         return len(self._text.rstrip(_REPLACEMENT))
 
     def _text_up_to(self, end: int) -> str:
-        """The text up to ``end`` that was not returned yet, without U+FFFD that belong to the prompt."""
+        """Return the new text up to ``end``, without U+FFFD that belong to the prompt."""
         if end <= self._num_returned:
             return ""
         text = self._text[self._num_returned : end]
         self._num_returned = end
         if self._num_from_prompt:
-            of_prompt = _REPLACEMENT * self._num_from_prompt
+            text = text.removeprefix(_REPLACEMENT * self._num_from_prompt)
             self._num_from_prompt = 0
-            if text.startswith(of_prompt):
-                return text[len(of_prompt) :]
         return text
 
     def _shorten(self) -> None:
-        """Drop the oldest ids, at a cut after which the remaining ids decode to the end of the same text."""
+        """Drop the oldest ids, if the remaining ids decode to the end of the same text."""
         if self._num_incomplete and len(self._window) < 8 * _WINDOW:
-            return  # a cut could split the character; a long window is cut all the same: invalid bytes may never end
+            return  # a cut could split the character; a long window is cut anyway, because invalid bytes may not end
         self._shorten_at = len(self._window) + _WINDOW
         for cut in range(len(self._window) - _WINDOW, 0, -1):
             text = self._decode(self._window[cut:])
@@ -237,18 +228,18 @@ class WindowDetokenizer:
 
 
 def _decode_utf8(data: bytes) -> tuple[str, bytes]:
-    """Decode ``data``; returns the text, and the bytes of an incomplete character at its end."""
+    """Return the text of ``data``, and the bytes of an incomplete character at its end."""
     text, num_decoded = utf_8_decode(data, "replace", False)
     rest = data[num_decoded:]
     if len(rest) == 2 and rest >= _SURROGATES and rest[0] == _SURROGATES[0]:
-        return text + 2 * _REPLACEMENT, b""  # the codec waits for a third byte, but none would make it valid
+        return text + 2 * _REPLACEMENT, b""  # the codec waits for a third byte, but no byte makes it valid
     return text, rest
 
 
 class TextPipeline:
-    """Turns the output ids of one request into its text, up to a stop.
+    """Decodes the output ids of one request up to a stop.
 
-    Every id is consumed when it is pushed; its text may be returned later, at the latest by ``flush``.
+    The text of an id may be returned by a later ``push``, or by ``flush``.
 
     Attributes:
         matched: the stop string or pattern that ended the text, else None.
@@ -267,10 +258,9 @@ class TextPipeline:
         return None if self._stops is None else self._stops.search
 
     def push(self, token_ids: Sequence[int]) -> tuple[str, int, str | None]:
-        """Take the next ids.
+        """Add ids. Return the new text, the number of these ids that belong to the output, and the stop or None.
 
-        Returns the text that has become certain, how many of the ids belong to the output (all, or those up to and
-        including the one that completes a stop; after a stop, 0), and the stop that was matched, else None.
+        The id that completes a stop is the last id of the output.
 
         Raises:
             RequestError: a stop pattern took too long.
@@ -291,7 +281,7 @@ class TextPipeline:
         return text, num_consumed, self.matched
 
     def flush(self) -> str:
-        """Return the rest of the text; no more ids will come. The rest may contain a stop, which sets ``matched``."""
+        """Return the rest of the text, after the last id. The rest may contain a stop, which sets ``matched``."""
         if self._stops is None:
             return self._detokenizer.flush()
         if self.matched is not None:

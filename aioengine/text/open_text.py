@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from aioengine.text.detokenizer import TextPipeline
     from aioengine.text.stop_regex import RegexSearch
 
-_WHOLE_INTERVAL = 64
+_UNSTREAMED_INTERVAL = 64
 """Ids per chunk of a request that does not stream. After a crash, ids in the frontend are not computed again."""
 
 
@@ -23,7 +23,7 @@ class OpenText:
     """The text of a request between its first token and its end.
 
     Ids and text are collected into chunks of ``stream_interval`` ids; the first id is sent immediately. Without
-    streaming, chunks have ``_WHOLE_INTERVAL`` ids. The ids of a chunk are decoded together. With stops, each id is
+    streaming, chunks have ``_UNSTREAMED_INTERVAL`` ids. The ids of a chunk are decoded together. With stops, each id is
     decoded separately, because it may complete a stop. The sent text is a function of the sent ids, so a request can
     continue after any chunk.
 
@@ -59,7 +59,7 @@ class OpenText:
         self._pipeline: TextPipeline | None = None
         self._has_stops = bool(rules.stop or rules.stop_regex)
         self._sends_every_id = rules.stream and rules.stream_interval <= 1 and not self._has_stops
-        self._interval = max(1, rules.stream_interval) if rules.stream else _WHOLE_INTERVAL
+        self._interval = max(1, rules.stream_interval) if rules.stream else _UNSTREAMED_INTERVAL
         self._num_wanted = 1 if rules.stream else self._interval
         self._token_ids: list[int] = []
         self._texts: list[str] = []
@@ -71,7 +71,7 @@ class OpenText:
         If the request has patterns, return these ids instead, to ``replay`` one by one.
         """
         known_ids = self._opened.known_ids
-        self._opened = replace(self._opened, known_ids=[])  # they are not kept for as long as it is open
+        self._opened = replace(self._opened, known_ids=[])  # frees their memory
         self._pipeline = make_pipeline(self._opened.text)
         if self._pipeline is None:
             return ()

@@ -1,7 +1,7 @@
-"""Stop strings and patterns in a growing text.
+"""StopMatcher searches for stop strings and patterns in a growing text.
 
-The stop whose last character comes first ends the text; of two that end at the same character, the one that starts
-first. Only the longest suffix of the text that could still become a stop is held back.
+The stop that ends first ends the text. If two stops end at the same character, the longer one does. Only the longest
+suffix of the text that could still become a stop is held back.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class StopMatcher:
-    """Passes pushed text on up to the first stop, and holds back the end that could become one.
+    """Returns pushed text up to the first stop, and holds back a suffix that could become a stop.
 
     Attributes:
         matched: the stop string or pattern that ended the text, else None.
-        search: the search for the patterns, with the CPU time that it took; None without patterns.
+        search: the search for patterns, which counts its CPU time; None without patterns.
     """
 
     __slots__ = ("_find_start", "_held", "_keeps_stop", "_num_open", "_strings", "matched", "search")
@@ -35,10 +35,10 @@ class StopMatcher:
         cache: PatternCache | None = None,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """Empty stop strings are ignored. With ``no_stop_trim`` the text includes the stop, else it ends before it.
+        """Empty stop strings are ignored. no_stop_trim: the text includes the stop.
 
-        ``cache``: compiled patterns, shared with other requests. ``clock``: returns the CPU time of this thread, to
-        measure what the patterns use of their budget; without it, only the time of each single search is limited.
+        cache: compiled patterns, shared with other requests. clock: returns the CPU time of this thread, for the budget
+        of the patterns. Without it, only the time of each search is limited.
 
         Raises:
             ValueError: a pattern is invalid, or matches the empty text.
@@ -58,10 +58,9 @@ class StopMatcher:
         return self._strings is not None or self.search is not None
 
     def push(self, text: str) -> str:
-        """Take the next piece of text and return what cannot be part of a stop any more.
+        """Add text. Return the text that cannot be part of a stop. After a match, all text is dropped.
 
-        After a match all text is dropped. With patterns, push the text of one token at a time: each call searches for
-        them once.
+        With patterns, push the text of one token at a time: each call searches once.
 
         Raises:
             RequestError: a pattern took too long.
@@ -93,6 +92,6 @@ class StopMatcher:
         return safe
 
     def flush(self) -> str:
-        """Return the text that was held back; no more text will come."""
+        """Return the text that was held back. Call this after the last text."""
         held, self._held, self._num_open = self._held, "", 0
         return held

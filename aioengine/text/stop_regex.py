@@ -1,7 +1,7 @@
-"""Stop patterns: the search for regular expressions in a growing text, within a budget of CPU time.
+"""RegexSearch searches for stop patterns in a growing text, with a limit on CPU time.
 
-Patterns are those of the ``regex`` package, which reports partial matches (the end of the text could be the start of a
-match) and can stop a search after a given time.
+It uses the package ``regex``, which reports partial matches (the end of the text could be the start of a match) and has
+a timeout for searches.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from aioengine.constraints.patterns import PatternCache, PatternMatch
 
 REGEX_WINDOW: Final = 1024
-"""The most characters that are held back for a partial match."""
+"""Maximum number of characters that are held back for a partial match."""
 
 REGEX_LOOKBEHIND: Final = 64
 """Characters of returned text that lookbehinds and word boundaries can see."""
 
 PUSH_BUDGET_S: Final = 0.05
-"""CPU time of all patterns of a request for one piece of text."""
+"""Limit for all patterns of a request and one piece of text, in CPU time."""
 
 REQUEST_BUDGET_S: Final = 1.0
-"""CPU time of all patterns of a request for all its text, plus ``PIECE_BUDGET_S`` for each piece."""
+"""Limit for all patterns of a request and all its text, in CPU time. Each piece adds ``PIECE_BUDGET_S``."""
 
 PIECE_BUDGET_S: Final = 0.001
 
 SLOW_S: Final = 0.005
-"""A request is slow if its patterns took more than this plus ``SLOW_PIECE_S`` for each piece; few take a tenth."""
+"""A request is slow if its patterns took more than this, plus ``SLOW_PIECE_S`` per piece. Most take less than 10 %."""
 
 SLOW_PIECE_S: Final = 0.0002
 
@@ -39,10 +39,10 @@ SLOW_PIECE_S: Final = 0.0002
 class RegexSearch:
     """The stop patterns of one request.
 
-    Each piece of text (in a pipeline: of one token) starts a search in the text that is held back, up to
-    ``REGEX_WINDOW`` characters, with the last ``REGEX_LOOKBEHIND`` returned characters as context. The match that
-    starts first ends the request. The end of the text so far counts as the end of the text, so ``[0-9]+`` matches
-    with the first piece that has a digit. A position where a pattern cannot match is not tried again.
+    Each piece of text (the text of one token) starts a search in the text that is held back, up to ``REGEX_WINDOW``
+    characters. The last ``REGEX_LOOKBEHIND`` returned characters are its context. The match that starts first ends the
+    request. Each search treats the text so far as complete, so ``[0-9]+`` matches the first piece with a digit.
+    Positions where a pattern cannot match are not tried again.
 
     Attributes:
         used_s: CPU time that the searches have taken.
@@ -52,13 +52,12 @@ class RegexSearch:
     __slots__ = ("_before", "_cache", "_clock", "_patterns", "_starts", "num_pieces", "used_s")
 
     def __init__(self, patterns: Sequence[str], cache: PatternCache, clock: Callable[[], float]) -> None:
-        """``clock`` returns the CPU time of this thread. Raises ValueError as ``compile_pattern`` does."""
+        """clock: returns the CPU time of this thread. Raises ValueError as ``compile_pattern`` does."""
         self._patterns = tuple(patterns)
         self._cache = cache
         self._clock = clock
-        self._starts = [0] * len(
-            self._patterns
-        )  # of each pattern: the first position in the held back text where it may match
+        # for each pattern, the first position in the held back text where it may match
+        self._starts = [0] * len(self._patterns)
         self._before = ""
         self.num_pieces = 0
         self.used_s = 0.0
@@ -72,14 +71,14 @@ class RegexSearch:
 
     @property
     def expected_s(self) -> float:
-        """Estimated CPU time of the next piece: the mean of the past ones and of one that took ``PIECE_BUDGET_S``."""
+        """Estimated CPU time of the next piece: the mean of all pieces and one piece of ``PIECE_BUDGET_S``."""
         return (self.used_s + PIECE_BUDGET_S) / (self.num_pieces + 1)
 
     def search(self, text: str) -> tuple[Hit | None, int]:
-        """Search the held back text; returns the hit or None, and how many characters to hold back if there is none.
+        """Search the held back text. Return the hit or None, and the number of characters to hold back if it is None.
 
         Raises:
-            RequestError: the patterns took more CPU time than they may.
+            RequestError: the patterns exceeded their limit of CPU time.
         """
         self.num_pieces += 1
         began_at = self._clock()
@@ -109,7 +108,7 @@ class RegexSearch:
         return first, min(len(whole) - held_from, REGEX_WINDOW)
 
     def advance(self, text: str) -> None:
-        """Move past ``text``, which was returned: it is context from now on, and no longer held back."""
+        """Record that ``text`` was returned: now it is only context."""
         if text:
             self._before = (self._before + text)[-REGEX_LOOKBEHIND:]
             self._starts = [start - len(text) if start > len(text) else 0 for start in self._starts]
@@ -119,9 +118,7 @@ class RegexSearch:
 
     def _search_one(self, pattern: str, text: str, start: int, timeout_s: float) -> PatternMatch | None:
         if timeout_s > 0:
-            compiled = self._cache.get(
-                pattern
-            )  # not stored in the request: the cache bounds the number of compiled patterns
+            compiled = self._cache.get(pattern)  # the cache limits the number of compiled patterns
             try:
                 return compiled.search(text, start, partial=True, timeout=timeout_s)
             except TimeoutError:

@@ -1,8 +1,8 @@
-"""The search for all stop strings of a request in a growing text, without an automaton.
+"""StopStrings searches for the stop strings of a request in a growing text.
 
-An automaton of the strings (Aho and Corasick, 1975) reads each character once, but takes hundreds of bytes of memory
-for each character of each string. Here the suffix of the text that could still become a stop string is compared with
-the sorted strings. Each start position is discarded at most once, so the cost is a few comparisons a character.
+An automaton (Aho and Corasick, 1975) reads each character once, but needs hundreds of bytes of memory for each
+character of each string. This search compares the suffix that could still become a stop string with the sorted strings.
+Each start position is discarded at most once, so the cost is a few comparisons per character.
 """
 
 from __future__ import annotations
@@ -14,10 +14,7 @@ from typing import NamedTuple
 
 
 class Hit(NamedTuple):
-    """A stop that was found: its end and start in the searched text, and the stop string or pattern.
-
-    The smaller of two hits ends the text: the end is compared first, then the start.
-    """
+    """A match in the searched text, with the stop string or pattern. The smallest hit ends the text."""
 
     end: int
     start: int
@@ -25,27 +22,26 @@ class Hit(NamedTuple):
 
 
 class StopStrings:
-    """Finds the stop string that ends first, or else the longest suffix of the text that could become one."""
+    """Finds the stop string that ends first. If there is none, finds the longest suffix that could become one."""
 
     __slots__ = ("_num_longest", "_num_shortest", "_sorted", "_stops", "find_start")
 
     def __init__(self, stops: tuple[str, ...]) -> None:
-        """``stops``: at least one, none empty."""
+        """stops: not empty, without empty strings."""
         self._stops = stops
         self._sorted = sorted(stops)
         self._num_longest = max(map(len, stops))
         self._num_shortest = min(map(len, stops))
         self.find_start = _starts_pattern(tuple(sorted({stop[:2] for stop in stops}))).search
-        """Finds the first position where a stop string may start: where its first two characters are, or the first
-        one at the end of the text.
+        """Finds the first position where a stop string may start: its first two characters, or its first character at
+        the end of the text.
         """
 
     def scan(self, text: str, start: int, num_seen: int) -> tuple[Hit | None, int]:
-        """Search the characters of ``text`` from ``num_seen`` on; those before were searched already.
+        """Search ``text`` from position ``num_seen`` on; the characters before it were searched by earlier calls.
 
-        ``start``: the start of the suffix of those before that could become a stop string; ``num_seen`` for none.
-        Returns the stop string that ends first (of two that end at the same character, the longer), or None and the
-        new ``start``.
+        start: start of the suffix of the searched characters that could become a stop string; ``num_seen``: none.
+        Return the hit that ends first (of two with the same end, the longer one) or None, and the new ``start``.
         """
         if start == num_seen:
             begin = self.find_start(text, start)
@@ -60,7 +56,7 @@ class StopStrings:
         return None, self._start_of_prefix(text, start)
 
     def _start_of_prefix(self, text: str, start: int) -> int:
-        """The first position from ``start`` on where the rest of the text is a prefix of a stop string."""
+        """Return the first position from ``start`` on where the rest of the text is a prefix of a stop string."""
         begin = self.find_start(text, max(start, len(text) - self._num_longest + 1))
         while begin is not None:
             tail = text[begin.start() :]
@@ -73,7 +69,7 @@ class StopStrings:
 
 @lru_cache(maxsize=256)
 def _starts_pattern(pairs: tuple[str, ...]) -> re.Pattern[str]:
-    """A pattern of all starts of stop strings. ``pairs``: the first two characters of each, or its only one."""
+    """Return a pattern for the starts of stop strings. pairs: the first two characters of each, or its only one."""
     seconds: dict[str, list[str]] = {}
     for pair in pairs:
         seconds.setdefault(pair[0], []).append(pair[1:])

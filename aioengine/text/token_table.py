@@ -1,10 +1,10 @@
-"""The text of each token id, from the vocabulary and the decoder of a ``tokenizer.json``.
+"""TokenTable has the text of each token id, from the vocabulary and the decoder of a ``tokenizer.json``.
 
-The decoders of nearly all models decode each token independently, except for the first of a text: byte-level BPE
-writes the token's bytes, SentencePiece turns U+2581 into a space and ``<0xNN>`` into a byte, WordPiece puts a space
-before each token that does not continue a word. For these decoders a table of ids is enough. ``read_token_table``
-returns None for the others (which look at neighbouring tokens, or edit the decoded text); they need
-``detokenizer.WindowDetokenizer``.
+The decoders of nearly all models decode each token independently, except for the first token of a text: byte-level BPE
+writes the bytes of the token. SentencePiece converts U+2581 to a space and ``<0xNN>`` to a byte. WordPiece adds a space
+before each token that does not continue a word. For these decoders a table is enough. Other decoders read neighbouring
+tokens, or edit the decoded text. For these, ``read_token_table`` returns None, and ``detokenizer.WindowDetokenizer`` is
+used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 TokenText = str | bytes
-"""``str`` if the token is whole characters; ``bytes`` if its bytes alone are not valid UTF-8."""
+"""``bytes`` if the bytes of the token alone are not valid UTF-8, else ``str``."""
 
 
 class AddedToken(TypedDict):
@@ -68,11 +68,11 @@ class TokenizerFile(TypedDict):
 class TokenTable(dict[int, TokenText]):
     """``table[token_id]`` is the text of the token anywhere except at the beginning of a text.
 
-    Entries are computed at their first use, so that a large vocabulary costs nothing at start. Ids without text
-    (unknown ones, and special tokens if these are skipped) have the entry ``""``.
+    Entries are computed at their first use, so a large vocabulary does not slow the start. Ids without text (unknown
+    ids, and special tokens if these are skipped) have the entry ``""``.
 
     Attributes:
-        has_first_rule: the first token of a text has another text: use ``first``.
+        has_first_rule: the first token of a text has a different text: use ``first``.
         stripped: a character that is removed from the beginning of a text, up to ``num_stripped`` times.
     """
 
@@ -91,13 +91,13 @@ class TokenTable(dict[int, TokenText]):
         return text
 
     def first(self, token_id: int) -> TokenText | None:
-        """The text of the token at the beginning of a text; None: no text, and the next token counts as the first."""
+        """Return the text of the token at the beginning of a text. None: no text; the next token is the first."""
         token = self._tokens.get(token_id)
         return None if token is None else self._rule.write(token, is_first=True)
 
 
 def read_token_table(tokenizer: TokenizerFile, *, skip_special_tokens: bool = True) -> TokenTable | None:
-    """Build the table for a parsed ``tokenizer.json``; None: its decoder needs more than a table.
+    """Return the table for a parsed ``tokenizer.json``, or None if its decoder needs more than a table.
 
     As when ``tokenizers`` decodes, no spaces are added between special tokens.
     """
@@ -121,7 +121,7 @@ def read_token_table(tokenizer: TokenizerFile, *, skip_special_tokens: bool = Tr
 
 
 class Stage(NamedTuple):
-    """One decoder of the chain: what it makes of the first token of a text, and of every later token."""
+    """One decoder of the chain: its functions for the first token of a text, and for all later tokens."""
 
     first: Callable[[str], str]
     later: Callable[[str], str]
@@ -145,17 +145,17 @@ class DecoderRule:
         return any(stage.first is not stage.later for stage in self.stages)
 
     def write(self, token: str, *, is_first: bool) -> TokenText:
-        """The text of ``token``."""
+        """Return the text of ``token``."""
         for stage in self.stages:
             token = stage.first(token) if is_first else stage.later(token)
         return self.finish(token)
 
 
 def read_decoder(decoder: Decoder | None) -> DecoderRule | None:
-    """The rule of a decoder section; None: it cannot be written as a rule.
+    """Return the rule of a decoder section, or None if it cannot be written as a rule.
 
-    Stages before the decoder that makes bytes or joins the tokens work on single tokens. After it, the only stage that
-    a rule can have is one that strips the beginning of the text.
+    Stages before the decoder that converts to bytes or joins the tokens work on single tokens. After it, a rule can
+    only strip the beginning of the text.
     """
     rule = DecoderRule()
     if decoder is None:
@@ -190,7 +190,7 @@ def _flat(decoder: Decoder) -> list[Decoder]:
 
 
 def _read_stage(part: Decoder) -> Stage | None:
-    """The stage of a decoder that works on single tokens; None: it is another kind of decoder."""
+    """Return the stage of a decoder that works on single tokens, or None for other decoders."""
     kind = part.get("type")
     if kind == "Replace":
         return _read_replace(part)
@@ -277,10 +277,10 @@ def _with_space_before(token: str) -> str:
 
 
 def _byte_alphabet() -> dict[int, int]:
-    """A table for ``str.translate`` from the byte-level alphabet to Latin-1.
+    """Return a table for ``str.translate`` from the byte-level alphabet to Latin-1.
 
-    In this alphabet printable bytes are themselves, and the others are the code points from 256 on, in order. Latin-1
-    characters that are not in the alphabet map to one outside Latin-1, so that tokens with them cannot be encoded.
+    In this alphabet, printable bytes are themselves, and other bytes are the code points from 256 on, in order. Latin-1
+    characters outside the alphabet map to a character outside Latin-1, so tokens with them cannot be encoded.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
@@ -292,7 +292,7 @@ _HEX_DIGITS = frozenset(hexdigits)
 
 
 def byte_level_text(token: str) -> TokenText:
-    """The text of a token of a byte-level vocabulary; a token with other characters is its own text."""
+    """Return the text of a token of a byte-level vocabulary. A token with other characters is its own text."""
     try:
         data = token.translate(_BYTE_ALPHABET).encode("latin-1")
     except UnicodeEncodeError:
@@ -301,7 +301,7 @@ def byte_level_text(token: str) -> TokenText:
 
 
 def byte_fallback_text(token: str) -> TokenText:
-    """The text of a token of a vocabulary in which ``<0xNN>`` stands for a byte."""
+    """Return the text of a token of a vocabulary in which ``<0xNN>`` is a byte."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">") and _HEX_DIGITS.issuperset(token[3:5]):
         return _text_if_valid(bytes.fromhex(token[3:5]))
     return token

@@ -399,7 +399,7 @@ def test_whole_folders_are_taken(folder: Path) -> None:
     AsyncEngine(str(folder), device="cpu")
 
 
-def test_made_up_weights_need_no_files(folder: Path) -> None:
+def test_dummy_weights_need_no_files(folder: Path) -> None:
     (folder / WEIGHTS).unlink()
     AsyncEngine(str(folder), device="cpu", load_format="dummy")
 

@@ -1,4 +1,4 @@
-"""Models that transformers' own code computes, on a GPU: its logits and tokens, with CUDA graphs and adapters."""
+"""Fallback models on a GPU match transformers, with CUDA graphs and adapters."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def load(folder: Path, dtype: torch.dtype) -> models.Model:
 
 
 def test_logits_equal_transformers(theirs: Any) -> None:
-    """In bf16 the error against fp32 is at most 1.5 times that of transformers in bf16."""
+    """In bf16, the error against fp32 is at most 1.5 times the error of transformers in bf16."""
     rounded = AutoModelForCausalLM.from_pretrained(theirs.folder, dtype=torch.bfloat16, attn_implementation="eager")
     for dtype in (torch.float32, torch.bfloat16):
         check_logits(load(theirs.folder, dtype), dtype, theirs, rounded, PROMPTS)
@@ -89,7 +89,7 @@ def settings_of(folder: Path, graphs: int, *, depth: int = 1, context_length: in
 
 @pytest.mark.parametrize("graphs", [0, 4])
 def test_greedy_tokens_equal_transformers(theirs: Any, graphs: int) -> None:
-    """In fp32, prompts in chunks: each token has the highest logit, but for rounding."""
+    """In fp32 with chunked prompts, each token has the highest logit, except for rounding."""
     world = World(settings_of(theirs.folder, graphs))
     waits = why_it_waits(world.runner._model, CUDA)
     assert ("cuda_graph_sizes" in world.runner.facts) == (graphs > 0 and not waits)
@@ -97,7 +97,7 @@ def test_greedy_tokens_equal_transformers(theirs: Any, graphs: int) -> None:
     check_greedy(world, theirs, PROMPTS, num_new=NUM_NEW)
 
 
-def test_adapters_in_graphs_give_the_tokens_of_a_cpu(tmp_path: Path) -> None:
+def test_adapters_in_graphs_return_the_tokens_of_a_cpu(tmp_path: Path) -> None:
     save(CONFIGS["gated MLPs"], tmp_path / "model")
     folders = [write_adapter(tmp_path / f"{rank}", tmp_path / "model", rank=rank, seed=rank) for rank in (4, 16)]
     found: list[list[list[int]]] = []
@@ -117,9 +117,7 @@ def test_adapters_in_graphs_give_the_tokens_of_a_cpu(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "size"), [(32, 8, 128), (4, 2, 64), (6, 6, 80), (7, 1, 6)])
-def test_kernels_of_heads_in_tensors_of_their_own(
-    num_heads: int, num_kv_heads: int, size: int, dtype: torch.dtype
-) -> None:
+def test_kernels_of_heads_in_separate_tensors(num_heads: int, num_kv_heads: int, size: int, dtype: torch.dtype) -> None:
     """[1, H, T, E], views of one tensor."""
     whole = torch.randn(5, (num_heads + 2 * num_kv_heads) * size, device=CUDA).to(dtype)
     sizes = [num_heads * size, num_kv_heads * size, num_kv_heads * size]

@@ -39,14 +39,14 @@ FAKE = "aioengine.testing.fake_runner:build"
 def fake_settings(
     *, factory: str = FAKE, tokenizer_path: str | None = None, **options: str | int | float | bool
 ) -> Settings:
-    """Of the fake runner."""
+    """Return settings for the fake runner."""
     return small_settings(
         factory=factory, tokenizer_path=tokenizer_path, options=options, max_running=64, chunk_tokens=256, depth=1
     )
 
 
 def fake_orders(*, board: str) -> Orders:
-    """Orders for a scheduler that nobody starts."""
+    """Return orders for a scheduler that is never started."""
     return Orders(
         role=SCHEDULER,
         epoch=2**61 + 1,
@@ -60,7 +60,7 @@ def fake_orders(*, board: str) -> Orders:
 
 
 class Frontend:
-    """A supervisor, and what it heard."""
+    """A supervisor, and its received messages."""
 
     def __init__(
         self,
@@ -100,11 +100,11 @@ class Frontend:
         self.supervisor.send([submit])
 
     async def finished(self, uid: int, timeout_s: float = 30.0) -> End:
-        """The end of a request."""
+        """Wait for the end of a request."""
         return await self._wait(lambda: self._finished(uid), timeout_s)
 
     async def call(self, name: str, call_id: int = 1) -> Reply:
-        """The answer to a control call."""
+        """Send a control call, and return its reply."""
         self.supervisor.send([Control(call_id, name)])
         return await self._wait(
             lambda: next((one for one in self.heard if isinstance(one, Reply) and one.call_id == call_id), None), 30.0
@@ -114,12 +114,12 @@ class Frontend:
         return await self._wait(lambda: self.failures[0] if self.failures else None, timeout_s)
 
     async def idle_stats(self) -> Stats:
-        """A snapshot in which nothing runs or waits."""
+        """Wait for statistics without running or waiting requests."""
         self.heard.clear()
         return await self._wait(lambda: next((one for one in self.heard if _is_idle(one)), None), 30.0)
 
     def token_ids(self, uid: int) -> list[int]:
-        """All output ids of a request so far."""
+        """Return the output ids of a request."""
         ids: list[int] = []
         for chunks in self.heard:
             if isinstance(chunks, TextChunks):
@@ -128,7 +128,7 @@ class Frontend:
         return ids
 
     def text(self, uid: int) -> str:
-        """All text of a request so far."""
+        """Return the text of a request."""
         return "".join(
             text
             for chunks in self.heard

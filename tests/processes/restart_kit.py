@@ -1,4 +1,4 @@
-"""What is asked of engines whose processes are lost, and what an undisturbed engine answers."""
+"""Requests for engines with losses, and the answers of an engine without losses."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ PARAMS: dict[str, Mapping[str, object]] = {
     "least": {"max_new_tokens": 60, "min_new_tokens": 30, "stop_token_ids": [ord("e")]},
     "samples": {"max_new_tokens": 40, "n": 3, "temperature": 1.0, "seed": 3},
 }
-"""Of a request each; all are asked at once."""
+"""Parameters of requests that run at the same time."""
 
 Outcome = dict[str, list[tuple[str, list[int], object]]]
 
 
 async def ask(engine: AsyncEngine, name: str, *, stream: bool) -> list[tuple[str, list[int], object]]:
-    """Text, ids and reason of each row; of a stream from its chunks, whose offsets must leave no gap."""
+    """Return text, ids and finish reason of each row. The offsets of chunks must have no gap."""
     params = {"temperature": 0, **PARAMS[name]}
     if not stream:
         found = await engine.async_generate("a story, please", params)
@@ -61,7 +61,7 @@ _undisturbed: dict[bool, Outcome] = {}
 
 
 async def undisturbed(has_answers: bool) -> Outcome:
-    """What an engine gives that nothing happens to."""
+    """Return the answers of an engine without losses."""
     if has_answers not in _undisturbed:
         async with fake_async_engine(ANSWERS if has_answers else None) as engine:
             _undisturbed[has_answers] = await ask_all(engine, stream=False)
@@ -86,7 +86,7 @@ async def until_restarted(engine: AsyncEngine, num_restarts: int) -> None:
 
 
 async def until_idle(engine: AsyncEngine) -> None:
-    """Nothing runs, nothing is held, no page is lost."""
+    """Wait until no request runs and all pages are free."""
     names = ("num_running", "num_waiting", "num_streams", "num_detokenizing")
 
     def is_idle() -> bool:

@@ -1,4 +1,4 @@
-"""Six seconds of chaos: ``benchmarks/host/chaos.py`` in short."""
+"""Runs ``benchmarks/host/chaos.py`` for six seconds."""
 
 from __future__ import annotations
 

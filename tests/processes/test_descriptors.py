@@ -1,4 +1,4 @@
-"""A program that runs out of file descriptors gets a named error, and is never ended by a library below us."""
+"""A program without free file descriptors gets an error that names the limit. No library aborts it."""
 
 from __future__ import annotations
 
@@ -156,18 +156,18 @@ def check_start(limit: int) -> None:
 
 
 @pytest.mark.parametrize("limit", [10, 25, 40, 52, 56, 60, 64])
-def test_a_start_works_or_names_the_limit(limit: int) -> None:
+def test_start_succeeds_or_names_the_descriptor_limit(limit: int) -> None:
     check_start(limit)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_start_works_or_names_the_limit_at_every_limit() -> None:
+def test_start_succeeds_or_names_the_limit_at_every_limit() -> None:
     for limit in range(8, 80):
         check_start(limit)
 
 
-def test_a_start_works_with_few_descriptors() -> None:
+def test_start_succeeds_with_few_descriptors() -> None:
     assert run(STARTS, 80) == ["Paris.", "Paris."]
 
 
@@ -191,5 +191,5 @@ def test_every_call_ends_while_processes_die_and_descriptors_run_out(seed: int) 
     assert set(found) <= {"answered", "dead"}
 
 
-def test_a_connection_waits_until_a_descriptor_is_free(tmp_path: Path) -> None:
+def test_connection_waits_until_a_descriptor_is_free(tmp_path: Path) -> None:
     assert run(WAITING, tmp_path) == [False, [[1]], []]

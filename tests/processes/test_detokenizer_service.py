@@ -1,4 +1,4 @@
-"""The detokenizer without its process: what each ``StepOutput`` becomes."""
+"""The detokenizer without its process: the results of each ``StepOutput``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NOW = 100.0
 
 
 class Steps:
-    """A service, and what it said about each request."""
+    """A service, and its results for each request."""
 
     def __init__(self, tokenizer_path: str | None = str(DEMO)) -> None:
         self.service = DetokenizerService(TextSource(tokenizer_path))
@@ -47,7 +47,7 @@ class Steps:
         self.give(StepOutput(opened=[TextOpened(FirstToken(uid, 3, 1.0, 2.0), rules or TextRules())]))
 
     def give(self, *outputs: StepOutput) -> TextChunks | None:
-        """What the outputs gave."""
+        """Return the results of the outputs."""
         self.service.handle(list[Message](outputs), NOW)
         outbox = self.service.step(NOW)
         for message in outbox.to_peer:
@@ -86,7 +86,7 @@ def id_of(letter: str) -> int:
 
 
 def play(steps: Steps, uid: int, token_ids: list[int], code: FinishCode = FinishCode.LENGTH) -> None:
-    """All tokens of a request, the last with its end."""
+    """Send all tokens of a request, the last one with its end."""
     for token_id in token_ids[:-1]:
         steps.token(uid, token_id)
     steps.token(uid, token_ids[-1], End(uid, code))
@@ -103,7 +103,7 @@ def play(steps: Steps, uid: int, token_ids: list[int], code: FinishCode = Finish
         TextRules(stop_regex=("never",), stream_interval=2),
     ],
 )
-def test_text_and_ids_are_the_same_however_they_are_sent(rules: TextRules) -> None:
+def test_text_and_ids_do_not_depend_on_the_chunks(rules: TextRules) -> None:
     text = "The capital of Japan is Tokyo. 東京 \U0001f600!"
     steps = Steps()
     steps.open(1, rules)
@@ -114,7 +114,7 @@ def test_text_and_ids_are_the_same_however_they_are_sent(rules: TextRules) -> No
     assert steps.aborted == []
 
 
-def test_chunks_leave_as_often_as_asked_for_and_the_first_at_once() -> None:
+def test_chunks_follow_the_stream_interval_after_the_first() -> None:
     sizes: dict[str, list[int]] = {}
     rules = {"each": TextRules(), "third": TextRules(stream_interval=3), "whole": TextRules(stream=False)}
     for name, rule in rules.items():
@@ -125,7 +125,7 @@ def test_chunks_leave_as_often_as_asked_for_and_the_first_at_once() -> None:
     assert sizes == {"each": [1] * 10, "third": [1, 3, 3, 3], "whole": [10]}
 
 
-def test_a_long_whole_answer_leaves_in_parts() -> None:
+def test_long_answer_without_stream_is_sent_in_parts() -> None:
     steps = Steps()
     steps.open(1, TextRules(stream=False))
     play(steps, 1, [id_of("a")] * 150)
@@ -207,7 +207,7 @@ def test_each_step_gives_one_message() -> None:
     assert steps.end(2).num_preemptions == 1
 
 
-def test_a_stop_string_ends_the_request_at_once() -> None:
+def test_stop_string_ends_the_request_at_once() -> None:
     steps = Steps()
     steps.open(1, TextRules(stop=("Tokyo",)))
     token_ids = ids_of("The capital is Tokyo, a city")
@@ -222,7 +222,7 @@ def test_a_stop_string_ends_the_request_at_once() -> None:
     assert steps.end(1).code == FinishCode.STOP
 
 
-def test_a_stop_beats_the_length_on_the_same_token() -> None:
+def test_stop_beats_the_length_on_the_same_token() -> None:
     steps = Steps()
     steps.open(1, TextRules(stop=("b",), no_stop_trim=True, stream=False))
     steps.token(1, id_of("a"))
@@ -234,7 +234,7 @@ def test_a_stop_beats_the_length_on_the_same_token() -> None:
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("stop", [(), ("never",)])
 @pytest.mark.parametrize("keeps", [True, False])
-def test_a_stop_token_is_an_output_id_but_no_text_unless_kept(stream: bool, stop: tuple[str, ...], keeps: bool) -> None:
+def test_stop_token_has_no_text_unless_no_stop_trim(stream: bool, stop: tuple[str, ...], keeps: bool) -> None:
     steps = Steps()
     token_ids = ids_of("one two")
     steps.open(1, TextRules(stop=stop, no_stop_trim=keeps, stream=stream))
@@ -256,7 +256,7 @@ def test_abort_releases_held_text() -> None:
     assert (steps.end(1).code, steps.end(1).message) == (FinishCode.ABORT, "by wish")
 
 
-def test_a_bad_request_fails_alone() -> None:
+def test_bad_request_fails_alone() -> None:
     steps = Steps()
     steps.open(1, TextRules(stop_regex=("(",)))
     steps.open(2)
@@ -269,7 +269,7 @@ def test_a_bad_request_fails_alone() -> None:
     assert (steps.text(2), steps.end(2).code) == ("some text", FinishCode.LENGTH)
 
 
-def test_a_stop_pattern_that_takes_too_long_fails_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_pattern_that_takes_too_long_fails_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     def search(self: RegexSearch, text: str) -> NoReturn:
         raise RequestError("detokenize", "the pattern took too long")
 
@@ -281,7 +281,7 @@ def test_a_stop_pattern_that_takes_too_long_fails_its_request(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("when", ["push", "flush"])
-def test_a_failure_of_decoding_ends_that_request_alone(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_of_decoding_ends_that_request_alone(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps()
     bad = 777
 
@@ -328,7 +328,7 @@ def test_prompt_context_is_not_output_text() -> None:
         assert steps.text(1) == expected
 
 
-def test_while_it_makes_text_it_tells_of_whom(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_being_decoded_are_on_the_crash_board(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = blank_board(1, 8)
     boards: list[dict[int, int]] = []
     plain = OpenText.push
@@ -352,7 +352,7 @@ def test_while_it_makes_text_it_tells_of_whom(monkeypatch: pytest.MonkeyPatch) -
     assert read_board(memory) == {}
 
 
-def test_a_silent_detokenizer_shows_that_it_lives() -> None:
+def test_idle_detokenizer_sends_heartbeats() -> None:
     service = DetokenizerService(TextSource(None))
     service.handle([StepOutput(opened=[TextOpened(FirstToken(1, 0, 1.0, 1.0), TextRules())])], NOW)
     begun = [FirstToken(1, 0, 1.0, 1.0)]
@@ -362,7 +362,7 @@ def test_a_silent_detokenizer_shows_that_it_lives() -> None:
     assert service.step(NOW + 1.1).to_frontend == [TextChunks(num_open=1)]
 
 
-def test_many_requests_leave_nothing_behind() -> None:
+def test_many_requests_leak_nothing() -> None:
     steps = Steps()
     for uid in range(20_000):
         steps.open(uid, TextRules(stop=("a",), stream=False))
@@ -375,7 +375,7 @@ def test_many_requests_leave_nothing_behind() -> None:
     assert chunks.num_open == 0
 
 
-def test_a_missing_tokenizer_is_told_by_its_place(tmp_path: Path) -> None:
+def test_missing_tokenizer_is_named_by_its_path(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=str(tmp_path)):
         build_service(fake_settings(tokenizer_path=str(tmp_path)))
 
@@ -390,7 +390,7 @@ def test_request_without_tokens_has_times_and_no_chunk() -> None:
     assert (steps.ids(1), steps.text(1)) == ([], "")
 
 
-def test_several_tokens_of_a_request_in_a_step_are_told_apart() -> None:
+def test_several_tokens_of_a_request_in_a_step_are_decoded() -> None:
     steps = Steps()
     steps.open(1)
     steps.open(2, TextRules(stream_interval=3))

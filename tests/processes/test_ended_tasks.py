@@ -1,4 +1,4 @@
-"""The engine's tasks in the user's process: whatever ends them, every call that waits comes to an end."""
+"""The engine's tasks in the user's process. If a task ends for any reason, all waiting calls end."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def raising_log_handler(name: str, error: type[BaseException]) -> Iterator[None]
 # ---------------------------------------------------------------- recovery
 
 
-async def test_a_replacement_that_cannot_be_made_at_first_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_replacement_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = await undisturbed(has_answers=True)
     async with fake_async_engine(ANSWERS, max_restarts=5) as engine:
         supervisor = supervisor_of(engine)
@@ -85,7 +85,7 @@ async def test_a_replacement_that_cannot_be_made_at_first_is_tried_again(monkeyp
         assert failures == []
 
 
-async def test_a_shortage_of_a_moment_does_not_use_up_the_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_short_shortage_does_not_use_up_the_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = await undisturbed(has_answers=True)
     async with fake_async_engine(ANSWERS, max_restarts=3) as engine:
         supervisor, over_at = supervisor_of(engine), time.monotonic() + 0.2
@@ -104,7 +104,7 @@ async def test_a_shortage_of_a_moment_does_not_use_up_the_restarts(monkeypatch: 
 
 
 @pytest.mark.parametrize("step", ["_make", "end"])
-async def test_a_replacement_that_can_never_be_made_ends_every_call(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_replacement_that_always_fails_ends_all_calls(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object, **options: object) -> NoReturn:
         raise OSError("no file descriptor is free")
 
@@ -121,8 +121,8 @@ async def test_a_replacement_that_can_never_be_made_ends_every_call(step: str, m
         assert engine.health()["state"] == "dead"
 
 
-async def test_no_launcher_is_looked_for_at_a_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder of the package may be gone by then, or no file descriptor free to list it."""
+async def test_replacement_does_not_search_for_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder of the package may be removed, or no file descriptor may be free to list it."""
     expected, names = await undisturbed(has_answers=True), plugins.names
     async with fake_async_engine(ANSWERS) as engine:
         monkeypatch.setattr(plugins, "names", lambda folder: [] if folder.startswith("supervision") else names(folder))
@@ -132,7 +132,7 @@ async def test_no_launcher_is_looked_for_at_a_replacement(monkeypatch: pytest.Mo
         assert await asking == expected
 
 
-async def test_a_loss_that_cannot_be_noted_ends_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_exception_while_a_loss_is_recorded_ends_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object, **options: object) -> NoReturn:
         raise MemoryError
 
@@ -150,7 +150,7 @@ RAISED = pytest.mark.parametrize("error", [OSError, SystemExit, KeyboardInterrup
 
 
 @RAISED
-async def test_a_log_handler_that_raises_does_not_stop_a_replacement(
+async def test_log_handler_that_raises_does_not_stop_a_replacement(
     error: type[BaseException], capsys: pytest.CaptureFixture[str]
 ) -> None:
     expected = await undisturbed(has_answers=True)
@@ -180,7 +180,7 @@ def engine_tasks() -> list[asyncio.Task[object]]:
 
 
 @process
-async def test_an_engine_whose_tasks_are_all_cancelled_is_dead_at_once() -> None:
+async def test_engine_whose_tasks_are_all_cancelled_is_dead_at_once() -> None:
     engine = fake_async_engine(ANSWERS, processes=True)
     await engine.start()
     pids = [one["pid"] for one in engine.health()["processes"]]
@@ -200,7 +200,7 @@ async def test_an_engine_whose_tasks_are_all_cancelled_is_dead_at_once() -> None
 
 
 @process
-async def test_a_recovery_that_is_cancelled_ends_every_call() -> None:
+async def test_recovery_that_is_cancelled_ends_every_call() -> None:
     engine = fake_async_engine(ANSWERS, processes=True)
     await engine.start()
     call = asyncio.ensure_future(engine.async_generate("a story", LONG))
@@ -230,7 +230,7 @@ async def test_engine_is_dead_if_its_pump_is_cancelled_during_recovery() -> None
 
 
 @process
-async def test_a_shutdown_that_is_cancelled_leaves_no_process() -> None:
+async def test_shutdown_that_is_cancelled_leaves_no_process() -> None:
     engine = fake_async_engine(ANSWERS, processes=True)
     await engine.start()
     pids = engine.get_all_child_pids()
@@ -246,8 +246,8 @@ async def test_a_shutdown_that_is_cancelled_leaves_no_process() -> None:
 
 
 @process
-def test_the_end_of_asyncio_run_leaves_no_process() -> None:
-    """It cancels every task that is left."""
+def test_end_of_asyncio_run_leaves_no_process() -> None:
+    """``asyncio.run`` cancels all remaining tasks."""
 
     async def forget_to_shut_down() -> AsyncEngine:
         engine = fake_async_engine(ANSWERS, processes=True)
@@ -288,7 +288,7 @@ def close_loop(moment: str) -> None:
 
 
 @process
-def test_a_stream_that_is_read_in_a_fork_raises() -> None:
+def test_stream_that_is_read_in_a_fork_raises() -> None:
     with fake_engine() as engine:
         engine.pause_generation("in_place")
         stream = engine.generate("a", stream=True)
@@ -307,7 +307,7 @@ def test_a_stream_that_is_read_in_a_fork_raises() -> None:
 
 
 @pytest.mark.parametrize("error", [None, KeyError("x"), asyncio.CancelledError()])
-async def test_an_engine_task_reports_every_end_but_its_own(error: BaseException | None) -> None:
+async def test_engine_task_reports_every_end_except_stop(error: BaseException | None) -> None:
     failures: list[EngineDeadError] = []
 
     async def work() -> None:

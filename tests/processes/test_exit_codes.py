@@ -1,4 +1,4 @@
-"""The exit codes of children in programs that ignore SIGCHLD, or reap every child by themselves."""
+"""Exit codes of children in programs that ignore SIGCHLD or reap all children."""
 
 from __future__ import annotations
 
@@ -100,18 +100,18 @@ def vanish(*_: object) -> None:
 
 
 def ask(*_: object) -> None:
-    """A factory whose code asks the user something."""
+    """A factory that reads from standard input."""
     input("Do you trust this code? ")
 
 
 def give_up(*_: object) -> None:
-    """A factory whose code ends the program, as a library does that finds something missing."""
+    """A factory that ends the program, like a library that misses a dependency."""
     sys.exit("this model needs the package flash")
 
 
 @cache
 def run(setup: str, has_pidfd: bool, *scenes: str) -> dict[str, dict[str, object]]:
-    """What was found in each scene, one after the other in one program."""
+    """Run the scenes one after the other in one program, and return their results."""
     command = [sys.executable, "-W", "error", "-c", PROGRAM, setup, str(has_pidfd), *scenes]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
     assert (done.returncode, done.stderr) == (0, ""), done
@@ -147,15 +147,15 @@ class TestAnUnknownExitCode:
 
 
 @pytest.mark.parametrize("has_pidfd", [True, False])
-def test_a_known_exit_code_is_reported(has_pidfd: bool) -> None:
+def test_known_exit_code_is_reported(has_pidfd: bool) -> None:
     found = run("default", has_pidfd, "killed")["killed"]
     assert (found["type"], found["exit_code"]) == ("EngineDeadError", -9)
     assert "was killed by signal 9" in str(found["text"])
 
 
 @pytest.mark.parametrize(("factory", "message"), [(ask, "EOFError: EOF when"), (give_up, "SystemExit: this model nee")])
-async def test_code_that_asks_or_ends_the_program_fails_the_start(factory: Callable[..., None], message: str) -> None:
-    """Standard input is empty: nobody could answer."""
+async def test_code_that_reads_input_or_exits_fails_the_start(factory: Callable[..., None], message: str) -> None:
+    """Standard input is empty, because a question could never be answered."""
     frontend = Frontend(fake_settings(factory=f"{__name__}:{factory.__name__}"), startup_timeout_s=20.0)
     with pytest.raises(EngineStartupError, match=message):
         await frontend.supervisor.start()

@@ -1,4 +1,4 @@
-"""Two replicas behind one frontend: requests are spread, and those of a replica that is lost go on in the other."""
+"""Replicas behind one frontend: they share the requests, and continue the requests of a lost replica."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ process = pytest.mark.process
 
 
 def fleet_engine(*setups: FakeSetup, launcher: str = "process", max_restarts: int = 0) -> AsyncEngine:
-    """An engine with one replica for each of ``setups``."""
+    """Return an engine with one replica per setup."""
     limits = SupervisionConfig(max_restarts=max_restarts, stall_timeout_s=60.0, startup_timeout_s=30.0)
 
     def make_replica(setup: FakeSetup, events: Events) -> Supervisor:
@@ -49,7 +49,7 @@ def fleet_engine(*setups: FakeSetup, launcher: str = "process", max_restarts: in
 
 
 def replicated_demo(num_replicas: int) -> AsyncEngine:
-    """An engine of the demo model whose configuration asks for several replicas."""
+    """Return an engine of the demo model with this number of replicas in its configuration."""
     config = engine_config(None, {"device": "cpu", "max_running_requests": 3, "max_total_tokens": 4096})
     supervision = msgspec.structs.replace(config.supervision, num_replicas=num_replicas)
     config = msgspec.structs.replace(config, supervision=supervision)
@@ -105,7 +105,7 @@ async def test_requests_of_a_killed_replica_are_answered_exactly(kill_at: int) -
 
 
 @process
-async def test_a_request_that_kills_replicas_does_not_kill_all() -> None:
+async def test_request_that_kills_its_process_leaves_other_replicas() -> None:
     setup = FakeSetup(answers={"": "x" * 50}, faults=Faults(poison_token_id=ord("~")), step_time_s=0.002)
     async with fleet_engine(*[setup] * 4) as engine:
         others = [engine.async_generate(f"number {number}", {"max_new_tokens": 40}) for number in range(12)]
@@ -118,7 +118,7 @@ async def test_a_request_that_kills_replicas_does_not_kill_all() -> None:
 
 
 @process
-async def test_a_replica_with_restarts_left_is_replaced_and_stays() -> None:
+async def test_replica_with_restarts_left_is_restarted() -> None:
     expected = await undisturbed(has_answers=False)
     setup = FakeSetup(step_time_s=0.002)
     async with fleet_engine(setup, setup, max_restarts=1) as engine:
@@ -133,7 +133,7 @@ async def test_a_replica_with_restarts_left_is_replaced_and_stays() -> None:
 
 
 @process
-async def test_the_engine_is_dead_when_all_replicas_are() -> None:
+async def test_engine_is_dead_after_all_replicas_are_lost() -> None:
     setup = FakeSetup(step_time_s=0.01)
     async with fleet_engine(setup, setup) as engine:
         tasks = [
@@ -152,7 +152,7 @@ async def test_the_engine_is_dead_when_all_replicas_are() -> None:
 
 
 @process
-async def test_a_replica_that_cannot_start_fails_the_start() -> None:
+async def test_replica_that_cannot_start_fails_the_start() -> None:
     engine = fleet_engine(FakeSetup(), FakeSetup(faults=Faults(start_error="no luck")))
     with pytest.raises(EngineStartupError, match="no luck"):
         await engine.start()
@@ -179,7 +179,7 @@ async def test_controls_go_to_all_replicas_and_statistics_are_sums() -> None:
         assert sum(state["output_tokens"] for state in states) == stats["output_tokens"]
 
 
-async def test_aborts_and_controls_meet_a_replica_that_is_lost() -> None:
+async def test_aborts_and_control_calls_work_after_a_replica_is_lost() -> None:
     setup = FakeSetup()
     async with fleet_engine(setup, setup, launcher="inline") as engine:
         fleet = fleet_of(engine)

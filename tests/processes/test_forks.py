@@ -1,4 +1,4 @@
-"""An AsyncEngine with real processes that is made once, and started by forks, or several times."""
+"""An AsyncEngine with processes that is created once, and started in forks or several times."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ print("done")
 """
 
 
-def test_an_engine_starts_while_the_program_forks_workers_that_live_on() -> None:
-    """A worker that is forked in the midst of a start of a process would hold up ``Popen`` until its end."""
+def test_engine_starts_while_the_program_forks_workers() -> None:
+    """A worker that is forked while a process starts would block ``Popen`` until the worker exits."""
     command = [sys.executable, "-c", FORKS_WHILE_IT_STARTS.format(root=str(ROOT))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
     assert done.stdout == "done\n", done.stderr
 
 
-async def test_to_a_fork_the_engine_that_its_parent_started_is_closed() -> None:
+async def test_engine_of_the_parent_is_closed_in_a_fork() -> None:
     async with fake_async_engine({"": "Paris."}) as engine:
         pid = os.fork()
         if not pid:

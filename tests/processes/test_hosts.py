@@ -1,4 +1,4 @@
-"""Children beside every kind of parent: killed ones, threads that end, odd folders, terminals, foreign files."""
+"""Children of unusual parents: killed programs, ending threads, odd folders, terminals, foreign files."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ asyncio.run(main())
 
 
 class Parent:
-    """A program of its own that runs an engine until it reads a line."""
+    """A program that runs an engine until it reads a line."""
 
     def __init__(self, directory: Path, *, cwd: Path | None = None, **environment: str) -> None:
         self.popen = subprocess.Popen(
@@ -72,7 +72,7 @@ class Parent:
         assert len(self.children) == 2, self.popen.communicate()
 
     def end(self) -> tuple[str, str]:
-        """Let it end by itself; what it wrote."""
+        """Let the program end by itself, and return its output."""
         written = self.popen.communicate("\n", timeout=60)
         assert self.popen.returncode == 0, written
         return written
@@ -80,7 +80,7 @@ class Parent:
 
 @pytest.fixture
 def base() -> Iterator[Path]:
-    """A short place for the private directories: sockets have paths of limited length."""
+    """Return a folder with a short path, because paths of sockets are limited."""
     with tempfile.TemporaryDirectory(prefix="aio-", dir="/tmp") as place:
         yield Path(place)
 
@@ -102,7 +102,7 @@ def test_children_end_with_a_parent_that_is_killed(base: Path, monkeypatch: pyte
 
 
 def test_children_that_do_not_run_python_end_with_their_parent(base: Path) -> None:
-    """Stopped ones cannot watch their standard input; the kernel ends them all the same."""
+    """Stopped children cannot watch their standard input, but the kernel kills them."""
     if sys.platform != "linux":
         pytest.skip("only Linux tells children of their parent's death")
     parent = Parent(base)
@@ -113,7 +113,7 @@ def test_children_that_do_not_run_python_end_with_their_parent(base: Path) -> No
     assert are_gone(parent.children)
 
 
-def test_nothing_is_printed_at_a_normal_end_and_the_children_bear_names(base: Path) -> None:
+def test_normal_end_prints_nothing_and_children_have_names(base: Path) -> None:
     parent = Parent(base)
     names = [" ".join(child.cmdline()) for child in parent.children]
     assert names[0].endswith("aioengine::scheduler")
@@ -126,7 +126,7 @@ def test_nothing_is_printed_at_a_normal_end_and_the_children_bear_names(base: Pa
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_the_terminal_s_signals_are_the_parent_s_alone(base: Path, number: signal.Signals) -> None:
+def test_signals_of_the_terminal_do_not_end_the_children(base: Path, number: signal.Signals) -> None:
     parent = Parent(base)
     for child in parent.children:
         assert os.getpgid(child.pid) != os.getpgid(parent.popen.pid)
@@ -146,7 +146,7 @@ def test_files_of_the_working_directory_are_never_imported(base: Path, tmp_path:
     assert parent.end() == ("", "")
 
 
-def test_long_paths_are_no_obstacle(tmp_path: Path) -> None:
+def test_engine_works_in_a_folder_with_a_long_path(tmp_path: Path) -> None:
     long = tmp_path / ("long" * 30)
     long.mkdir(parents=True)
     assert len(str(long)) > zmq.IPC_PATH_MAX_LEN
@@ -189,7 +189,7 @@ def test_children_outlive_the_thread_that_started_them(base: Path) -> None:
     loop.close()
 
 
-async def test_a_fork_of_the_host_leaves_the_children_alone() -> None:
+async def test_fork_of_the_host_leaves_the_children_alone() -> None:
     async with Frontend() as frontend:
         with warnings.catch_warnings(action="ignore"):
             fork = os.fork()
@@ -202,7 +202,7 @@ async def test_a_fork_of_the_host_leaves_the_children_alone() -> None:
     assert frontend.failures == []
 
 
-async def test_garbage_on_the_channels_is_outlived(caplog: pytest.LogCaptureFixture) -> None:
+async def test_garbage_on_the_channels_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
     async with Frontend() as frontend:
         launcher = frontend.supervisor._incarnation._launcher
         directory = launcher._folder  # type: ignore[attr-defined]
@@ -226,8 +226,8 @@ async def test_garbage_on_the_channels_is_outlived(caplog: pytest.LogCaptureFixt
     assert frontend.failures == []
 
 
-async def test_copies_of_true_frames_and_damaged_ones_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever sees what passes may send it again, in another order, cut short, blown up, from many ends at once."""
+async def test_repeated_and_damaged_frames_from_outside_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may send frames again: in another order, truncated, enlarged, from many senders."""
     frames: list[bytes] = []
     plain = ZmqSender._offer
 
@@ -288,7 +288,7 @@ exec env TMPDIR=/tmp/{"x" * 180} {sys.executable} -P -c "$PROGRAM"
     os.rmdir(f"/tmp/{'x' * 180}")
 
 
-async def test_the_host_is_as_it_was() -> None:
+async def test_engine_does_not_change_the_state_of_the_program() -> None:
     def state() -> list[object]:
         return [
             {number: signal.getsignal(number) for number in signal.valid_signals()},
@@ -316,9 +316,7 @@ async def test_the_host_is_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("wished", ["ACTIVE", None])
-def test_threads_are_limited_and_sleep_soon_unless_wished_otherwise(
-    wished: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_are_limited_and_sleep_soon_by_default(wished: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {"OMP_NUM_THREADS": "7"} | ({} if wished is None else {"OMP_WAIT_POLICY": wished})
     monkeypatch.setattr(os, "environ", environment)
     limit_threads(3)
@@ -343,6 +341,6 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other allocators have other ways")
-def test_freed_memory_is_used_again_without_the_system() -> None:
+def test_freed_memory_is_reused_without_system_calls() -> None:
     found = subprocess.run([sys.executable, "-c", FREEING], cwd=ROOT, check=True, capture_output=True, text=True)
     assert int(found.stdout) < 1000  # one block has 2048 pages

@@ -1,4 +1,4 @@
-"""Children find modules where their parent finds them, also third-party packages and whatever a program has set up."""
+"""Children import modules from the same places as their parent, including changes of ``sys.path``."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def run(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """With two modules of one name."""
+    """A folder with two modules of the same name."""
     for name in ("new", "old"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "fake_factory.py").write_text(FACTORY.format(name=name))
@@ -78,7 +78,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def bare_interpreter(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An interpreter that has the standard library alone."""
+    """An interpreter that only has the standard library."""
     place = tmp_path_factory.mktemp("bare")
     venv.create(place, symlinks=True, with_pip=False)
     return str(place / "bin" / "python")
@@ -126,7 +126,7 @@ class TestChildren:
         assert run(f"{INSERT}\nimport os\nsys.path.insert(0, os.fsdecode({odd!r}))") == "new"
 
 
-def test_the_standard_library_stays_first() -> None:
+def test_standard_library_stays_first() -> None:
     library = os.path.dirname(os.__file__)
     own = ["/env", library, f"{library}/lib-dynload", f"{library}/site-packages"]
     parents = ["/inserted", f"{library}/site-packages", library, "/script"]
@@ -152,9 +152,7 @@ def test_entries_that_cannot_be_paths_are_ignored_as_python_ignores_them(monkeyp
 
 
 @pytest.mark.parametrize("executable", [None, ""])
-async def test_a_program_without_an_interpreter_is_named(
-    monkeypatch: pytest.MonkeyPatch, executable: str | None
-) -> None:
+async def test_program_without_an_interpreter_is_named(monkeypatch: pytest.MonkeyPatch, executable: str | None) -> None:
     monkeypatch.setattr(sys, "executable", executable)
     with pytest.raises(EngineStartupError, match=f"sys.executable is {executable!r}; set it to the path"):
         await Frontend(fake_settings()).supervisor.start()

@@ -1,4 +1,4 @@
-"""Control calls that are on their way when the scheduler process is lost: tried once, and nobody else suffers."""
+"""Control calls during the loss of the scheduler process are sent once and affect no request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.process
 
 
 def build_fragile(settings: Settings, report: Callable[..., None]) -> FakeRunner:
-    """In the scheduler process: flushing the cache kills it, every time."""
+    """Build a runner whose process dies when the cache is flushed."""
 
     def die(_: object) -> NoReturn:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -38,7 +38,7 @@ def build_fragile(settings: Settings, report: Callable[..., None]) -> FakeRunner
     return build(settings, report)
 
 
-async def test_a_call_that_kills_the_process_fails_alone() -> None:
+async def test_call_that_kills_the_process_fails_alone() -> None:
     settings = fake_settings(factory=f"{__name__}:build_fragile")
     async with Frontend(settings, max_restarts=1) as frontend:
         reply = await frontend.call("flush_cache")

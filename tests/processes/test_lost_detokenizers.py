@@ -1,4 +1,4 @@
-"""A detokenizer that is lost is replaced alone: the scheduler process, its weights and its cache stay."""
+"""A lost detokenizer is replaced alone: the scheduler process keeps its weights and its cache."""
 
 from __future__ import annotations
 
@@ -53,10 +53,8 @@ async def test_scheduler_continues_after_a_lost_detokenizer(number: signal.Signa
 
 
 @pytest.mark.parametrize("has_descriptors", [True, False])
-async def test_the_exit_of_a_detokenizer_is_reported_once(
-    has_descriptors: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else the other one would be taken for dead while it starts, and the scheduler would be replaced too."""
+async def test_exit_of_a_detokenizer_is_reported_once(has_descriptors: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second report would count as the exit of the new detokenizer, and the scheduler would be replaced too."""
     if not has_descriptors:
         monkeypatch.delattr(os, "pidfd_open")
     reported: list[RunningChild] = []
@@ -74,13 +72,13 @@ async def test_the_exit_of_a_detokenizer_is_reported_once(
 
 
 def build_and_count(settings: Settings, report: Callable[..., None]) -> FakeRunner:
-    """A runner that leaves a mark whenever it is built."""
+    """Build a runner, and write a mark to a file."""
     with Path(os.environ["MARKS"]).open("a") as marks:
         marks.write(".")
     return build(settings, report)
 
 
-async def test_nothing_is_loaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_weights_are_not_loaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     marks = tmp_path / "marks"
     monkeypatch.setenv("MARKS", str(marks))
     async with Frontend(fake_settings(factory=f"{__name__}:build_and_count"), max_restarts=1) as frontend:
@@ -91,7 +89,7 @@ async def test_nothing_is_loaded_again(tmp_path: Path, monkeypatch: pytest.Monke
     assert marks.read_text() == "."
 
 
-async def test_a_paused_engine_stays_so_and_calls_are_answered() -> None:
+async def test_paused_engine_stays_paused_and_control_calls_are_answered() -> None:
     async with fake_async_engine(ANSWERS, step_time_s=0.005) as engine:
         asking = asyncio.create_task(ask(engine, "plain", stream=True))
         await until(lambda: engine.stats()["output_tokens"] > 3)
@@ -110,10 +108,10 @@ async def test_a_paused_engine_stays_so_and_calls_are_answered() -> None:
 
 
 @pytest.mark.parametrize(("stage", "max_losses"), [("begin_epoch", 1), ("launch_detokenizer", 2)])
-async def test_a_scheduler_that_dies_meanwhile_is_replaced_as_ever(
+async def test_scheduler_that_dies_during_a_mend_is_replaced(
     stage: str, max_losses: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it dies before it was ready to go on, both were lost at once."""
+    """If it dies before its ``Ready``, both processes were lost at the same time."""
     plain = getattr(ProcessLauncher, stage)
 
     async def act(own: ProcessLauncher) -> None:
@@ -130,7 +128,7 @@ async def test_a_scheduler_that_dies_meanwhile_is_replaced_as_ever(
         await until_idle(engine)
 
 
-async def test_another_one_that_does_not_start_is_replaced_with_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_detokenizer_that_cannot_start_is_replaced_with_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = ProcessLauncher.launch_detokenizer
 
     async def launch(own: ProcessLauncher) -> None:
@@ -195,7 +193,7 @@ def remove_files(place: Path, *, only_sockets: bool) -> None:
 async def test_requests_continue_after_the_engine_files_are_removed(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The children cannot connect to each other by names that are gone, so both are replaced."""
+    """The children cannot connect to each other without socket files, so both are replaced."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     expected = await undisturbed(has_answers=True)
     async with fake_async_engine(ANSWERS, step_time_s=0.003) as engine:

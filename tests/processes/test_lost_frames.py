@@ -1,4 +1,4 @@
-"""Frames that come damaged, on any channel at any moment: nothing of a stream is lost, and nobody waits for long."""
+"""Damaged frames on any channel at any moment: no output is lost, and calls wait only briefly."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SOON_S = 8.0
 
 
 class Damage:
-    """Cuts off the end of one frame among those that any sender of this process sends."""
+    """Truncates one of the frames of all senders in this process."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_left = -1  # until the frame that is damaged; below 0: none will be
@@ -45,8 +45,8 @@ class Damage:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_frame_of_any_channel_comes_damaged(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Children as tasks: in every round a later frame, until all is over before."""
+async def test_damaged_frame_of_any_channel_causes_a_restart(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children are tasks. In each round a later frame is damaged, until the requests end first."""
     monkeypatch.setattr("aioengine.processes.scheduler_process.HEARTBEAT_S", 0.05)
     monkeypatch.setattr("aioengine.processes.detokenizer_process.HEARTBEAT_S", 0.05)
     monkeypatch.setattr("aioengine.protocol.codec.MISSING_S", 0.01)
@@ -66,7 +66,7 @@ async def test_a_frame_of_any_channel_comes_damaged(stream: bool, monkeypatch: p
     assert num_rounds > 20
 
 
-async def test_without_restarts_it_is_an_error_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_damaged_frame_without_restarts_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     damage = Damage(monkeypatch)
     async with fake_async_engine(ANSWERS, max_restarts=0) as engine:
         damage.num_left = 30
@@ -77,7 +77,7 @@ async def test_without_restarts_it_is_an_error_soon(monkeypatch: pytest.MonkeyPa
 
 
 def build_damaging(settings: Settings, report: Callable[..., None]) -> FakeRunner:
-    """In the scheduler process: frame number ``damage_at`` of each of its senders comes damaged; of the first one."""
+    """Build a runner in a process that damages one frame of each sender. Only the first process does."""
     options = dict(settings.runner.options)
     damage_at, marker = options.pop("damage_at"), Path(str(options.pop("marker")))
     if not marker.exists():
@@ -99,7 +99,7 @@ def build_damaging(settings: Settings, report: Callable[..., None]) -> FakeRunne
 
 @pytest.mark.process
 @pytest.mark.parametrize("damage_at", [2, 5, 40])
-async def test_a_frame_between_processes_comes_damaged(
+async def test_damaged_frame_between_processes_causes_a_restart(
     damage_at: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     factory = f"{__name__}:build_damaging"

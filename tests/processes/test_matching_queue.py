@@ -1,4 +1,4 @@
-"""Requests with slow stop patterns: others do not wait for them, and what waits is neither lost nor changed."""
+"""Requests with slow stop patterns: other requests do not wait, and queued tokens are neither lost nor changed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SENTENCE = "the sea, the bee, the tree, and we see these three trees here and th
 
 @dataclass
 class World:
-    """A service whose steps are run by hand; time goes on by 10 ms a step."""
+    """A service with manual steps of 10 ms."""
 
     service: DetokenizerService = field(default_factory=lambda: DetokenizerService(TextSource(str(DEMO))))
     now: float = 100.0
@@ -173,7 +173,7 @@ def test_delayed_matching_gives_the_same_text(
 
 @pytest.fixture
 def waiting(monkeypatch: pytest.MonkeyPatch) -> World:
-    """Request 1 waits with "the" behind "see "; request 0 has no patterns."""
+    """Request 1 has queued tokens: "the" after "see ". Request 0 has no patterns."""
     world = World()
     world.open(0, TextRules())
     world.open(1, TextRules(stop_regex=("the", "x")))
@@ -185,7 +185,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> World:
     return world
 
 
-def test_an_abort_does_not_wait(waiting: World) -> None:
+def test_abort_does_not_wait_for_queued_tokens(waiting: World) -> None:
     waiting.service.handle([StepOutput(ended=[End(1, FinishCode.ABORT)])], waiting.now)
     waiting.step()
     assert waiting.ends[1].code == FinishCode.ABORT
@@ -193,7 +193,7 @@ def test_an_abort_does_not_wait(waiting: World) -> None:
     assert len(waiting.service._stopped) == 0
 
 
-def test_a_stop_found_before_the_scheduler_ended_the_request(waiting: World) -> None:
+def test_stop_in_queued_text_before_the_end_of_the_scheduler(waiting: World) -> None:
     waiting.step()
     assert (waiting.ends[1].code, waiting.ends[1].matched) == (FinishCode.STOP, "the")
     assert waiting.texts[1] == "see "
@@ -202,7 +202,7 @@ def test_a_stop_found_before_the_scheduler_ended_the_request(waiting: World) -> 
     assert len(waiting.service._stopped) == 0
 
 
-def test_a_stop_found_after_the_scheduler_ended_the_request(waiting: World) -> None:
+def test_stop_in_queued_text_after_the_end_of_the_scheduler(waiting: World) -> None:
     waiting.step(StepOutput(ended=[End(1, FinishCode.LENGTH)]))
     waiting.step()
     assert (waiting.ends[1].code, waiting.ends[1].matched) == (FinishCode.STOP, "the")

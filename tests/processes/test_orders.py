@@ -1,4 +1,4 @@
-"""Orders to the runner, from the frontend to the runner and back."""
+"""Control calls of the runner, from the frontend to the runner and back."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def controls_of(engine: AsyncEngine) -> Controls:
 @pytest.mark.process
 @pytest.mark.parametrize("has_answers", [True, False])
 async def test_orders_are_answered_while_requests_run_with_equal_output(has_answers: bool) -> None:
-    """With the scripted runner and with the fake one. Requests are repeated until orders have run at several steps."""
+    """With both fake runners. Requests are repeated until control calls have run at several steps."""
     answers = ANSWERS if has_answers else None
     steps: set[int] = set()
     async with fake_async_engine(answers, processes=True, step_time_s=0.002) as engine:
@@ -54,7 +54,7 @@ async def test_orders_are_answered_while_requests_run_with_equal_output(has_answ
 
 
 @pytest.mark.process
-async def test_an_order_that_is_lost_with_its_process_fails_alone(tmp_path: Path) -> None:
+async def test_order_that_is_lost_with_its_process_fails_alone(tmp_path: Path) -> None:
     faults = Faults(kill_order=ECHO, once=str(tmp_path / "once"))
     async with fake_async_engine(ANSWERS, faults=faults, step_time_s=0.002) as engine:
         asking = asyncio.create_task(ask_all(engine, stream=True))
@@ -69,7 +69,7 @@ async def test_an_order_that_is_lost_with_its_process_fails_alone(tmp_path: Path
 
 
 @pytest.mark.process
-async def test_an_order_that_raises_fails_alone() -> None:
+async def test_order_that_raises_fails_alone() -> None:
     async with fake_async_engine(ANSWERS, processes=True, faults=Faults(raise_order=ECHO)) as engine:
         with pytest.raises(RequestError, match="echo failed: InjectedFault: order 'echo', as asked for") as caught:
             await controls_of(engine).ask(ECHO)
@@ -78,7 +78,7 @@ async def test_an_order_that_raises_fails_alone() -> None:
         assert engine.stats()["num_restarts"] == 0
 
 
-async def test_a_payload_that_is_too_large_is_refused_before_it_is_sent() -> None:
+async def test_payload_that_is_too_large_is_refused_before_it_is_sent() -> None:
     sent: list[str] = []
     controls = Controls(lambda messages: sent.extend(message.name for message in messages), abort_all=sent.clear)
     with pytest.raises(ValueError, match=r"the payload of 'echo' has 33,554,433 bytes.* write it to a file"):
@@ -86,14 +86,14 @@ async def test_a_payload_that_is_too_large_is_refused_before_it_is_sent() -> Non
     assert sent == []
 
 
-def test_an_unknown_order_is_refused_with_the_known_names() -> None:
+def test_unknown_order_is_refused_with_the_known_names() -> None:
     reply = Loop().call("load_adaptor")
     assert (reply.success, reply.stage) == (False, "")
     assert reply.message.startswith("unknown control call 'load_adaptor'; there are flush_cache, pause, continue, ")
     assert reply.message.endswith("stop_profile, echo")
 
 
-def test_a_failed_order_is_a_reply_with_stage_and_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_order_is_a_reply_with_stage_and_message(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop(raise_order=ECHO)
     reply = loop.call(ECHO)
     assert (reply.success, reply.stage) == (False, "control")

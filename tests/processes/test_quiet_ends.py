@@ -1,4 +1,4 @@
-"""However an engine or its program ends: soon, without a word, and nothing is left."""
+"""Engines and programs end quickly, print nothing and leave nothing."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ def program(text: str, place: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_a_program_ends_without_a_word_and_leaves_nothing(name: str, tmp_path: Path) -> None:
-    """In development mode, with every warning an error."""
+def test_program_ends_silently_and_leaves_nothing(name: str, tmp_path: Path) -> None:
+    """In Python's development mode, with warnings as errors."""
     running = program(ENDS[name], tmp_path)
     out, err = running.communicate(timeout=90)
     # On a machine that is busy with other things, asyncio's debug mode finds that a callback took long.
@@ -155,7 +155,7 @@ fake_engine(faults=Faults(start_s=1000.0))
 @pytest.mark.parametrize("name", STARTS)
 @pytest.mark.parametrize("after_s", [0.02, 0.5, 1.5])
 def test_ctrl_c_while_it_starts_ends_it_soon(name: str, after_s: float, tmp_path: Path) -> None:
-    """The traceback is KeyboardInterrupt's alone."""
+    """The only traceback is that of KeyboardInterrupt."""
     running = program(STARTS[name], tmp_path)
     assert running.stdout is not None
     assert running.stdout.readline() == "starting\n"
@@ -171,7 +171,7 @@ def test_ctrl_c_while_it_starts_ends_it_soon(name: str, after_s: float, tmp_path
 
 
 class Holdings:
-    """What this process holds of the system's."""
+    """Resources of the system that this process holds."""
 
     def __init__(self) -> None:
         this = psutil.Process()
@@ -191,7 +191,7 @@ class Holdings:
         }
 
     def now_no_more(self) -> bool:
-        """Whether this process holds no more of anything now."""
+        """Return whether this process holds no additional resource."""
         now = Holdings().counts()
         return all(now[kind] <= count for kind, count in self.counts().items())
 
@@ -205,7 +205,7 @@ def is_open(fd: str) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_starts_and_stops_leave_everything_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starts_and_stops_leak_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
     async def cycle(number: int) -> None:
@@ -233,7 +233,7 @@ def test_starts_and_stops_leave_everything_as_it_was(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("state", ["paused", "both stopped", "one killed", "draining", "suspended"])
-async def test_closing_is_bounded_in_every_state(state: str) -> None:
+async def test_shutdown_time_is_bounded_in_every_state(state: str) -> None:
     setup = {"slow_reader": "pause", "slow_reader_timeout_s": 0.05} if state == "suspended" else {}
     async with fake_async_engine(processes=True, step_time_s=0.002, **setup) as engine:
         stream = engine.async_generate("a", {"max_new_tokens": 1500}, stream=True)

@@ -1,4 +1,4 @@
-"""Processes that are lost are replaced, and whoever reads notices nothing: every text is that of an undisturbed run."""
+"""Lost processes are replaced, and all texts are the same as without a loss."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ factory_of = f"{__name__}:{{}}".format
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("role", [0, 1])
-async def test_a_loss_at_any_turn_of_the_loop_changes_nothing(role: int, stream: bool) -> None:
-    """Children as tasks: in every round one of them ends a little later, until all is over before."""
+async def test_loss_at_any_turn_of_the_loop_changes_nothing(role: int, stream: bool) -> None:
+    """Children are tasks. In each round one of them is killed a little later, until the requests end first."""
     expected = await undisturbed(has_answers=True)
     num_turns, num_losses = 0, 0
     async with fake_async_engine(ANSWERS, max_restarts=10_000) as engine:
@@ -78,7 +78,7 @@ async def test_a_loss_at_any_turn_of_the_loop_changes_nothing(role: int, stream:
 
 @process
 @pytest.mark.parametrize("kill_at", [1, 2, 3, 8, 17, 18, 40, 59])
-async def test_a_scheduler_that_is_killed_in_a_step(kill_at: int, tmp_path: Path) -> None:
+async def test_scheduler_that_is_killed_in_a_step(kill_at: int, tmp_path: Path) -> None:
     stream = kill_at in (1, 8, 17, 40)
     expected = await undisturbed(has_answers=kill_at % 2 == 0)
     faults = Faults(kill_at=kill_at, once=str(tmp_path / "once"))
@@ -102,7 +102,7 @@ async def test_a_scheduler_that_is_killed_in_a_step(kill_at: int, tmp_path: Path
         ("detokenizer", signal.SIGTERM, True),
     ],
 )
-async def test_a_process_that_is_killed_from_outside(role: str, number: signal.Signals, stream: bool) -> None:
+async def test_streams_continue_after_a_process_is_killed(role: str, number: signal.Signals, stream: bool) -> None:
     expected = await undisturbed(has_answers=True)
     async with fake_async_engine(ANSWERS, step_time_s=0.003) as engine:
         for num_restarts, after_s in enumerate((0.0, 0.03, 0.12), 1):
@@ -115,7 +115,7 @@ async def test_a_process_that_is_killed_from_outside(role: str, number: signal.S
 
 
 @process
-async def test_a_process_that_exits_without_a_word(tmp_path: Path) -> None:
+async def test_streams_continue_after_a_process_exits_without_a_message(tmp_path: Path) -> None:
     expected = await undisturbed(has_answers=True)
     faults = Faults(exit_at=20, exit_code=3, once=str(tmp_path / "once"))
     async with fake_async_engine(ANSWERS, faults=faults) as engine:
@@ -125,7 +125,7 @@ async def test_a_process_that_exits_without_a_word(tmp_path: Path) -> None:
 
 @process
 @pytest.mark.parametrize("role", ["scheduler", "detokenizer", "both"])
-async def test_processes_that_stall_or_die_together(role: str) -> None:
+async def test_streams_continue_after_both_processes_are_lost(role: str) -> None:
     expected = await undisturbed(has_answers=True)
     async with fake_async_engine(ANSWERS, step_time_s=0.005, stall_timeout_s=2.0) as engine:
         asking = asyncio.create_task(ask_all(engine, stream=True))
@@ -140,7 +140,7 @@ async def test_processes_that_stall_or_die_together(role: str) -> None:
 
 
 @process
-async def test_a_step_that_does_not_end_is_computed_anew(tmp_path: Path) -> None:
+async def test_step_that_does_not_end_is_computed_again(tmp_path: Path) -> None:
     expected = await undisturbed(has_answers=True)
     faults = Faults(stall_at=9, stall_s=100.0, once=str(tmp_path / "once"))
     async with fake_async_engine(ANSWERS, faults=faults, stall_timeout_s=2.0) as engine:
@@ -152,7 +152,7 @@ async def test_a_step_that_does_not_end_is_computed_anew(tmp_path: Path) -> None
 
 
 @process
-async def test_too_many_losses_are_an_error_for_everybody_at_once() -> None:
+async def test_too_many_losses_end_all_calls_with_an_error() -> None:
     async with fake_async_engine({"": "x" * 500}, step_time_s=0.01, max_restarts=2) as engine:
         whole = engine.async_generate("one", {"max_new_tokens": 400})
         stream = engine.async_generate("two", {"max_new_tokens": 400}, stream=True)
@@ -182,7 +182,7 @@ async def test_too_many_losses_are_an_error_for_everybody_at_once() -> None:
 
 
 @process
-async def test_losses_that_are_long_ago_do_not_count() -> None:
+async def test_losses_before_the_restart_window_do_not_count() -> None:
     async with fake_async_engine({"": "x" * 500}, processes=True, max_restarts=1, restart_window_s=0.2) as engine:
         for num_restarts in (1, 2, 3):
             os.kill(pid_of(engine, "scheduler"), signal.SIGKILL)
@@ -192,7 +192,7 @@ async def test_losses_that_are_long_ago_do_not_count() -> None:
 
 
 def build_once(settings: Settings, report: Callable[..., None]) -> FakeRunner:
-    """A runner that can be built once: the second time a file is there, and it vanishes, or fails, or has no end."""
+    """Build a runner once. The second time, if a file exists, exit, fail or hang."""
     options = dict(settings.runner.options)
     marker, how = Path(str(options.pop("marker"))), options.pop("how")
     if marker.exists():
@@ -211,7 +211,7 @@ def build_once(settings: Settings, report: Callable[..., None]) -> FakeRunner:
 @pytest.mark.parametrize(
     ("how", "words"), [("vanish", "exited with code 9"), ("fail", "somebody else took it"), ("sleep", "was not ready")]
 )
-async def test_replacements_that_do_not_start_count_too(
+async def test_failed_replacements_count_as_restarts(
     how: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if how == "sleep":
@@ -234,7 +234,7 @@ async def test_replacements_that_do_not_start_count_too(
 
 
 @process
-async def test_a_replacement_that_is_killed_while_it_starts_is_replaced(tmp_path: Path) -> None:
+async def test_replacement_that_is_killed_while_it_starts_is_replaced(tmp_path: Path) -> None:
     async with fake_async_engine(ANSWERS, faults=Faults(start_s=0.4), max_restarts=2) as engine:
         asking = asyncio.create_task(ask(engine, "plain", stream=True))
         os.kill(pid_of(engine, "scheduler"), signal.SIGKILL)
@@ -246,8 +246,8 @@ async def test_a_replacement_that_is_killed_while_it_starts_is_replaced(tmp_path
 
 
 @process
-async def test_a_replacement_that_hangs_while_it_starts_is_replaced_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not after all the time that a first start may take; and timeouts run on meanwhile."""
+async def test_replacement_that_hangs_at_its_start_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The timeout is shorter than for a first start. Timeouts of requests pass meanwhile."""
     monkeypatch.setattr("aioengine.supervision.supervisor._PATIENCE", 5.0)
     monkeypatch.setattr("aioengine.supervision.supervisor._MIN_PATIENCE_S", 0.0)
     async with fake_async_engine(ANSWERS, faults=Faults(start_s=0.4), max_restarts=2) as engine:
@@ -265,9 +265,7 @@ async def test_a_replacement_that_hangs_while_it_starts_is_replaced_soon(monkeyp
 
 @process
 @pytest.mark.parametrize("max_restarts", [0, 1])
-async def test_a_death_between_the_start_and_the_first_look_is_not_missed(
-    max_restarts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_exit_right_after_the_start_is_noticed(max_restarts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Handshake.wait
     frontend = Frontend(max_restarts=max_restarts)
 
@@ -352,7 +350,7 @@ async def test_abort_during_recovery_releases_held_text() -> None:
 
 
 @process
-async def test_a_paused_engine_comes_back_paused() -> None:
+async def test_paused_engine_is_paused_after_a_replacement() -> None:
     async with fake_async_engine(ANSWERS, step_time_s=0.005) as engine:
         asking = asyncio.create_task(ask(engine, "plain", stream=True))
         await until(lambda: engine.stats()["output_tokens"])
@@ -367,7 +365,7 @@ async def test_a_paused_engine_comes_back_paused() -> None:
 
 
 @process
-async def test_a_shutdown_meanwhile_ends_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_shutdown_during_a_replacement_ends_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioengine.frontend.frontend.STOP_TIMEOUT_S", 50.0)
     for after_s in (0.0, 0.02, 0.2):
         async with fake_async_engine({"": "x" * 500}, step_time_s=0.01) as engine:
@@ -384,11 +382,11 @@ async def test_a_shutdown_meanwhile_ends_everything(monkeypatch: pytest.MonkeyPa
 
 
 @process
-async def test_totals_never_fall_and_nothing_leaks() -> None:
+async def test_totals_never_decrease_and_nothing_leaks() -> None:
     own = psutil.Process()
 
     async def until_counted(num_finished: int) -> None:
-        """The scheduler has reported all ends: one that it has not reported when it is killed is lost."""
+        """Wait until the scheduler has reported all ends. Unreported ends are lost when it is killed."""
         await until(lambda: engine.stats()["num_finished"] >= num_finished)
         await until_idle(engine)
 
@@ -420,8 +418,8 @@ async def test_totals_never_fall_and_nothing_leaks() -> None:
 
 @process
 @pytest.mark.parametrize("max_restarts", [1, 3])
-async def test_a_request_that_kills_its_process_ends_alone(max_restarts: int) -> None:
-    """All others, those that run beside it and those that wait, give what they would have given."""
+async def test_request_that_kills_its_process_ends_alone(max_restarts: int) -> None:
+    """The texts of all other running and waiting requests do not change."""
     answers = {**ANSWERS, "": "x" * 50}
     faults = Faults(poison_token_id=ord("~"))
     async with fake_async_engine(
@@ -443,7 +441,7 @@ async def test_a_request_that_kills_its_process_ends_alone(max_restarts: int) ->
 
 
 @process
-async def test_one_after_another_they_do_not_use_up_the_restarts() -> None:
+async def test_requests_that_kill_processes_do_not_count_as_restarts() -> None:
     faults = Faults(poison_token_id=ord("~"))
     async with fake_async_engine({"": "x" * 50}, faults=faults, max_restarts=1) as engine:
         for _ in range(3):
@@ -454,7 +452,7 @@ async def test_one_after_another_they_do_not_use_up_the_restarts() -> None:
 
 
 @process
-async def test_where_every_request_kills_the_engine_dies() -> None:
+async def test_engine_dies_if_every_request_kills_its_process() -> None:
     async with fake_async_engine({"": "x" * 50}, faults=Faults(kill_at=1)) as engine:
         calls = [engine.async_generate("fine", {"max_new_tokens": 9}) for _ in range(5)]
         results = await asyncio.gather(*calls, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""The scheduler's service without its process: requests, control calls, snapshots, when to wake."""
+"""The scheduler's service without its process: requests, control calls, statistics, waits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ M = TypeVar("M")
 
 
 class Loop:
-    """A service, called as its process would call it, at times that the test says."""
+    """Calls a service like its process, at times chosen by the test."""
 
     def __init__(self, **options: str | int | float | bool) -> None:
         self.service: SchedulerService = build_service(fake_settings(**options), self.ignore)  # type: ignore[arg-type]
@@ -50,14 +50,14 @@ class Loop:
     def ignore(self, progress: Progress) -> None: ...
 
     def give(self, now: float, *messages: Message) -> None:
-        """One round of the loop."""
+        """Run one iteration of the loop."""
         self.service.handle(list(messages), now)
         outbox = self.service.step(now)
         self.outputs += [message for message in outbox.to_peer if isinstance(message, StepOutput)]
         self.said += outbox.to_frontend
 
     def run(self, now: float) -> None:
-        """Rounds until there is nothing to do."""
+        """Run iterations until there is nothing to do."""
         while self.service.wait_s(now) == 0:
             self.give(now)
 
@@ -76,7 +76,7 @@ def submit(uid: int, *, limits: Limits | None = None, num_prompt: int = 5) -> Su
     return Submit(uid, list(range(num_prompt)), Sampling(seed=1), limits or Limits(4), TextRules())
 
 
-def test_requests_run_to_their_ends() -> None:
+def test_requests_run_until_their_ends() -> None:
     loop = Loop()
     loop.give(1.0, submit(1), submit(2), Abort([2]))
     loop.run(1.0)
@@ -84,7 +84,7 @@ def test_requests_run_to_their_ends() -> None:
     assert sum(output.tokens.uids.count(1) for output in loop.outputs) == 4
 
 
-def test_a_request_that_cannot_be_queued_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_that_cannot_be_queued_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Requests.submit
 
     def refuse_second(self: Requests, one: Submit, now: float) -> None:
@@ -101,7 +101,7 @@ def test_a_request_that_cannot_be_queued_ends_alone(monkeypatch: pytest.MonkeyPa
     assert {loop.ends()[uid].code for uid in (1, 3)} == {FinishCode.LENGTH}
 
 
-def test_snapshots_come_at_intervals_on_going_idle_and_as_heartbeats() -> None:
+def test_statistics_are_sent_at_intervals_when_idle_and_as_heartbeats() -> None:
     loop = Loop()
     loop.give(1.0)
     assert len(loop.of(Stats)) == 1  # the first sign of life
@@ -120,7 +120,7 @@ def test_snapshots_come_at_intervals_on_going_idle_and_as_heartbeats() -> None:
     assert len(loop.of(Stats)) == 4
 
 
-def test_the_last_tokens_leave_before_the_snapshot_that_tells_of_the_end() -> None:
+def test_last_tokens_are_sent_before_the_final_statistics() -> None:
     loop = Loop()
     loop.give(1.0, submit(1))
     while not loop.ends():
@@ -132,7 +132,7 @@ def test_the_last_tokens_leave_before_the_snapshot_that_tells_of_the_end() -> No
     assert loop.service.wait_s(1.0) > 0
 
 
-def test_it_wakes_for_deadlines_also_while_paused() -> None:
+def test_deadlines_pass_while_paused() -> None:
     loop = Loop()
     assert loop.call("pause", 1.0).success
     loop.give(1.0, submit(1, limits=Limits(4, deadline=1.5)))
@@ -146,7 +146,7 @@ def test_it_wakes_for_deadlines_also_while_paused() -> None:
     assert loop.ends()[2].code == FinishCode.LENGTH
 
 
-def test_the_cache_is_flushed_only_while_nothing_runs_or_waits() -> None:
+def test_cache_is_flushed_only_while_nothing_runs_or_waits() -> None:
     loop = Loop()
     loop.call("pause")
     loop.give(1.0, submit(1, num_prompt=40))
@@ -175,7 +175,7 @@ def test_control_calls_are_answered_and_unknown_ones_named() -> None:
     assert "unknown control call 'flush_cash'; there are flush_cache, pause, continue" in unknown.message
 
 
-def test_an_order_that_fails_is_answered_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_control_call_has_a_reply(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(_: Profile, **arguments: object) -> tuple[bool, str, str]:
         raise ZeroDivisionError("no profiler")
 
@@ -188,7 +188,7 @@ def test_an_order_that_fails_is_answered_so(monkeypatch: pytest.MonkeyPatch) -> 
     assert loop.ends()[1].code == FinishCode.LENGTH
 
 
-def test_a_runner_that_fails_again_and_again_ends_the_service() -> None:
+def test_runner_that_fails_repeatedly_ends_the_service() -> None:
     loop = Loop(raise_at=1, raise_times=100)
 
     def go_on() -> None:
@@ -209,12 +209,12 @@ def build_without_pages(settings: object, report: object) -> Any:
     return Runner()
 
 
-def test_a_runner_without_pages_is_refused() -> None:
+def test_runner_without_pages_is_refused() -> None:
     with pytest.raises(ValueError, match="has 0 pages; it needs at least 1"):
         build_service(fake_settings(factory=f"{__name__}:build_without_pages"), print)
 
 
-def test_where_requests_wait_and_no_step_ends_it_falls_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_statistics_are_sent_while_no_step_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop()
     loop.give(1.0)
     monkeypatch.setattr(Scheduler, "schedule", lambda _self, _now: None)
@@ -229,7 +229,7 @@ def test_where_requests_wait_and_no_step_ends_it_falls_silent(monkeypatch: pytes
     assert len(loop.of(Stats)) == num_stats + 2
 
 
-def test_pages_are_counted_on_going_idle() -> None:
+def test_pages_are_counted_when_idle() -> None:
     loop = Loop()
     loop.give(1.0, submit(1))
     loop.run(1.0)
@@ -241,7 +241,7 @@ def test_pages_are_counted_on_going_idle() -> None:
 
 
 class SlowGrammars(Grammars):
-    """Whose two compilers wait for the test."""
+    """Grammars with two compilers that wait for the test."""
 
     def __init__(self) -> None:
         super().__init__(None, 100)
@@ -273,7 +273,7 @@ async def test_grammars_of_ended_requests_are_not_compiled() -> None:
     assert grammars.compile(Grammar("regex", "c")).result(10) == "c"
 
 
-async def test_streams_alone_are_told_that_their_grammar_is_compiled() -> None:
+async def test_only_streams_get_a_message_when_their_grammar_is_compiled() -> None:
     loop, grammars = Loop(), SlowGrammars()
     loop.service._grammars = grammars
     loop.call("pause")  # a request need not be admitted for it
@@ -340,7 +340,7 @@ async def test_preparation_waits_for_running_requests(monkeypatch: pytest.Monkey
     grammars.close()
 
 
-async def test_grammars_of_requests_stay_though_there_are_larger_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_grammars_of_requests_stay_cached_beside_larger_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioengine.constraints.grammars.MAX_CACHED_BYTES", 3 * BYTES_PER_GRAMMAR)
     grammars = SlowGrammars()
     grammars.may_end.set()

@@ -1,4 +1,4 @@
-"""Sessions outlive the processes: turns are those of an undisturbed session, and no page stays pinned at the end."""
+"""Sessions continue after losses with the same turns, and no page stays pinned at the end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEXTS = ["The beginning of a conversation that is longer than a page. ", "And th
 
 
 async def talk(engine: AsyncEngine, *, is_streaming: bool) -> list[list[int]]:
-    """The outputs of the turns of a session, which is closed while its last one runs."""
+    """Return the outputs of the turns of a session that is closed during its last turn."""
     sid = await engine.open_session(streaming=is_streaming)
     outputs: list[list[int]] = []
     rid = None
@@ -40,8 +40,8 @@ async def undisturbed() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("role", [0, 1])
-async def test_a_loss_at_any_turn_of_the_loop_changes_no_session(role: int) -> None:
-    """Children as tasks: in every round one of them ends a little later, until all is over before."""
+async def test_loss_at_any_turn_of_the_loop_changes_no_session(role: int) -> None:
+    """Children are tasks. In each round one of them is killed a little later, until the turns end first."""
     expected = await undisturbed()
     num_turns = 0
     async with fake_async_engine(max_restarts=10_000) as engine:
@@ -64,7 +64,7 @@ async def test_a_loss_at_any_turn_of_the_loop_changes_no_session(role: int) -> N
 
 
 @pytest.mark.process
-async def test_a_killed_scheduler_costs_a_session_its_pages_and_nothing_else() -> None:
+async def test_session_continues_without_its_pages_after_a_crash() -> None:
     async with fake_async_engine(processes=True) as engine:
         sid = await engine.open_session()
         first = await engine.async_generate("a" * 100, PARAMS, session_params={"id": sid})

@@ -1,4 +1,4 @@
-"""Processes that live and do not move: heard of as an error, and only where they really do not."""
+"""Stalled processes are reported as errors. Slow and idle processes are not."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STALL_S = 1.5
 
 
 @process
-async def test_a_step_that_does_not_end_is_an_error_for_everybody() -> None:
+async def test_step_that_does_not_end_ends_all_calls() -> None:
     faults = Faults(stall_at=4, stall_s=60.0)
     async with fake_async_engine({"": "never finished"}, faults=faults, stall_timeout_s=2.0, max_restarts=0) as engine:
         whole = engine.async_generate("one", {"max_new_tokens": 32})
@@ -51,7 +51,7 @@ async def test_a_step_that_does_not_end_is_an_error_for_everybody() -> None:
 
 
 @process
-async def test_a_deadline_of_the_queue_passes_also_during_a_long_step() -> None:
+async def test_deadline_of_the_queue_passes_also_during_a_long_step() -> None:
     step_s = 2.5
     async with fake_async_engine({"": "x"}, step_time_s=step_s, max_running=1) as engine:
         params = {"max_new_tokens": 1}
@@ -65,7 +65,7 @@ async def test_a_deadline_of_the_queue_passes_also_during_a_long_step() -> None:
 
 @process
 @pytest.mark.parametrize("role", ["scheduler", "detokenizer"])
-async def test_a_process_that_is_stopped_is_an_error(role: str) -> None:
+async def test_process_that_is_stopped_is_an_error(role: str) -> None:
     async with Frontend(fake_settings(step_time_s=0.01), stall_timeout_s=STALL_S) as frontend:
         frontend.submit(1, num_tokens=3000)
         await until(lambda: frontend.token_ids(1))
@@ -94,7 +94,7 @@ A, B = Role("a"), Role("b")
 
 
 class Watch:
-    """Heartbeats, and the errors that they reported."""
+    """Heartbeats with their reported errors."""
 
     def __init__(self, stall_timeout_s: float, roles: Sequence[Role]) -> None:
         self.errors: list[EngineStalledError] = []
@@ -102,7 +102,7 @@ class Watch:
         self.heartbeats.watch(roles, lambda role, error: self.errors.append(error))
 
 
-async def test_a_stall_is_reported_once_and_signs_of_life_put_it_off() -> None:
+async def test_stall_is_reported_once_and_heartbeats_prevent_it() -> None:
     watch = Watch(0.08, [A, B])
     for _ in range(20):
         await asyncio.sleep(0.01)
@@ -116,7 +116,7 @@ async def test_a_stall_is_reported_once_and_signs_of_life_put_it_off() -> None:
     assert len(watch.errors) == 1
 
 
-async def test_a_program_that_was_stopped_itself_reports_no_stall() -> None:
+async def test_program_that_was_stopped_reports_no_stall() -> None:
     watch = Watch(0.08, [A])
     time.sleep(0.2)  # noqa: ASYNC251  # the whole program, as when its terminal stops it
     await asyncio.sleep(0.02)
@@ -132,7 +132,7 @@ async def test_nothing_is_reported_after_stop() -> None:
 
 
 def build_slow_to_answer(settings: Settings, report: Callable[..., None]) -> FakeRunner:
-    """A fake runner in a process whose control calls take long."""
+    """Build a fake runner in a process with slow control calls."""
 
     def slowly(plain: Callable[..., object]) -> Callable[..., object]:
         def answer(*arguments: object) -> object:
@@ -151,7 +151,7 @@ def build_slow_to_answer(settings: Settings, report: Callable[..., None]) -> Fak
 
 
 @process
-async def test_a_control_call_that_takes_long_is_no_stall() -> None:
+async def test_long_control_call_is_no_stall() -> None:
     settings = fake_settings(factory=f"{__name__}:build_slow_to_answer")
     async with Frontend(settings, stall_timeout_s=STALL_S) as frontend:
         for name in ("server_info", "flush_cache", ECHO):

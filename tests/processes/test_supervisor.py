@@ -1,4 +1,4 @@
-"""Children as processes and as tasks: start, work, death, failing starts, the end."""
+"""Children as processes and as tasks: starts, work, losses, failed starts and stops."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def children_of(frontend: Frontend) -> list[psutil.Process]:
 
 @pytest.fixture(autouse=True)
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where the private directories are made: here alone, whatever other engines this machine runs."""
+    """Return the folder of the private directories. Other engines do not use it."""
     with tempfile.TemporaryDirectory(prefix="aio-", dir="/tmp") as place:
         monkeypatch.setenv("XDG_RUNTIME_DIR", place)
         yield Path(place)
@@ -95,7 +95,7 @@ async def test_requests_stream_to_their_ends(launcher: str) -> None:
 
 
 @launchers
-async def test_the_launchers_give_the_same_tokens(launcher: str) -> None:
+async def test_launchers_give_the_same_tokens(launcher: str) -> None:
     async with Frontend(fake_settings(), launcher=launcher) as frontend:
         frontend.submit(3)
         await frontend.finished(3)
@@ -117,7 +117,7 @@ async def test_aborts_and_stop_strings_free_the_request(launcher: str) -> None:
 
 
 @launchers
-async def test_in_any_mixture_every_request_ends_exactly_once(launcher: str) -> None:
+async def test_mixed_requests_end_exactly_once(launcher: str) -> None:
     draw = random.Random(5)
     async with Frontend(fake_settings(tokenizer_path=DEMO), launcher=launcher) as frontend:
         for uid in range(300):
@@ -142,7 +142,7 @@ async def test_control_calls_are_answered(launcher: str) -> None:
         assert "unknown control call" in (await frontend.call("nonsense", 2)).message
 
 
-async def test_messages_of_one_round_of_the_loop_are_one_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_messages_of_one_loop_iteration_are_sent_in_one_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     async with Frontend(launcher="inline") as frontend:
         frames: list[int] = []
         sender = frontend.supervisor._incarnation._launcher.sender
@@ -158,7 +158,7 @@ async def test_messages_of_one_round_of_the_loop_are_one_frame(monkeypatch: pyte
             await frontend.finished(uid)
 
 
-async def test_prompts_that_fill_a_step_do_not_wait_for_the_end_of_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_prompts_that_fill_a_step_are_sent_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = fake_settings()
     step_tokens = settings.scheduler.chunk_tokens
     async with Frontend(settings, launcher="inline") as frontend:
@@ -180,7 +180,7 @@ async def test_prompts_that_fill_a_step_do_not_wait_for_the_end_of_the_round(mon
 
 
 @process
-async def test_a_child_of_a_further_rank_lives_and_dies_with_its_replica() -> None:
+async def test_child_of_another_rank_ends_with_its_replica() -> None:
     async with Frontend(roles=[*ROLES, Role("detokenizer", 1)], max_restarts=1) as frontend:
         frontend.submit(1)
         assert (await frontend.finished(1)).code == FinishCode.LENGTH
@@ -204,7 +204,7 @@ async def test_a_child_of_a_further_rank_lives_and_dies_with_its_replica() -> No
 @process
 @pytest.mark.parametrize("role", ["scheduler", "detokenizer"])
 @pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
-def test_a_killed_child_is_an_error_within_a_second(role: str, kind: str) -> None:
+def test_killed_child_is_an_error_within_a_second(role: str, kind: str) -> None:
     async def main() -> tuple[EngineError, float]:
         async with Frontend(fake_settings(step_time_s=0.02)) as frontend:
             frontend.submit(1, num_tokens=1000)
@@ -232,7 +232,7 @@ def test_a_killed_child_is_an_error_within_a_second(role: str, kind: str) -> Non
 
 
 @launchers
-async def test_an_exception_in_the_loop_of_a_child_is_reported_with_its_traceback(launcher: str) -> None:
+async def test_exception_in_the_loop_of_a_child_is_reported_with_its_traceback(launcher: str) -> None:
     async with Frontend(fake_settings(raise_at=3, raise_times=1000), launcher=launcher) as frontend:
         for uid in range(5):
             frontend.submit(uid, num_tokens=100)
@@ -245,7 +245,7 @@ async def test_an_exception_in_the_loop_of_a_child_is_reported_with_its_tracebac
 
 
 @process
-async def test_a_child_that_exits_without_a_message_is_reported(tmp_path: Path) -> None:
+async def test_child_that_exits_without_a_message_is_reported(tmp_path: Path) -> None:
     async with Frontend(fake_settings(exit_at=2, exit_code=7)) as frontend:
         frontend.submit(1, num_tokens=100)
         error = await frontend.failure()
@@ -255,7 +255,7 @@ async def test_a_child_that_exits_without_a_message_is_reported(tmp_path: Path) 
 
 
 @process
-async def test_without_descriptors_of_processes_a_thread_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_exits_are_noticed_by_polling_without_pidfd(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(pid: int, flags: int = 0) -> NoReturn:
         raise OSError("not here")
 
@@ -265,7 +265,7 @@ async def test_without_descriptors_of_processes_a_thread_waits(monkeypatch: pyte
         assert isinstance(await frontend.failure(), EngineDeadError)
 
 
-async def test_a_failure_of_the_frontend_s_own_reading_is_an_error_and_no_silence() -> None:
+async def test_exception_in_the_message_handler_ends_the_engine() -> None:
     async with Frontend(launcher="inline") as frontend:
         frontend.heard = None  # type: ignore[assignment]
         frontend.submit(1)
@@ -275,13 +275,13 @@ async def test_a_failure_of_the_frontend_s_own_reading_is_an_error_and_no_silenc
 
 
 class OtherStr(str):
-    """A string that messages cannot hold."""
+    """A string that messages cannot contain."""
 
     __slots__ = ()
 
 
 @launchers
-async def test_a_message_that_cannot_be_encoded_fails_alone(launcher: str) -> None:
+async def test_message_that_cannot_be_encoded_fails_alone(launcher: str) -> None:
     async with Frontend(launcher=launcher) as frontend:
         frontend.submit(1)
         frontend.submit(2, text=TextRules(stop=(OtherStr("a"),)))
@@ -300,7 +300,7 @@ async def test_a_message_that_cannot_be_encoded_fails_alone(launcher: str) -> No
         assert frontend.failures == []
 
 
-async def test_an_error_of_the_sockets_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_error_of_the_sockets_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(own: object, messages: list[Message]) -> NoReturn:
         raise TypeError("no socket")
 
@@ -310,7 +310,7 @@ async def test_an_error_of_the_sockets_ends_the_engine(monkeypatch: pytest.Monke
         assert "messages for the scheduler could not be sent" in str(await frontend.failure())
 
 
-async def test_a_scheduler_that_takes_no_messages_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_scheduler_that_takes_no_messages_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(own: object, messages: list[Message]) -> NoReturn:
         raise BacklogFullError("it has not read for too long")
 
@@ -354,7 +354,7 @@ def build_and_vanish(settings: object, report: object) -> NoReturn:
         ("no_such_module:build", ["ModuleNotFoundError", "no_such_module"]),
     ],
 )
-async def test_a_failing_start_raises_the_child_s_own_message(launcher: str, factory: str, words: list[str]) -> None:
+async def test_failed_start_raises_the_message_of_the_child(launcher: str, factory: str, words: list[str]) -> None:
     frontend = Frontend(fake_settings(factory=factory), launcher=launcher)
     with pytest.raises(EngineStartupError) as caught:
         await frontend.supervisor.start()
@@ -367,7 +367,7 @@ async def test_a_failing_start_raises_the_child_s_own_message(launcher: str, fac
 
 
 @process
-async def test_a_child_that_exits_while_it_starts_is_reported_with_its_last_lines() -> None:
+async def test_child_that_exits_while_it_starts_is_reported_with_its_last_lines() -> None:
     with pytest.raises(EngineStartupError, match=r"exited with code 3 while it started\n  scheduler: a last word"):
         await Frontend(fake_settings(factory=factory_of("build_and_vanish"))).supervisor.start()
 
@@ -383,7 +383,7 @@ async def test_error_while_an_exit_during_the_start_is_handled_ends_the_start(mo
 
 
 @process
-async def test_a_child_that_is_killed_while_it_starts_is_reported_with_the_signal() -> None:
+async def test_child_that_is_killed_while_it_starts_is_reported_with_the_signal() -> None:
     frontend = Frontend(fake_settings(factory=factory_of("build_without_end")))
     starting = asyncio.create_task(frontend.supervisor.start())
     await until(frontend.supervisor.processes)
@@ -399,7 +399,7 @@ async def test_nothing_can_be_sent_before_the_start() -> None:
 
 
 @process
-async def test_a_start_that_takes_too_long_ends() -> None:
+async def test_start_that_takes_too_long_ends() -> None:
     frontend = Frontend(fake_settings(factory=factory_of("build_without_end")), startup_timeout_s=1.0)
     with pytest.raises(
         EngineStartupError, match=r"scheduler process.* not ready within 1 seconds.*with startup_timeout"
@@ -408,7 +408,7 @@ async def test_a_start_that_takes_too_long_ends() -> None:
     assert not any(state.alive for state in frontend.supervisor.processes())
 
 
-async def test_a_timeout_of_the_start_names_the_progress() -> None:
+async def test_timeout_of_the_start_names_the_progress() -> None:
     handshake = Handshake([SCHEDULER])
     handshake.receive(Progress("weights", 3, 7, "shards"))
     with pytest.raises(EngineStartupError, match=r"scheduler process was not ready .*weights: 3 of 7 shards"):
@@ -417,7 +417,7 @@ async def test_a_timeout_of_the_start_names_the_progress() -> None:
 
 @process
 @pytest.mark.parametrize("after_s", [0.0, 0.02, 0.2])
-async def test_a_cancelled_start_leaves_nothing(after_s: float) -> None:
+async def test_cancelled_start_leaves_no_process(after_s: float) -> None:
     frontend = Frontend(fake_settings(factory=factory_of("build_without_end")))
     starting = asyncio.create_task(frontend.supervisor.start())
     await asyncio.sleep(after_s)
@@ -429,7 +429,7 @@ async def test_a_cancelled_start_leaves_nothing(after_s: float) -> None:
 
 @launchers
 @pytest.mark.parametrize("after_s", [0.0, 0.02, 0.2])
-async def test_a_stop_during_the_start_ends_both(launcher: str, after_s: float) -> None:
+async def test_stop_during_the_start_fails_the_start(launcher: str, after_s: float) -> None:
     frontend = Frontend(fake_settings(factory=factory_of("build_slowly")), launcher=launcher)
     starting = asyncio.create_task(frontend.supervisor.start())
     await asyncio.sleep(after_s)
@@ -448,13 +448,13 @@ async def test_another_version_of_the_protocol_is_refused(monkeypatch: pytest.Mo
         await Frontend(launcher="inline").supervisor.start()
 
 
-def test_an_unknown_launcher_is_named() -> None:
+def test_unknown_launcher_is_named() -> None:
     with pytest.raises(ValueError, match=r"no plug-in 'proces'.*did you mean 'process'"):
         asyncio.run(Frontend(launcher="proces").supervisor.start())
 
 
 @process
-async def test_a_start_without_a_directory_for_sockets_fails_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_start_without_a_directory_for_sockets_names_the_directories(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioengine.transport.addresses.os.access", lambda *_: False)
     with pytest.raises(EngineStartupError, match=r"the engine has no place for its sockets: .* set TMPDIR"):
         await Frontend().supervisor.start()
@@ -464,7 +464,7 @@ async def test_a_start_without_a_directory_for_sockets_fails_by_name(monkeypatch
 
 
 @launchers
-async def test_the_end_is_quick_and_quiet_and_may_be_repeated(launcher: str, capfd: pytest.CaptureFixture[str]) -> None:
+async def test_stop_is_fast_and_silent_and_may_be_repeated(launcher: str, capfd: pytest.CaptureFixture[str]) -> None:
     await Frontend(launcher=launcher).supervisor.stop(1.0)  # never started
     frontend = Frontend(fake_settings(step_time_s=0.01), launcher=launcher)
     await frontend.supervisor.start()
@@ -485,7 +485,7 @@ async def test_the_end_is_quick_and_quiet_and_may_be_repeated(launcher: str, cap
 
 
 @process
-async def test_a_child_that_does_not_listen_is_killed() -> None:
+async def test_child_that_ignores_sigterm_is_killed() -> None:
     frontend = Frontend()
     await frontend.supervisor.start()
     for child in children_of(frontend):
@@ -497,7 +497,7 @@ async def test_a_child_that_does_not_listen_is_killed() -> None:
 
 
 @process
-def test_an_engine_can_be_ended_without_its_loop() -> None:
+def test_engine_can_be_killed_without_its_loop() -> None:
 
     async def begin() -> Frontend:
         frontend = Frontend()
@@ -512,7 +512,7 @@ def test_an_engine_can_be_ended_without_its_loop() -> None:
 
 
 @process
-async def test_starting_and_stopping_many_times_leaves_nothing() -> None:
+async def test_starting_and_stopping_many_times_leaks_nothing() -> None:
     async def cycle() -> None:
         async with Frontend() as frontend:
             frontend.submit(1)
@@ -545,7 +545,7 @@ def build_and_log(settings: Settings, report: Callable[[Progress], None]) -> Fak
 
 
 @process
-async def test_log_records_come_from_the_parent_s_loggers_and_not_too_many(
+async def test_log_records_are_forwarded_to_the_parent_up_to_a_rate(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async with Frontend(fake_settings(factory=factory_of("build_and_log"))):
@@ -558,7 +558,7 @@ async def test_log_records_come_from_the_parent_s_loggers_and_not_too_many(
 
 
 @process
-async def test_an_idle_engine_rests() -> None:
+async def test_idle_engine_uses_no_cpu_time() -> None:
     async with Frontend() as frontend:
         frontend.submit(1)
         await frontend.finished(1)
@@ -572,7 +572,7 @@ async def test_an_idle_engine_rests() -> None:
 
 @pytest.mark.parametrize("num_turns", range(8))
 @pytest.mark.parametrize("place_of_child", [0, 1])
-async def test_a_task_ends_when_asked_also_while_a_message_comes(place_of_child: int, num_turns: int) -> None:
+async def test_inline_child_ends_while_a_message_arrives(place_of_child: int, num_turns: int) -> None:
     async with Frontend(launcher="inline") as frontend:
         await asyncio.sleep(0.02)  # both wait for messages
         frontend.submit(1, num_tokens=3000)
@@ -585,8 +585,8 @@ async def test_a_task_ends_when_asked_also_while_a_message_comes(place_of_child:
         assert child.exit_code == 0
 
 
-async def test_a_replacement_that_fails_in_an_unforeseen_way_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else whoever waits would wait for ever."""
+async def test_unexpected_exception_in_a_replacement_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise calls would wait forever."""
 
     async def launch(_: object) -> NoReturn:
         raise ZeroDivisionError("unforeseen")
@@ -604,9 +604,7 @@ async def test_a_replacement_that_fails_in_an_unforeseen_way_ends_the_engine(mon
 
 @process
 @pytest.mark.parametrize("end", ["AsyncZmqSender", "AsyncZmqReceiver"])
-async def test_sockets_that_cannot_be_opened_are_the_error_of_the_start(
-    end: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_sockets_that_cannot_be_opened_fail_the_start(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> NoReturn:
         raise ZmqError(errno.EMFILE)
 

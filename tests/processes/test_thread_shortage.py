@@ -1,4 +1,4 @@
-"""A system that allows no more threads: a named error or another try, at any point, and nothing is left."""
+"""If the system allows no more threads, a start fails or is tried again, and nothing is left."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.process
 
 
 class Shortage:
-    """Lets ``num_left`` threads start and no more, until it is over."""
+    """Lets only ``num_left`` threads start."""
 
     def __init__(self, patch: pytest.MonkeyPatch, num_left: int) -> None:
         self.num_left = num_left
@@ -41,13 +41,13 @@ class Shortage:
 
 
 def held() -> tuple[int, int, int]:
-    """Descriptors, threads and children of this process."""
+    """Return the numbers of descriptors, threads and children of this process."""
     gc.collect()
     return len(os.listdir("/proc/self/fd")), threading.active_count(), len(psutil.Process().children())
 
 
 @pytest.mark.parametrize("face", ["asynchronous", "synchronous"])
-def test_a_start_with_too_few_threads_is_an_error_and_leaves_nothing(
+def test_start_with_too_few_threads_is_an_error_and_leaves_nothing(
     face: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))

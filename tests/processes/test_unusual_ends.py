@@ -1,4 +1,4 @@
-"""Engines that end from the wrong thread, half-way, or forgotten: nothing waits for ever, and nothing is left."""
+"""Engines that are shut down on other threads, half-way, or never. No call waits forever, and nothing is left."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LONG = {"max_new_tokens": 1000}
 
 
 def read_batch(llm: Engine, outcome: list[object], **options: object) -> None:
-    """What a batch of thousands of rows comes to."""
+    """Return the result of a batch of thousands of rows."""
     try:
         found = llm.generate(["a"] * NUM_ROWS, LONG, **options)  # type: ignore[call-overload]
         outcome += [error for error in found if isinstance(error, Exception)]
@@ -88,7 +88,7 @@ def test_end_on_the_loop_thread_ends_all_rows(end: str, options: dict[str, objec
 
 
 @pytest.mark.parametrize("how", ["cancelled", "no time"])
-async def test_a_shutdown_that_is_cancelled_before_its_first_step_ends_every_call(how: str) -> None:
+async def test_shutdown_that_is_cancelled_before_its_first_step_ends_every_call(how: str) -> None:
     engine = fake_async_engine()
     await engine.start()
     calls = [engine.async_generate("a", LONG), engine.async_generate("a", LONG, stream=True)]
@@ -134,7 +134,7 @@ async def ignore_cancellation(is_over: asyncio.Event) -> None:
 
 
 @pytest.mark.parametrize("method", ["stop", "wait"])
-async def test_a_task_that_does_not_end_is_given_up(
+async def test_task_that_does_not_end_is_given_up(
     method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tasks, "STOP_TIMEOUT_S", 0.05)
@@ -151,7 +151,7 @@ async def test_a_task_that_does_not_end_is_given_up(
     assert failures == []
 
 
-async def test_a_task_is_cancelled_from_another_thread_at_once() -> None:
+async def test_task_is_cancelled_from_another_thread_at_once() -> None:
     failures = list[EngineDeadError]()
     task = EngineTask(asyncio.sleep(60), name="aioengine-work", on_failure=failures.append)
     asyncio.get_running_loop().set_debug(True)  # in which tasks refuse other threads
@@ -191,7 +191,7 @@ async def test_signal_handler_may_poll_a_child_during_a_poll(monkeypatch: pytest
 
 
 async def started(*, has_stream: bool) -> tuple[weakref.ref[AsyncEngine], list[psutil.Process]]:
-    """An engine that nobody refers to."""
+    """Start an engine, and return no reference to it."""
     engine = fake_async_engine(processes=True)
     await engine.start()
     if has_stream:
@@ -209,7 +209,7 @@ def assert_gone(children: list[psutil.Process]) -> None:
 @pytest.mark.filterwarnings("ignore:.*was not shut down:ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("has_stream", [False, True])
-async def test_an_engine_that_is_forgotten_on_its_running_loop_is_collected(has_stream: bool) -> None:
+async def test_engine_that_is_forgotten_on_its_running_loop_is_collected(has_stream: bool) -> None:
     num_fds = len(os.listdir("/proc/self/fd"))
     forgotten, children = await started(has_stream=has_stream)
     gc.collect()
@@ -223,8 +223,8 @@ async def test_an_engine_that_is_forgotten_on_its_running_loop_is_collected(has_
 @pytest.mark.filterwarnings("ignore:.*was not shut down:ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("is_closed", [True, False])
-def test_an_engine_that_is_forgotten_with_its_loop_is_collected(is_closed: bool) -> None:
-    """Also where a task still waits for its answer."""
+def test_engine_that_is_forgotten_with_its_loop_is_collected(is_closed: bool) -> None:
+    """Also if a task still waits for its answer."""
 
     async def main() -> tuple[weakref.ref[AsyncEngine], list[psutil.Process]]:
         engine = fake_async_engine(processes=True, step_time_s=0.01)
@@ -245,7 +245,7 @@ def test_an_engine_that_is_forgotten_with_its_loop_is_collected(is_closed: bool)
 
 
 async def died() -> weakref.ref[AsyncEngine]:
-    """An engine that died and that nobody refers to."""
+    """Let an engine die, and return no reference to it."""
     engine = fake_async_engine(processes=True, max_restarts=0)
     await engine.start()
     call = engine.async_generate("a", LONG)
@@ -262,7 +262,7 @@ async def died() -> weakref.ref[AsyncEngine]:
 @process
 @pytest.mark.filterwarnings("ignore:.*was not shut down:ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-async def test_an_engine_that_died_is_collected_without_a_shutdown() -> None:
+async def test_engine_that_died_is_collected_without_a_shutdown() -> None:
     num_fds = len(os.listdir("/proc/self/fd"))
     forgotten = await died()
 
@@ -318,7 +318,7 @@ def program(text: str, place: Path) -> subprocess.Popen[str]:
 
 @process
 @pytest.mark.parametrize("name", STARTS)
-def test_a_program_ends_soon_although_an_engine_starts(name: str, tmp_path: Path) -> None:
+def test_program_ends_soon_although_an_engine_starts(name: str, tmp_path: Path) -> None:
     running = program(STARTS[name] + "\ntime.sleep(1.5)\nprint('over', flush=True)", tmp_path)
     assert running.stdout is not None
     while (line := running.stdout.readline()) not in ("over\n", ""):
@@ -372,7 +372,7 @@ sys.exit(0)
 
 @process
 @pytest.mark.parametrize("name", FORKS)
-def test_a_fork_removes_nothing_of_its_parent_s(name: str, tmp_path: Path) -> None:
+def test_fork_removes_no_files_of_its_parent(name: str, tmp_path: Path) -> None:
     text = f"""
 llm = fake_engine(processes=True)
 pid = os.fork()
@@ -412,7 +412,7 @@ for end in 3 * [lambda loop: loop.stop(), lambda loop: [task.cancel() for task i
 
 @process
 def test_threads_that_shut_down_while_the_loop_ends_close_everything_once(tmp_path: Path) -> None:
-    """libzmq ends the program where two threads close the same sockets."""
+    """libzmq aborts the program if two threads close the same sockets."""
     running = program(SHUTDOWNS, tmp_path)
     _, err = running.communicate(timeout=90)
     assert (running.returncode, err) == (0, "")
@@ -452,7 +452,7 @@ def test_ctrl_c_anywhere_in_a_constructor_leaves_nothing_that_runs() -> None:
 def test_interrupts_of_a_failed_constructor_leave_nothing_that_runs(
     place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that comes while what was started is ended, at the first of many places."""
+    """The interrupt arrives while the started parts are closed, at one of many places."""
     before = set(threading.enumerate())
     injected = RaiseAtCall(place, sync.__file__, portal.__file__, weakref.__file__)
 

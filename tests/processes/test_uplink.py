@@ -1,4 +1,4 @@
-"""What a child says beside its results: in order, from one thread, and not too much."""
+"""Messages of a child beside its results: in order, from one thread, with a maximum rate."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Sent:
-    """A sender that keeps what is sent, and by which thread."""
+    """A sender that records messages and their threads."""
 
     def __init__(self) -> None:
         self.frames: list[list[Message]] = []
@@ -33,7 +33,7 @@ class Sent:
 
 @pytest.fixture
 def logger() -> Iterator[logging.Logger]:
-    """The package's logger, as it was again after the test."""
+    """The package's logger. It is restored after the test."""
     logger = logging.getLogger("aioengine")
     handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
     yield logger
@@ -46,7 +46,7 @@ def progress(done: int) -> Progress:
     return Progress("weights", done, 9)
 
 
-def test_other_threads_wait_for_the_main_one() -> None:
+def test_messages_of_other_threads_wait_for_the_main_thread() -> None:
     sent = Sent()
     uplink = Uplink(sent)
     uplink.post(progress(1))
@@ -60,7 +60,7 @@ def test_other_threads_wait_for_the_main_one() -> None:
     assert sent.threads == {threading.get_ident()}
 
 
-def test_records_go_to_the_frontend_alone(logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_records_go_only_to_the_frontend(logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
     sent = Sent()
     forward_logs(Uplink(sent), "warning")
     logging.getLogger("aioengine.runner").warning("%d pages", 5)
@@ -70,7 +70,7 @@ def test_records_go_to_the_frontend_alone(logger: logging.Logger, capsys: pytest
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_flood_of_records_is_cut_and_counted(monkeypatch: pytest.MonkeyPatch, logger: logging.Logger) -> None:
+def test_too_many_log_records_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch, logger: logging.Logger) -> None:
     now = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     sent = Sent()

@@ -275,8 +275,11 @@ class CallLifecycle:
         now = time.monotonic()
         with self._lock:
             rows = [row for row in call.live.values() if which in (None, "total") or row.first_token is None]
-            if which == "queue":
-                rows = self._surely_waiting(rows, call.called_at)
+            if which == "queue" and rows:
+                # The scheduler checks deadlines between steps. A row certainly waits if no step has ended since the
+                # call, and the steps that run now do not compute it.
+                computed = self._computed_since(call.called_at)
+                rows = [] if computed is None else [row for row in rows if row.uid not in computed]
             for row in rows:
                 call.end_row(row, End(row.uid, code, which, ended_at=now), now)
                 self._end_row(row, now)
@@ -286,11 +289,3 @@ class CallLifecycle:
         if uids:
             self._send([Abort(uids, code)])
         self.settle(call)
-
-    def _surely_waiting(self, rows: list[CallRow], since: float) -> list[CallRow]:
-        """Return the rows that were surely not admitted: no step has ended since then, and they are in none now.
-
-        A scheduler that ends steps checks the deadlines itself between them.
-        """
-        computed = self._computed_since(since) if rows else None
-        return [] if computed is None else [row for row in rows if row.uid not in computed]

@@ -131,7 +131,10 @@ class PromptImages:
         """
         prompt, began_at = call.num_started // call.request.num_samples, time.monotonic()
         try:
-            sources = self._sources_of(call, prompt, encoded)
+            sources: tuple[ImageSource, ...] = ()
+            if not isinstance(call.request.prompts[prompt], Exception):
+                in_messages = encoded.images if isinstance(encoded, ChatIds) else ()
+                sources = self.sources(call.request, prompt, in_messages)
             if isinstance(encoded, list):
                 if sources and self.placeholder_id not in encoded:
                     images = checks.counted(len(sources), "image")
@@ -151,11 +154,6 @@ class PromptImages:
             done(prompt_images.error or self._placed(encoded, prompt_images), time.monotonic() - began_at)
 
         prompt_images.when_over(prepared)
-
-    def _sources_of(self, call: Call, prompt: int, encoded: Encoded) -> tuple[ImageSource, ...]:
-        if isinstance(call.request.prompts[prompt], Exception):
-            return ()
-        return self.sources(call.request, prompt, encoded.images if isinstance(encoded, ChatIds) else ())
 
     def _begin(self, call: Call, prompt: int, sources: tuple[ImageSource, ...]) -> ImagesOfPrompt:
         held = self._held.setdefault(call, {})

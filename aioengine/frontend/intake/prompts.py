@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final, Protocol, Self, cast, runtime_checkable
+from typing import TYPE_CHECKING, Final, Self, cast
 from uuid import uuid4
 
 from msgspec import Struct, ValidationError, convert
@@ -255,16 +255,11 @@ Prompt = TextPrompt | ChatPrompt | IdsPrompt | PooledPrompt
 """The prompt of a row. Until ``is_checked``, the tokenizer's thread must call ``checked()``."""
 
 
-@runtime_checkable
-class _Sliced(Protocol):
-    def __getitem__(self, key: slice, /) -> object: ...
-
-
 def _slice(name: str, given: object, start: int, stop: int | None = None) -> object:
     """Return some entries of a list, tuple or array. An array is cut before it is converted, which may take long."""
-    if isinstance(given, list | tuple) or not isinstance(given, checks.Array) or not isinstance(given, _Sliced):
-        return checks.sequence(name, given, allowed=IDS)[start:stop]
-    return given[start:stop]
+    if isinstance(given, checks.Array) and not isinstance(given, list | tuple) and hasattr(given, "__getitem__"):
+        return cast("Sequence[object]", given)[start:stop]
+    return checks.sequence(name, given, allowed=IDS)[start:stop]
 
 
 def _let_others_run() -> None:

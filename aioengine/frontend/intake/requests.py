@@ -361,7 +361,7 @@ def complete(
     """
     request.num_prompts = len(request.values)
     if isinstance(sampling_params, list | tuple):
-        request.given_params = _params_list(cast("object", sampling_params), request)
+        request.given_params = list_for("sampling_params", cast("object", sampling_params), request, one="dict")
         request.num_samples = _num_samples(request.given_params)
     else:
         params = SamplingParams.parse(cast("Sampled | None", sampling_params))
@@ -373,17 +373,6 @@ def complete(
         _set_options(request, options)
     request.check_more()
     return request
-
-
-def _params_list(value: object, request: CallRequest) -> list[object]:
-    """Return the list of sampling parameters, one per prompt."""
-    if not request.is_batch:
-        raise TypeError("sampling_params is a list, but there is one prompt; give a list of prompts, or one dict")
-    entries = checks.items("sampling_params", value, checks.MAX_COUNT)
-    if len(entries) != request.num_prompts:
-        count, prompts = checks.counted(len(entries), "entry", "entries"), checks.counted(request.num_prompts, "prompt")
-        raise ValueError(f"sampling_params has {count} for {prompts}; give one for each")
-    return entries
 
 
 def _num_samples(params: Sequence[object]) -> int:
@@ -404,7 +393,8 @@ def _set_options(request: CallRequest, options: Mapping[str, object]) -> None:
     elif rid is not None:
         request.rid = _rid(rid)
     request.priority = 0 if priority is None else checks.whole("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
-    request.tenant = _tenant(options.get("tenant"))
+    if (tenant := options.get("tenant")) is not None:
+        request.tenant = checks.text("tenant", tenant, max_bytes=checks.MAX_TENANT_BYTES)
     request.timeouts = {key: value for key, name in _TIMEOUTS if (value := _timeout(name, options)) is not None}
     request.refuses_late = checks.switch("refuse_late", options.get("refuse_late", False))
     request.resume_ttl_s = _timeout("resume_ttl", options)
@@ -486,10 +476,6 @@ def _processor(value: object) -> str:
     if value == "":
         raise ValueError("custom_logit_processor is empty; give the name of one, or leave it out for none")
     return "" if value is None else checks.text("custom_logit_processor", value)
-
-
-def _tenant(value: object) -> str:
-    return "" if value is None else checks.text("tenant", value, max_bytes=checks.MAX_TENANT_BYTES)
 
 
 def _timeout(name: str, options: Mapping[str, object]) -> float | None:

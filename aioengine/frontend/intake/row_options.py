@@ -68,19 +68,19 @@ class Rows(Protocol):
     def num_samples(self) -> int: ...
 
 
-def list_for(name: str, value: object, rows: Rows) -> list[object]:
-    """Return a list with one entry for each prompt.
+def list_for(name: str, value: object, rows: Rows, *, one: str = "") -> list[object]:
+    """Return a list with one entry for each prompt. ``one``: a word for a single value; "": the name.
 
     Raises:
         TypeError, ValueError: there is only one prompt, or the number of prompts differs.
     """
     if not rows.is_batch:
-        raise TypeError(f"{name} is a list, but there is one prompt; give a list of prompts, or one {name}")
-    found = checks.items(name, value, checks.MAX_COUNT)
-    if len(found) != rows.num_prompts:
-        entries = checks.counted(len(found), "entry", "entries")
+        raise TypeError(f"{name} is a list, but there is one prompt; give a list of prompts, or one {one or name}")
+    values = checks.items(name, value, checks.MAX_COUNT)
+    if len(values) != rows.num_prompts:
+        entries = checks.counted(len(values), "entry", "entries")
         raise ValueError(f"{name} has {entries} for {checks.counted(rows.num_prompts, 'prompt')}; give one for each")
-    return found
+    return values
 
 
 def per_prompt(
@@ -152,18 +152,13 @@ def logprob_options(options: Mapping[str, object], rows: Rows) -> LogprobOptions
         _option("return_text_in_logprobs", options, checks.switch, rows, default=False),
     )
     if options.get("return_logprob") is None:
-        _refuse_alone(found, options)
+        more = cast("tuple[PerPrompt[object], ...]", found[1:])
+        for option, off in zip(more, (-1, 0, (), False), strict=True):
+            if option.is_list or option.of(0) != off:
+                given = f"{option.name}={checks.shown(options[option.name])}"
+                raise ValueError(f"{given} is given without return_logprob; add return_logprob=True, or False for none")
     is_off = not found.wanted.is_list and not found.wanted.of(0)
     return None if is_off else found
-
-
-def _refuse_alone(found: LogprobOptions, options: Mapping[str, object]) -> None:
-    """Raise ValueError for a logprobs option without ``return_logprob``."""
-    more = cast("tuple[PerPrompt[object], ...]", found[1:])
-    for option, off in zip(more, (-1, 0, (), False), strict=True):
-        if option.is_list or option.of(0) != off:
-            given = f"{option.name}={checks.shown(options[option.name])}"
-            raise ValueError(f"{given} is given without return_logprob; add return_logprob=True, or False for none")
 
 
 class _Check(Protocol[Checked]):

@@ -81,25 +81,11 @@ def _entry(
 
 @triton.jit(do_not_specialize=["first_part", "slot_size", "num_tiles"])
 def _shrink_kernel(
-    x: tl.tensor,
-    pool: tl.tensor,
-    table: tl.tensor,
-    order: tl.tensor,
-    slots: tl.tensor,
-    partials: tl.tensor,
-    first_part: tl.tensor,
-    slot_size: tl.tensor,
-    num_tiles: tl.tensor,
-    SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_RANKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLIT: tl.constexpr,
-    MAX_RANK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WORDS: tl.constexpr,
-    IS_AHEAD: tl.constexpr,
-) -> None:
+    x: tl.tensor, pool: tl.tensor, table: tl.tensor, order: tl.tensor, slots: tl.tensor, partials: tl.tensor,
+    first_part: tl.tensor, slot_size: tl.tensor, num_tiles: tl.tensor,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_RANKS: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
+    MAX_RANK: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr, IS_AHEAD: tl.constexpr,
+) -> None:  # fmt: skip
     tile, split, number = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     CHUNKS: tl.constexpr = (MAX_RANK + BLOCK_RANKS - 1) // BLOCK_RANKS
     part = number // CHUNKS

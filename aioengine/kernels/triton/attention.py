@@ -149,18 +149,10 @@ class _Sizes(NamedTuple):
 
 @triton.jit
 def _attend_split(
-    queries: tl.tensor,
-    rotated: tl.tensor,
-    keys: tl.tensor,
-    values: tl.tensor,
-    page_ids: tl.tensor,
-    start: tl.tensor,
-    stop: tl.tensor,
-    last: tl.tensor,
-    first_seen: tl.tensor,
-    scale: tl.tensor,
+    queries: tl.tensor, rotated: tl.tensor, keys: tl.tensor, values: tl.tensor, page_ids: tl.tensor, start: tl.tensor,
+    stop: tl.tensor, last: tl.tensor, first_seen: tl.tensor, scale: tl.tensor,
     SIZES: tl.constexpr,
-) -> tl.tuple:
+) -> tl.tuple:  # fmt: skip
     """Return the state of each query row after positions start to stop (see ``nothing_attended``). A query row attends
     to positions up to ``last``. first_seen: the first position that any query row attends to.
     """
@@ -236,20 +228,10 @@ def tokens_of(
 
 @triton.jit(do_not_specialize_on_alignment=["query_starts", "page_starts", "last_lengths", "page_ids", "tiles"])
 def _attend_kernel(
-    q: tl.tensor,
-    keys: tl.tensor,
-    values: tl.tensor,
-    query_starts: tl.tensor,
-    page_starts: tl.tensor,
-    last_lengths: tl.tensor,
-    page_ids: tl.tensor,
-    tiles: tl.tensor,
-    out: tl.tensor,
-    sinks: tl.tensor,
-    scale: tl.tensor,
-    SIZES: tl.constexpr,
-    IN_SPLITS: tl.constexpr,
-) -> None:
+    q: tl.tensor, keys: tl.tensor, values: tl.tensor, query_starts: tl.tensor, page_starts: tl.tensor,
+    last_lengths: tl.tensor, page_ids: tl.tensor, tiles: tl.tensor, out: tl.tensor, sinks: tl.tensor, scale: tl.tensor,
+    SIZES: tl.constexpr, IN_SPLITS: tl.constexpr,
+) -> None:  # fmt: skip
     TOKENS: tl.constexpr = SIZES.rows // SIZES.group
     tile_start, first_token, count, first_page, length = tokens_of(
         tiles, tl.program_id(0), query_starts, page_starts, last_lengths, SIZES.page_size
@@ -285,19 +267,11 @@ def _attend_kernel(
     do_not_specialize_on_alignment=["page_starts", "last_lengths", "page_ids"],
 )
 def _splits_kernel(
-    q: tl.tensor,
-    keys: tl.tensor,
-    values: tl.tensor,
-    page_starts: tl.tensor,
-    last_lengths: tl.tensor,
-    page_ids: tl.tensor,
-    split_sums: tl.tensor,
-    split_marks: tl.tensor,
-    scale: tl.tensor,
-    max_splits: tl.tensor,
+    q: tl.tensor, keys: tl.tensor, values: tl.tensor, page_starts: tl.tensor, last_lengths: tl.tensor,
+    page_ids: tl.tensor, split_sums: tl.tensor, split_marks: tl.tensor, scale: tl.tensor, max_splits: tl.tensor,
     num_programs: tl.tensor,
     SIZES: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     first_page, length = pages_of(row, page_starts, last_lengths, SIZES.page_size)
     members = tl.arange(0, SIZES.rows)
@@ -322,15 +296,10 @@ def _splits_kernel(
 
 @triton.jit(do_not_specialize=["max_splits"], do_not_specialize_on_alignment=["page_starts", "last_lengths"])
 def _merge_kernel(
-    split_sums: tl.tensor,
-    split_marks: tl.tensor,
-    page_starts: tl.tensor,
-    last_lengths: tl.tensor,
-    out: tl.tensor,
-    sinks: tl.tensor,
-    max_splits: tl.tensor,
+    split_sums: tl.tensor, split_marks: tl.tensor, page_starts: tl.tensor, last_lengths: tl.tensor, out: tl.tensor,
+    sinks: tl.tensor, max_splits: tl.tensor,
     SIZES: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     _, length = pages_of(row, page_starts, last_lengths, SIZES.page_size)
     heads = tl.program_id(1) * MERGED_HEADS + tl.arange(0, MERGED_HEADS)

@@ -60,18 +60,10 @@ def _past_inputs(
 
 @triton.jit
 def _step_kernel(
-    x: tl.tensor,
-    weight: tl.tensor,
-    state: tl.tensor,
-    slots: tl.tensor,
-    starts: tl.tensor,
-    bias: tl.tensor,
-    out: tl.tensor,
-    x_stride: tl.tensor,
-    num_channels: tl.tensor,
-    WIDTH: tl.constexpr,
-    SILU: tl.constexpr,
-) -> None:
+    x: tl.tensor, weight: tl.tensor, state: tl.tensor, slots: tl.tensor, starts: tl.tensor, bias: tl.tensor,
+    out: tl.tensor, x_stride: tl.tensor, num_channels: tl.tensor,
+    WIDTH: tl.constexpr, SILU: tl.constexpr,
+) -> None:  # fmt: skip
     """Compute one token of a row. Each thread only reads and writes the state of its own channels."""
     row = tl.program_id(0).to(tl.int64)
     channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
@@ -93,20 +85,10 @@ def _step_kernel(
 
 @triton.jit
 def _block_kernel(
-    x: tl.tensor,
-    weight: tl.tensor,
-    state: tl.tensor,
-    slots: tl.tensor,
-    starts: tl.tensor,
-    ends: tl.tensor,
-    blocks: tl.tensor,
-    bias: tl.tensor,
-    out: tl.tensor,
-    x_stride: tl.tensor,
-    num_channels: tl.tensor,
-    WIDTH: tl.constexpr,
-    SILU: tl.constexpr,
-) -> None:
+    x: tl.tensor, weight: tl.tensor, state: tl.tensor, slots: tl.tensor, starts: tl.tensor, ends: tl.tensor,
+    blocks: tl.tensor, bias: tl.tensor, out: tl.tensor, x_stride: tl.tensor, num_channels: tl.tensor,
+    WIDTH: tl.constexpr, SILU: tl.constexpr,
+) -> None:  # fmt: skip
     """Compute a block of tokens of a row. Does not change states, because other programs read them too."""
     block = tl.program_id(0)
     row = tl.load(blocks + 2 * block)
@@ -135,15 +117,10 @@ def _block_kernel(
 
 @triton.jit
 def _state_kernel(
-    x: tl.tensor,
-    state: tl.tensor,
-    slots: tl.tensor,
-    starts: tl.tensor,
-    ends: tl.tensor,
-    x_stride: tl.tensor,
+    x: tl.tensor, state: tl.tensor, slots: tl.tensor, starts: tl.tensor, ends: tl.tensor, x_stride: tl.tensor,
     num_channels: tl.tensor,
     WIDTH: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Store the last inputs of a row in its state. The remaining old inputs move towards the start, oldest first."""
     row = tl.program_id(0).to(tl.int64)
     channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)

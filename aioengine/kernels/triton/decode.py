@@ -58,15 +58,9 @@ class DecodeRows:
 
 @triton.jit
 def _finish(
-    state: tl.tuple,
-    out: tl.tensor,
-    out_heads: tl.tensor,
-    is_member: tl.tensor,
-    other: tl.tensor,
-    other_weights: tl.tensor,
-    sinks: tl.tensor,
-    heads: tl.tensor,
-) -> None:
+    state: tl.tuple, out: tl.tensor, out_heads: tl.tensor, is_member: tl.tensor, other: tl.tensor,
+    other_weights: tl.tensor, sinks: tl.tensor, heads: tl.tensor,
+) -> None:  # fmt: skip
     """Store the attention result, after merging it with ``other`` and with the sinks if there are any."""
     if sinks is not None:
         state = with_sinks(state, sinks, heads, is_member)
@@ -84,30 +78,12 @@ def _finish(
 
 @triton.jit(do_not_specialize_on_alignment=["page_starts", "page_ids", "splits", "num_done"])
 def _decode_kernel(
-    q: tl.tensor,
-    keys: tl.tensor,
-    values: tl.tensor,
-    page_starts: tl.tensor,
-    page_ids: tl.tensor,
-    splits: tl.tensor,
-    num_done: tl.tensor,
-    split_sums: tl.tensor,
-    split_marks: tl.tensor,
-    out: tl.tensor,
-    other: tl.tensor,
-    other_weights: tl.tensor,
-    sinks: tl.tensor,
-    max_splits: tl.tensor,
-    scale: tl.tensor,
-    TOKEN_STRIDE: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CAP: tl.constexpr,
-) -> None:
+    q: tl.tensor, keys: tl.tensor, values: tl.tensor, page_starts: tl.tensor, page_ids: tl.tensor, splits: tl.tensor,
+    num_done: tl.tensor, split_sums: tl.tensor, split_marks: tl.tensor, out: tl.tensor, other: tl.tensor,
+    other_weights: tl.tensor, sinks: tl.tensor, max_splits: tl.tensor, scale: tl.tensor,
+    TOKEN_STRIDE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, ROWS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr,
+) -> None:  # fmt: skip
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     PAGE_STRIDE: tl.constexpr = NUM_KV_HEADS * PAGE_SIZE * HEAD_SIZE
     head, split = tl.program_id(0), splits + tl.program_id(1)

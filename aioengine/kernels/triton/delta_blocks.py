@@ -45,8 +45,8 @@ def load_gates(
     steps: tl.tensor, scores: tl.tensor, places: tl.tensor, inside: tl.tensor, rate: tl.tensor, bias: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return log(decay) and beta; both are 0 where not ``inside``."""
-    given = tl.load(scores + places, mask=inside, other=0.0)
-    beta = (1.0 / (1.0 + tl.exp(-given.to(tl.float32)))).to(given.dtype).to(tl.float32)
+    score = tl.load(scores + places, mask=inside, other=0.0)
+    beta = (1.0 / (1.0 + tl.exp(-score.to(tl.float32)))).to(score.dtype).to(tl.float32)
     step = tl.load(steps + places, mask=inside, other=0.0).to(tl.float32) + bias
     step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
     return tl.where(inside, -tl.exp(rate) * step, 0.0), tl.where(inside, beta, 0.0)
@@ -61,18 +61,10 @@ def decayed(products: tl.tensor, total: tl.tensor, is_chosen: tl.tensor) -> tl.t
 
 @triton.jit
 def load_matrix(
-    state: tl.tensor,
-    slots: tl.tensor,
-    starts: tl.tensor,
-    row: tl.tensor,
-    num_heads: tl.tensor,
-    head: tl.tensor,
-    keys: tl.tensor,
-    values: tl.tensor,
-    is_value: tl.tensor,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
+    state: tl.tensor, slots: tl.tensor, starts: tl.tensor, row: tl.tensor, num_heads: tl.tensor, head: tl.tensor,
+    keys: tl.tensor, values: tl.tensor, is_value: tl.tensor,
+    KEYS: tl.constexpr, VALUES: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """Return pointers to the elements [keys, values] of a head's state matrix, and the elements. They are 0 if the row
     starts at position 0, and outside of the head size.
     """
@@ -226,9 +218,9 @@ def _rows_kernel(
         weights = tl.load(weights, mask=is_token[:, None], other=0.0).to(PRODUCT)
         before = matrix.to(PRODUCT)
         written = u.to(tl.float32) - tl.dot(w, before, input_precision="tf32")
-        found = tl.dot(q, before, input_precision="tf32") * read[:, None]
-        found = tl.dot(weights, written.to(PRODUCT), found, input_precision="tf32")
-        tl.store(out + heads * VALUES + to_value, found.to(out.dtype.element_ty), mask=is_here)
+        result = tl.dot(q, before, input_precision="tf32") * read[:, None]
+        result = tl.dot(weights, written.to(PRODUCT), result, input_precision="tf32")
+        tl.store(out + heads * VALUES + to_value, result.to(out.dtype.element_ty), mask=is_here)
         matrix *= tl.load(factors + 2 * num_factors + first)
         matrix = tl.dot(tl.trans(k), (written * left[:, None]).to(PRODUCT), matrix, input_precision="tf32")
     tl.store(places, matrix, mask=(keys < KEYS)[:, None] & is_value[None, :])

@@ -51,31 +51,13 @@ def _loaded(pointers: tl.tensor, inside: tl.tensor, HAS_MASK: tl.constexpr) -> t
     do_not_specialize_on_alignment=["query_starts", "page_starts", "last_lengths", "tiles"],
 )
 def _attend_kernel(
-    q: tl.tensor,
-    expanded: tl.tensor,
-    rotated: tl.tensor,
-    query_starts: tl.tensor,
-    page_starts: tl.tensor,
-    last_lengths: tl.tensor,
-    tiles: tl.tensor,
-    out: tl.tensor,
-    scale: tl.tensor,
-    first_page: tl.tensor,
+    q: tl.tensor, expanded: tl.tensor, rotated: tl.tensor, query_starts: tl.tensor, page_starts: tl.tensor,
+    last_lengths: tl.tensor, tiles: tl.tensor, out: tl.tensor, scale: tl.tensor, first_page: tl.tensor,
     stride: tl.tensor,
-    Q_TOKEN: tl.constexpr,
-    Q_HEAD: tl.constexpr,
-    OUT_TOKEN: tl.constexpr,
-    ROTATED_STRIDE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    KEY_SIZE: tl.constexpr,
-    ROTATED_SIZE: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    KEY_COLUMNS: tl.constexpr,
-    MORE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    Q_TOKEN: tl.constexpr, Q_HEAD: tl.constexpr, OUT_TOKEN: tl.constexpr, ROTATED_STRIDE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, KEY_SIZE: tl.constexpr, ROTATED_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    KEY_COLUMNS: tl.constexpr, MORE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     head = tl.program_id(0)
     tile_start, first_token, count, row_page, length = tokens_of(
         tiles, tl.program_id(1), query_starts, page_starts, last_lengths, PAGE_SIZE
@@ -154,7 +136,7 @@ def _num_stages(tile: AttentionTile, query_columns: int, columns: int, itemsize:
 
 @lru_cache(maxsize=1)
 def _shared_bytes() -> int:
-    """Return the shared memory of a program; without a GPU, that of Hopper."""
+    """Return the shared memory per program in bytes; without a GPU, the value of Hopper."""
     if not torch.cuda.is_available():
         return HOPPER_BYTES
     return int(torch.cuda.get_device_properties().shared_memory_per_block_optin)

@@ -37,27 +37,12 @@ def _unit(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _scan_kernel(
-    channels: tl.tensor,
-    steps: tl.tensor,
-    scores: tl.tensor,
-    log_rates: tl.tensor,
-    biases: tl.tensor,
-    state: tl.tensor,
-    slots: tl.tensor,
-    starts: tl.tensor,
-    ends: tl.tensor,
-    out: tl.tensor,
-    num_channels: tl.tensor,
-    gate_stride: tl.tensor,
-    num_heads: tl.tensor,
-    scale: tl.tensor,
-    GROUP: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    channels: tl.tensor, steps: tl.tensor, scores: tl.tensor, log_rates: tl.tensor, biases: tl.tensor, state: tl.tensor,
+    slots: tl.tensor, starts: tl.tensor, ends: tl.tensor, out: tl.tensor, num_channels: tl.tensor,
+    gate_stride: tl.tensor, num_heads: tl.tensor, scale: tl.tensor,
+    GROUP: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     MOST: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     head = tl.program_id(1)
     row = tl.program_id(2)
     keys = tl.arange(0, BLOCK_K)
@@ -93,27 +78,21 @@ def _scan_kernel(
 
 @triton.jit
 def _norm_kernel(
-    heads: tl.tensor,
-    gates: tl.tensor,
-    weight: tl.tensor,
-    epsilon: tl.tensor,
-    out: tl.tensor,
-    gate_stride: tl.tensor,
+    heads: tl.tensor, gates: tl.tensor, weight: tl.tensor, epsilon: tl.tensor, out: tl.tensor, gate_stride: tl.tensor,
     num_heads: tl.tensor,
-    VALUES: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    VALUES: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     values = tl.arange(0, BLOCK)[None, :]
     inside = (head < num_heads) & (values < VALUES)
     places = (token * num_heads + head) * VALUES + values
-    given = tl.load(heads + places, mask=inside, other=0.0)
-    wide = given.to(tl.float32)
+    loaded = tl.load(heads + places, mask=inside, other=0.0)
+    wide = loaded.to(tl.float32)
     inverse = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 1) / VALUES + tl.load(epsilon))
-    normed = (wide * inverse[:, None]).to(given.dtype) * tl.load(weight + values, mask=values < VALUES, other=0.0)
+    normed = (wide * inverse[:, None]).to(loaded.dtype) * tl.load(weight + values, mask=values < VALUES, other=0.0)
     gate = tl.load(gates + token * gate_stride + head * VALUES + values, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + places, (normed.to(tl.float32) * (gate / (1.0 + tl.exp(-gate)))).to(given.dtype), mask=inside)
+    tl.store(out + places, (normed.to(tl.float32) * (gate / (1.0 + tl.exp(-gate)))).to(loaded.dtype), mask=inside)
 
 
 _scan = KernelLauncher(_scan_kernel)

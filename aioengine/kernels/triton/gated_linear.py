@@ -59,19 +59,10 @@ def _store(
 
 @triton.jit(do_not_specialize=["num_rows"])  # row counts with the same programs share a specialization
 def _gated_kernel(
-    x: tl.tensor,
-    x_more: tl.tensor,
-    weight: tl.tensor,
-    out: tl.tensor,
-    num_rows: tl.tensor,
-    num_outputs: tl.tensor,
-    SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    MORE: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x: tl.tensor, x_more: tl.tensor, weight: tl.tensor, out: tl.tensor, num_rows: tl.tensor, num_outputs: tl.tensor,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, MORE: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     first = tl.program_id(0) * OUTPUTS
     start_next_and_wait()
     gate, up = tl.zeros((OUTPUTS, ROWS), tl.float32), tl.zeros((OUTPUTS, ROWS), tl.float32)

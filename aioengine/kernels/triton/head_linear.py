@@ -25,23 +25,11 @@ WIDE = 32, 32, 32, 4
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _matmul_kernel(
-    x: tl.tensor,
-    weight: tl.tensor,
-    out: tl.tensor,
-    num_rows: tl.tensor,
-    NUM_OUTPUTS: tl.constexpr,
-    SIZE: tl.constexpr,
-    X_ROW: tl.constexpr,
-    X_HEAD: tl.constexpr,
-    WEIGHT_HEAD: tl.constexpr,
-    WEIGHT_INPUT: tl.constexpr,
-    WEIGHT_OUTPUT: tl.constexpr,
-    OUT_ROW: tl.constexpr,
-    OUT_HEAD: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    x: tl.tensor, weight: tl.tensor, out: tl.tensor, num_rows: tl.tensor,
+    NUM_OUTPUTS: tl.constexpr, SIZE: tl.constexpr, X_ROW: tl.constexpr, X_HEAD: tl.constexpr, WEIGHT_HEAD: tl.constexpr,
+    WEIGHT_INPUT: tl.constexpr, WEIGHT_OUTPUT: tl.constexpr, OUT_ROW: tl.constexpr, OUT_HEAD: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     head = tl.program_id(2).to(tl.int64)

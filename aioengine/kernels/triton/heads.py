@@ -35,23 +35,10 @@ def rotated(low: tl.tensor, high: tl.tensor, cos: tl.tensor, sin: tl.tensor, HAL
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def _rotate_kernel(
-    heads: tl.tensor,
-    token_stride: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
-    query_weight: tl.tensor,
-    key_weight: tl.tensor,
-    epsilon: tl.tensor,
-    slots: tl.tensor,
-    keys: tl.tensor,
-    values: tl.tensor,
-    out: tl.tensor,
-    NUM_QUERY: tl.constexpr,
-    NUM_KV: tl.constexpr,
-    HALF: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-) -> None:
+    heads: tl.tensor, token_stride: tl.tensor, cos: tl.tensor, sin: tl.tensor, query_weight: tl.tensor,
+    key_weight: tl.tensor, epsilon: tl.tensor, slots: tl.tensor, keys: tl.tensor, values: tl.tensor, out: tl.tensor,
+    NUM_QUERY: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+) -> None:  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     columns = tl.arange(0, COLUMNS)
@@ -102,25 +89,11 @@ def _rotate_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def _write_kernel(
-    queries: tl.tensor,
-    query_token: tl.tensor,
-    query_head: tl.tensor,
-    new_keys: tl.tensor,
-    key_token: tl.tensor,
-    key_head: tl.tensor,
-    new_values: tl.tensor,
-    value_token: tl.tensor,
-    value_head: tl.tensor,
-    slots: tl.tensor,
-    keys: tl.tensor,
-    values: tl.tensor,
-    out: tl.tensor,
-    NUM_QUERY: tl.constexpr,
-    NUM_KV: tl.constexpr,
-    SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-) -> None:
+    queries: tl.tensor, query_token: tl.tensor, query_head: tl.tensor, new_keys: tl.tensor, key_token: tl.tensor,
+    key_head: tl.tensor, new_values: tl.tensor, value_token: tl.tensor, value_head: tl.tensor, slots: tl.tensor,
+    keys: tl.tensor, values: tl.tensor, out: tl.tensor,
+    NUM_QUERY: tl.constexpr, NUM_KV: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+) -> None:  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     if out is None:
@@ -153,21 +126,10 @@ def _rounded(wide: tl.tensor, like: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _rotate_qk_kernel(
-    queries: tl.tensor,
-    query_token: tl.tensor,
-    query_head: tl.tensor,
-    keys: tl.tensor,
-    key_token: tl.tensor,
-    key_head: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
-    out_queries: tl.tensor,
-    out_keys: tl.tensor,
-    NUM_QUERY: tl.constexpr,
-    NUM_KV: tl.constexpr,
-    HALF: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> None:
+    queries: tl.tensor, query_token: tl.tensor, query_head: tl.tensor, keys: tl.tensor, key_token: tl.tensor,
+    key_head: tl.tensor, cos: tl.tensor, sin: tl.tensor, out_queries: tl.tensor, out_keys: tl.tensor,
+    NUM_QUERY: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr,
+) -> None:  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     columns = tl.arange(0, COLUMNS)[None, :]

@@ -33,17 +33,9 @@ BAND = tl.constexpr(8)
 
 @triton.jit(do_not_specialize=["num_rows"])  # one specialization serves all counts
 def _matmul_kernel(
-    x: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    out: tl.tensor,
-    num_rows: tl.tensor,
-    num_outputs: tl.tensor,
-    SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, num_rows: tl.tensor, num_outputs: tl.tensor,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     row_tiles = tl.cdiv(num_rows, ROWS)
     band_size = BAND * tl.cdiv(num_outputs, OUTPUTS)
     first_tile = tl.program_id(0) // band_size * BAND

@@ -71,31 +71,13 @@ def part_size(length: tl.tensor, few_parts: tl.tensor, most_parts: tl.tensor, BL
     do_not_specialize_on_alignment=["page_starts", "last_lengths", "page_ids"],
 )
 def _parts_kernel(
-    latent: tl.tensor,
-    rotated: tl.tensor,
-    keys: tl.tensor,
-    page_starts: tl.tensor,
-    last_lengths: tl.tensor,
-    page_ids: tl.tensor,
-    part_sums: tl.tensor,
-    part_marks: tl.tensor,
-    out: tl.tensor,
-    scale: tl.tensor,
-    few_parts: tl.tensor,
-    most_parts: tl.tensor,
-    LATENT_ROW: tl.constexpr,
-    LATENT_HEAD: tl.constexpr,
-    ROTATED_ROW: tl.constexpr,
-    ROTATED_HEAD: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    KEY_SIZE: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    MORE: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    latent: tl.tensor, rotated: tl.tensor, keys: tl.tensor, page_starts: tl.tensor, last_lengths: tl.tensor,
+    page_ids: tl.tensor, part_sums: tl.tensor, part_marks: tl.tensor, out: tl.tensor, scale: tl.tensor,
+    few_parts: tl.tensor, most_parts: tl.tensor,
+    LATENT_ROW: tl.constexpr, LATENT_HEAD: tl.constexpr, ROTATED_ROW: tl.constexpr, ROTATED_HEAD: tl.constexpr,
+    NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr, MORE: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     row, part = tl.program_id(1).to(tl.int64), tl.program_id(2)
     first_page, length = pages_of(row, page_starts, last_lengths, PAGE_SIZE)
     size = part_size(length, few_parts, most_parts, BLOCK)
@@ -139,20 +121,11 @@ def _parts_kernel(
     do_not_specialize=["few_parts", "most_parts"], do_not_specialize_on_alignment=["page_starts", "last_lengths"]
 )
 def _merge_kernel(
-    part_sums: tl.tensor,
-    part_marks: tl.tensor,
-    page_starts: tl.tensor,
-    last_lengths: tl.tensor,
-    out: tl.tensor,
-    few_parts: tl.tensor,
-    most_parts: tl.tensor,
-    NUM_HEADS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    PARTS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    part_sums: tl.tensor, part_marks: tl.tensor, page_starts: tl.tensor, last_lengths: tl.tensor, out: tl.tensor,
+    few_parts: tl.tensor, most_parts: tl.tensor,
+    NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, PARTS: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1)
     _, length = pages_of(row, page_starts, last_lengths, PAGE_SIZE)

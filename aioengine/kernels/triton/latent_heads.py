@@ -42,28 +42,12 @@ def _store_key(
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def _heads_kernel(
-    q: tl.tensor,
-    latents: tl.tensor,
-    weight: tl.tensor,
-    epsilon: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
-    heads: tl.tensor,
-    slots: tl.tensor,
-    keys: tl.tensor,
-    Q_STRIDE: tl.constexpr,
-    LATENT_STRIDE: tl.constexpr,
-    OUT_STRIDE: tl.constexpr,
-    OUT_HEAD: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    QUERY_SIZE: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    HALF: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    COPIED: tl.constexpr,
-    KEEPS_KEY: tl.constexpr,
-) -> None:
+    q: tl.tensor, latents: tl.tensor, weight: tl.tensor, epsilon: tl.tensor, cos: tl.tensor, sin: tl.tensor,
+    heads: tl.tensor, slots: tl.tensor, keys: tl.tensor,
+    Q_STRIDE: tl.constexpr, LATENT_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, OUT_HEAD: tl.constexpr,
+    NUM_HEADS: tl.constexpr, QUERY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, HALF: tl.constexpr,
+    VALUE_COLUMNS: tl.constexpr, COLUMNS: tl.constexpr, COPIED: tl.constexpr, KEEPS_KEY: tl.constexpr,
+) -> None:  # fmt: skip
     PLAIN: tl.constexpr = QUERY_SIZE - 2 * HALF
     token = tl.program_id(0).to(tl.int64)
     cos, sin = cos + token * (2 * HALF), sin + token * (2 * HALF)

@@ -22,16 +22,9 @@ ROWS = tl.constexpr(16)
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _merge_kernel(
-    out: tl.tensor,
-    weights: tl.tensor,
-    other: tl.tensor,
-    other_weights: tl.tensor,
-    num_rows: tl.tensor,
-    NUM_HEADS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SINKS: tl.constexpr,
-) -> None:
+    out: tl.tensor, weights: tl.tensor, other: tl.tensor, other_weights: tl.tensor, num_rows: tl.tensor,
+    NUM_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, COLUMNS: tl.constexpr, SINKS: tl.constexpr,
+) -> None:  # fmt: skip
     """Merge ``other`` into the result of each head. SINKS: ``other_weights`` are sinks, whose values are 0."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     is_there = rows < num_rows

@@ -32,17 +32,9 @@ class PenalizedRows(NamedTuple):
 
 @triton.jit(do_not_specialize=["logits_stride", "counts_stride"])
 def _penalties_kernel(
-    logits: tl.tensor,
-    logits_stride: tl.tensor,
-    counts: tl.tensor,
-    counts_stride: tl.tensor,
-    rows: tl.tensor,
-    count_rows: tl.tensor,
-    frequencies: tl.tensor,
-    presences: tl.tensor,
-    repetitions: tl.tensor,
-    num_tokens: tl.tensor,
-) -> None:
+    logits: tl.tensor, logits_stride: tl.tensor, counts: tl.tensor, counts_stride: tl.tensor, rows: tl.tensor,
+    count_rows: tl.tensor, frequencies: tl.tensor, presences: tl.tensor, repetitions: tl.tensor, num_tokens: tl.tensor,
+) -> None:  # fmt: skip
     index = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     count_row = tl.load(count_rows + index).to(tl.int64)

@@ -70,19 +70,19 @@ def _route_kernel(
         chosen_by = tl.where(is_kept[:, None] > 0, chosen_by, float("-inf"))
     chosen_by, scores = tl.reshape(chosen_by, (GROUPS * PLACES,)), tl.reshape(scores, (GROUPS * PLACES,))
     lanes = tl.arange(0, LANES)
-    found, found_weights = tl.zeros((LANES,), tl.int32), tl.zeros((LANES,), tl.float32)
+    chosen, chosen_weights = tl.zeros((LANES,), tl.int32), tl.zeros((LANES,), tl.float32)
     for index in tl.static_range(TOP_K):
         weight, place = tl.max(chosen_by, 0, return_indices=True)  # ties go to the first
         is_best = tl.arange(0, GROUPS * PLACES) == place
         if bias is not None:
             weight = tl.sum(tl.where(is_best, scores, 0.0))
         chosen_by = tl.where(is_best, float("-inf"), chosen_by)
-        found = tl.where(lanes == index, place // PLACES * SIZE + place % PLACES, found)
-        found_weights = tl.where(lanes == index, weight, found_weights)
+        chosen = tl.where(lanes == index, place // PLACES * SIZE + place % PLACES, chosen)
+        chosen_weights = tl.where(lanes == index, weight, chosen_weights)
     if IS_NORMALIZED:
-        found_weights = found_weights / (tl.sum(found_weights) + 1e-20)
-    tl.store(experts + token * TOP_K + lanes, found, mask=lanes < TOP_K)
-    tl.store(weights + token * TOP_K + lanes, found_weights * SCALE, mask=lanes < TOP_K)
+        chosen_weights = chosen_weights / (tl.sum(chosen_weights) + 1e-20)
+    tl.store(experts + token * TOP_K + lanes, chosen, mask=lanes < TOP_K)
+    tl.store(weights + token * TOP_K + lanes, chosen_weights * SCALE, mask=lanes < TOP_K)
 
 
 @triton.jit

@@ -26,15 +26,10 @@ def rms_normed(x: tl.tensor, weight: tl.tensor, num_columns: tl.tensor, epsilon:
 
 @triton.jit
 def _norm_kernel(
-    delta: tl.tensor,
-    residual: tl.tensor,
-    weight: tl.tensor,
-    out: tl.tensor,
-    row_stride: tl.tensor,
-    num_columns: tl.tensor,
-    epsilon: tl.tensor,
+    delta: tl.tensor, residual: tl.tensor, weight: tl.tensor, out: tl.tensor, row_stride: tl.tensor,
+    num_columns: tl.tensor, epsilon: tl.tensor,
     BLOCK: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < num_columns
@@ -50,15 +45,10 @@ def _norm_kernel(
 
 @triton.jit
 def _norm_and_add_kernel(
-    delta: tl.tensor,
-    residual: tl.tensor,
-    post: tl.tensor,
-    pre: tl.tensor,
-    out: tl.tensor,
-    num_columns: tl.tensor,
+    delta: tl.tensor, residual: tl.tensor, post: tl.tensor, pre: tl.tensor, out: tl.tensor, num_columns: tl.tensor,
     epsilon: tl.tensor,
     BLOCK: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < num_columns
@@ -77,16 +67,9 @@ def _norm_and_add_kernel(
 
 @triton.jit
 def _layer_norm_kernel(
-    delta: tl.tensor,
-    residual: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    out: tl.tensor,
-    num_columns: tl.tensor,
-    EPSILON: tl.constexpr,
-    KEEPS_SUM: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    delta: tl.tensor, residual: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, num_columns: tl.tensor,
+    EPSILON: tl.constexpr, KEEPS_SUM: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < num_columns
@@ -152,8 +135,8 @@ def _gelu_kernel(x: tl.tensor, out: tl.tensor, size: tl.tensor, BLOCK: tl.conste
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = places < size
     start_next_and_wait()
-    given = tl.load(x + places, mask=inside, other=0.0)
-    tl.store(out + places, _gelu_of(given.to(tl.float32)).to(given.dtype), mask=inside)
+    loaded = tl.load(x + places, mask=inside, other=0.0)
+    tl.store(out + places, _gelu_of(loaded.to(tl.float32)).to(loaded.dtype), mask=inside)
 
 
 def _num_warps(block: int) -> int:

@@ -1,7 +1,7 @@
 """Sample token ids from logits on a GPU, without synchronizing with the host.
 
 The token of a row depends only on its logits, seed and position, because the summation order depends only on the
-vocabulary size. Truncation rules and random numbers are those of ``truncation`` and ``philox`` in ``runner.sampling``.
+vocabulary size. Truncation rules and random numbers equal ``truncation`` and ``philox`` in ``runner.sampling``.
 The probability mass is accumulated over blocks of ``BLOCK`` tokens, then within the chosen block.
 
 S rows, V vocabulary, B blocks.
@@ -77,16 +77,9 @@ def _larger(first: tl.tensor, second: tl.tensor) -> tl.tensor:
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["words", "indices"])
 def _blocks_kernel(
-    logits: tl.tensor,
-    row_stride: tl.tensor,
-    num_tokens: tl.tensor,
-    words: tl.tensor,
-    num_rows: tl.tensor,
-    maxima: tl.tensor,
-    argmax: tl.tensor,
-    sums: tl.tensor,
-    indices: tl.tensor,
-) -> None:
+    logits: tl.tensor, row_stride: tl.tensor, num_tokens: tl.tensor, words: tl.tensor, num_rows: tl.tensor,
+    maxima: tl.tensor, argmax: tl.tensor, sums: tl.tensor, indices: tl.tensor,
+) -> None:  # fmt: skip
     """Store for each block of a row its largest logit (NaN if it contains NaN), the mass relative to this logit, and in
     greedy rows the index of this logit.
     """
@@ -109,20 +102,11 @@ def _blocks_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["words", "out", "indices", "memory"])
 def _pick_kernel(
-    logits: tl.tensor,
-    row_stride: tl.tensor,
-    num_tokens: tl.tensor,
-    words: tl.tensor,
-    num_rows: tl.tensor,
-    maxima: tl.tensor,
-    argmax: tl.tensor,
-    sums: tl.tensor,
-    out: tl.tensor,
-    num_blocks: tl.tensor,
-    indices: tl.tensor,
+    logits: tl.tensor, row_stride: tl.tensor, num_tokens: tl.tensor, words: tl.tensor, num_rows: tl.tensor,
+    maxima: tl.tensor, argmax: tl.tensor, sums: tl.tensor, out: tl.tensor, num_blocks: tl.tensor, indices: tl.tensor,
     memory: tl.tensor,
     BLOCKS: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Store the token of a row: greedy or sampled. It is -1 if a logit is NaN or +inf, or if no logit is finite."""
     row = tl.program_id(0)
     blocks = tl.arange(0, BLOCKS)
@@ -206,20 +190,10 @@ def _border(
     do_not_specialize_on_alignment=["words", "rows", "top_ks", "top_ps", "min_ps", "out"],
 )
 def _truncated_kernel(
-    logits: tl.tensor,
-    row_stride: tl.tensor,
-    num_tokens: tl.constexpr,
-    words: tl.tensor,
-    num_rows: tl.tensor,
-    maxima: tl.tensor,
-    num_blocks: tl.tensor,
-    rows: tl.tensor,
-    top_ks: tl.tensor,
-    top_ps: tl.tensor,
-    min_ps: tl.tensor,
-    out: tl.tensor,
-    BLOCKS: tl.constexpr,
-) -> None:
+    logits: tl.tensor, row_stride: tl.tensor, num_tokens: tl.constexpr, words: tl.tensor, num_rows: tl.tensor,
+    maxima: tl.tensor, num_blocks: tl.tensor, rows: tl.tensor, top_ks: tl.tensor, top_ps: tl.tensor, min_ps: tl.tensor,
+    out: tl.tensor, BLOCKS: tl.constexpr,
+) -> None:  # fmt: skip
     """Sample after top-k, then top-p, then min-p. Ties at the threshold are kept in vocabulary order."""
     index = tl.program_id(0)
     row = tl.load(rows + index)
@@ -273,15 +247,9 @@ def _kept(
 
 @triton.jit
 def _draw_kept(
-    x: tl.tensor,
-    num_tokens: tl.constexpr,
-    top: tl.tensor,
-    scale: tl.tensor,
-    border: tl.tensor,
-    num_ties: tl.tensor,
-    uniform: tl.tensor,
-    out: tl.tensor,
-) -> None:
+    x: tl.tensor, num_tokens: tl.constexpr, top: tl.tensor, scale: tl.tensor, border: tl.tensor, num_ties: tl.tensor,
+    uniform: tl.tensor, out: tl.tensor,
+) -> None:  # fmt: skip
     """Store the first token at which the cumulative mass of kept tokens exceeds ``uniform`` times their total mass."""
     whole = tl.zeros((), tl.float64)
     num_seen = tl.zeros((), tl.int32)

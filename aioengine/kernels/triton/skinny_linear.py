@@ -28,22 +28,11 @@ Programs = tuple[int, int, int, int, int, int]
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _skinny_kernel(
-    x: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    partials: tl.tensor,
-    num_done: tl.tensor,
-    out: tl.tensor,
-    num_rows: tl.tensor,
-    num_outputs: tl.tensor,
-    SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
-) -> None:
+    x: tl.tensor, weight: tl.tensor, bias: tl.tensor, partials: tl.tensor, num_done: tl.tensor, out: tl.tensor,
+    num_rows: tl.tensor, num_outputs: tl.tensor,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    STAGES: tl.constexpr, AHEAD: tl.constexpr,
+) -> None:  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(1)
     first = split * (SIZE // SPLITS)
     outputs, rows = tile * OUTPUTS + tl.arange(0, OUTPUTS)[:, None], tl.arange(0, ROWS)[None, :]

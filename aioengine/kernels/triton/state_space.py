@@ -41,30 +41,12 @@ def _times(
 
 @triton.jit
 def _rows_kernel(
-    channels: tl.tensor,
-    steps: tl.tensor,
-    rates: tl.tensor,
-    biases: tl.tensor,
-    skips: tl.tensor,
-    state: tl.tensor,
-    slots: tl.tensor,
-    starts: tl.tensor,
-    ends: tl.tensor,
-    out: tl.tensor,
-    num_channels: tl.tensor,
-    step_stride: tl.tensor,
-    num_heads: tl.tensor,
-    GROUP: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    LEAST_TIME: tl.constexpr,
-    MOST_TIME: tl.constexpr,
-    LEAST: tl.constexpr,
-    MOST: tl.constexpr,
-    IN_BLOCKS: tl.constexpr,
-) -> None:
+    channels: tl.tensor, steps: tl.tensor, rates: tl.tensor, biases: tl.tensor, skips: tl.tensor, state: tl.tensor,
+    slots: tl.tensor, starts: tl.tensor, ends: tl.tensor, out: tl.tensor, num_channels: tl.tensor,
+    step_stride: tl.tensor, num_heads: tl.tensor,
+    GROUP: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    LEAST_TIME: tl.constexpr, MOST_TIME: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, IN_BLOCKS: tl.constexpr,
+) -> None:  # fmt: skip
     """Compute rows of ``LEAST`` to ``MOST`` tokens."""
     head, row = tl.program_id(1), tl.program_id(2)
     begin, count = span_of(ends, row)

@@ -67,27 +67,18 @@ def _keys(x: tl.tensor, ids: tl.tensor, inside: tl.tensor) -> tl.tensor:
     do_not_specialize=["num_top", "num_asked"], do_not_specialize_on_alignment=["token_ids", "asked", "summary", "out"]
 )
 def _measure_kernel(
-    logits: tl.tensor,
-    row_stride: tl.tensor,
-    num_tokens: tl.tensor,
-    summary: tl.tensor,
-    num_blocks: tl.tensor,
-    token_ids: tl.tensor,
-    num_top: tl.tensor,
-    asked: tl.tensor,
-    num_asked: tl.tensor,
-    out: tl.tensor,
-    BLOCKS: tl.constexpr,
-    TOP: tl.constexpr,
-) -> None:
+    logits: tl.tensor, row_stride: tl.tensor, num_tokens: tl.tensor, summary: tl.tensor, num_blocks: tl.tensor,
+    token_ids: tl.tensor, num_top: tl.tensor, asked: tl.tensor, num_asked: tl.tensor, out: tl.tensor,
+    BLOCKS: tl.constexpr, TOP: tl.constexpr,
+) -> None:  # fmt: skip
     """Fill out [N, W] int32, see ``kernels.token_logprobs``."""
     row = tl.program_id(0).to(tl.int64)
     num_segments = num_blocks * SEGMENTS
     x = logits + row * row_stride
-    found = summary + row * (2 * num_blocks + num_segments)
+    own_summary = summary + row * (2 * num_blocks + num_segments)
     blocks = tl.arange(0, BLOCKS)
-    largest = tl.load(found + blocks, mask=blocks < num_blocks, other=-float("inf"))
-    masses = tl.load(found + num_blocks + blocks, mask=blocks < num_blocks, other=0.0)
+    largest = tl.load(own_summary + blocks, mask=blocks < num_blocks, other=-float("inf"))
+    masses = tl.load(own_summary + num_blocks + blocks, mask=blocks < num_blocks, other=0.0)
     top = tl.max(largest, 0)
     rest = tl.log(tl.sum(masses * tl.exp(largest - top), 0))
 
@@ -106,7 +97,7 @@ def _measure_kernel(
     if num_top > 0:
         segments = tl.arange(0, BLOCKS * SEGMENTS)
         is_segment = segments < num_segments
-        keys = _keys(tl.load(found + 2 * num_blocks + segments, mask=is_segment, other=0.0), segments, is_segment)
+        keys = _keys(tl.load(own_summary + 2 * num_blocks + segments, mask=is_segment, other=0.0), segments, is_segment)
         places = tl.arange(0, TOP)
         chosen = tl.full((TOP,), -1, tl.int32)
         for place in range(tl.minimum(num_top, num_segments)):

@@ -61,26 +61,20 @@ class UniformTable:
         self, row_indices: npt.NDArray[np.int64], seeds: Words, positions: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float64]:
         """Return ``uniforms(seeds, positions)`` [S]. A row may belong to another request than before."""
-        self._grow(int(row_indices.max()) + 1)
-        offsets = positions - self._starts[row_indices]
-        is_stale = (offsets < 0) | (offsets >= self.AHEAD) | (self._seeds[row_indices] != seeds)
-        if is_stale.any():
-            self._refill(row_indices[is_stale], seeds[is_stale], positions[is_stale])
-            offsets = positions - self._starts[row_indices]
-        numbers: npt.NDArray[np.float64] = self._numbers[row_indices, offsets]
-        return numbers
-
-    def _refill(self, row_indices: npt.NDArray[np.int64], seeds: Words, positions: npt.NDArray[np.int64]) -> None:
-        """Generate the uniforms of the next positions of X rows. All arguments are [X]."""
-        ahead = (positions[:, None] + np.arange(self.AHEAD)).ravel()
-        self._numbers[row_indices] = uniforms(seeds.repeat(self.AHEAD), ahead).reshape(-1, self.AHEAD)
-        self._starts[row_indices] = positions
-        self._seeds[row_indices] = seeds
-
-    def _grow(self, num_rows: int) -> None:
-        capacity = len(self._starts)
+        num_rows, capacity = int(row_indices.max()) + 1, len(self._starts)
         if num_rows > capacity:
             more = max(num_rows, 2 * capacity) - capacity
             self._numbers = np.concatenate([self._numbers, np.zeros((more, self.AHEAD))])
             self._starts = np.concatenate([self._starts, np.full(more, -self.AHEAD)])
             self._seeds = np.concatenate([self._seeds, np.zeros(more, dtype=np.uint64)])
+        offsets = positions - self._starts[row_indices]
+        is_stale = (offsets < 0) | (offsets >= self.AHEAD) | (self._seeds[row_indices] != seeds)
+        if is_stale.any():
+            stale, stale_seeds, firsts = row_indices[is_stale], seeds[is_stale], positions[is_stale]
+            ahead = (firsts[:, None] + np.arange(self.AHEAD)).ravel()
+            self._numbers[stale] = uniforms(stale_seeds.repeat(self.AHEAD), ahead).reshape(-1, self.AHEAD)
+            self._starts[stale] = firsts
+            self._seeds[stale] = stale_seeds
+            offsets = positions - self._starts[row_indices]
+        numbers: npt.NDArray[np.float64] = self._numbers[row_indices, offsets]
+        return numbers

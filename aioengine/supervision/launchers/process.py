@@ -81,19 +81,17 @@ class ProcessLauncher:
         require_threads(_ZMQ_THREADS)  # libzmq aborts the program if it cannot start its threads
         try:
             with self._spare.lent(num_used, used=num_used):
-                self._open_channels(Context())
+                context = Context()
+                self._closing.callback(end_context, context)  # also closes a socket that was not opened completely
+                self.sender = AsyncZmqSender(context, self._inboxes[SCHEDULER], self._epoch, reader="it")
+                self._closing.callback(self.sender.close)
+                self.receiver = AsyncZmqReceiver(context, self._epoch, spare=self._spare)
+                self._closing.callback(self.receiver.close)
+                for endpoint in self._uplinks.values():
+                    self.receiver.expect(self._listeners.pop(endpoint))
         except ZmqError as error:
             raise EngineStartupError(f"the engine's sockets could not be opened: {error}") from error
         self._spare.free(keep=_HELD_BACK)
-
-    def _open_channels(self, context: Context) -> None:
-        self._closing.callback(end_context, context)  # also closes a socket that was not opened completely
-        self.sender = AsyncZmqSender(context, self._inboxes[SCHEDULER], self._epoch, reader="it")
-        self._closing.callback(self.sender.close)
-        self.receiver = AsyncZmqReceiver(context, self._epoch, spare=self._spare)
-        self._closing.callback(self.receiver.close)
-        for endpoint in self._uplinks.values():
-            self.receiver.expect(self._listeners.pop(endpoint))
 
     async def begin_epoch(self) -> None:
         self._epoch = secrets.randbits(_EPOCH_BITS)

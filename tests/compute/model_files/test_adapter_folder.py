@@ -1,4 +1,4 @@
-"""Folders of adapters that peft wrote: what is read of them, and what is refused by name."""
+"""Adapter folders written by peft: their layers, and refused features."""
 
 from __future__ import annotations
 

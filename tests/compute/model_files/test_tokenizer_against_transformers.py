@@ -1,4 +1,4 @@
-"""The same ids, text and chats as transformers' AutoTokenizer, for folders of every kind."""
+"""Ids, text and chats match AutoTokenizer of transformers for all kinds of tokenizer folders."""
 
 from __future__ import annotations
 

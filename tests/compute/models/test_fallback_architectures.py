@@ -26,7 +26,7 @@ REASONS = {
     "states in addition to keys and values": "its layers keep states beside keys and values",
     "bidirectional attention": "its tokens attend to later ones",
     "an encoder and a decoder": "it has an encoder and a decoder",
-    "models of several parts, one of which is for text": "it is made of several models",
+    "models of several parts, one of which is for text": "it has several models",
 }
 """Heading of a list of refused models in the guide -> words of the error. Other errors are in one more list."""
 OTHER_REASONS = "other reasons, stated in the error"
@@ -91,7 +91,7 @@ OWN: dict[str, dict[str, Any]] = {
     "xmod": {"is_decoder": True, "default_language": "en_XX", "pad_token_id": 1},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What else the configs of some model types ask for."""
+"""Model type -> further fields of its tiny config."""
 NEEDED: dict[str, dict[str, Any]] = {
     "gemma4_assistant": {
         "text_config": {
@@ -101,7 +101,7 @@ NEEDED: dict[str, dict[str, Any]] = {
         }
     }
 }
-"""What configs have no default for that they take."""
+"""Model type -> required fields without a default."""
 MAX_NUMBERS = 60_000_000
 OPTIONAL = ("sliding_window", "q_lora_rank", "rotary_dim", "n_inner")
 """Sizes that are not set where the config leaves them out: that has a meaning of its own."""
@@ -119,7 +119,7 @@ def tiny(model_type: str) -> PreTrainedConfig:
 
 
 def made_small(fields: dict[str, Any]) -> dict[str, Any]:
-    """The sizes among ``fields``, with other values; those of parts of the model too."""
+    """Return small values for the sizes in ``fields``, also for parts of the model."""
     changed: dict[str, Any] = {
         name: size
         for name, size in SMALL.items()
@@ -138,10 +138,7 @@ def made_small(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def outline_of(model_type: str) -> PreTrainedConfig:
-    """Its config with small sizes.
-
-    Raises whatever transformers raises for a config of these sizes.
-    """
+    """Return its config with small sizes. Passes on errors of transformers."""
     config = tiny(model_type)
     with torch.device("meta"):
         outline = AutoModelForCausalLM.from_config(config)
@@ -194,7 +191,7 @@ def compare(model_type: str, model: TransformersModel, config: PreTrainedConfig)
 
 
 def check(model_type: str, model: TransformersModel, reference: Any, ids: torch.Tensor, expected: torch.Tensor) -> None:
-    """ids [40]; the logits of ``reference``, [40, V], are those of the model."""
+    """Check that the model returns the logits [40, V] of ``reference`` for ids [40]."""
     assert model_type in RUN
     assert model_type not in REFUSED
     tensors = revert_weight_conversion(reference, reference.state_dict())

@@ -1,4 +1,4 @@
-"""Questions about images to the whole engine match transformers, which prepares images itself."""
+"""Answers of an engine about images match transformers with its own image processor."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def png(image: Image.Image) -> bytes:
 
 
 def arrays_of(folder: Path, images: list[Image.Image]) -> dict[str, torch.Tensor]:
-    """What the image processor of transformers makes of all of them together."""
+    """Return the output of the image processor of transformers for all images."""
     model = find_image_model(folder)
     assert model is not None
     module, _, name = model.processor.partition(":")
@@ -52,7 +52,7 @@ def arrays_of(folder: Path, images: list[Image.Image]) -> dict[str, torch.Tensor
 
 
 def inputs_of(folder: Path, images: list[Image.Image], ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What the model of transformers reads beside the token ids."""
+    """Return the inputs of the transformers model, without the token ids."""
     arrays = arrays_of(folder, images)
     if "image_grid_thw" in arrays:
         arrays["mm_token_type_ids"] = (ids == IMAGE).long()
@@ -86,7 +86,7 @@ class Served(NamedTuple):
 
     @property
     def mark(self) -> str:
-        """What stands for an image in a prompt."""
+        """The placeholder of an image in a prompt."""
         return FAMILIES[self.model_type].prompt
 
     def check(self, images: list[Image.Image], answer: Any) -> None:
@@ -105,7 +105,7 @@ DEFAULT = "qwen2_5_vl"
     params=[pytest.param(name, marks=[] if name == DEFAULT else pytest.mark.slow) for name in FAMILIES],
 )
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Starting an engine takes most of the time of a test, so those of a model type share one."""
+    """An engine shared by the tests of a model type, because its start takes most of the time."""
     folder = tmp_path_factory.mktemp(request.param)
     theirs = made(folder, request.param)
     with Engine(folder, device="cpu", context_length=256, max_images_per_prompt=2) as llm:

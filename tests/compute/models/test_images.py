@@ -53,7 +53,7 @@ class Saved(NamedTuple):
         return World(self.fitted(settings))
 
     def fitted(self, settings: Settings) -> Settings:
-        """With what the model needs."""
+        """Return the settings with the token count of an image, if the model needs it."""
         tokens = 16 if self.theirs.config.model_type == "gemma3" else 0
         return replace_struct(settings, scheduler=replace_struct(settings.scheduler, whole_image_tokens=tokens))
 
@@ -286,7 +286,7 @@ LAYOUTS: list[tuple[str, dict[str, str]]] = [
 
 @pytest.mark.parametrize(("model_type", "prefixes"), LAYOUTS)
 def test_tensor_names_of_older_and_newer_files_load(model_type: str, prefixes: dict[str, str]) -> None:
-    """``prefixes``: ours -> those of the file."""
+    """``prefixes``: our prefix -> prefix in the file."""
     config = MODELS[model_type]().config.to_dict()
     model = models.build(config, ModelOptions(dtype=torch.float32, device=torch.device("meta"), max_positions=256))
     names = list(model.weights())
@@ -327,7 +327,7 @@ def test_embeddings_with_images_match(llava: Saved) -> None:
 
 
 def vector(world: World, prompt: Prompt) -> npt.NDArray[np.float32]:
-    """What a prompt is turned into."""
+    """Return the pooled vector of a prompt."""
     submit = Submit(0, prompt.token_ids, Sampling(0), Limits(0), TextRules(), kind=RequestKind.POOL, media=prompt.media)
     world.core.requests.submit(submit)
     world.outputs[0], world.extras[0] = [], []

@@ -34,7 +34,7 @@ PROMPT = [5, 9, 200, 31, 7]
 class FakeModel:
     prefix = ""
     renamed: tuple[tuple[str, str], ...] = ()
-    """Two parameters, one of which is a view of a larger tensor."""
+    """Two parameters. One is a view of a larger tensor."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.fused = torch.zeros(6, 4, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The files of sentence-transformers: what they make of a model, and what is not implemented."""
+"""Files of sentence-transformers: pooling, prompts, and refused values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever lies where a file of a model should be: a ValueError that names it, at once, and little is read."""
+"""Unusual files in a model folder raise a ValueError that names the file, without blocking or reading much."""
 
 from __future__ import annotations
 

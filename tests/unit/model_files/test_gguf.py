@@ -1,4 +1,4 @@
-"""GGUF files: their header, the config and the tokenizer in it, and what damaged or malicious ones give."""
+"""GGUF files: header, config and tokenizer, and errors for damaged and malicious files."""
 
 from __future__ import annotations
 

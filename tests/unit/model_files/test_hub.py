@@ -1,4 +1,4 @@
-"""Downloads from the hub: which files, where to, and what is shown of it."""
+"""Downloads from the hub: files, target folder, progress bars and errors."""
 
 from __future__ import annotations
 

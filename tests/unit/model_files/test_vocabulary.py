@@ -1,4 +1,4 @@
-"""How many ids a tokenizer.json has."""
+"""Number of ids of a tokenizer."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_requests_that_end_soon_need_no_reserve() -> None:
 def test_a_preempted_request_needs_a_larger_reserve() -> None:
     request = request_of(1, [1])
     first = reserve_for(request, 1, 64)
-    request.history.num_preemptions = 1
+    request.num_preemptions = 1
     assert reserve_for(request, 1, 64) >= 2 * first
     assert reserve_for(request, 640, 64) >= reserve_for(request, 1, 64) + 10
 

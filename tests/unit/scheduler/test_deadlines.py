@@ -31,10 +31,10 @@ def test_each_request_expires_once_by_its_first_deadline() -> None:
 def test_queue_and_first_token_deadlines_end_with_admission_and_first_token() -> None:
     deadlines, requests = Deadlines(), dict[int, Request]()
     request = add(deadlines, requests, 1, deadline=9.0, queue_deadline=3.0, first_token_deadline=4.0)
-    request.history.admitted_at = 1.0
+    request.admitted_at = 1.0
     assert deadlines.next_time(requests) == 4.0
     assert expired(deadlines, requests, 3.0) == []
-    request.history.is_text_open = True
+    request.is_text_open = True
     assert deadlines.next_time(requests) == 9.0
     assert expired(deadlines, requests, 9.0) == [(1, "total")]
     assert deadlines.next_time(requests) is None

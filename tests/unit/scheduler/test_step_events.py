@@ -22,7 +22,7 @@ def request_of(uid: int) -> Request:
     request = Request(
         Submit(uid, [1, 2], Sampling(seed=0), Limits(max_new_tokens=4), TextRules()), number=1, max_tokens=6
     )
-    request.history.admitted_at = 1.0
+    request.admitted_at = 1.0
     return request
 
 

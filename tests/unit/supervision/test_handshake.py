@@ -1,4 +1,4 @@
-"""Waiting for the children's first words."""
+"""The wait for the ``Ready`` of all children."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ from aioengine.supervision.handshake import Handshake
         ([SCHEDULER, Role("scheduler", 1)], "the scheduler and scheduler-1 processes were not ready within"),
     ],
 )
-async def test_a_timeout_names_the_processes_that_were_not_ready(roles: list[Role], words: str) -> None:
+async def test_timeout_names_the_processes_that_were_not_ready(roles: list[Role], words: str) -> None:
     with pytest.raises(EngineStartupError, match=words):
         await Handshake(roles).wait(0.01)

@@ -1,4 +1,4 @@
-"""The ledger against a naive world: a scheduler that forgets everything when it dies, a reader that must not notice."""
+"""The ledger with a simple scheduler that loses its state when it dies, and a reader that must not notice."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ def chunks_of(uid: int, token_ids: Sequence[int], *, begins: bool = False, ends:
 
 
 def ends_of(ledger: Ledger) -> list[End]:
-    """The ends of requests that the ledger reports."""
+    """Return the ends of requests that the ledger reports."""
     return [end for one in ledger.take_reports() if isinstance(one, TextChunks) for end in one.ended]
 
 
 def lost_calls_of(ledger: Ledger) -> list[Reply]:
-    """The control calls that the ledger reports as lost."""
+    """Return the control calls that the ledger reports as lost."""
     return [one for one in ledger.take_reports() if isinstance(one, Reply)]
 
 
 class World:
-    """A ledger, and what a scheduler has heard of it since it was started."""
+    """A ledger, and the messages to the current scheduler."""
 
     def __init__(self, *uids: int) -> None:
         self.ledger = Ledger()
@@ -80,7 +80,7 @@ class World:
         return self.ledger.crash(dict.fromkeys(uids, end), "it died", 9.0)
 
     def restart(self, *suspects: int, end: int = 0) -> None:
-        """Die in a step of these, and come back."""
+        """Lose the process in a step of these requests, and replace it."""
         self.crash(*suspects, end=end)
         self.sent = self.ledger.replay()
 
@@ -106,7 +106,7 @@ def test_open_requests_continue_after_the_tokens_already_received() -> None:
     assert world.continuation(1) == Continuation(FirstToken(1, 0, 1.0, 2.0), [7, 8, 5, 6])
 
 
-def test_a_request_with_a_first_token_and_no_text_keeps_its_first_token_times() -> None:
+def test_request_with_a_first_token_and_no_text_keeps_its_first_token_times() -> None:
     world = World(1)
     world.hear(1, [], begins=True)
     world.restart()
@@ -148,7 +148,7 @@ def test_after_a_crash_aborts_end_requests_not_begun_and_are_sent_again_for_othe
     assert ends_of(world.ledger) == []
 
 
-def test_an_unanswered_abort_is_sent_again() -> None:
+def test_unanswered_abort_is_sent_again() -> None:
     world = World(1)
     world.tell(Abort([1]))
     assert world.sent[-1] == Abort([1])
@@ -156,7 +156,7 @@ def test_an_unanswered_abort_is_sent_again() -> None:
     assert world.sent[1] == Abort([1])
 
 
-def test_the_ledger_keeps_deadlines_while_there_is_no_scheduler() -> None:
+def test_ledger_keeps_deadlines_while_there_is_no_scheduler() -> None:
     ledger = Ledger()
     limits = {
         1: Limits(8, deadline=3.0, queue_deadline=5.0),
@@ -195,7 +195,7 @@ def test_pinned_adapters_are_loaded_again_into_each_new_scheduler() -> None:
 
 
 @pytest.mark.parametrize("is_sent", [False, True])
-def test_a_load_that_was_given_up_is_not_sent_again(is_sent: bool) -> None:
+def test_load_that_was_given_up_is_not_sent_again(is_sent: bool) -> None:
     world = World()
     adapter = msgspec.structs.asdict(Adapter(1, "a", "/a", "", is_pinned=True))
     if not is_sent:
@@ -208,7 +208,7 @@ def test_a_load_that_was_given_up_is_not_sent_again(is_sent: bool) -> None:
     assert not world.ledger.calls.pinned
 
 
-def test_a_pause_survives_a_restart_of_the_scheduler() -> None:
+def test_pause_survives_a_restart_of_the_scheduler() -> None:
     world = World(1)
     world.tell(Control(1, "pause"))
     world.ledger.calls.receive(Reply(1, True))
@@ -254,7 +254,7 @@ def test_control_calls_are_sent_again_if_only_the_detokenizer_was_lost() -> None
     assert world.sent[-2:] == [Control(1, "pause"), Control(3, "flush_cache")]
 
 
-def test_a_continue_in_flight_at_a_crash_succeeds() -> None:
+def test_continue_in_flight_at_a_crash_succeeds() -> None:
     world = World(1)
     world.tell(Control(1, "pause"))
     world.ledger.calls.receive(Reply(1, True))
@@ -264,8 +264,8 @@ def test_a_continue_in_flight_at_a_crash_succeeds() -> None:
     assert [type(message) for message in world.sent] == [Submit]
 
 
-def test_an_abort_unanswered_by_two_processes_is_ended_by_the_ledger() -> None:
-    """Else what makes them die would do so until all is over: who is aborted is no suspect."""
+def test_abort_lost_with_two_processes_is_ended_by_the_ledger() -> None:
+    """Otherwise an aborted request could kill every process, because it is never a suspect."""
     world = World(1, 2)
     world.hear(1, [7], begins=True)
     world.restart(1)
@@ -278,7 +278,7 @@ def test_an_abort_unanswered_by_two_processes_is_ended_by_the_ledger() -> None:
     assert world.uids() == [2]
 
 
-def test_a_suspended_request_is_suspended_again_after_a_restart() -> None:
+def test_suspended_request_is_suspended_again_after_a_restart() -> None:
     world = World(1, 2)
     world.tell(Suspend([1, 2]), Resume([2]))
     assert world.sent[-2:] == [Suspend([1, 2]), Resume([2])]
@@ -290,7 +290,7 @@ def test_a_suspended_request_is_suspended_again_after_a_restart() -> None:
     assert world.uids() == [1, 2]
 
 
-def test_others_do_not_wait_for_a_suspect_that_is_suspended() -> None:
+def test_other_requests_do_not_wait_for_a_suspended_suspect() -> None:
     world = World(1, 2)
     world.restart(1)
     assert world.uids() == [1]
@@ -299,7 +299,7 @@ def test_others_do_not_wait_for_a_suspect_that_is_suspended() -> None:
     assert not world.ledger.holds_back
 
 
-def test_a_suspect_that_was_suspended_is_so_again_when_it_was_tried() -> None:
+def test_suspended_suspect_is_suspended_again_after_its_trial() -> None:
     world = World(1, 2)
     world.tell(Suspend([1]))
     world.restart(1)
@@ -329,7 +329,7 @@ def test_suspects_are_resubmitted_one_by_one_before_requests_not_begun() -> None
     assert not world.ledger.holds_back
 
 
-def test_a_suspect_reports_every_token() -> None:
+def test_suspect_reports_every_token() -> None:
     world = World(1)
     world.restart(1)
     (submit,) = world.sent
@@ -337,7 +337,7 @@ def test_a_suspect_reports_every_token() -> None:
     assert (submit.text.stream, submit.text.stream_interval) == (True, 1)
 
 
-def test_a_suspect_that_crashes_again_is_tried_alone_and_ends_alone() -> None:
+def test_suspect_that_crashes_again_is_tried_alone_and_ends_alone() -> None:
     world = World(1, 2, 3, 4)
     for uid in (1, 4):
         world.hear(uid, [5], begins=True)
@@ -361,7 +361,7 @@ def test_a_suspect_that_crashes_again_is_tried_alone_and_ends_alone() -> None:
     assert world.uids() == [1, 4, 3]
 
 
-def test_a_suspect_that_survives_its_trial_alone_is_cleared() -> None:
+def test_suspect_that_survives_its_trial_alone_is_cleared() -> None:
     world = World(1, 2)
     world.restart(1)
     world.restart(1)
@@ -373,7 +373,7 @@ def test_a_suspect_that_survives_its_trial_alone_is_cleared() -> None:
     assert ends_of(world.ledger) == []
 
 
-def test_a_crash_that_the_suspect_on_trial_was_not_in_adds_suspects() -> None:
+def test_crash_that_the_suspect_on_trial_was_not_in_adds_suspects() -> None:
     world = World(1, 2, 3)
     world.restart(1, 2)
     world.hear(1, [5], begins=True)
@@ -400,7 +400,7 @@ def test_if_every_process_crashes_no_request_is_blamed() -> None:
     assert blames == [Blame.NOBODY, Blame.SUSPECT, Blame.GUILTY]
 
 
-def test_a_suspect_that_is_tried_alone_can_be_aborted() -> None:
+def test_suspect_that_is_tried_alone_can_be_aborted() -> None:
     for is_up in (True, False):
         world = World(1, 2, 3)
         world.hear(2, [7], begins=True)
@@ -425,14 +425,14 @@ def test_nothing_is_sent_until_the_new_scheduler_is_ready() -> None:
     assert world.uids() == [2]
 
 
-def test_an_aborted_request_is_no_suspect() -> None:
+def test_aborted_request_is_no_suspect() -> None:
     world = World(1, 2)
     world.tell(Abort([1]))
     world.restart(1, 2)
     assert [type(message) for message in world.sent] == [Submit, Abort, Submit]
 
 
-def test_a_suspect_that_waits_can_be_aborted() -> None:
+def test_suspect_that_waits_can_be_aborted() -> None:
     world = World(1, 2, 3)
     for uid in (1, 2):
         world.hear(uid, [7], begins=True)
@@ -468,7 +468,7 @@ def test_requests_can_be_handed_over_to_another_ledger() -> None:
     assert other.continuation(1) == Continuation(FirstToken(1, 0, 1.0, 2.0), [7, 8, 5])
 
 
-def test_suspects_are_tried_by_another_ledger_too_and_not_by_a_third() -> None:
+def test_suspects_are_tried_by_a_second_ledger_but_not_a_third() -> None:
     world = World(1, 2, 3)
     world.hear(1, [7], begins=True)
     world.crash(1, 2)
@@ -488,7 +488,7 @@ def test_suspects_are_tried_by_another_ledger_too_and_not_by_a_third() -> None:
     assert set(suspects) == {2, 4}
 
 
-def test_calls_are_not_handed_over() -> None:
+def test_control_calls_are_not_handed_over() -> None:
     world = World()
     world.tell(Control(1, "flush_cache"), Control(2, "continue"))
     world.crash()
@@ -501,10 +501,10 @@ def test_calls_are_not_handed_over() -> None:
 
 
 class NaiveWorld(RuleBasedStateMachine):
-    """Every request gives 10 * uid, 10 * uid + 1, ... up to six ids, whatever dies meanwhile.
+    """Each request has up to six ids, 10 * uid, 10 * uid + 1, ..., in spite of losses.
 
-    The scheduler of this world is a dict of what it was sent; the reader compares what it gets with what is right. The
-    request that is a multiple of five kills the process as soon as it has given two ids.
+    The scheduler is a dict of its received messages. The reader compares its tokens with the expected tokens. Requests
+    whose uid is a multiple of five kill the process after two ids.
     """
 
     def __init__(self) -> None:
@@ -568,7 +568,7 @@ class NaiveWorld(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data(), is_heard=st.booleans())
     def step(self, data: st.DataObject, is_heard: bool) -> None:
-        """One token of one request; what was not heard when the process dies is lost."""
+        """Compute one token of one request. Undelivered tokens are lost when the process dies."""
         uid = data.draw(st.sampled_from(sorted(self.running)))
         if uid % 5 == 0 and self.running[uid] >= 2:
             self.die(self.rows())
@@ -588,7 +588,7 @@ class NaiveWorld(RuleBasedStateMachine):
         self.hear(chunks_of(uid, new, begins=num_given == 0, ends=is_over))
 
     def rows(self) -> dict[int, int]:
-        """A step of everybody."""
+        """Return the rows of a step of all requests."""
         return {uid: 3 + num_made for uid, num_made in self.running.items()}
 
     def die(self, rows: dict[int, int]) -> None:
@@ -600,7 +600,7 @@ class NaiveWorld(RuleBasedStateMachine):
     @precondition(lambda self: self.is_up)
     @rule()
     def kill(self) -> None:
-        """From outside, between two steps."""
+        """Kill the process between two steps."""
         self.die({})
 
     @precondition(lambda self: not self.is_up)
@@ -614,7 +614,7 @@ class NaiveWorld(RuleBasedStateMachine):
         assert self.ledger.num_open == len(self.open)
 
     def teardown(self) -> None:
-        """Left alone, everything comes to its end."""
+        """Without further losses, all requests end."""
         for _ in range(1000):
             if not self.is_up:
                 self.restart()
@@ -650,7 +650,7 @@ def test_restarts_within_the_window_are_limited() -> None:
     assert window.take(14.0)
 
 
-def test_a_limit_of_0_restarts_allows_none() -> None:
+def test_limit_of_0_restarts_allows_none() -> None:
     window = RestartWindow(0, 10.0)
     assert not window.take(0.0)
     window.give_back()

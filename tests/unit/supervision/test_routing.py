@@ -1,4 +1,4 @@
-"""Which replica has a request."""
+"""The choice of a replica for each request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def submit_of(uid: int, *, num_prompt: int = 1, max_new_tokens: int = 1) -> Subm
     return Submit(uid, [1] * num_prompt, Sampling(seed=0), Limits(max_new_tokens), TextRules())
 
 
-def test_the_least_loaded_replica_is_chosen_and_keeps_the_request() -> None:
+def test_least_loaded_replica_is_chosen_and_keeps_the_request() -> None:
     routes = Routes(3)
     assert [routes.choose(submit_of(uid)) for uid in (1, 2, 3)] == [0, 1, 2]
     assert routes.choose(submit_of(4, num_prompt=9)) == 0
@@ -22,7 +22,7 @@ def test_the_least_loaded_replica_is_chosen_and_keeps_the_request() -> None:
     assert [routes.find(uid) for uid in (1, 4, 5, 99)] == [0, 0, 1, None]
 
 
-def test_a_request_that_ended_is_no_load() -> None:
+def test_ended_request_adds_no_load() -> None:
     routes = Routes(2)
     routes.choose(submit_of(1, max_new_tokens=100))
     routes.choose(submit_of(2, max_new_tokens=50))
@@ -32,7 +32,7 @@ def test_a_request_that_ended_is_no_load() -> None:
     assert routes.choose(submit_of(3)) == 0
 
 
-def test_a_removed_replica_gets_no_request() -> None:
+def test_removed_replica_gets_no_request() -> None:
     routes = Routes(2)
     assert routes.choose(submit_of(1)) == 0
     routes.remove(0)

@@ -1,4 +1,4 @@
-"""Endpoints fit everywhere and collide nowhere; what dead engines left is removed."""
+"""Endpoints are short enough and unique. Files of dead engines are removed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_directory_is_private_and_is_removed(base: Path) -> None:
+def test_directory_is_private_and_is_removed(base: Path) -> None:
     first, second = PrivateDirectory(), PrivateDirectory()
     assert Path(first.path).parent == base
     assert first.path != second.path
@@ -75,7 +75,7 @@ def test_start_removes_the_images_of_dead_engines(
     PrivateDirectory().remove()
 
 
-def test_files_and_folders_of_others_are_kept(base: Path) -> None:
+def test_files_of_other_programs_are_kept(base: Path) -> None:
     (base / "aioengine-file").write_text("x")
     (base / "aioengine-open").mkdir(mode=0o755)
     (base / "aioengine-link").symlink_to(base / "aioengine-open")
@@ -134,7 +134,7 @@ def test_error_without_a_writable_directory_names_a_remedy(monkeypatch: pytest.M
         PrivateDirectory()
 
 
-def test_the_lock_is_not_inherited_by_started_programs(base: Path) -> None:
+def test_lock_is_not_inherited_by_started_programs(base: Path) -> None:
     directory = PrivateDirectory()
     assert not os.get_inheritable(directory._lock)
     directory.remove()

@@ -1,4 +1,4 @@
-"""The channel inside one loop behaves as the one between processes."""
+"""The channel inside one event loop behaves like the channel between processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def test_frames_arrive_in_order_as_copies() -> None:
     assert received[0] is not sent[0]
 
 
-async def test_a_frame_wakes_a_waiting_reader_and_a_cancelled_one_loses_nothing() -> None:
+async def test_frame_wakes_the_receiver_and_cancelling_loses_nothing() -> None:
     channel = LocalChannel(1)
     waiting = asyncio.create_task(channel.receiver.receive())
     await asyncio.sleep(0)
@@ -36,7 +36,7 @@ async def test_a_frame_wakes_a_waiting_reader_and_a_cancelled_one_loses_nothing(
     assert await asyncio.wait_for(waiting, 30) == [Abort([2])]
 
 
-async def test_the_backlog_is_bounded() -> None:
+async def test_backlog_is_bounded() -> None:
     channel = LocalChannel(1, max_frames=2)
     sender = channel.sender()
     sender.send([])

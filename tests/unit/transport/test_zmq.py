@@ -1,4 +1,4 @@
-"""Frames over ZMQ: order, wake-ups, bounded backlog, and readers that outlive garbage."""
+"""Frames over ZMQ: order, wake-ups, bounded backlogs, and ignored garbage."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NUM_FLOOD = 2000
 
 
 class Channel:
-    """One listener, and its ends, closed when the test is over."""
+    """A listener with its senders and receivers. They are closed after the test."""
 
     def __init__(self, directory: Path) -> None:
         self.context: Context = zmq.Context()
@@ -74,7 +74,7 @@ def test_frames_sent_before_the_reader_connects_arrive_in_order(channel: Channel
     assert receive(receiver, 1000) == [Abort([uid]) for uid in range(1000)]
 
 
-def test_a_blocked_reader_wakes_at_once_and_waits_no_longer_than_asked(channel: Channel) -> None:
+def test_blocked_receiver_wakes_immediately_and_keeps_its_timeout(channel: Channel) -> None:
     receiver, sender = channel.receiver(), channel.sender()
     assert receiver.receive(0) == []
     start = time.monotonic()
@@ -128,7 +128,7 @@ def test_garbage_is_counted_and_logged_once(channel: Channel, caplog: pytest.Log
     assert "01 67 61 72" in caplog.text
 
 
-def test_a_send_never_waits_and_its_backlog_is_bounded(channel: Channel) -> None:
+def test_send_never_waits_and_its_backlog_is_bounded(channel: Channel) -> None:
     sender = channel.sender(max_backlog=1000)
     num_sent = 0
     start = time.monotonic()
@@ -155,9 +155,7 @@ def test_a_send_never_waits_and_its_backlog_is_bounded(channel: Channel) -> None
     assert not sender.has_backlog
 
 
-def test_messages_that_make_too_large_a_frame_are_sent_as_several(
-    channel: Channel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_large_frame_is_sent_as_several(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
     receiver, sender = channel.receiver(), channel.sender()
     monkeypatch.setattr(sender, "_encoder", FrameEncoder(EPOCH, max_bytes=100))
     sent: list[Message] = [Abort([uid]) for uid in range(50)]
@@ -198,7 +196,7 @@ def test_asynchronous_senders_and_readers_lose_no_frame_under_load(
     assert runner.run(main()) == list(range(NUM_FLOOD))
 
 
-def test_an_async_reader_wakes_at_once_and_may_be_cancelled(channel: Channel, runner: asyncio.Runner) -> None:
+def test_async_receiver_wakes_immediately_and_may_be_cancelled(channel: Channel, runner: asyncio.Runner) -> None:
     async def main() -> float:
         receiver = AsyncZmqReceiver(channel.context, EPOCH)
         receiver.expect(channel.listener)
@@ -223,7 +221,7 @@ def test_an_async_reader_wakes_at_once_and_may_be_cancelled(channel: Channel, ru
     assert runner.run(main()) < 0.05
 
 
-def test_an_idle_async_reader_sleeps(channel: Channel, runner: asyncio.Runner) -> None:
+def test_idle_async_receiver_uses_no_cpu_time(channel: Channel, runner: asyncio.Runner) -> None:
     async def main() -> float:
         receiver = AsyncZmqReceiver(channel.context, EPOCH)
         receiver.expect(channel.listener)
@@ -262,7 +260,7 @@ def test_closing_frees_all_descriptors(tmp_path: Path) -> None:
     assert num_open() <= before
 
 
-def test_a_signal_while_a_context_ends_leaves_no_descriptor_open() -> None:
+def test_signal_while_a_context_ends_leaves_no_descriptor_open() -> None:
     before = signal.signal(signal.SIGALRM, lambda *_: None)
     num_open = len(os.listdir("/proc/self/fd"))
     signal.setitimer(signal.ITIMER_REAL, 1e-3, 1e-4)
@@ -277,7 +275,7 @@ def test_a_signal_while_a_context_ends_leaves_no_descriptor_open() -> None:
     assert len(os.listdir("/proc/self/fd")) == num_open
 
 
-def test_a_connection_that_cannot_be_accepted_is_an_error_whoever_connects_afterwards(
+def test_connection_that_cannot_be_accepted_is_an_error(
     channel: Channel, runner: asyncio.Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     second, plain = listen(str(tmp_path), "s"), transport._PullSocket.bind
