@@ -262,7 +262,7 @@ class SamplingParams(
         """Check the values that are not defaults, convert them to plain values, and build the message parts once."""
         parameters = type(self).__table__
         changed = [*compress(parameters.fields, map(is_not, astuple(self), parameters.defaults))]
-        if not parameters.aliases.keys().isdisjoint(changed):  # msgspec decoded other names; the constructor replaces them
+        if not parameters.aliases.keys().isdisjoint(changed):  # decoded: only the constructor replaces other names
             own = parameters.by_own_names({name: _field(self, name) for name in reversed(changed)})
             for name, value in (dict.fromkeys(parameters.aliases, UNSET) | own).items():
                 force_setattr(self, name, value)

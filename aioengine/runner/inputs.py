@@ -176,7 +176,7 @@ class InputBuilder:
 
         Args:
             row_outputs: [R] index of the one token of each row whose hidden state the model returns; None: all tokens.
-            num_outputs: length to which ``row_outputs`` is padded with the index 0, at least R. Not used if each row has
+            num_outputs: at least R; ``row_outputs`` is padded to this length with the index 0. Not used if each row has
                 one token and there are no ``extra_outputs``.
             extra_outputs: [N] indices of further tokens, returned after ``row_outputs``.
             on_host: the tensors stay on the host; all tokens of the rows must be known.
