@@ -11,7 +11,6 @@ import re
 from collections import OrderedDict, deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
-from operator import itemgetter
 from threading import Event, Lock
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 from weakref import WeakSet
@@ -19,10 +18,9 @@ from weakref import WeakSet
 import numpy as np
 
 from aioengine.api import checks
-from aioengine.constraints.gbnf import convertible, lark_names
+from aioengine.constraints.gbnf import lark_names, with_short_escapes
 from aioengine.constraints.lark import checked_lark
 from aioengine.constraints.token_source import SPECIAL, TokenSource, token_bytes
-from aioengine.errors import UnsupportedSchemaError
 from aioengine.model_files.vocabulary import end_ids
 from aioengine.protocol.messages import Grammar
 from aioengine.settings.machine import num_threads
@@ -77,10 +75,6 @@ _MAX_STATES: Final = 60_000
 
 _MAX_TAIL: Final = 4096
 _SPACES: Final = b" \t\r\n"
-
-
-class GrammarError(UnsupportedSchemaError):
-    """A grammar cannot be compiled, or the output cannot follow it any further."""
 
 
 class _Vocabulary(NamedTuple):
@@ -197,11 +191,29 @@ class Constraint:
             self.num_forced = 0
             self.next_token = self.forced[0] if self.forced else -1
         else:
-            self.error = f"{self.grammar.parameter} cannot be followed any further: {_why(self.matcher)}"
+            self.fail()
+
+    def fail(self) -> None:
+        """Set ``error`` to the error of the library."""
+        self.error = f"{self.grammar.parameter} cannot be followed any further: {_why(self.matcher)}"
 
     @property
     def is_over(self) -> bool:
         return self.is_complete or bool(self.error)
+
+    def fill(self, words: Words) -> bool:
+        """Write the allowed tokens to words [ceil(V / 32)] if they are known. Return False if the library must compute
+        them.
+        """
+        if self.thinking is not None:
+            self.thinking.fill(words, self.grammar.eos_token_ids)
+        elif self.is_over or self.next_token >= 0:
+            words.fill(0)
+            if not self.is_over:
+                _set(words, self.next_token)
+        else:
+            return False
+        return True
 
 
 class _Template:
@@ -299,7 +311,7 @@ class Grammars:
             pass
 
     def compile(self, grammar: Grammar, tenant: str = "") -> Future[Any]:
-        """Compile a grammar that is not cached. The future raises GrammarError if it cannot be compiled."""
+        """Compile a grammar that is not cached. The future raises ValueError if it cannot be compiled."""
         return next(template.matcher for template in self._templates(grammar, tenant) if not template.is_spent)
 
     def leave(self, compiled: Future[Any]) -> None:
@@ -312,7 +324,7 @@ class Grammars:
         """Return the constraint of a request with these tokens: prompt, then output.
 
         Raises:
-            GrammarError: the grammar cannot be compiled, or the output does not match it.
+            ValueError: the grammar cannot be compiled, or the output does not match it.
         """
         templates = self._templates(grammar)
         compiled = [template for template in templates if template.matcher.done()] or templates
@@ -330,54 +342,48 @@ class Grammars:
 
     def fill(self, constraints: Sequence[Constraint], masks: Words) -> None:
         """Write the allowed tokens as bits to masks [constraints, num_words]. After an error, no bit is set."""
-        matchers, known = _sorted(constraints)
-        if matchers:
-            self._compute(matchers, masks)
-        _fill_known(known, masks)
-        self._check(constraints, masks, matchers)
+        self.begin(constraints, masks, in_background=False)()
 
-    def begin(self, constraints: Sequence[Constraint], masks: Words) -> Callable[[], None]:
-        """Like ``fill``, but in another thread. Call the result to wait for the end. Before, no constraint of these
-        grammars may advance.
+    def begin(
+        self, constraints: Sequence[Constraint], masks: Words, *, in_background: bool = True
+    ) -> Callable[[], None]:
+        """Like ``fill``, but many masks are computed in another thread. Call the result to wait for the end. Until
+        then, no constraint of these grammars may advance.
         """
-        if len(constraints) < _MIN_BESIDE:
-            self.fill(constraints, masks)
-            return lambda: None
-        matchers, known = _sorted(constraints)
-        has_begun = Lock()
-        has_begun.acquire()
+        computed = [(constraint, row) for row, constraint in enumerate(constraints) if not constraint.fill(masks[row])]
+        computed.sort(
+            key=lambda entry: id(entry[0].template)
+        )  # copies of a template share a lock: give them to one thread
+        matchers = [(constraint.matcher, row) for constraint, row in computed]
+        thread: Future[None] | None = None
+        if in_background and len(constraints) >= _MIN_BESIDE:
+            has_begun = Event()
+            thread = self._beside.submit(self._compute, matchers, masks, has_begun)
+            has_begun.wait()  # otherwise that thread would wait up to 5 ms for the GIL
+        else:
+            self._compute(matchers, masks)
 
-        def compute() -> None:
-            has_begun.release()
-            if matchers:
-                self._compute(matchers, masks)
+        def finish() -> None:
+            if thread is not None:
+                thread.result()
+            for constraint, row in computed:
+                if constraint.matcher.is_error():
+                    constraint.fail()
+                    constraint.template.is_spent = True
+                elif constraint.grammar.ignore_eos:
+                    _clear_where_possible(masks[row], constraint.grammar.eos_token_ids)
 
-        computed = self._beside.submit(compute)
-        has_begun.acquire()  # otherwise that thread would wait up to 5 ms for the GIL
-        _fill_known(known, masks)
+        return finish
 
-        def wait() -> None:
-            computed.result()
-            self._check(constraints, masks, matchers)
-
-        return wait
-
-    def _compute(self, matchers: list[tuple[Any, int]], masks: Words) -> None:
+    def _compute(self, matchers: list[tuple[Any, int]], masks: Words, has_begun: Event | None = None) -> None:
+        if has_begun is not None:
+            has_begun.set()
+        if not matchers:
+            return
         wide = masks if self._num_computed == self.num_words else np.zeros((len(masks), self._num_computed), np.int32)
         self._executor.unsafe_compute_mask_ptr(matchers, wide.ctypes.data, wide.strides[0], len(wide))
         for _, row in matchers if wide is not masks else ():
             masks[row] = wide[row, : self.num_words]
-
-    def _check(self, constraints: Sequence[Constraint], masks: Words, matchers: list[tuple[Any, int]]) -> None:
-        """Read errors of the library, and exclude end-of-text tokens for ``ignore_eos``."""
-        for matcher, row in matchers:
-            constraint = constraints[row]
-            if matcher.is_error():
-                why = _why(matcher)
-                constraint.error = f"{constraint.grammar.parameter} cannot be followed any further: {why}"
-                constraint.template.is_spent = True
-            elif constraint.grammar.ignore_eos:
-                _clear_where_possible(masks[row], constraint.grammar.eos_token_ids)
 
     def close(self) -> None:
         self._is_needed.set()
@@ -402,7 +408,7 @@ class Grammars:
 
     def _compile(self, grammar: Grammar) -> Any:
         from llguidance import LLMatcher, LLParserLimits
-        from llguidance.gbnf_to_lark import any_to_lark
+        from llguidance.gbnf_to_lark import RepetitionNode, any_to_lark
 
         tokenizer = self._read_vocabulary(grammar.eos_token_ids).tokenizer
         text = grammar.text
@@ -410,17 +416,11 @@ class Grammars:
             text = LLMatcher.grammar_from_regex(text)
         elif grammar.kind == "ebnf":
             try:
-                text = any_to_lark(convertible(text))
+                RepetitionNode.is_atomic = lambda _: False  # type: ignore[method-assign]  # it would write (x+)? as x+?
+                lark = any_to_lark(with_short_escapes(text))
             except Exception as error:  # of any type, from the parser
-                raise GrammarError(f"it is read neither as GBNF nor as Lark: {checks.cut(str(error))}") from error
-            try:
-                text = checked_lark(text, lark_names(grammar.text))
-            except UnsupportedSchemaError as error:
-                message = f"in the schema behind its %json, {checks.cut(str(error))}"
-                raise GrammarError(message, pointer=error.pointer, keyword=error.keyword) from error
-            except ValueError as error:
-                raise GrammarError(checks.cut(str(error))) from error
-            text = LLMatcher.grammar_from_lark(text)
+                raise ValueError(f"it is neither GBNF nor Lark: {checks.cut(str(error))}") from error
+            text = LLMatcher.grammar_from_lark(checked_lark(lark, lark_names(text)))
         limits = LLParserLimits(
             step_lexer_fuel=_MASK_FUEL,
             max_lexer_states=_MAX_STATES,
@@ -432,7 +432,7 @@ class Grammars:
         if not matcher.is_error():
             matcher.compute_bitmask()  # fails if no text matches, and prepares the lexer for the first tokens
         if matcher.is_error():
-            raise GrammarError(_why(matcher))
+            raise ValueError(_why(matcher))
         return matcher
 
     def _templates(self, grammar: Grammar, tenant: str = "") -> list[_Template]:
@@ -484,7 +484,7 @@ class Grammars:
         from aioengine.tokenization.tokenizer import Tokenizer
 
         if self._tokenizer_path is None:
-            raise GrammarError("this engine has no tokenizer, which structured output needs")
+            raise ValueError("this engine has no tokenizer, which structured output needs")
         self._wait_until_quiet()
         own = Tokenizer(self._tokenizer_path)
         if eos_token_ids is None:
@@ -493,7 +493,7 @@ class Grammars:
         facts = cast("TokenizerFile", own.decoding_facts())
         table = read_token_table(facts, skip_special_tokens=False)
         if table is None:
-            raise GrammarError("the tokenizer of this model changes its text in ways that no grammar can follow")
+            raise ValueError("the tokenizer of this model changes its text, so no grammar can follow it")
         special = {token["id"] for token in facts["added_tokens"] if token["special"]} | set(eos_token_ids)
         tokens = [token_bytes(table[token_id], is_special=token_id in special) for token_id in range(self._vocab_size)]
         ends = [token_id for token_id in eos_token_ids if token_id < len(tokens)]
@@ -515,29 +515,6 @@ class Grammars:
         text = text.rstrip(_SPACES) or text
         tail = b"".join(vocabulary.tokens[token_id] for token_id in prompt[-len(text) - 64 :])
         return None if _ends_with(tail, text) else Thinking(text, ids, max_tokens=grammar.max_thinking_tokens)
-
-
-def _sorted(constraints: Sequence[Constraint]) -> tuple[list[tuple[Any, int]], list[tuple[Constraint, int]]]:
-    """Return (matcher, row) for masks that the library computes, and (constraint, row) for the others."""
-    computed: list[tuple[int, Any, int]] = []
-    known: list[tuple[Constraint, int]] = []
-    for row, constraint in enumerate(constraints):
-        if constraint.next_token >= 0 or constraint.thinking is not None or constraint.is_over:
-            known.append((constraint, row))
-        else:
-            computed.append((id(constraint.template), constraint.matcher, row))
-    computed.sort(key=itemgetter(0))  # a thread takes neighbors, and copies of one template share a lock
-    return [(matcher, row) for _, matcher, row in computed], known
-
-
-def _fill_known(known: list[tuple[Constraint, int]], masks: Words) -> None:
-    """Write the masks [constraints, num_words] that need no library. known: (constraint, row)."""
-    for constraint, row in known:
-        masks[row] = 0
-        if constraint.thinking is not None:
-            constraint.thinking.fill(masks[row], constraint.grammar.eos_token_ids)
-        elif not constraint.is_over:
-            _set(masks[row], constraint.next_token)
 
 
 def _why(matcher: Any) -> str:

@@ -8,8 +8,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from aioengine.api import checks
 from aioengine.constraints.endless import endless_rule
 from aioengine.constraints.json_schema import OPTIONS, Budget, compile_schema
+from aioengine.errors import UnsupportedSchemaError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -110,7 +112,11 @@ def checked_lark(text: str, names: Mapping[str, str]) -> str:
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"no JSON follows %{token[kind]}: {error}") from None
             if token[kind] == "json":
-                schema = compile_schema(json.dumps(value), budget)
+                try:
+                    schema = compile_schema(json.dumps(value), budget)
+                except UnsupportedSchemaError as error:
+                    message = f"in the schema behind its %json, {checks.cut(str(error))}"
+                    raise UnsupportedSchemaError(message, pointer=error.pointer, keyword=error.keyword) from None
                 schema["x-guidance"] = {**value.get("x-guidance", {}), **OPTIONS}
                 parts += (text[num_copied:start], json.dumps(schema))
                 num_copied = position
@@ -122,10 +128,8 @@ def checked_lark(text: str, names: Mapping[str, str]) -> str:
         )
     # The conditions of parametric rules decide which alternatives are used.
     if not is_parametric and (name := endless_rule(alternatives, "start")) is not None:
-        name = names.get(name, name)
-        raise ValueError(
-            f"the rule {name!r} can never end: each alternative repeats rules endlessly; add one that ends"
-        )
+        shown = checks.shown(names.get(name, name))
+        raise ValueError(f"the rule {shown} can never end: each alternative repeats rules endlessly; add one that ends")
     return "".join((*parts, text[num_copied:]))
 
 

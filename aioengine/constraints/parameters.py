@@ -48,12 +48,12 @@ def json_schema(name: str, value: object) -> str:
         schema = dict(cast("Mapping[str, object]", value))
         if checks.json_size(schema, MAX_CHARACTERS) > MAX_CHARACTERS:
             raise ValueError(
-                f"{name} has more than {MAX_CHARACTERS:,} characters as JSON, or holds itself; at most these are read"
+                f"{name} has more than {MAX_CHARACTERS:,} characters as JSON, which is the limit, or contains itself"
             )
         try:
             return json.dumps(schema, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"{name} must hold what JSON can hold: {error}") from None
+            raise ValueError(f"{name} cannot be written as JSON: {error}") from None
     wrong_type = checks.wrong_type(name, "JSON text, a dict, or a class (pydantic, msgspec or dataclass)", value)
     if isinstance(value, bool | int | float | list | tuple | bytes):
         raise wrong_type
@@ -176,7 +176,9 @@ def grammar_of(values: Mapping[str, Any], *, ignore_eos: bool) -> Grammar | None
     """
     kinds = [name for name in KINDS if values[name]]
     if len(kinds) > 1:
-        raise ValueError(f"{' and '.join(kinds)} are given together; an output has one constraint: keep one of them")
+        raise ValueError(
+            f"{' and '.join(kinds)} are given together, and an output has one constraint; keep one of them"
+        )
     space, end, max_thinking = values["whitespace"], values["reasoning_end"], values["max_thinking_tokens"]
     if not kinds:
         for name in ("whitespace", "reasoning_end", "max_thinking_tokens"):
@@ -231,6 +233,6 @@ def _compile(name: str, value: Any, space: str | None) -> tuple[str, str]:
     else:
         kind, grammar = "ebnf", value
     if grammar.count(r"\p{") > MAX_CLASSES:
-        message = r"it has too many classes such as \w that are not ASCII, each of which takes long; write [0-9A-Za-z_]"
+        message = r"it has too many Unicode classes such as \w, which take long to compile; write [0-9A-Za-z_]"
         raise UnsupportedSchemaError(message, keyword=name)
     return kind, grammar

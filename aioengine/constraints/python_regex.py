@@ -62,7 +62,7 @@ def translate(pattern: str, *, pointer: str, is_searched: bool = False) -> str:
     pointer: the JSON pointer to the pattern, for errors. is_searched: it may match a part of the text, as in a schema.
 
     Raises:
-        ValueError: it is no regular expression.
+        ValueError: it is not a valid regular expression.
         UnsupportedSchemaError: a part of it cannot be translated.
     """
     place = f"{shown(pattern)} at {pointer}: " if pointer else ""
@@ -143,7 +143,7 @@ class _Translator:
         if code in (codes.MAX_REPEAT, codes.MIN_REPEAT):
             return self._repeat(*value, flags=flags, repeats=repeats)
         if code is codes.AT:
-            self._refuse("an anchor or a word border in the middle")
+            self._refuse("an anchor or a word boundary in the middle")
         if code in (codes.ASSERT, codes.ASSERT_NOT):
             self._refuse("lookaround")
         if code in (codes.GROUPREF, codes.GROUPREF_EXISTS, codes.GROUPREF_IGNORE):
@@ -220,5 +220,5 @@ def escaped(code: int) -> str:
     if char.isascii() and char.isalnum():
         return char
     if 0xD800 <= code <= 0xDFFF:
-        raise ValueError(f"U+{code:04X} is half of a surrogate pair, which no text has")
+        raise ValueError(f"U+{code:04X} is half of a surrogate pair, which cannot occur in text")
     return f"\\x{{{code:X}}}"

@@ -136,7 +136,7 @@ def compile_counts(schema: Subschema, least: str, most: str) -> dict[str, int]:
             continue
         value = schema.keywords[keyword]
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf or value % 1:
-            schema.wrong(keyword, "a whole number from 0 on", value)
+            schema.wrong(keyword, "an integer from 0", value)
         if value > MAX_LENGTH:
             schema.refuse(keyword, f"is more than {MAX_LENGTH:,}")
         compiled[keyword] = int(value)

@@ -53,7 +53,7 @@ def lark_of(value: object, *, whitespace: dict[str, object]) -> str:
     """Return the grammar of a structural tag, given as JSON text or a dict. whitespace: options of its JSON parts.
 
     Raises:
-        ValueError: it is no structural tag.
+        ValueError: it is not a structural tag.
         UnsupportedSchemaError: a part of it cannot be enforced.
     """
     text = value if isinstance(value, str) else json.dumps(value)
@@ -273,7 +273,7 @@ def _flag(node: Format, key: str, pointer: str, *, default: bool = False) -> boo
 def _count(node: Format, key: str, pointer: str, least: int) -> int:
     value = node.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        _wrong(f"{pointer}/{key}", f"a whole number from {least} on", value)
+        _wrong(f"{pointer}/{key}", f"an integer from {least}", value)
     if value > MAX_COUNT:
         refuse(f"{pointer}/{key}", key, f"is {value:,}; at most {MAX_COUNT:,} is enforced")
     return value

@@ -17,8 +17,8 @@ import msgspec
 from aioengine.child_process.child import Child, run_child
 from aioengine.child_process.host import keep_freed_memory, limit_kernel_cache, limit_threads
 from aioengine.child_process.uplink import encodable
-from aioengine.constraints.grammars import GrammarError, Grammars
-from aioengine.errors import describe
+from aioengine.constraints.grammars import Grammars
+from aioengine.errors import UnsupportedSchemaError, describe
 from aioengine.protocol.messages import (
     DEFAULT_WEIGHT_VERSION,
     DETOKENIZER,
@@ -208,7 +208,7 @@ class SchedulerService:
         """Compile the grammar of a request in the background. The gate of the request is closed until then."""
         compiled: Future[Any] = Future()
         if self._grammars is None:
-            compiled.set_exception(GrammarError("the runner of this engine follows no grammars"))
+            compiled.set_exception(ValueError("the runner of this engine does not support grammars"))
         else:
             compiled = self._grammars.compile(grammar, submit.tenant)
             if not submit.text.stream and compiled.done() and compiled.exception() is None:
@@ -253,7 +253,7 @@ class SchedulerService:
             logger.warning("the grammar of request %d failed", request.uid, exc_info=error)
         grammar = request.submit.sampling.grammar
         parameter = "" if grammar is None else grammar.parameter
-        pointer, keyword = (error.pointer, error.keyword) if isinstance(error, GrammarError) else ("", "")
+        pointer, keyword = (error.pointer, error.keyword) if isinstance(error, UnsupportedSchemaError) else ("", "")
         keyword = keyword or parameter.partition("=")[0]
         message = f"{parameter} cannot be enforced: {error}"
         self._core.requests.end(request, End(request.uid, FinishCode.UNSUPPORTED, keyword, pointer, message))

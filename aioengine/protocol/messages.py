@@ -432,33 +432,33 @@ class StepOutput(Struct, tag="step_output", array_like=True, gc=False):
         extras: dict[int, list[Extra]] = {uid: [] for uid in tokens.uids}
         for extra in tokens.extras:
             extras.setdefault(extra.uid, []).append(extra)
-        found = [StepOutput()]
+        parts = [StepOutput()]
         opening_of: dict[int, StepOutput] = {}
         part_of: dict[int, StepOutput] = {}
-        room = max_bytes
+        left = max_bytes
 
         def part_for(size: int) -> StepOutput:
-            nonlocal room
-            if size > room and room < max_bytes:
-                found.append(StepOutput())
-                room = max_bytes
-            return found[-1]
+            nonlocal left
+            if size > left and left < max_bytes:
+                parts.append(StepOutput())
+                left = max_bytes
+            return parts[-1]
 
         for uid, own in extras.items():
             opening_of[uid] = part_of[uid] = part_for(sum(len(extra.data) for extra in own))
             for extra in own:
                 part_of[uid] = part_for(len(extra.data))
                 part_of[uid].tokens.extras.append(extra)
-                room -= len(extra.data)
+                left -= len(extra.data)
         for uid, new in zip(tokens.uids, tokens.rows(), strict=True):
             part_of[uid].tokens.add(uid, [new] if isinstance(new, int) else new)
         for opened in self.opened:
-            opening_of.get(opened.first_token.uid, found[0]).opened.append(opened)
+            opening_of.get(opened.first_token.uid, parts[0]).opened.append(opened)
         for uid in self.preempted:
-            part_of.get(uid, found[-1]).preempted.append(uid)
+            part_of.get(uid, parts[-1]).preempted.append(uid)
         for end in self.ended:
-            part_of.get(end.uid, found[-1]).ended.append(end)
-        return found
+            part_of.get(end.uid, parts[-1]).ended.append(end)
+        return parts
 
 
 # ---------------------------------------------------------------- to the frontend

@@ -1,8 +1,8 @@
-"""Adapters: reads LoRA adapters in threads beside the steps, keeps some in memory, and has them copied into slots.
+"""Adapters: reads LoRA adapters in threads while steps run, keeps some in memory, and lets them be copied into slots.
 
-``AdapterSlots`` says which adapters are needed. One that is not in memory is read, a few at a time, the next to be
-placed first; the others in memory make room for it, least recently used first. An adapter that cannot be read or copied
-fails its requests alone; the next request for it tries again.
+``AdapterSlots`` knows which adapters are needed. Adapters that are not in memory are read, a few at a time, in the
+order in which they get slots. To free memory for them, the least recently used adapters are removed. If an adapter
+cannot be read or copied, only its requests fail; the next request for it tries again.
 """
 
 from __future__ import annotations
@@ -33,24 +33,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_READS: Final = 2
-"""Adapters that are read at a time, but for slow ones."""
+"""Maximum number of adapters that are read at a time. Slow reads do not count."""
 
 SLOW_READ_S: Final = 5.0
-"""From then on a read is a slow one, which holds up no other: its file system may hang."""
+"""After this time a read is slow, and does not delay other reads: its file system may hang."""
 
 READ_TIMEOUT_S: Final = 120.0
 MAX_THREADS: Final = 64
-"""Of reads, with slow ones, and with those that are given up and still hang."""
+"""Maximum number of threads, including slow reads and abandoned reads that still hang."""
 
 STAGE: Final = "adapter"
 """The stage in the errors of requests whose adapter failed."""
 
 
 class Copies:
-    """The adapters in memory, least recently used first.
-
-    At least one is kept, whatever the limits.
-    """
+    """The adapters in memory, least recently used first. At least one is kept, even if it exceeds the limits."""
 
     def __init__(self, max_number: int | None, max_bytes: int) -> None:
         self._max_number = max_number
@@ -69,7 +66,7 @@ class Copies:
         return len(self._copies)
 
     def get(self, key: Key) -> AdapterCopy:
-        """One that is there, which counts as used just now."""
+        """Return an adapter that is in memory. It becomes the most recently used one."""
         self._copies.move_to_end(key)
         return self._copies[key]
 
@@ -79,20 +76,20 @@ class Copies:
         self._num_bytes += host.num_bytes
 
     def remove(self, key: Key) -> None:
-        """Forget one; an unknown one is ignored."""
+        """Remove an adapter. Ignores unknown adapters."""
         if (host := self._copies.pop(key, None)) is not None:
             self._num_bytes -= host.num_bytes
 
-    def make_room(self, num_new: int, needed: Collection[Key]) -> bool:
-        """Forget what is not ``needed`` until ``num_new`` more may come; returns whether they may."""
+    def make_space(self, num_new: int, needed: Collection[Key]) -> bool:
+        """Remove adapters that are not ``needed`` until ``num_new`` more fit. Return whether they fit."""
         for key in list(self._copies):
-            if self._has_room(num_new):
+            if self._fits(num_new):
                 return True
             if key not in needed:
                 self.remove(key)
-        return self._has_room(num_new)
+        return self._fits(num_new)
 
-    def _has_room(self, num_new: int) -> bool:
+    def _fits(self, num_new: int) -> bool:
         number = len(self._copies) + num_new
         if self._max_number is not None and number > max(1, self._max_number):
             return False
@@ -100,7 +97,7 @@ class Copies:
 
 
 class _Read(NamedTuple):
-    """An adapter that is read in a thread of its own."""
+    """An adapter that is read in its own thread."""
 
     host: Future[AdapterCopy]
     path: str
@@ -108,7 +105,7 @@ class _Read(NamedTuple):
 
 
 class Adapters:
-    """The adapters of an engine, on the scheduler's thread."""
+    """The adapters of an engine. Its methods are called in the thread of the scheduler."""
 
     def __init__(self, device: DeviceAdapters, requests: Requests, copies: Copies) -> None:
         self._device = device
@@ -123,7 +120,7 @@ class Adapters:
 
     @property
     def is_busy(self) -> bool:
-        """Whether ``step`` has, or will soon have, something to do."""
+        """Whether ``step`` has, or will soon have, work."""
         return bool(self._reads or self._placing or self._slots.is_changed)
 
     def wait(self, timeout_s: float) -> None:
@@ -132,7 +129,7 @@ class Adapters:
             wait(futures, timeout_s, FIRST_COMPLETED)
 
     def step(self) -> None:
-        """Take in what has been read and copied, read and copy what is needed next, and release requests."""
+        """Process finished reads and copies, start the next ones, and release requests."""
         now = time.monotonic()
         is_slow = any(now > read.started_at + SLOW_READ_S for read in self._reads.values())
         if not (self._slots.is_changed or is_slow or any(future.done() for future in self._futures)):
@@ -148,7 +145,7 @@ class Adapters:
         self._requests.release(released)
 
     def control(self, control: Control, answer: Callable[[Reply], None]) -> None:
-        """Carry out "load_adapter" (answered when it was read, a pinned one when it was placed) or "unload_adapter"."""
+        """Start "load_adapter" or do "unload_adapter". A load is answered after the read, or, if pinned, the copy."""
         adapter = Adapter(**cast("dict[str, Any]", control.arguments))
         if control.name == UNLOAD_ADAPTER:
             self._unload(adapter)
@@ -162,7 +159,7 @@ class Adapters:
 
     @property
     def figures(self) -> dict[str, int]:
-        """Of adapters: how many are in slots, in memory, being read and waited for; bytes of those in memory."""
+        """The number of adapters in slots, in memory, being read, and waited for, and the bytes in memory."""
         return {
             "num_placed": self._slots.num_placed,
             "num_in_memory": len(self._copies),
@@ -172,7 +169,7 @@ class Adapters:
         }
 
     def forget_loads(self) -> None:
-        """Answer no call that is under way: those that made them will make them again."""
+        """Drop unanswered load calls. Their callers repeat them."""
         self._loads.clear()
 
     # ------------------------------------------------------------ inside
@@ -207,7 +204,7 @@ class Adapters:
                 self._fail(key, ValueError(why))
 
     def _pin_again(self, key: Key) -> None:
-        """Pin what could not be read when it was pinned, in a new process say, and was read for a request since."""
+        """Pin a pinned adapter whose first read failed, for example in a new process, and which was read later."""
         for uid in self._slots.load_queue.uids(key):
             adapter = self._requests.gated[uid].submit.adapter
             if adapter is not None and adapter.is_pinned and adapter.id not in self._pinned:
@@ -227,7 +224,7 @@ class Adapters:
                 self._fail(key, error)
 
     def _start_reads(self, claims: list[Key], now: float) -> None:
-        """Read what is needed and not in memory, the next to be placed first, as far as there is room."""
+        """Start to read needed adapters that are not in memory, in the order of the claims, while they fit."""
         wanted = [key_of(adapter) for adapter, _ in self._loads.values() if not self._is_known(adapter)] + claims
         needed = {*wanted}
         self._given_up = [read for read in self._given_up if not read.done()]
@@ -238,15 +235,15 @@ class Adapters:
             num_quick, num_threads = len(self._reads) - num_slow, len(self._reads) + len(self._given_up)
             if num_quick >= MAX_READS or num_threads >= MAX_THREADS:
                 break
-            if not self._copies.make_room(num_quick + 1, needed):
+            if not self._copies.make_space(num_quick + 1, needed):
                 break
             adapter = self._adapter_of(key)
             if adapter is not None:
                 self._reads[key] = _Read(_in_thread(partial(self._read, adapter)), adapter.path, now)
-        self._copies.make_room(0, needed)
+        self._copies.make_space(0, needed)
 
     def _read(self, adapter: Adapter) -> AdapterCopy:
-        """In a thread: an adapter whose files are those that were loaded."""
+        """Read an adapter, in a thread. Raises ValueError if its files have changed since the load."""
         _check_unchanged(adapter)
         host = self._device.read(adapter)
         _check_unchanged(adapter)
@@ -257,7 +254,7 @@ class Adapters:
         return key in self._copies or self._slots.has(key) or key in self._placing
 
     def _adapter_of(self, key: Key) -> Adapter | None:
-        """An adapter with this key that is needed."""
+        """Return a needed adapter with this key."""
         for adapter, _ in self._loads.values():
             if key_of(adapter) == key:
                 return adapter
@@ -270,13 +267,13 @@ class Adapters:
         host = self._copies.get(assignment.key)
         try:
             future = self._device.place(assignment.slot, host)
-        except Exception as error:  # its requests fail, the others go on
+        except Exception as error:  # only its requests fail
             future = Future[None]()
             future.set_exception(error)
         self._placing[assignment.key] = future
 
     def _fail(self, key: Key, error: BaseException) -> None:
-        """End the requests in line for an adapter, and the loads of it."""
+        """End the requests that wait for an adapter, and its load calls."""
         if not isinstance(error, ValueError | OSError):
             logger.warning("the adapter in %s failed", key[0], exc_info=error)
         reason = str(error) if isinstance(error, ValueError) else describe(error)
@@ -304,7 +301,7 @@ class Adapters:
 
 
 def _in_thread(read: Callable[[], AdapterCopy]) -> Future[AdapterCopy]:
-    """A thread that hangs with its file system ends with the process."""
+    """Run ``read`` in a daemon thread: if its file system hangs, the thread ends with the process."""
     future = Future[AdapterCopy]()
 
     def run() -> None:

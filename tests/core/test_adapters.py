@@ -227,20 +227,20 @@ def test_copies_are_kept_within_a_number_and_bytes() -> None:
     copies = Copies(None, 100)
     for number in range(4):
         copies.add((str(number),), FakeAdapter(number, 40))
-        copies.make_room(0, ())
+        copies.make_space(0, ())
     assert [(str(number),) in copies for number in range(4)] == [False, False, True, True]
-    assert copies.make_room(1, {("2",), ("3",)})
+    assert copies.make_space(1, {("2",), ("3",)})
     copies.add(("4",), FakeAdapter(4, 40))
-    assert not copies.make_room(1, {("2",), ("3",), ("4",)})
+    assert not copies.make_space(1, {("2",), ("3",), ("4",)})
     copies.get(("2",))
-    assert copies.make_room(1, {("3",)})
+    assert copies.make_space(1, {("3",)})
     assert ("2",) in copies
     assert ("4",) not in copies
     few = Copies(1, 10)
     few.add(("0",), FakeAdapter(0, 40))
-    assert few.make_room(0, ())
+    assert few.make_space(0, ())
     assert len(few) == 1, "one is kept, whatever its size"
-    assert few.make_room(1, ())
+    assert few.make_space(1, ())
     assert len(few) == 0
 
 

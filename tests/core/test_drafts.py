@@ -76,7 +76,7 @@ def test_random_acceptance_gives_the_reference_tokens_and_loses_no_page(
 
 @DEPTHS
 @given(seed=st.integers(0, 2**32), accepts=st.text("0123", min_size=1, max_size=5))
-def test_cached_prefixes_are_those_of_rows_with_one_token(depth: int, seed: int, accepts: str) -> None:
+def test_drafts_do_not_change_the_cached_prefixes(depth: int, seed: int, accepts: str) -> None:
     prefixes: list[set[tuple[object, ...]]] = []
     for max_drafts in (0, 3):
         world = world_of(accepts, depth=depth, num_pages=1024, max_drafts=max_drafts)

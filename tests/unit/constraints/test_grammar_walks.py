@@ -17,8 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aioengine.constraints.grammars import Constraint, GrammarError, Grammars, Turns
-from aioengine.errors import UnsupportedSchemaError
+from aioengine.constraints.grammars import Constraint, Grammars, Turns
 from aioengine.protocol.messages import Grammar
 from tests.kit.grammar_walks import (
     FOLDER,
@@ -110,7 +109,7 @@ def test_every_complete_output_is_valid() -> None:
         try:
             grammar = grammar_of(json_schema=whole)
             demo_grammars().compile(grammar).result()
-        except (UnsupportedSchemaError, GrammarError):  # the compiler may see that no value is valid
+        except ValueError:  # the compiler may see that no value is valid
             counts["refused"] += 1
             return
         for start in range(2):
@@ -157,7 +156,7 @@ def spellings(name: str) -> set[str]:
 
 @pytest.mark.parametrize("name", ["a", "id", "/", "é", "😀", "\n", '"', "\\", "\x1f", "\x7f"])
 @pytest.mark.parametrize("in_lark", [False, True])
-def test_a_listed_property_is_no_other_one_however_it_is_spelt(name: str, in_lark: bool) -> None:
+def test_escaped_name_of_a_listed_property_is_not_another_property(name: str, in_lark: bool) -> None:
     schema = {"type": "object", "properties": {name: {"type": "integer"}}, "additionalProperties": {"type": "string"}}
     grammar = grammar_of(ebnf=f"start: %json {json.dumps(schema)}") if in_lark else grammar_of(json_schema=schema)
     for spelt in spellings(name):
@@ -267,9 +266,8 @@ def test_a_grammar_whose_lexer_is_full_is_compiled_again(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("params", [{"regex": r"[^\s\S]"}, {"regex": "a[^\\w\\W]"}])
 def test_a_pattern_that_matches_no_text_is_refused(params: dict[str, str]) -> None:
-    with pytest.raises(GrammarError) as raised:
+    with pytest.raises(ValueError, match=r"^no text fits it: a part of it, such as an empty class, matches nothing$"):
         demo_grammars().open(grammar_of(**params), [], 0)
-    assert str(raised.value) == "no text fits it: a part of it, such as an empty class, matches nothing"
 
 
 @pytest.mark.parametrize(
@@ -280,9 +278,8 @@ def test_a_pattern_that_matches_no_text_is_refused(params: dict[str, str]) -> No
     ],
 )
 def test_a_schema_that_allows_no_value_is_refused(schema: Schema, why: str) -> None:
-    with pytest.raises(GrammarError) as raised:
+    with pytest.raises(ValueError, match=f"^{why}keywords contradict each other, or a pattern fits no text$"):
         demo_grammars().open(grammar_of(json_schema=schema), [], 0)
-    assert str(raised.value) == f"{why}keywords contradict each other, or a pattern fits no text"
 
 
 @pytest.mark.parametrize(
@@ -318,7 +315,7 @@ def test_white_space_between_tokens_is_bounded(params: Schema, longest: int | No
         {"properties": {f"p{i}": {"type": "string"} for i in range(256)}},
     ],
 )  # fmt: skip
-def test_bombs_are_served_or_refused(schema: Schema) -> None:
+def test_costly_schemas_are_compiled_or_refused_in_time(schema: Schema) -> None:
     """Within the limits of the library: each ends here, by a refusal, an error of its own, or tokens."""
     try:
         grammar = grammar_of(json_schema=schema)
@@ -333,7 +330,7 @@ def test_bombs_are_served_or_refused(schema: Schema) -> None:
     assert constraint.is_over or len(ids) == 40
 
 
-def test_tenants_take_turns_at_the_threads_that_compile() -> None:
+def test_tenants_take_turns_in_compiling() -> None:
     turns = Turns(1)
     is_free = Event()
     done: list[str] = []

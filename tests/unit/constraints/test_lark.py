@@ -1,4 +1,4 @@
-"""Grammars in Lark's syntax that their compiler would not end with."""
+"""Checks of grammars in GBNF and Lark's syntax before the library compiles them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llguidance.gbnf_to_lark import any_to_lark
 
-from aioengine.constraints.gbnf import convertible, lark_names
-from aioengine.constraints.grammars import GrammarError
+from aioengine.constraints.gbnf import lark_names, with_short_escapes
 from aioengine.constraints.lark import checked_lark
 from tests.kit.grammar_walks import accepts, allowed, demo_grammars, grammar_of, token_bytes, walk
 
@@ -39,7 +38,7 @@ def test_operators_of_terminals_are_refused(text: str) -> None:
         'start: %json {"enum": ["&", "~"]}',
     ],
 )
-def test_other_uses_of_their_characters_are_not(text: str) -> None:
+def test_characters_of_operators_are_allowed_elsewhere(text: str) -> None:
     checked_lark(text, {})
 
 
@@ -55,7 +54,7 @@ def test_other_uses_of_their_characters_are_not(text: str) -> None:
     ],
 )  # fmt: skip
 def test_a_grammar_that_takes_long_is_refused_before_it_is_compiled(text: str, why: str) -> None:
-    with pytest.raises(GrammarError, match=why):
+    with pytest.raises(ValueError, match=why):
         demo_grammars().compile(grammar_of(ebnf=text)).result(timeout=60)
 
 
@@ -75,8 +74,8 @@ def rules_of_all(number: int) -> str:
     "text",
     [rules_of_each_other(300), rules_of_all(100), "start: (" + '"a"? ' * 40 + '| "b"){900}', "start: " + '"a"{60000}'],
 )
-def test_rules_that_could_be_read_in_too_many_ways_are_refused(text: str) -> None:
-    with pytest.raises(GrammarError, match="too many of its rules have alternatives"):
+def test_rules_with_too_many_parses_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="too many of its rules have alternatives"):
         demo_grammars().compile(grammar_of(ebnf=text)).result(timeout=60)
 
 
@@ -87,7 +86,7 @@ def test_rules_that_could_be_read_in_too_many_ways_are_refused(text: str) -> Non
         "start: a* \na: a a | /[a-z]/ | b |\nb: a a a | b b |",
     ],
 )
-def test_a_text_that_can_be_read_in_too_many_ways_ends(text: str) -> None:
+def test_text_with_too_many_parses_fails_with_the_limit(text: str) -> None:
     constraint = demo_grammars().open(grammar_of(ebnf=text), [], 0)
     token_id = token_bytes().index(b"a")
     for _ in range(200):
@@ -134,7 +133,7 @@ def test_forced_text_of_too_many_parts_says_so() -> None:
     ],
 )
 def test_rule_that_can_never_end_is_refused_by_its_name(text: str, rule: str | None) -> None:
-    lark = any_to_lark(convertible(text))
+    lark = any_to_lark(with_short_escapes(text))
     if rule is None:
         checked_lark(lark, lark_names(text))
     else:
@@ -225,21 +224,21 @@ def test_repetitions_of_repetitions_are_read_in_gbnf(text: str, fits: list[str],
     ("text", "why"),
     [
         (rules_of_each_other(300), "too many of its rules"),
-        ("root ::= (", "it is read neither as GBNF nor as Lark: "),
+        ("root ::= (", "it is neither GBNF nor Lark: "),
         ('start: "a" & "b"', "'&' of terminals"),
     ],
 )
-def test_an_error_starts_with_the_reason(text: str, why: str) -> None:
-    with pytest.raises(GrammarError) as caught:
+def test_error_starts_with_the_reason(text: str, why: str) -> None:
+    with pytest.raises(ValueError, match=f"^{why}"):
         demo_grammars().compile(grammar_of(ebnf=text)).result(timeout=60)
-    assert str(caught.value).startswith(why)
 
 
-def test_a_text_is_read_once() -> None:
+def test_scan_takes_linear_time() -> None:
     for part in ("(", "(a)+", "((a", '"', "{ ", "{1", "a", "# ", "[", ")"):
-        convertible("root ::= " + part * 30_000)
+        with_short_escapes("root ::= " + part * 30_000)
     checked_lark('start: "' + '\\"' * 30_000, {})
     checked_lark("start: /" + "\\/" * 30_000, {})
     parts = ("<", "a", "a[", "% ", "%a", "a ", "{", "{1", "{ 1,", "1", "-", "-> ", "::", "\na", "\n/", "(a|", ")")
     for part in parts:
         checked_lark(part * 30_000, {})
+        lark_names(part * 30_000)

@@ -119,7 +119,7 @@ def test_outputs_of_any_pattern_match_it(pattern: str, seed: int) -> None:
         (r"(?<!a)b", "lookaround"),
         (r"(a)\1", "a reference to a group"),
         (r"(a)?(?(1)b|c)", "a reference to a group"),
-        (r"a\bb", "an anchor or a word border"),
+        (r"a\bb", "an anchor or a word boundary"),
         (r"a$b", "an anchor"),
         (r"(?>a+)b", "an atomic group"),
         (r"a++b", "possessive"),

@@ -379,7 +379,7 @@ def test_free_text_that_would_take_the_text_of_another_format_is_refused(given: 
         (row({"type": "repeat", "min": 0, "max": 0, "content": word("x")}, word("y")), ["y"], ["xy"]),
     ],
 )
-def test_free_text_whose_place_is_seen_is_kept(given: Format, texts: list[str], others: list[str]) -> None:
+def test_free_text_with_a_visible_end_is_allowed(given: Format, texts: list[str], others: list[str]) -> None:
     grammar = grammar_of(structural_tag={"format": given})
     constraint = demo_grammars().open(grammar, [], 0)
     assert all(is_accepted(constraint, text) for text in texts)
@@ -423,7 +423,7 @@ def test_parts_that_cannot_be_enforced_are_refused_by_name(given: Format, pointe
     ("given", "match"),
     [
         ({"type": "any_text", "excludes": [""]}, "/format/excludes must be a list of 1 to 32 strings that are not"),
-        ({"type": "any_text", "max_chars": -2}, "/format/max_chars must be a whole number"),
+        ({"type": "any_text", "max_chars": -2}, "/format/max_chars must be an integer"),
         ({"type": "repeat", "min": 3, "max": 2, "content": TEXT_TAG}, "/format/max must be -1 or from 'min'"),
         ({"type": "dispatch", "rules": [["a"]]}, "/format/rules/0 must be a list of a text and a format"),
         ({"type": "tags_with_separator", "tags": [TEXT_TAG]}, "/format/separator must be a string, got None"),
@@ -435,11 +435,11 @@ def test_parts_that_cannot_be_enforced_are_refused_by_name(given: Format, pointe
         ),
     ],
 )
-def test_a_value_that_is_no_structural_tag_is_refused_with_its_pointer(given: Format, match: str) -> None:
+def test_invalid_structural_tag_is_refused_with_its_pointer(given: Format, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         SamplingParams(structural_tag={"format": given})
 
 
-def test_a_format_at_the_top_is_told_to_stand_under_format() -> None:
+def test_format_at_the_top_is_refused_with_its_place() -> None:
     with pytest.raises(ValueError, match=r"it has no \"format\": put the format under it, .*; it has 'tags', 'type'$"):
         SamplingParams(structural_tag={"type": "triggered_tags", "tags": [TEXT_TAG]})

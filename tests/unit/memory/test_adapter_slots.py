@@ -131,7 +131,7 @@ def test_newcomers_of_an_adapter_wait_for_one_that_came_before_them() -> None:
     assert desk.assign() == [A]
 
 
-def test_an_adapter_serves_its_quantum_before_it_gives_its_slot_away() -> None:
+def test_an_adapter_keeps_its_slot_for_its_quantum_of_requests() -> None:
     desk = Desk(1, quantum=3)
     desk.ask(0, A)
     desk.ask(1, B)

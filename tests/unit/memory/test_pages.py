@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from aioengine.memory.prefix_cache import PageAllocator
 
 
-def test_pages_are_handed_out_in_order_and_the_last_returned_first() -> None:
+def test_pages_are_allocated_in_order_and_freed_pages_first() -> None:
     pages = PageAllocator(5)
     assert pages.allocate(3) == [0, 1, 2]
     pages.free([1])

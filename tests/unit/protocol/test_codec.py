@@ -91,7 +91,7 @@ def test_a_frame_of_another_epoch_is_dropped_and_counted() -> None:
     assert decoder.num_foreign == 1
 
 
-def test_only_frames_that_come_twice_are_refused() -> None:
+def test_only_repeated_frames_are_refused() -> None:
     one, other = FrameEncoder(EPOCH), FrameEncoder(EPOCH)
     frames = [bytes(one.encode([Abort([number])])) for number in range(3)]
     decoder = FrameDecoder(EPOCH)

@@ -56,7 +56,7 @@ def bytes_of(table: TokenTable, ids: Sequence[int]) -> bytes:
 @by_name(ALL_SAMPLES)
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_text_split_anywhere_into_prompt_and_output_gives_the_rest(sample: Sample, skip: bool, text: str) -> None:
+def test_output_text_continues_the_prompt_at_every_split(sample: Sample, skip: bool, text: str) -> None:
     ids = sample.encode(text)
     whole = sample.decode(ids, skip_special_tokens=skip)
     table = TABLES.get((sample.name, skip))
