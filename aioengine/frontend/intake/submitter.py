@@ -476,8 +476,8 @@ def _size(submit: Submit) -> int:
 def _fitting(encoded: Encoded, pooled: Pooled, max_tokens: int, check_ids: Callable[[list[int]], None]) -> Encoded:
     """Return the ids of a text, cut to ``max_tokens`` if the call truncates, or the error of a text that is too long.
 
-    A text with images is never cut. ``check_ids`` raises ValueError for ids outside the vocabulary. It is called here,
-    because the call does not check prompts with too many ids.
+    A text with images is never cut. ``check_ids`` raises ValueError for ids outside the vocabulary. It was not called
+    yet for prompts with too many ids.
     """
     if not isinstance(encoded, list) or len(encoded) <= max_tokens:
         return encoded
