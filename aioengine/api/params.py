@@ -37,7 +37,7 @@ Tokenize = Callable[[Sequence[str]], list[list[int]]]
 DEFAULT_MAX_NEW_TOKENS: Final = 128
 MAX_SAMPLES: Final = 1024
 _DRAWN_SEED_BITS: Final = 52
-"""The seeds of all samples of a request are below 2**53, so JavaScript represents them exactly."""
+"""Bits of a random seed. All samples of a request then have seeds below 2**53, which JavaScript represents exactly."""
 MIN_REPETITION_PENALTY: Final = 0.01
 """Logits are divided by it. A much smaller value would overflow."""
 
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     JsonSchema = str | Mapping[str, object] | type | None
     Tag = str | Mapping[str, object] | None
     ReasoningEnd = str | Sequence[int] | None
-else:  # types in JSON and other encodings, where null is the default
+else:  # msgspec decodes these types; null is the default
     Whole = int | None
     Number = float | None
     Switch = bool | None
@@ -135,8 +135,8 @@ class SamplingParams(
         "pattern that ends the answer; its match is removed. A string, or a list of up to 32 (256 bytes each), in the "
         "syntax of the `regex` package, without recursion, fuzzy matching, `\\G`, `\\K` and the flags f, r, x and V1. "
         "The bytes of a pattern times all its counted repetitions `{m,n}` are limited to 50,000, for all patterns of a "
-        "request together. Matching is limited to 50 ms per token, and to 1 s plus 1 ms per token for a request; "
-        "beyond, the request fails with `RequestError`",
+        "request together. Matching is limited to 50 ms per token, and to 1 s plus 1 ms per token for a request. A "
+        "request that exceeds a limit fails with `RequestError`",
         wire="text",
         columns=table.strings_column,
         read=str,
@@ -200,8 +200,8 @@ class SamplingParams(
         None,
         table.words,
         "words to avoid, up to 256 of 256 bytes each. A word stands for two sequences of tokens: with and without a "
-        "space before it. The last token of a sequence is not sampled after the others, also if they are in the "
-        "prompt. Other tokens can still spell the word",
+        "space before it. If prompt and output so far end with all tokens of a sequence but the last, the last one is "
+        "not sampled. Other tokens can still spell the word",
     )
     custom_params: Json | None = parameter(
         None,
@@ -260,17 +260,18 @@ class SamplingParams(
 
     def __post_init__(self) -> None:
         """Check the values that are not defaults, convert them to plain values, and build the message parts once."""
-        table = type(self).__table__
-        changed = [*compress(table.fields, map(is_not, astuple(self), table.defaults))]
-        if not table.aliases.keys().isdisjoint(changed):  # it was decoded
-            own = table.by_own_names({name: _field(self, name) for name in reversed(changed)})
-            for name, value in (dict.fromkeys(table.aliases, UNSET) | own).items():
+        parameters = type(self).__table__
+        changed = [*compress(parameters.fields, map(is_not, astuple(self), parameters.defaults))]
+        if not parameters.aliases.keys().isdisjoint(changed):  # decoded: only the constructor replaces other names
+            own = parameters.by_own_names({name: _field(self, name) for name in reversed(changed)})
+            for name, value in (dict.fromkeys(parameters.aliases, UNSET) | own).items():
                 force_setattr(self, name, value)
             changed = list(own)
         sampling, limits, text = parts = (dict[str, Any](), dict[str, Any](), dict[str, Any]())
         for name in changed:
-            row, value = table.rows[name], _field(self, name)
+            row, value = parameters.rows[name], _field(self, name)
             is_left_out = value is UNSET or (value is None and not row.takes_none)
+            # a default that was read from another object
             is_copied = isinstance(value, DefaultInt | DefaultFloat) and value == row.default
             kept = row.default if is_left_out or is_copied else row.check(name, value)
             if kept == row.default and type(kept) is type(row.default):
@@ -280,10 +281,10 @@ class SamplingParams(
             if kept is row.default:
                 continue
             if row.columns is None:
-                for part, field in table.wire[name]:
+                for part, field in parameters.wire[name]:
                     parts[part][field] = kept
             else:
-                for (part, field), column in zip(table.wire[name], row.columns(kept), strict=True):
+                for (part, field), column in zip(parameters.wire[name], row.columns(kept), strict=True):
                     parts[part][field] = column
         if self.min_new_tokens and self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             allowed = f"at most max_new_tokens ({self.max_new_tokens})"
@@ -310,7 +311,7 @@ class SamplingParams(
         own, theirs = astuple(self), astuple(other)
         return own == theirs and all(map(is_, map(type, own), map(type, theirs)))
 
-    def __hash__(self) -> int:  # lists cannot be hashed; equal objects agree in these
+    def __hash__(self) -> int:  # without the lists, which cannot be hashed
         return hash((self.max_new_tokens, self.temperature, self.top_p, self.n, self.sampling_seed))
 
     @classmethod
@@ -365,7 +366,7 @@ def _field(params: SamplingParams, name: str) -> object:
 
 
 class _MessageParts(Struct, frozen=True, gc=False):
-    """The parts of a ``Submit`` message that depend on nothing but the parameters."""
+    """The parts of a ``Submit`` message, as far as they depend only on the parameters."""
 
     sampling: Sampling = Sampling(0)
     limits: Limits = Limits(0)
@@ -411,10 +412,10 @@ def sampling(
     tokenize: Tokenize | None = None,
     defaults: Mapping[str, float] | None = None,
 ) -> Sampling:
-    """Return the part of the runner, with seed 0.
+    """Return the runner's part of a ``Submit`` message, with seed 0.
 
     Args:
-        tokenize: without special tokens; None: there is no tokenizer.
+        tokenize: converts texts without adding special tokens; None: there is no tokenizer.
         defaults: values of the model for parameters of ``FROM_MODEL`` that the caller left out.
 
     Raises:
@@ -456,7 +457,10 @@ def _bad_token_ids(words: Sequence[str], tokenize: Tokenize | None) -> tuple[tup
 
 
 def text_rules(params: SamplingParams, *, stream_interval: int) -> TextRules:
-    """Return the part of the detokenizer, without the context. stream_interval: the default of the engine."""
+    """Return the detokenizer's part of a ``Submit`` message, without ``context_token_ids``.
+
+    stream_interval: the default of the engine.
+    """
     part = _parts(params).text
     if params.stream_interval is not None or stream_interval == part.stream_interval:
         return part

@@ -1,9 +1,12 @@
 """FlashInfer's prefill kernels: for rows of several tokens, and for cascade attention of decode rows.
 
-Rows whose keys and values are all computed in this step ("fresh" rows) read them from the step's tensors, which is a
-fifth faster than from pages. Other rows read pages. In cascade attention, decode rows attend to their shared first
-pages in one non-causal prefill; the decode kernel merges the result. Prefill rows with shared first pages do the same,
-with keys and values that are first copied from the pages.
+Rows whose keys and values are all computed in this step ("fresh" rows) read them from the tensors of the step. This is
+20% faster than reading pages. Other rows read pages.
+
+In cascade attention, decode rows with the same first pages attend to these pages in one non-causal prefill. The decode
+kernel attends to the other pages, and merges both results. Prefill rows with the same first pages do this too, but the
+keys and values of the shared pages are copied first. To merge results, FlashInfer returns the log-sum-exp of the scores
+("weights", in base 2).
 
 T packed tokens, R rows, H query heads, K kv heads, E head size, N pages of the pool, S page size.
 """
@@ -44,9 +47,10 @@ MIN_FRESH_TOKENS = 256
 """With fewer tokens, a separate plan costs more than it saves."""
 MAX_GROUPS = 8
 MIN_ROWS = 48
+"""Limits of cascade attention in decode steps, see ``CascadeLimits``."""
 MIN_SAVED_BYTES = 256 << 20
-"""Minimum of keys and values of a layer that a group must save. On an H200, 64 rows of an 8B model that share 1024
-tokens take equally long with and without cascade.
+"""A group of rows must save reading at least this many bytes of keys and values per layer. On an H200, 64 rows of an 8B
+model that share 1024 tokens take equally long with and without cascade.
 """
 
 
@@ -57,7 +61,7 @@ class Shared:
     Attributes:
         pool: for each layer, keys and values [N, K, S, E].
         rules: for each layer.
-        copied: the last plan was copied to the device. The host must not overwrite it before.
+        copied: recorded when a plan is queued for copying. The host must wait for it before it writes the next plan.
     """
 
     shape: AttentionShape
@@ -86,7 +90,7 @@ class Shared:
 
     @property
     def plan_options(self) -> dict[str, object]:
-        """The arguments that all plans have."""
+        """The common arguments of all ``plan`` calls of FlashInfer."""
         return {
             "q_data_type": self.dtype,
             "kv_data_type": self.dtype,
@@ -116,7 +120,10 @@ class SharedPrefix:
         self._tokens = slice(0)
 
     def plan(self, page_ids: Ints, first_token: int, num_tokens: int) -> None:
-        """Plan a step. page_ids: [P] on the host. The caller waits for ``Shared.copied`` first, and records it."""
+        """Plan a step. page_ids: [P] on the host.
+
+        The caller waits for ``Shared.copied`` before this call, and records it afterwards.
+        """
         shared, num_positions = self._shared, len(page_ids) * self._shared.page_size
         _, num_kv_heads, page_size, _ = shared.pool[0][0].shape
         heads = page_ids[:, None].astype(np.int64) * num_kv_heads + np.arange(num_kv_heads)  # [P, K] of the pool
@@ -134,7 +141,10 @@ class SharedPrefix:
         )
 
     def add(self, q: Tensor, pool: Pool, out: Tensor, weights: Tensor) -> None:
-        """Attend to these pages and merge the result into ``out``: q and out [T, H, E], weights [T, H]."""
+        """Attend to the planned pages and merge the result into ``out``: q and out [T, H, E].
+
+        weights: [T, H], log-sum-exp of the scores behind ``out``.
+        """
         _, num_kv_heads, _, head_size = pool[0].shape
         keys, values = (
             side.view(-1, head_size).index_select(0, self._pool_indices).view(-1, num_kv_heads, head_size)
@@ -157,7 +167,7 @@ def _run(
     out: Tensor,
     sinks: Tensor | None,
 ) -> None:
-    """Attend into ``out`` [T, H, E], and apply the sinks [H] if there are any."""
+    """Run attention, write the result to ``out`` [T, H, E], and apply the sinks [H] if there are any."""
     if sinks is None:
         wrapper.run(*inputs, out=out)
     else:
@@ -166,7 +176,7 @@ def _run(
 
 
 class PrefillRows:
-    """The prefill rows of a step: first rows that read pages, then fresh rows."""
+    """Attention of the prefill rows of a step: first the rows that read pages, then the fresh rows."""
 
     def __init__(self, shared: Shared) -> None:
         self.prefix = SharedPrefix(shared)
@@ -228,7 +238,7 @@ class PrefillRows:
     def _plan_shared(
         self, rows: SharedRows, page_ids: Ints, *, page_table: Tensor, query_lengths: Ints, kv_lengths: Ints
     ) -> tuple[Tensor, Ints]:
-        """Plan the shared pages. Return page_table [R, P] and kv_lengths [R] without them."""
+        """Plan the shared pages. Return page_table [R, P] and kv_lengths [R] without these pages."""
         first, end, num_pages = rows
         self._is_shared = True
         first_token, num_tokens = int(query_lengths[:first].sum()), int(query_lengths[first:end].sum())
@@ -265,7 +275,7 @@ def plan_paged(
 ) -> None:
     """Plan R rows of ``query_lengths`` [R] tokens, which may be 0.
 
-    The caller waits for ``Shared.copied`` first, and records it.
+    The caller waits for ``Shared.copied`` before this call, and records it afterwards.
     """
     wrapper.plan(
         starts_of(query_lengths),
@@ -283,7 +293,7 @@ def plan_paged(
 
 
 def fixed_wrapper(shared: Shared, *, num_rows: int, num_pages: int) -> BatchPrefillWithPagedKVCacheWrapper:
-    """Return a wrapper whose kernels can be captured, for ``num_rows`` rows with ``num_pages`` pages in total."""
+    """Return a wrapper for CUDA graphs, for ``num_rows`` rows with at most ``num_pages`` pages in total."""
     device = shared.workspace.device
 
     def column(size: int) -> Tensor:
@@ -310,14 +320,14 @@ def cascade_limits(shared: Shared) -> CascadeLimits:
 
 
 class FixedFlashInferCascade:
-    """Implements ``FixedCascade``. The buffers contain the pages that rows do not share."""
+    """Implements ``FixedCascade``. FlashInfer reads the shared pages, our decode kernel those in the buffers."""
 
     def __init__(self, shared: Shared, num_rows: int, buffers: DecodeBuffers) -> None:
         self._shared = shared
         self._num_rows = num_rows
         self._own = FixedDecodeRows(shared.shape, shared.pool, num_rows, buffers)
         self._slots = buffers.slot_mapping
-        # one more group, for rows without shared pages
+        # One FlashInfer row is a group of rows. The last one has the rows without shared pages.
         self._wrapper = fixed_wrapper(shared, num_rows=MAX_GROUPS + 1, num_pages=MAX_GROUPS * buffers.max_pages)
 
     def plan_first(self, kv_lengths: Ints) -> None:

@@ -30,8 +30,8 @@ _NO_ROTATION = 0
 
 
 def kernels(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> list[JitSpec]:
-    """Return the prefill kernels, with and without a window as the model needs."""
-    types = (dtype, dtype, dtype, torch.int32)
+    """Return the prefill kernels that the layers need: for a window, for no window, or both."""
+    types = (dtype, dtype, dtype, torch.int32)  # queries, keys and values, outputs, indices
     sizes = (shape.head_size, shape.head_size, _NO_ROTATION)
     is_capped = shape.soft_cap is not None
     name = determine_attention_backend(device, _NO_ROTATION, False, False, dtype, dtype)

@@ -1,4 +1,4 @@
-"""Grammars with no complete text, because a rule always needs itself again."""
+"""Find rules of a grammar that can never end, because each of their alternatives needs the rule itself again."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ if TYPE_CHECKING:
 
 
 def endless_rule(alternatives: Mapping[str, Sequence[Sequence[str]]], start: str) -> str | None:
-    """Return a rule that always needs itself again, if ``start`` cannot end because of it.
+    """Return a rule that keeps ``start`` from ending, because it needs itself again. None: ``start`` can end.
 
-    alternatives: the symbols of each alternative, by rule. Symbols that are not rules are terminals.
+    A rule can end if one of its alternatives has only terminals and rules that can end.
+
+    alternatives: rule -> its alternatives, as lists of symbols. Symbols that are not rules are terminals.
     """
+    # for each alternative: its rule, and the rules in it that are not known to end
     needed = [(rule, alternatives.keys() & symbols) for rule, entries in alternatives.items() for symbols in entries]
     uses: dict[str, list[tuple[str, set[str]]]] = defaultdict(list)
     for rule, symbols in needed:
         for symbol in symbols:
             uses[symbol].append((rule, symbols))
-    endless = dict(needed)
+    # Remove each rule that can end from all alternatives. When an alternative becomes empty, its rule can end too.
+    endless = dict(needed)  # rule -> the rules that its last alternative still needs
     ends = [rule for rule, symbols in needed if not symbols]
     while ends:
         rule = ends.pop()
@@ -28,6 +32,7 @@ def endless_rule(alternatives: Mapping[str, Sequence[Sequence[str]]], start: str
                 symbols.discard(rule)
                 if not symbols:
                     ends.append(user)
+    # From ``start``, follow needed rules until one repeats.
     seen: set[str] = set()
     while start in endless and start not in seen:
         seen.add(start)

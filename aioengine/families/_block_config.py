@@ -107,7 +107,7 @@ class NormConfig(Struct, frozen=True, kw_only=True):
         has_weight, has_bias: of a LayerNorm.
         scales_in_fp32: the RMSNorm multiplies by its weight in fp32 and rounds once. Otherwise it rounds before the
             multiplication too.
-        offset: added to the checkpoint's weight. A norm with an offset is always wide.
+        offset: added to the checkpoint's weight. A norm with an offset always scales in fp32.
     """
 
     kind: Literal["rms", "layer"] = "rms"
@@ -236,7 +236,7 @@ class ShortConvConfig(Struct, frozen=True, kw_only=True):
 
 
 class MambaConfig(Struct, frozen=True, kw_only=True):
-    """Mamba 2 layers, which replace attention in some layers. The gated norm has one group.
+    """Mamba 2 layers, which replace attention in some layers. The gated norm normalizes all heads together.
 
     Attributes:
         layers: indices of the Mamba 2 layers.
@@ -280,7 +280,7 @@ class DeltaNetConfig(Struct, frozen=True, kw_only=True):
         layers: indices of the delta net layers.
         width: tokens that the convolution covers.
         prefix: of the tensor names.
-        is_grouped: two input projections, which order their outputs by key head. Otherwise there are four.
+        is_grouped: there are two input projections, and they order their outputs by key head. Otherwise there are four.
     """
 
     layers: frozenset[int]
@@ -296,7 +296,8 @@ class DeltaNetConfig(Struct, frozen=True, kw_only=True):
     def inputs(self) -> dict[str, int]:
         """Names and output sizes of the input projections.
 
-        Together they output queries, keys, values, output gates, and a score and a step per value head.
+        Together they output queries, keys, values, output gates, and per value head the inputs of beta and of the decay
+        (scores and steps in ``DeltaGates``).
         """
         num_heads, values = self.num_value_heads, self.num_value_heads * self.value_size
         if self.is_grouped:

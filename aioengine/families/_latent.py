@@ -68,7 +68,7 @@ class LatentFamily(DecoderFamily, frozen=True, kw_only=True):
         return replace(decoder, num_kv_heads=1, rope_size=self.qk_rope_head_dim, attention=attention)
 
     def _scale(self, rope: RopeConfig) -> float:
-        """Return the factor of the attention scores: 1 / sqrt(query head size), times the square of YaRN's factor."""
+        """Return the factor of the attention scores: 1 / sqrt(query head size), times the square of YaRN's mscale."""
         scale = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
         if rope.rope_type == "default" or not rope.mscale_all_dim:
             return scale
@@ -110,8 +110,9 @@ class MiniCpm3Family(LatentFamily, frozen=True, kw_only=True):
     def decoder(self) -> DecoderConfig:
         """Return the decoder.
 
-        We divide the residual stream by the factor of attention and MLP outputs, so these need no factor. The norms
-        cancel the factor.
+        MiniCPM3 multiplies the outputs of attention and MLP by ``depth`` before it adds them to the residual stream.
+        We instead divide the inputs of the first block by ``depth``, so the whole residual stream is divided by it. The
+        norms cancel this constant, because their epsilon is divided by its square.
         """
         decoder = super().decoder()
         depth = 1.0 if self.scale_depth is None else self.scale_depth / math.sqrt(self.num_hidden_layers)

@@ -1,7 +1,7 @@
 """TokenColumns: the tokens of one step as columns, from the runner to the frontend.
 
-The scheduler and the detokenizer forward ``Extra``s without reading them. So a new result per token, such as logprobs,
-is a new kind of ``Extra``: only the runner and its reader change.
+A result of a token in addition to its id, such as its logprobs, is an ``Extra``. The scheduler and the detokenizer
+forward the kinds of extras that they do not know. So a new kind changes only the runner and the reader in the frontend.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PROMPT_STATES: Final = "prompt_states"
 """
 
 STATE_BLOCK_BYTES: Final = 64 * 1024
-"""Maximum bytes of hidden states in one extra; at least one position."""
+"""Maximum bytes of a block. A block has at least one position, even if that is larger."""
 
 
 class BadColumnsError(ValueError):
@@ -77,8 +77,8 @@ class TokenColumns(Struct, array_like=True, gc=False):
                 raise BadColumnsError(f"{len(self.uids)} uids and {len(self.token_ids)} token ids without counts")
         elif len(self.uids) != len(counts) or sum(counts) != len(self.token_ids) or min(counts, default=0) < 0:
             raise BadColumnsError(
-                f"{len(self.uids)} uids, {len(counts)} counts, the least of them {min(counts, default=0)}, and "
-                f"{len(self.token_ids)} token ids, not {sum(counts)}"
+                f"{len(self.uids)} uids, {len(counts)} counts with sum {sum(counts)} and minimum "
+                f"{min(counts, default=0)}, and {len(self.token_ids)} token ids do not match"
             )
 
     def add(self, uid: int, token_ids: Sequence[int]) -> None:
@@ -92,7 +92,7 @@ class TokenColumns(Struct, array_like=True, gc=False):
         self.token_ids += token_ids
 
     def rows(self) -> Iterable[int | list[int]]:
-        """Return the token of each row if every row has one, else a list of tokens for each row."""
+        """Return the tokens of each row: an int per row if all rows have one token, else a list per row."""
         if self.counts is None:
             return self.token_ids
         ends = accumulate(self.counts, initial=0)
@@ -114,8 +114,11 @@ class TokenColumns(Struct, array_like=True, gc=False):
 
 
 def state_extras(uid: int, data: bytes, position_bytes: int) -> list[Extra]:
-    """Return packed hidden states of a prompt, without its last position, as extras of limited size."""
-    count = max(1, STATE_BLOCK_BYTES // position_bytes)
-    starts = range(0, len(data), count * position_bytes)
-    blocks = (data[start : start + count * position_bytes] for start in starts)
-    return [Extra(uid, place * count, PROMPT_STATES, block) for place, block in enumerate(blocks)]
+    """Return the hidden states of a prompt as extras of ``PROMPT_STATES``.
+
+    data: the packed states of all positions except the last one. position_bytes: size of the state of one position.
+    """
+    num_positions = max(1, STATE_BLOCK_BYTES // position_bytes)  # in a block
+    starts = range(0, len(data), num_positions * position_bytes)
+    blocks = (data[start : start + num_positions * position_bytes] for start in starts)
+    return [Extra(uid, number * num_positions, PROMPT_STATES, block) for number, block in enumerate(blocks)]

@@ -45,7 +45,7 @@ class LinearFormat(Protocol):
         ...
 
     def dim_of(self, name: str, axis: Axis) -> int | None:
-        """The dimension of tensor ``name`` that is the layer's inputs or outputs; None: it has no such dimension."""
+        """Return the dimension of the tensor ``name`` that belongs to ``axis``. None: the tensor has none."""
         ...
 
     def prepare(self, tensors: Tensors, *, is_gated: bool, batch_invariant: bool) -> Prepared:
@@ -59,7 +59,7 @@ class LinearFormat(Protocol):
     def restore(self, tensors: Tensors) -> Tensors:
         """Convert ``Prepared.tensors`` back to the form of ``empty``, so that some or all can be loaded again.
 
-        If the matmul reads the tensors that were loaded, return the same tensors: they are then overwritten in place,
-        and their addresses in CUDA graphs stay valid.
+        If ``prepare`` kept the loaded tensors unchanged, return the same tensors. Loading then overwrites them in
+        place, so their addresses in CUDA graphs stay valid.
         """
         ...

@@ -1,6 +1,6 @@
 """Build the tensors of a step from the rows of a plan, by operations on columns.
 
-T packed tokens of the step, R rows, P pages of the longest row, S rows that sample, G layer groups, D model size,
+T packed tokens of the step, R rows, P pages of the longest row, G layer groups with separate page tables, D model size,
 N extra output tokens.
 """
 
@@ -38,8 +38,9 @@ class StepRows:
 
     Attributes:
         token_ends: end of each row among the packed tokens.
-        samples: whether a row has TOKENS.
-        num_known: number of token ids in the plan: ``counts``, or one less if only the device knows the last token.
+        samples: whether the row samples a token (``TOKENS`` in ``Row.outputs``).
+        num_known: number of token ids of the row in the plan: its count, or one less if only the device has the last
+            token.
         known_ids: the concatenated token ids of the plan.
     """
 
@@ -53,7 +54,7 @@ class StepRows:
     known_ids: Ints
 
     def shifted(self, positions: Ints, short_length: int, row_of_token: Ints | slice) -> Ints:
-        """Shift positions [T] of long requests; see ``InputSpec.short_length``."""
+        """Return positions [T], with ``short_length`` added to those of long requests; see ``InputSpec``."""
         if not short_length:
             return positions
         shifts = np.array([request.is_long * short_length for request in self.requests], dtype=np.int64)
@@ -119,7 +120,7 @@ class InputBuilder:
             self.states.restore(opened.snapshot, self.table.requests[opened.uid].row_index)
 
     def take_snapshots(self, snapshots: list[tuple[int, int]], rows: StepRows) -> None:
-        """Copy states of rows after a step, as in ``StepPlan.snapshots``. ``rows`` lacks failed rows: skip them."""
+        """Copy states of rows after a step, as in ``StepPlan.snapshots``. Failed rows are not in ``rows``."""
         if not snapshots or self.states is None:
             return
         row_indices = {request.uid: request.row_index for request in rows.requests}
@@ -144,8 +145,10 @@ class InputBuilder:
         )
 
     def find_wrong_ids(self, rows: StepRows) -> dict[int, str]:
-        """Return uid -> error of the rows with token ids without an embedding, which would stop a GPU. The frontend
-        cannot check the ids of a tokenizer that does not match the model.
+        """Return uid -> error for rows with token ids outside the embedding table.
+
+        Such an id would fail all later work on a GPU. The frontend does not check the ids from the tokenizer, which may
+        not match the model.
         """
         # viewed as unsigned, negative ids are larger than all others
         is_wrong = rows.known_ids.view(np.uint64) >= self._num_embeddings
@@ -172,10 +175,10 @@ class InputBuilder:
         """Build the inputs of the model and of attention for at least one valid row.
 
         Args:
-            row_outputs: [R] one token per row whose hidden states the model returns; None: all tokens.
-            num_outputs: number of these outputs, at least R; padded with the first token of the step. Not used if each
-                row has one token.
-            extra_outputs: [N] further tokens, returned after ``row_outputs``.
+            row_outputs: [R] index of the one token of each row whose hidden state the model returns; None: all tokens.
+            num_outputs: at least R; ``row_outputs`` is padded to this length with the index 0. Not used if each row has
+                one token and there are no ``extra_outputs``.
+            extra_outputs: [N] indices of further tokens, returned after ``row_outputs``.
             on_host: the tensors stay on the host; all tokens of the rows must be known.
         """
         table, spec, page_size = self.table, model.input_spec, self.page_size
@@ -221,6 +224,7 @@ class InputBuilder:
             inputs = images.add_features(spans, inputs, upload)
         tables_GRP = table.page_tables.of_step(rows.row_indices, rows.starts, -(-int(kv_lengths.max()) // page_size))
         pages = indices // page_size
+        # slot = page id * page size + offset, and offset = index - page * page size
         slots = [indices + (pages_RP[row_of_token, pages] - pages) * page_size for pages_RP in tables_GRP]
         batch = ForwardBatch(
             slot_mapping=upload(slots[0]),
@@ -231,14 +235,14 @@ class InputBuilder:
         )
         if len(slots) > 1:
             groups = zip(upload(np.stack(slots)), upload(tables_GRP), tables_GRP, strict=True)
-            parts = [replace(batch, slot_mapping=own, page_table=pages, host_pages=host) for own, pages, host in groups]
+            parts = [replace(batch, slot_mapping=own, page_table=ids, host_pages=host) for own, ids, host in groups]
             batch = replace(batch, parts=parts)
         if images and spans and model.attention_shape.has_bidirectional_images:
             batch = replace(batch, bidirectional_images=images.bidirectional(spans))
         return inputs, batch
 
     def _image_spans(self, rows: StepRows) -> list[Span]:
-        """Return the rows of requests with images."""
+        """Return the ``Span`` of each row whose request has images."""
         images = self.table.images
         if images is None or not images.num_open:
             return []
@@ -251,7 +255,7 @@ class InputBuilder:
         ]
 
     def _with_embeds(self, model: Model, rows: StepRows, inputs: ModelInputs) -> ModelInputs:
-        """Return inputs with the embeddings [T, D] of all tokens, if some rows have prompts given as embeddings."""
+        """If rows compute prompts given as embeddings, return inputs with embeddings [T, D] instead of token ids."""
         indices: list[Ints] = []
         parts: list[npt.NDArray[np.float32]] = []
         for i, request in enumerate(rows.requests):
@@ -283,7 +287,7 @@ class InputBuilder:
         last_tokens = self.table.last_tokens
         if not rows.known_ids.size:  # only decode rows: the device has their tokens
             return last_tokens.index_select(0, upload(rows.row_indices))
-        held = np.flatnonzero(rows.num_known < rows.counts)
+        held = np.flatnonzero(rows.num_known < rows.counts)  # rows whose last token only the device has
         held_ids = last_tokens.index_select(0, upload(rows.row_indices[held]))
         held_indices = rows.token_ends[held] - 1
         is_known = np.ones(num_tokens, dtype=np.bool_)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _POLITE_PART: Final = 0.6
-"""The fraction of the timeout of ``stop`` in which children may exit by themselves."""
+"""The fraction of the timeout of ``stop`` after which children that have not exited are killed."""
 
 _PATIENCE: Final = 10.0
 _MIN_PATIENCE_S: Final = 60.0
@@ -48,7 +48,8 @@ _MIN_PATIENCE_S: Final = 60.0
 
 _MIN_RETRY_S: Final = 0.1
 _MAX_RETRY_S: Final = 3.0
-"""The pause after a replacement that could not start. It doubles each time, because a shortage may be temporary."""
+"""The pause before a failed replacement is tried again. It doubles each time, because the cause may be temporary, such
+as a lack of memory."""
 
 _TICK_S: Final = 0.05
 """The interval in which the deadlines of requests in the ledger are checked."""
@@ -91,7 +92,7 @@ class Supervisor:
         self._settings = settings
         self._roles = roles
         self._limits = limits
-        # Load it now: later there may be no free file descriptor, or the package may have been removed.
+        # Load the plug-in now: later there may be no free file descriptor, or the package may have been removed.
         self._launcher_class: type[Launcher] = plugins.load("supervision/launchers", launcher)
         self._events = events
         self.ledger = Ledger()
@@ -118,7 +119,7 @@ class Supervisor:
         self._is_started = True
         took_s = time.monotonic() - began_at
         self._startup_timeout_s = min(self._startup_timeout_s, max(_MIN_PATIENCE_S, _PATIENCE * took_s))
-        # Replacements allocate a pool of the same size, because the size was published.
+        # Replacements allocate a KV pool of the same size, because the frontend checks calls against this size.
         if isinstance(num_tokens := facts.get("max_total_tokens"), int):
             num_pages = num_tokens // self._settings.memory.page_size
             memory = msgspec.structs.replace(self._settings.memory, num_pages=num_pages)
@@ -137,7 +138,7 @@ class Supervisor:
             raise EngineClosedError("the engine's processes are not started yet")
         if due := self.ledger.record(messages, time.monotonic()):
             self._incarnation.send(due)
-        if self.ledger.holds_back:
+        if self.ledger.holds_back:  # unsent requests may pass their deadlines
             self._report_later()
 
     async def stop(self, timeout_s: float) -> None:
@@ -222,7 +223,7 @@ class Supervisor:
         limits, now = self._limits, time.monotonic()
         try:
             blame = self.ledger.crash(loss.rows, describe_loss(loss.error), now, is_scheduler_lost=not loss.is_mendable)
-            if blame is Blame.GUILTY:
+            if blame is Blame.GUILTY:  # the first crash of this request counted as a restart
                 self._window.give_back()
             may_recover = bool(limits.max_restarts and not loss.is_final)
             if may_recover and blame is Blame.NOBODY:  # the loss counts as a restart
@@ -239,9 +240,9 @@ class Supervisor:
         warn(logger, "%s; new processes continue %s", describe_loss(loss.error), num_open)
 
     async def _recover(self, loss: Loss) -> None:
-        """Replace the lost children. A failed start counts as another loss.
+        """Replace the lost children: only the detokenizer (a mend), or all.
 
-        A failed mend does not count: scheduler and detokenizer are then replaced for the same loss.
+        A failed start counts as another loss. A failed mend does not count, and then all children are replaced.
         """
         is_mendable, pause_s = loss.is_mendable, _MIN_RETRY_S
         while not self._is_ended:
@@ -259,7 +260,7 @@ class Supervisor:
                 is_mendable = False
                 continue
             if not self._is_ended:  # ``kill_now`` may set it in another thread
-                self.num_restarts += is_mendable
+                self.num_restarts += is_mendable  # ``_replace_all`` counts its own restarts
                 self._recovery = None
                 num_open = checks.counted(self.ledger.num_open, "request")
                 log(logger, logging.INFO, "the lost processes are replaced; the new ones continue %s", num_open)

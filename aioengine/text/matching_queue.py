@@ -1,8 +1,9 @@
 """MatchingQueue limits the time that the detokenizer process spends on stop patterns.
 
 Matching may use ``STEP_BUDGET_S`` in each step and a quarter of the total time. Tokens of requests with slow patterns
-wait in the queue, so they do not delay the texts of other requests. Each request also has its own limit: a request that
-exceeds it fails.
+wait in the queue, so they do not delay the texts of other requests. They are matched in *turns* between the steps, with
+pauses in which other requests continue. Each request also has its own limit (``RegexSearch``): a request that exceeds
+it fails.
 """
 
 from __future__ import annotations
@@ -16,18 +17,24 @@ if TYPE_CHECKING:
     from aioengine.text.open_text import OpenText
 
 STEP_BUDGET_S: Final = 0.01
-"""CPU time of matching in one step, and in one turn of the queue. After it is exceeded, no search starts."""
+"""CPU time of matching in one step, and in one turn of the queue. After it is used up, no other search starts."""
 
 REST: Final = 3
-"""After a turn, the queue rests for this many times the length of the turn."""
+"""After a turn, the queue rests for this many times the CPU time of the turn."""
 
 OVERDUE_S: Final = 0.2
+"""While there are chunks to send, a turn begins this much later."""
+
 LONG_S: Final = 0.001
+"""After a longer match, ``take`` chooses the request again."""
 
 
 class Token(NamedTuple):
-    """An id of a request. end: the end of the request, if it came in the same step. is_replayed: its text was sent
-    before.
+    """An id of a request.
+
+    Attributes:
+        end: the end of the request, if it came in the same step.
+        is_replayed: its text was sent before a process was replaced. Matching it only restores the state of the search.
     """
 
     token_id: int
@@ -87,7 +94,10 @@ class MatchingQueue:
         return isinstance(entries[-1], End)
 
     def take(self) -> tuple[OpenText, Token | End]:
-        """Remove and return the next entry of the request whose patterns take the least time."""
+        """Remove and return the next entry of the request whose patterns take the least time.
+
+        The same request is used again, until it has no entry or a match takes longer than ``LONG_S``.
+        """
         uid = self._next
         if uid is None or uid not in self._waiting:
             uid = self._next = min(self._waiting, key=lambda uid: self._waiting[uid][0].expected_s)
@@ -102,9 +112,9 @@ class MatchingQueue:
         return bool(self._waiting) and now >= self._rests_until + (OVERDUE_S if has_news else 0.0)
 
     def rest(self, now: float) -> None:
-        """End a turn that began at ``now``: no turn begins for a while."""
+        """Begin the pause after a step or turn that began at ``now``."""
         self._rests_until = now + (1 + REST) * self._used_s
 
     def wait_s(self, now: float) -> float:
-        """Return the seconds until the next turn."""
+        """Return the seconds until the pause ends."""
         return max(0.0, self._rests_until - now)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 from msgspec.structs import replace
 
-from aioengine.api import params as wire
+from aioengine.api.params import drawn_seed
 from aioengine.errors import EngineOverloadedError, RequestError, RequestTooLargeError, describe
 from aioengine.frontend.calls.call import Wants
 from aioengine.frontend.intake.encoder import Job
@@ -49,12 +49,14 @@ MAX_ROWS_ENDED_AT_ONCE: Final = 512
 """Rows that are ended in one turn of the loop. Each takes up to 10 microseconds."""
 
 MAX_BYTES_AT_ONCE: Final = 4 * 1024 * 1024
-"""Bytes of their messages. Every row is sent with its ids and stops, even the samples of one prompt."""
+"""Bytes of messages that are sent in one turn of the loop. The message of each row contains the whole prompt, even for
+samples of one prompt."""
 
 GENERATE, POOL, SCORE = RequestKind
 
 MIN_SHARED_BYTES: Final = 1024
-"""If the first prompt of a scored call is larger, the others start later: they may share its beginning in the cache."""
+"""If the first message of a scored call is larger, its other rows start in the next turn of the loop. If their prompts
+begin like the first one, they may find that beginning in the prefix cache."""
 
 
 class Submitter:
@@ -76,7 +78,7 @@ class Submitter:
         submit: Callable[[list[Submit]], None],
         settle: Callable[[Call], None],
     ) -> None:
-        """``settle`` is called with every call after rows of it were started; it may be over already."""
+        """``settle`` closes a call that is over."""
         self.checks = checks
         self._model = checks.model
         self._settings = checks.parts.settings
@@ -134,8 +136,7 @@ class Submitter:
     def submit_next(self, call: Call) -> None:
         """Start as many rows of the call as may be in flight: some now, more in the next turns of the loop.
 
-        An error that is raised here ends the call: most of its rows start in callbacks of the loop, where it would
-        only be logged.
+        An exception ends the call. Usually the loop calls this as a callback, and would only log the exception.
         """
         request = call.request
         if call.is_encoding or call.ending is not None or call.is_over:
@@ -153,7 +154,7 @@ class Submitter:
             if num_startable <= 0 or not prompts:
                 return
             if self.checks.images is not None and (request.images is not None or isinstance(prompts[0], ChatPrompt)):
-                prompts = prompts[:1]  # its images are waited for
+                prompts = prompts[:1]  # a prompt waits for its images, so it starts alone
             if (request.pooled or request.states) and not self._has_numpy:
                 call.is_encoding = True
                 self._encoder.run(partial(import_module, "numpy"), partial(self._numpy_imported, call))
@@ -185,7 +186,8 @@ class Submitter:
                 break
             num_rows += request.num_samples
             prompt += 1
-        return min(limit, max(num_rows, 0 if call.num_held else 1))  # a first row starts, or is refused
+        # The first row is always tried: it starts, or is refused.
+        return min(limit, max(num_rows, 0 if call.num_held else 1))
 
     def _ids_if_known(self, prompt: Prompt | PromptError, *, is_pooled: bool) -> list[int] | PromptError | None:
         """Return the ids of a prompt that needs no tokenizer, or its error. None: it must be tokenized or checked."""
@@ -201,7 +203,9 @@ class Submitter:
         return None
 
     def _encoded(self, call: Call, encoded: list[Encoded], seconds: float) -> None:
-        """Start the rows of the next prompts, which have their ids. Images of a single prompt are placed before."""
+        """Start the rows of the next prompts, whose ids are known. If the model reads images, the images of a single
+        prompt are placed first.
+        """
         images, num_samples = self.checks.images, call.request.num_samples
         if images is not None and len(encoded) == 1 and call.ending is None and not call.is_over:
             call.is_encoding = True
@@ -227,7 +231,7 @@ class Submitter:
     def _start_rows(self, call: Call, rows: Iterator[Encoded], tokenize_s: float) -> None:
         """Start these rows, then the next rows of the call in later turns of the loop.
 
-        After large rows, or the first row of a scored call, the others start in later turns.
+        After ``MAX_BYTES_AT_ONCE``, or after a large first row of a scored call, the other rows start in the next turn.
         """
         call.is_encoding = False
         if call.ending is not None or call.is_over:
@@ -244,8 +248,8 @@ class Submitter:
                     if num_bytes >= MAX_BYTES_AT_ONCE or is_awaited:
                         call.is_encoding = True
                         break
-                # Otherwise the call is accepted once its grammars are compiled, or with its first chunk if rows may be
-                # refused late.
+                # A call with grammars is accepted when they are compiled. If rows may be refused late, the call is
+                # accepted with its first chunk.
                 if not call.compiling and not (call.request.refuses_late and submits):
                     call.accept()
             if submits:
@@ -261,7 +265,7 @@ class Submitter:
             self._loop.call_soon(self.submit_next, call)
 
     def _start_row(self, call: Call, encoded: Encoded, tokenize_s: float, submits: list[Submit]) -> None:
-        """Start the next row of a call, which adds to ``submits``, or end it."""
+        """Create the next row of a call. Add its message to ``submits``, or end the row."""
         request, position = call.request, call.num_started
         prompt, sample = divmod(position, request.num_samples)
         params = request.params_of(prompt)
@@ -284,8 +288,8 @@ class Submitter:
         if params.sampling_seed is not None:
             seed = params.sampling_seed
         else:
-            self._num_seeds += sample == 0
-            seed = wire.drawn_seed(self._settings.random_seed + self._num_seeds)
+            self._num_seeds += sample == 0  # all samples of a prompt have the same base seed
+            seed = drawn_seed(self._settings.random_seed + self._num_seeds)
         ids = encoded if isinstance(encoded, list) else []
         row = self._add_row(call, ids, seed=(seed + sample) & SEED_MASK, tokenize_s=tokenize_s)
         if not isinstance(encoded, list):
@@ -420,12 +424,12 @@ class Submitter:
             call.accept()
 
     async def wait_unstarted(self) -> None:
-        """Wait until all these rows have ended."""
-        while self._ending:  # noqa: ASYNC110  # it is over after a known number of turns
+        """Wait until all rows of ``end_unstarted`` have ended."""
+        while self._ending:  # noqa: ASYNC110  # the number of turns is bounded
             await asyncio.sleep(0)
 
     def end_some(self, max_rows: int = MAX_ROWS_ENDED_AT_ONCE) -> None:
-        """End some of these rows, one call after the other, and more in the next turn of the loop."""
+        """End some rows of ``end_unstarted``, one call after the other, and more in the next turn of the loop."""
         try:
             while self._ending and max_rows > 0:
                 call = self._ending[0]
@@ -472,15 +476,15 @@ def _size(submit: Submit) -> int:
 def _fitting(encoded: Encoded, pooled: Pooled, max_tokens: int, check_ids: Callable[[list[int]], None]) -> Encoded:
     """Return the ids of a text, cut to ``max_tokens`` if the call truncates, or the error of a text that is too long.
 
-    A text with images is never cut. ``check_ids`` raises ValueError for ids outside the vocabulary; it was not called
-    yet if there are too many ids.
+    A text with images is never cut. ``check_ids`` raises ValueError for ids outside the vocabulary. It was not called
+    yet for prompts with too many ids.
     """
     if not isinstance(encoded, list) or len(encoded) <= max_tokens:
         return encoded
     if isinstance(encoded, MediaIds):
         return RequestTooLargeError(
-            f"the prompt has {len(encoded)} tokens, {encoded.num_image_tokens} of them of its images, and {max_tokens} "
-            "fit; give smaller images, or fewer"
+            f"the prompt has {len(encoded)} tokens, including {encoded.num_image_tokens} for images, and {max_tokens} "
+            "fit; give smaller or fewer images"
         )
     if pooled.truncates:
         cut = encoded[:max_tokens]
