@@ -1,4 +1,4 @@
-"""Helpers for the text of a stream: join it, or yield its pieces."""
+"""Helpers for the text of streams: join it, yield its pieces, or remove overlaps of pieces."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def stream_and_merge(
 ) -> str:
     """Stream one answer and return its whole text.
 
-    Raises ValueError for several answers, whose chunks are interleaved.
+    Raises ValueError if there are several answers, because their chunks are interleaved.
     """
     with llm.generate(prompt, sampling_params, stream=True) as stream:
         return "".join(_text_of_the_only_answer(chunk) for chunk in stream)
@@ -27,9 +27,9 @@ def stream_and_merge(
 async def async_stream_and_merge(
     llm: AsyncEngine | Engine, prompt: str, sampling_params: SamplingParams | Mapping[str, object] | None = None
 ) -> AsyncIterator[str]:
-    """Stream one answer and yield its new text, chunk by chunk; joined, the pieces are the whole text.
+    """Stream one answer and yield the text of each chunk. The joined pieces are the whole text.
 
-    Raises ValueError for several answers, whose chunks are interleaved.
+    Raises ValueError if there are several answers, because their chunks are interleaved.
     """
     async with llm.async_generate(prompt, sampling_params, stream=True) as stream:
         async for chunk in stream:
@@ -48,8 +48,8 @@ def _text_of_the_only_answer(chunk: Chunk) -> str:
 def trim_overlap(existing_text: str, new_chunk: str) -> str:
     """Return ``new_chunk`` without the part that repeats the end of ``existing_text``.
 
-    It is for text from other sources, whose pieces overlap. Chunks of this engine do not overlap; they have a
-    ``text_offset``. A comparison of text, as here, mistakes a real repetition for an overlap.
+    Use it for text from other sources, whose pieces overlap. Chunks of this engine do not overlap; they have a
+    ``text_offset``. This function compares only text, so it also removes a repetition that is no overlap.
     """
     for length in range(min(len(existing_text), len(new_chunk)), 0, -1):
         if existing_text.endswith(new_chunk[:length]):

@@ -1,7 +1,7 @@
 """The interface of attention backends: the batch of a step, the layout of the KV pool, the protocols.
 
 T packed tokens of the step, R rows, P pages of the longest page table, S page size, H query heads, K kv heads, E head
-size, L layers, N pages of the pool, G groups of rows with shared pages.
+size, V value size, O output size, L layers, N pages of the pool, G groups of rows with shared pages.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ class BackendUnavailableError(ValueError):
 
 
 class BidirectionalImage(NamedTuple):
-    """The remaining tokens of an image, which attend to all tokens of the image.
+    """The tokens of an image that are computed in this step (the others are in the prefix cache).
 
     Attributes:
-        row: index of the row. first: index in T of the first token. start: its position. stop: end position.
+        row: index of the row.
+        first: index of the first of these tokens in the step. start: its position in the row.
+        stop: position after the last token of the image.
     """
 
     row: int
@@ -51,9 +53,9 @@ class ForwardBatch:
         query_lengths: R host ints, number of tokens that a row computes in this step, at least 1.
         kv_lengths: R host ints, number of positions of a row with K and V, including this step's tokens.
         host_pages: ``page_table`` on the host, for backends that search for shared pages; None: no search.
-        bidirectional_images: for ``AttentionShape.has_bidirectional_images``.
-        parts: if layer groups have separate page tables, the batch of each group, with its own ``slot_mapping`` and
-            ``page_table``. Positions outside of a group's window are on the padding page there.
+        bidirectional_images: the images in this step, if ``AttentionShape.has_bidirectional_images``.
+        parts: if layer groups have separate page tables, the batch of each layer group, with its own ``slot_mapping``
+            and ``page_table``. In this page table, positions before the group's window are on the padding page.
     """
 
     slot_mapping: Tensor
@@ -71,20 +73,21 @@ class AttentionShape:
 
     Attributes:
         scale: factor of the dot products of queries and keys.
-        is_causal: tokens attend to no later position. Otherwise a token attends to all tokens of its row, which is
-            computed in one step without KV cache.
-        windows: for each layer, the number of positions that a token attends to, including its own; if not causal, the
-            maximum distance to either side. None: no limit. Empty: no limit in all layers.
+        is_causal: tokens attend to no later position. If False, a token attends to all tokens of its row. Such a row is
+            computed in one step without a KV cache.
+        windows: for each layer, the number of positions that a token attends to, including its own. If not causal, the
+            maximum distance in both directions. None: no limit. Empty: no limit in all layers.
         soft_cap: scaled scores s become soft_cap * tanh(s / soft_cap) before the softmax; None: no cap.
-        sinks: for each layer, logits [H] of learned sinks: an additional softmax entry per head without a value. They
-            are the model's own tensors, so graphs read the current weights. Empty: no sinks.
-        value_size: for latent attention (arXiv 2405.04434): the values are the first ``value_size`` elements of the
-            keys; None: separate values, as large as keys.
-        expansions: for latent attention in a form that the backend chooses: for each layer the matrices [H, N + O, V]
-            that expand a latent vector of V elements to keys of N and values of O elements per head; the model's own
-            tensors. Queries are then [T, H, N + P], with P rotated elements, and results [T, H, O]. Empty: the model
-            multiplies queries and results with them, and the backend computes the absorbed form.
-        plain_size: with ``expansions``, N.
+        sinks: for each layer, the logits [H] of learned sinks. A sink is an additional softmax entry of a head, without
+            a value. They are the model's own tensors, so graphs read the current weights. Empty: no sinks.
+        value_size: V with latent attention (arXiv 2405.04434). The pool has one latent vector per position and no
+            values: the values are the first V elements of the keys. None: separate values, as large as keys.
+        expansions: for each layer the matrices [H, ``plain_size`` + O, V] of latent attention, the model's own tensors.
+            They expand a latent vector [V] to a key (without its rotated elements) and a value for each head. The
+            backend chooses whether it expands the latent vectors, or multiplies queries and results by the matrices
+            (the absorbed form). Queries are [T, H, ``query_size``], results [T, H, O]. Empty: the model itself
+            multiplies queries and results by the matrices, and the backend reads only latent vectors.
+        plain_size: with ``expansions``, the number of elements of a key that are not rotated.
         has_bidirectional_images: tokens of an image attend to the whole image, other tokens are causal.
         batch_invariant: on a GPU, the result of a token must not depend on its batch and chunk. Backends with a faster
             implementation that is not batch-invariant then use the slower one.
@@ -107,14 +110,14 @@ class AttentionShape:
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The layers of each part of attention. All layers of a part have the same window (``layer_groups``)."""
+        """The layers of each layer group. All layers of a group have the same window (``layer_groups``)."""
         if not self.is_causal or not self.windows:
             return (tuple(range(self.num_layers)),)
         return layer_groups(self.windows)[0]
 
     @property
     def page_windows(self) -> tuple[int | None, ...]:
-        """The window of each group if the groups have separate page tables; empty: they share one page table."""
+        """The window of each layer group, if the groups have separate page tables; empty: there is one page table."""
         return layer_groups(self.windows)[1] if self.is_causal else ()
 
     def part(self, layers: tuple[int, ...]) -> AttentionShape:
@@ -136,23 +139,25 @@ class AttentionShape:
 
     @property
     def stored_value_size(self) -> int:
-        """Elements of a value in the pool."""
+        """V: number of elements of a value in the pool."""
         return self.head_size if self.value_size is None else self.value_size
 
     @property
     def query_size(self) -> int:
-        """Elements of a query head."""
+        """Number of elements of a query head."""
         return self.plain_size + self.head_size - self.stored_value_size if self.expansions else self.head_size
 
     @property
     def output_size(self) -> int:
-        """Elements of the result per query head."""
+        """O: number of elements of the result per query head."""
         return self.expansions[0].shape[1] - self.plain_size if self.expansions else self.stored_value_size
 
     @property
     def num_input_heads(self) -> int:
-        """Number of heads per token in the attention input, with ``query_size`` elements each: q, k and v. Latent
-        attention has q and k, because v is a part of k; with ``expansions`` only q, because keys are read in the pool.
+        """Number of heads per token in the input of attention, with ``query_size`` elements each.
+
+        The input has q, k and v. With latent attention it has q and k, because v is a part of k. With ``expansions`` it
+        has only q, because the backend reads k from the pool.
         """
         return self.num_heads + (0 if self.expansions else self.num_sides * self.num_kv_heads)
 
@@ -220,9 +225,9 @@ class StepAttention(Protocol):
 
 
 class AttentionBackend(StepAttention, Protocol):
-    """Attention over a paged KV pool. ``PLUGIN`` of the module creates it: ``PLUGIN(shape, kv_pool)``, where
-    ``kv_pool``
-    has the shape of ``kv_pool_shape``.
+    """Attention over a paged KV pool.
+
+    ``PLUGIN(shape, kv_pool)`` of its module creates it. ``kv_pool`` has the shape of ``kv_pool_shape``.
     """
 
     def prepare(self, batch: ForwardBatch) -> None:
@@ -240,7 +245,7 @@ class DecodeBuffers:
         last_lengths: [R], number of positions on the last page of each row.
         page_ids: the concatenated page tables.
         max_pages: pages of the longest possible row.
-        parts: if layer groups have separate page tables, the buffers of each group.
+        parts: if layer groups have separate page tables, the buffers of each layer group.
     """
 
     slot_mapping: Tensor
@@ -265,7 +270,11 @@ class FixedDecode(StepAttention, Protocol):
 
 @runtime_checkable
 class CapturableAttention(AttentionBackend, Protocol):
-    """A backend for CUDA graphs. Decode steps are captured with attention; steps with prompts in pieces without it."""
+    """A backend for CUDA graphs.
+
+    A decode step is one graph that includes attention. A step with prompts is captured in pieces, and attention runs
+    between these graphs.
+    """
 
     def warm_up(self) -> None:
         """Compile all kernels that are not compiled yet."""
@@ -297,7 +306,10 @@ class SharedPages:
 
 @dataclass(frozen=True, slots=True)
 class CascadeLimits:
-    """Limits of cascade attention. A group has at least ``min_rows`` rows, and saves ``min_saved`` page reads."""
+    """Limits of cascade attention.
+
+    A group has at least ``min_rows`` rows, and saves the reads of at least ``min_saved`` pages.
+    """
 
     min_rows: int
     min_saved: int
@@ -305,7 +317,10 @@ class CascadeLimits:
 
 
 class FixedCascade(FixedDecode, Protocol):
-    """Attention of decode steps with groups of rows that share first pages. The buffers have the other pages."""
+    """Attention of decode steps with groups of rows that share their first pages.
+
+    ``DecodeBuffers`` have the pages that are not shared.
+    """
 
     def plan_shared(self, pages: SharedPages) -> None:
         """Plan these groups, before their first replay."""
@@ -328,10 +343,12 @@ class FullGraphAttention(AttentionBackend, Protocol):
 
     device: torch.device
     has_kernel: bool
-    """Whether the kernel that can be captured is used on this device."""
+    """Whether steps use the kernel that can be captured. It depends on the device and the dtype."""
 
     def fixed_rows(self, starts: Tensor, max_length: int) -> StepAttention:
-        """Return attention for rows of up to ``max_length`` tokens. ``starts`` [R + 1] int32 has the start of each row
-        and the end of the last one, and is read in each step. Results of tokens after the last row are undefined.
+        """Return attention for rows of up to ``max_length`` tokens.
+
+        ``starts`` [R + 1] int32 has the start of each row and the end of the last one. Each step reads it again. The
+        results of tokens after the last row are undefined.
         """
         ...

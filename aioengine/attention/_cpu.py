@@ -1,10 +1,11 @@
-"""Division of decode rows into units for ``attention/fused.py``.
+"""Divides decode rows into units for ``attention/fused.py``.
 
-A *unit* is one chunk of positions of one row. One kernel call computes many units. A chunk that many rows share (same
-pages) is computed for all of them at once.
+A *chunk* is ``CHUNK`` consecutive positions of a row. A *unit* is one chunk of one row. One kernel call computes many
+units. If many rows share a chunk (they have the same pages), one call computes it for all of them.
 
-The results of the chunks of a row are merged by *slot*. Without a window the slot of a chunk is its index. With a
-window a token sees few chunks, so slots are reused cyclically; the slot of a chunk does not depend on the batch.
+The result of each chunk is stored in a *slot* of its row (not a KV slot), and the slots are merged at the end. Without
+a window, the slot of a chunk is its index. With a window, a token sees few chunks, so chunks reuse the slots
+cyclically. The slot of a chunk never depends on other rows, so the chunks are always merged in the same order.
 
 R rows, K kv heads, U units, C positions of a chunk, P pages of a chunk, X chunks of the longest row.
 """
@@ -24,9 +25,11 @@ if TYPE_CHECKING:
     from aioengine.attention._base import ForwardBatch
 
 CHUNK = 512
-"""Positions that the kernel processes at a time."""
+"""Number of positions that the kernel processes at a time."""
 MASKED = -1.0e30
-"""Added to the score of a hidden position: its weight is 0, and a chunk with only hidden positions has weight 0 too."""
+"""Added to the score of a hidden position, so that its weight is 0. It is finite: with -inf, the result of a chunk with
+only hidden positions would be NaN.
+"""
 BLOCK_TOKENS = 128
 """Tokens of a prefill row computed in one call. More tokens would compute more masked scores."""
 MIN_SHARING = 4
@@ -38,10 +41,10 @@ class WorkUnits:
     """The units of one kernel call, or one chunk shared by all ``rows``.
 
     Attributes:
-        rows: [U] row of each unit, counted among the decode rows.
-        targets: [U] slot * R + row.
-        pages: indices into the pool's (page, kv head) pairs: [U * K * P], or [K * P] if shared.
-        width: C, enough positions for all units.
+        rows: [U] index of the row of each unit, among the decode rows.
+        targets: [U] index of the result of each unit: slot * R + row.
+        pages: indices of (page, kv head) pairs in the pool: [U * K * P], or [K * P] if shared.
+        width: C; chunks with fewer positions are padded.
         hidden: [U, 1, C] mask added to the scores; None if shared.
     """
 
@@ -58,7 +61,7 @@ class DecodeUnits:
 
     Attributes:
         num_slots: maximum number of slots of a row.
-        tokens: [R] indices into T; None: the batch has only decode rows.
+        tokens: [R] index of the token of each row in the batch; None: the batch has only decode rows.
     """
 
     num_rows: int
@@ -73,8 +76,8 @@ class Paging:
 
     Attributes:
         page_size: divides ``CHUNK``.
-        padded_width: visible positions of a chunk -> positions that the kernel computes.
-        max_units: maximum units per call.
+        padded_width: maps the number of visible positions of a chunk to the number that the kernel computes.
+        max_units: maximum number of units per call.
         window: the number of positions that a token attends to; None: all.
 
     Raises:
@@ -89,12 +92,14 @@ class Paging:
 
     def __post_init__(self) -> None:
         if CHUNK % self.page_size:
-            message = f"page_size {self.page_size} does not divide {CHUNK}, as 'fused' requires; 'torch' takes any"
+            message = (
+                f"page_size {self.page_size} does not divide {CHUNK}, as 'fused' requires; 'torch' accepts any size"
+            )
             raise ValueError(message)
 
     @property
     def max_slots(self) -> int | None:
-        """Number of slots for the chunks that a block of prefill tokens sees; None: one slot per chunk."""
+        """A power of two above the number of chunks that a block of prefill tokens sees; None: one slot per chunk."""
         if self.window is None:
             return None
         return 1 << ((self.window + BLOCK_TOKENS - 2) // CHUNK + 1).bit_length()
@@ -110,13 +115,13 @@ class Paging:
         return 0 if self.window is None else max(position - self.window + 1, 0)
 
     def new_slots(self, slot_mapping: Tensor) -> Tensor:
-        """[T] KV slots -> [T * K] indices into the pool's (page, kv head, offset) triples."""
+        """Convert KV slots [T] to indices [T * K] of (page, kv head, offset) triples in the pool."""
         pages, offsets = slot_mapping // self.page_size, slot_mapping % self.page_size
         heads = (pages * self.num_kv_heads).unsqueeze(1) + torch.arange(self.num_kv_heads, device=slot_mapping.device)
         return (heads * self.page_size + offsets.unsqueeze(1)).flatten()
 
     def chunk_table(self, page_table: Tensor, num_chunks: int) -> Tensor:
-        """[R, pages] -> [R, X, P] page ids of each chunk, padded with page 0."""
+        """Divide a page table [R, pages] into the page ids of each chunk [R, X, P], padded with page 0."""
         num_rows, num_columns = page_table.shape
         chunk_pages = CHUNK // self.page_size
         table = page_table.new_zeros(num_rows, num_chunks * chunk_pages, dtype=torch.int64)
@@ -125,12 +130,12 @@ class Paging:
         return table.view(num_rows, num_chunks, chunk_pages)
 
     def pairs(self, pages: Tensor) -> Tensor:
-        """[U, P] page ids -> [U * K * P] indices into (page, kv head) pairs."""
+        """Convert page ids [U, P] to indices [U * K * P] of (page, kv head) pairs in the pool."""
         heads = torch.arange(self.num_kv_heads, device=pages.device)
         return ((pages * self.num_kv_heads).unsqueeze(1) + heads.unsqueeze(1)).flatten()
 
     def decode_units(self, batch: ForwardBatch) -> DecodeUnits | None:
-        """Divide the rows of one token into units. None: there are no such rows."""
+        """Divide the decode rows (rows of one token) into units. None: there are no decode rows."""
         single = [row for row, length in enumerate(batch.query_lengths) if length == 1]
         if not single:
             return None
@@ -141,13 +146,13 @@ class Paging:
         page_table = batch.page_table if is_all else batch.page_table[torch.tensor(single, device=device)]
         table = self.chunk_table(page_table, num_chunks)
         left = torch.tensor(kv_lengths, device=device) - torch.arange(num_chunks, device=device).unsqueeze(1) * CHUNK
-        shared, alone = self._find_shared(table, left)
+        shared, unshared = self._find_shared(table, left)
         first_seen: Tensor | None = None
         if self.window is not None:
             first_seen = torch.tensor([self.first_seen(length - 1) for length in kv_lengths], device=device)
             ends = torch.arange(CHUNK, (num_chunks + 1) * CHUNK, CHUNK, device=device)
-            alone &= ends.unsqueeze(1) > first_seen
-        chunks, rows = torch.nonzero(alone, as_tuple=True)
+            unshared &= ends.unsqueeze(1) > first_seen
+        chunks, rows = torch.nonzero(unshared, as_tuple=True)
         units = [
             self._own_chunks(table, left, row, chunk, first_seen=first_seen)
             for row, chunk in zip(rows.split(self.max_units), chunks.split(self.max_units), strict=True)
@@ -163,7 +168,7 @@ class Paging:
     ) -> WorkUnits:
         """Return the units of one call, for chunks [U] of rows [U].
 
-        left: [X, R] number of positions of each row from the start of each chunk.
+        left: [X, R] number of positions of a row from the start of a chunk to the end of the row.
         first_seen: [R] first position that each row attends to; None: 0.
         """
         visible = left[chunks, rows]
@@ -179,12 +184,12 @@ class Paging:
         return WorkUnits(rows, slots * left.shape[1] + rows, pages, width, hidden)
 
     def _find_shared(self, table: Tensor, left: Tensor) -> tuple[list[WorkUnits], Tensor]:
-        """Return the full chunks that several rows share, and a mask [X, R] of the other chunks."""
+        """Return the full chunks that at least ``MIN_SHARING`` rows share, and a mask [X, R] of the other chunks."""
         num_rows, num_chunks, _ = table.shape
-        alone = left > 0
+        unshared = left > 0
         shared: list[WorkUnits] = []
         if num_rows < MIN_SHARING or num_chunks == 1 or self.window is not None:
-            return shared, alone
+            return shared, unshared
         for chunk in range(num_chunks):
             candidates = torch.nonzero(left[chunk] >= CHUNK).squeeze(1)
             if candidates.numel() < MIN_SHARING:
@@ -195,10 +200,10 @@ class Paging:
                 break  # rows that differ here differ in all later chunks
             for index in many:
                 rows = candidates[group == index]
-                alone[chunk, rows] = False
+                unshared[chunk, rows] = False
                 pairs = self.pairs(pages[index : index + 1])
                 shared.append(WorkUnits(rows, chunk * num_rows + rows, pairs, CHUNK, None))
-        return shared, alone
+        return shared, unshared
 
 
 def first_tokens(query_lengths: list[int]) -> list[int]:

@@ -1,13 +1,14 @@
 """Bidirectional attention within images (Gemma 3): a token of an image attends to all tokens of the image, including
 later ones. Other tokens are causal. Windows apply to both.
 
-The inner backend computes all tokens as causal. Image tokens are then computed again: an image has a few hundred
-tokens,
-and all its tokens without a prefix hit are computed in one step. On a CPU the result of a token does not depend on
-chunks: as in ``attention/torch.py``, blocks of ``BLOCK`` tokens are aligned from position 0.
+The inner backend computes all tokens as causal. Then image tokens are computed again, which is cheap: an image has a
+few hundred tokens. The scheduler does not split an image, so its keys and values are complete in this step.
+
+On a CPU, the result of a token does not depend on the chunks of its prompt. As in ``attention/torch.py``, tokens are
+computed in blocks of ``BLOCK`` positions, counted from position 0.
 
 T packed tokens, H query heads, K kv heads, G query heads per kv head, E head size, N pages of the pool, S page size,
-C positions that tokens of an image see.
+C positions that tokens of an image attend to.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ if TYPE_CHECKING:
     from aioengine.kernels.rotate_and_write import KVTarget
 
 BLOCK = 8
+"""Number of tokens that ``_attend_in_blocks`` computes at a time."""
 
 
 class _ImageKV(NamedTuple):
-    """Keys and values [K, C, E] of positions from ``first`` to the end of an image, in a layer with this window."""
+    """Keys and values [K, C, E] of one layer, for the positions from ``first`` to the end of an image."""
 
     first: int
     window: int | None
@@ -60,7 +62,7 @@ class ImageAttention(Generic[Inner]):
         self._kv_pool = keys_and_values(kv_layers, shape)
         self._is_on_gpu = kv_layers[0].is_cuda
         self._groups = shape.groups
-        self._images: list[tuple[BidirectionalImage, list[Tensor]]] = []  # with the pages in each layer
+        self._images: list[tuple[BidirectionalImage, list[Tensor]]] = []  # with its pages by layer
 
     def prepare(self, batch: ForwardBatch) -> None:
         self._inner.prepare(batch)
@@ -87,24 +89,24 @@ class ImageAttention(Generic[Inner]):
         return out
 
     def _attend_images(self, q: Tensor, layer: int, out: Tensor) -> None:
-        """Attend for the tokens of images: q [T, H, E] -> out [T, H, E]."""
+        """Compute the tokens of images again: q [T, H, E] -> out [T, H, E]."""
         for image, pages_of_layers in self._images:
             pages = pages_of_layers[layer]
             window = self._shape.window(layer, image.stop)
-            # the first position that a token of the image's first block attends to
+            # No token attends to earlier positions. The first block may begin before the image.
             first = 0 if window is None else max(image.start - BLOCK - window, 0)
             page_size = self._kv_pool[layer][0].shape[2]
             first = first // page_size * page_size
             keys, values = (
-                side[pages[first // page_size :]].transpose(0, 1).flatten(1, 2)[:, : image.stop - first]
-                for side in self._kv_pool[layer]
+                paged[pages[first // page_size :]].transpose(0, 1).flatten(1, 2)[:, : image.stop - first]
+                for paged in self._kv_pool[layer]
             )  # [K, C, E]
-            is_fused = self._is_on_gpu and self._shape.soft_cap is None
+            is_fused = self._is_on_gpu and self._shape.soft_cap is None  # the fused kernels have no soft cap
             attend = self._attend_at_once if is_fused else self._attend_in_blocks
             attend(image, q, _ImageKV(first, window, keys, values), out=out)
 
     def _attend_at_once(self, image: BidirectionalImage, q: Tensor, kv: _ImageKV, *, out: Tensor) -> None:
-        """Attend with torch's fused kernels: q [T, H, E] -> out [T, H, E]."""
+        """Compute an image with torch's fused kernels: q [T, H, E] -> out [T, H, E]."""
         tokens = slice(image.first, image.first + image.stop - image.start)
         mask: Tensor | None = None
         if kv.window is not None:
@@ -119,7 +121,7 @@ class ImageAttention(Generic[Inner]):
         out[tokens] = attended[0].transpose(0, 1)
 
     def _attend_in_blocks(self, image: BidirectionalImage, q: Tensor, kv: _ImageKV, *, out: Tensor) -> None:
-        """Attend with batch-invariant operations: q [T, H, E] -> out [T, H, E]."""
+        """Compute an image with batch-invariant operations: q [T, H, E] -> out [T, H, E]."""
         keys, values = kv.keys.float(), kv.values.float()
         for start in range(image.start // BLOCK * BLOCK, image.stop, BLOCK):
             low, high = max(image.start, start), min(image.stop, start + BLOCK)
@@ -130,7 +132,7 @@ class ImageAttention(Generic[Inner]):
             out[tokens] = attended[low - start : high - start].to(out.dtype)
 
     def _attend_block(self, queries: Tensor, start: int, kv: _ImageKV) -> Tensor:
-        """Attend for the block of tokens at position ``start``: queries [BLOCK, H, E] -> [BLOCK, H, E]."""
+        """Compute the block of tokens from position ``start`` on: queries [BLOCK, H, E] -> [BLOCK, H, E]."""
         shape, keys = self._shape, kv.keys
         skipped = 0 if kv.window is None else max(start - kv.window + 1 - kv.first, 0)
         grouped = (queries * shape.scale).unflatten(1, (len(keys), -1)).permute(1, 2, 0, 3)  # [K, G, BLOCK, E]
@@ -147,7 +149,7 @@ class ImageAttention(Generic[Inner]):
 
 
 class CapturableImageAttention(ImageAttention[CapturableAttention]):
-    """Implements ``CapturableAttention``. Decode steps have no image tokens."""
+    """Implements ``CapturableAttention``. Decode steps have no image tokens, so the inner backend computes them."""
 
     def attend_into(self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, out: Tensor) -> None:
         """Attend with q [T, H, E], k and v [T, K, E] -> out [T, H, E]."""

@@ -1,7 +1,9 @@
-"""Set NaN and inf to 0 in the KV pages of failed rows. A row failed if its sampled token id is negative.
+"""Set NaN and inf to 0 in the KV pages of failed rows. A row has failed if its sampled token id is negative.
 
-On a GPU the host does not read the token ids, so they may come from a step that is still in flight.
-L layers, N pages of the pool, K kv heads, S page size, E head size, X rows.
+On a GPU, the kernel reads the token ids. The host does not need them, so the step may still be in flight.
+
+L layers, N pages of the pool, K kv heads, S page size, E head size, M rows of the step, X rows that may be cleaned, Y
+pages of these rows.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def reference(pool: Tensor, token_ids: Tensor, rows: Tensor, page_ids: Tensor) -> None:
-    """Compute ``clean_pages`` in torch: pool [L, 2, N, K, S, E], token_ids [M], rows [X, 3], page_ids [Y]."""
+    """Do the same as ``clean_pages`` in torch: pool [L, 2, N, K, S, E], token_ids [M], rows [X, 3], page_ids [Y]."""
     for index, first, count in rows.tolist():
         if token_ids[index] < 0:
             pages = page_ids[first : first + count].long()
@@ -28,8 +30,8 @@ def clean_pages(pool: Tensor, token_ids: Tensor, rows: Tensor, page_ids: Tensor)
 
     Args:
         pool: [L, 2, N, K, S, E].
-        token_ids: [M] int64, the result of a step.
-        rows: [X, 3] int32: index of the row in ``token_ids``, start of its pages in ``page_ids``, number of pages.
+        token_ids: [M] int64, the result of the step.
+        rows: [X, 3] int32. Columns: index in ``token_ids``, start of the row's pages in ``page_ids``, number of pages.
         page_ids: [Y] int32.
     """
     if not launcher.serves(pool):

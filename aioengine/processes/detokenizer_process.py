@@ -1,4 +1,7 @@
-"""The detokenizer process: converts token ids to text. Does not import torch."""
+"""The detokenizer process: converts token ids to text, and aborts requests at their stop strings. No torch.
+
+``Child.serve`` has the loop of the process.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The scheduler process: queues requests, runs steps, sends their tokens to the detokenizer."""
+"""The scheduler process: queues requests, runs steps, sends their tokens to the detokenizer.
+
+``Child.serve`` has the loop of the process (receive, step, send), and ``SchedulerCore.step`` is the step.
+"""
 
 from __future__ import annotations
 

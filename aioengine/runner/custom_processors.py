@@ -1,8 +1,11 @@
-"""The user's logits processors: classes named at the construction of the engine, and chosen by each request.
+"""The user's logits processors. The engine gets the names of their classes; each request may choose one of them.
 
-``apply(logits, params)`` of such a class receives logits [rows, V] fp32 on the device for the rows of a step that use
-it, and the ``custom_params`` of each row as new objects in each step. It returns logits of the same shape. A processor
-must not keep per-request state, because steps may be repeated after a preemption or in another process.
+A processor has the method ``apply(logits, params)``. Each step calls it for the rows that use it. ``logits``
+[rows, V] are fp32 on the device. ``params`` are the ``custom_params`` of each row, decoded again for each step.
+``apply`` returns logits of the same shape. A processor must not keep per-request state, because steps may be repeated
+after a preemption or in another process.
+
+S sampled rows of a step, V tokens of the vocabulary, W columns of the logits (V and padding).
 """
 
 from __future__ import annotations
@@ -33,20 +36,24 @@ if TYPE_CHECKING:
     from aioengine.runner.transfer import Upload
 
 LIMIT_S: Final = 1.0
+"""Time limit of one call of ``apply``."""
+
 LEAST_LIMIT_S: Final = 0.02
-"""Each row that exceeds the time limit halves the limit of later rows in the step, down to this."""
+"""If a row exceeds the time limit, the limit of later rows in the step is halved, but not below this."""
 
 _params = msgspec.json.Decoder(dict[str, Any])
 
 
 class CustomLogitsProcessor(Protocol):
     def apply(self, logits: Tensor, params: list[dict[str, Any]]) -> Tensor:
-        """Logits [rows, V] -> logits [rows, V] fp32. May change them in place."""
+        """Return the new logits [rows, V] fp32. May change ``logits`` [rows, V] in place."""
         ...
 
 
 class CustomProcessors:
-    """All custom processors, as one logits processor. The logits of a failed row become NaN, so no token is sampled.
+    """Applies all custom processors, as one logits processor.
+
+    If a row fails, its logits become NaN, so no token is sampled.
 
     Attributes:
         errors: uid -> error of failed rows. The caller removes the entries.
@@ -62,7 +69,7 @@ class CustomProcessors:
         return bool(sampling.custom_processor)
 
     def apply(self, logits: Tensor, rows: list[LogitsRow], upload: Upload) -> None:
-        """Change rows of logits [S, W]. The rows of a processor are processed together."""
+        """Change ``rows`` of logits [S, W]. All rows with the same processor are processed in one call."""
         for name, group in groupby(sorted(rows, key=_name_of), _name_of):
             group_rows = list(group)
             indices = upload(np.array([row.index for row in group_rows], dtype=np.int64))
@@ -76,7 +83,7 @@ class CustomProcessors:
                     self._apply_one_by_one(logits, group_rows)
 
     def _apply_one_by_one(self, logits: Tensor, rows: list[LogitsRow]) -> None:
-        """Change rows of logits [S, W] one by one after they failed together, so that only the failing rows fail."""
+        """Change ``rows`` of logits [S, W] with one call per row, because a call with all rows failed."""
         limit_s = LIMIT_S
         for row in rows:
             scores = logits[row.index : row.index + 1, : self._vocab_size]
@@ -88,9 +95,12 @@ class CustomProcessors:
                     limit_s = max(limit_s / 2, LEAST_LIMIT_S)
 
     def _result(self, name: str, logits: Tensor, rows: list[LogitsRow], limit_s: float) -> Tensor:
-        """Call the processor with logits [rows, V], and return the result [rows, V].
+        """Call the processor with logits [rows, V], and return its result [rows, V].
 
-        Raises the error of the processor, OutOfTimeError, and TypeError or ValueError for an invalid result.
+        Raises:
+            OutOfTimeError: the call took longer than ``limit_s``.
+            TypeError, ValueError: the result is invalid.
+            Exception: any error of the processor.
         """
         params = [_params.decode(row.sampling.custom_params or b"{}") for row in rows]
         shape, device = logits.shape, logits.device
@@ -104,7 +114,7 @@ class CustomProcessors:
         return result
 
     def _fail(self, logits: Tensor, row: LogitsRow, error: BaseException) -> None:
-        """Record the error of a row of logits [S, W], and set its logits to NaN."""
+        """Record the error of ``row``, and set its logits in ``logits`` [S, W] to NaN."""
         limit = f"it took longer than {LIMIT_S:g} s (or a shorter limit after other slow rows)"
         reason = limit if isinstance(error, OutOfTimeError) else describe(error)
         name = _name_of(row)
@@ -114,7 +124,7 @@ class CustomProcessors:
 
 
 def _location(processor: CustomLogitsProcessor, error: BaseException) -> str:
-    """Return the innermost line in the files of the processor's classes: " at file.py:12", or "" if there is none."""
+    """Return where the user's code failed, like " at file.py:12"; "" if no frame is in a file of its classes."""
     modules = {sys.modules.get(base.__module__) for base in type(processor).__mro__}
     files = {getattr(module, "__file__", None) for module in modules}
     frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]

@@ -1,4 +1,4 @@
-"""Failed requests: their errors, and the cleaning of their pages. S rows of a step."""
+"""Keeps the errors of failed requests, and removes NaN and inf from their pages."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ if TYPE_CHECKING:
 class FailedRows:
     """The open requests that have failed. They fail in each step until they are closed.
 
-    NaNs are detected in the hidden state of the last token, to which attention propagates them. A NaN earlier in the
-    prompt is missed if it cannot reach the last token: because of short windows in all layers, or because it arises
-    after the attention of the last layer (then it does not affect the answer). Checking all tokens would slow down each
-    prompt; with prompt logprobs they are checked. If a NaN is missed, its pages are not cleaned. On a CPU, where
-    attention multiplies unwritten slots by zero, the next owner of such a page may fail too.
+    A row fails if the hidden state of its last token is not finite. Attention propagates NaNs of earlier tokens to the
+    last token, with two exceptions. If all layers have short windows, a NaN may be too far away. If a NaN arises after
+    the attention of the last layer, it stays in its token, and does not affect the answer. All tokens are checked only
+    for prompt logprobs, because this slows down each prompt.
+
+    If a NaN is missed, its pages are not cleaned. On a CPU, attention multiplies unwritten slots by zero, and NaN times
+    zero is NaN. So the next owner of such a page may fail too.
 
     Attributes:
         reasons: uid -> error.
@@ -39,7 +41,7 @@ class FailedRows:
             self._poisoned.add(uid)
 
     def close(self, uid: int) -> None:
-        """Close a request here and in the table, and clean its pages if needed. An unknown uid is ignored."""
+        """Remove a request here and from the table, and clean its pages if needed. An unknown uid is ignored."""
         self.reasons.pop(uid, None)
         if uid in self._poisoned:
             self._poisoned.discard(uid)
@@ -47,13 +49,14 @@ class FailedRows:
         self._table.close(uid)
 
     def clean_after_step(self, uids: Iterable[int], token_ids: Tensor, closed: list[int]) -> None:
-        """Queue the cleaning of pages of closed requests that fail in the step in flight.
+        """Clean the pages of closed requests if they fail in the step in flight.
 
-        The host learns of the failure after the step, when the pages may already belong to another request.
+        The device decides after the step which pages it cleans. The host knows the failed rows too late: the pages may
+        then belong to another request.
 
         Args:
-            uids: the rows of the step.
-            token_ids: [S] its result on the device, negative for a failed row.
+            uids: the S rows of the step.
+            token_ids: [S] the result of the step on the device; negative for a failed row.
             closed: uids of the closed requests.
         """
         indices = {uid: index for index, uid in enumerate(uids)}

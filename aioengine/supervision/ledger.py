@@ -3,14 +3,18 @@
 Every message to the scheduler and every delivered chunk passes through the ``Ledger``. It knows the parameters and the
 delivered token ids of every open request. These determine the rest of the request.
 
-If a process dies in a step, the requests of this step are *suspects* (see ``Trials``). After the restart, one suspect
-at a time continues, together with the other requests that had begun. Requests that had not begun wait until all
-suspects are cleared. A suspect is cleared when it has more tokens than at the crash. If a process dies again in a step
-of the suspect on trial, this suspect is tried alone. If a process dies once more, this request ends with an error.
+If a process dies in a step, one of the requests of this step may be the cause. They are *suspects* (see ``Trials``):
+
+1. After the restart, one suspect at a time is *on trial*: it continues, together with the requests that had begun and
+   are not suspects. Other suspects, and requests that had not begun, wait.
+2. When the suspect on trial has more tokens than at the crash, it is *cleared*: it is no suspect any more. The next
+   suspect is on trial.
+3. If a process dies in a step of the suspect on trial, this suspect is tried *alone*: all other requests wait.
+4. If a process dies in such a step again, the suspect is *guilty*: it ends with an error.
 
 A control call is sent once. If the scheduler dies before the reply, the call fails.
 
-Pure: no clock, no process. Times are arguments.
+The ledger has no clock and no I/O. Times are arguments.
 """
 
 from __future__ import annotations
@@ -44,10 +48,11 @@ if TYPE_CHECKING:
 
 
 class Blame(Enum):
-    """The cause of a crash.
+    """The cause of a crash, which decides whether the crash counts against ``max_restarts``.
 
-    NOBODY: unknown; the crash counts as a restart. SUSPECT: the suspect on trial; the crash does not count.
-    GUILTY: the same suspect again, tried alone. Then its first crash does not count either.
+    NOBODY: the cause is unknown; the crash counts.
+    SUSPECT: the suspect on trial, together with other requests; the crash does not count.
+    GUILTY: the suspect on trial, alone. This crash does not count, and the first crash of the suspect is subtracted.
     """
 
     NOBODY = 0
@@ -60,7 +65,7 @@ class Trials:
 
     Attributes:
         suspects: uid -> the number of tokens that clears the suspect.
-        on_trial: uid of the suspect that continues. is_alone: no other request continues.
+        on_trial: uid of the suspect on trial; None: there is none. is_alone: all other requests wait.
     """
 
     def __init__(self) -> None:
@@ -87,7 +92,7 @@ class Trials:
         return True
 
     def crash(self, rows: Container[int]) -> Blame:
-        """Record the death of a process in a step of these requests. The requests are already in ``suspects``."""
+        """Record the death of a process. rows: the requests of its step, which the caller has added to ``suspects``."""
         if self.on_trial in self.suspects and self.on_trial in rows:
             blame = Blame.GUILTY if self.is_alone else Blame.SUSPECT
             self.is_alone = True
@@ -98,7 +103,7 @@ class Trials:
 
 
 CRASH_STAGE: Final = "crash"
-"""The stage in the error of a request that killed its process, and of a control call that was lost with a process."""
+"""The stage in two errors: of a guilty request, and of a control call that was lost with the scheduler."""
 
 _OWN_CALL: Final = -1
 """The call id of the ledger's own control calls. Their replies are ignored."""
@@ -108,10 +113,12 @@ class OpenRequest(Struct):
     """A request that has not ended.
 
     Attributes:
-        token_ids: the delivered output ids. first_token: None before its delivery. num_preemptions: number of
-            preemptions.
-        abort: the abort of the request, or None. has_replayed_abort: the abort was sent again after a restart.
-        is_sent: the current scheduler has the request. is_suspended: the request is suspended.
+        token_ids: the delivered output ids.
+        first_token: None until it is delivered.
+        abort: the abort of the request; None: it was not aborted.
+        has_replayed_abort: the abort was sent again after a restart.
+        is_sent: the request was sent to the current scheduler.
+        is_suspended: the reader is slow, so the request is suspended.
     """
 
     submit: Submit
@@ -129,7 +136,7 @@ class OpenRequest(Struct):
 
     @property
     def num_known(self) -> int:
-        """The number of prompt and output tokens that were surely computed or sampled."""
+        """A lower bound of the number of prompt and output tokens. A request that has begun has an output token."""
         return len(self.submit.prompt_token_ids) + max(len(self.token_ids), self.has_begun)
 
     def messages(self, *, is_suspect: bool) -> list[ToScheduler]:
@@ -147,12 +154,12 @@ class OpenRequest(Struct):
 
 
 class ControlCalls:
-    """The control calls without a reply.
+    """The control calls that have no reply yet, and the effects that each new scheduler must have.
 
     Attributes:
         is_paused: a control call has paused the scheduler.
-        lost: replies to lost control calls. No process will send them.
-        pinned: adapter id -> the control call that loaded this pinned adapter. Sent to each new scheduler.
+        lost: the ledger's replies to control calls that were lost with a scheduler.
+        pinned: adapter id -> the control call that loaded this pinned adapter. It is sent to each new scheduler.
     """
 
     def __init__(self) -> None:
@@ -179,7 +186,7 @@ class ControlCalls:
         return [*waiting.values()]
 
     def receive(self, reply: Reply) -> None:
-        """Record a reply. New schedulers are paused, and load pinned adapters, like the current one."""
+        """Record a reply, and remember what each new scheduler must repeat: a pause, and loads of pinned adapters."""
         control = self._sent.pop(reply.call_id, None)
         if control is not None and reply.success and control.name in ("pause", "continue"):
             self.is_paused = control.name == "pause"
@@ -187,7 +194,7 @@ class ControlCalls:
             self.pinned[control.arguments["id"]] = replace(control, call_id=_OWN_CALL)
 
     def lose(self, cause: str) -> None:
-        """Handle the loss of the scheduler: control calls that were sent to it fail with the text ``cause``.
+        """Fail all sent control calls, because the scheduler was lost. ``cause``: beginning of the error texts.
 
         "continue" succeeds, because the next scheduler is not paused.
         """
@@ -196,12 +203,12 @@ class ControlCalls:
                 self.is_paused = False
                 self.lost.append(Reply(control.call_id, True))
                 continue
-            text = f"{cause} before it had answered {control.name!r}, which was not tried again"
+            text = f"{cause} before it answered {control.name!r}; this call was not repeated"
             self.lost.append(Reply(control.call_id, False, text, stage=CRASH_STAGE))
         self._sent.clear()
 
     def put_back(self) -> None:
-        """Mark all control calls as unsent, because replies of the scheduler may be lost."""
+        """Mark all control calls as unsent. They are sent again, because replies of the scheduler may be lost."""
         self._waiting = self._sent | self._waiting
         self._sent = {}
 
@@ -229,7 +236,7 @@ class Ledger:
 
     @property
     def holds_back(self) -> bool:
-        """Whether there may be unsent requests, or reports to take."""
+        """Whether there are reports to take, or there may be unsent requests."""
         if self._ended or self.calls.lost:
             return True
         return bool(self._requests) and (not self.is_connected or self._trials.on_trial is not None)
@@ -243,7 +250,7 @@ class Ledger:
             match message:
                 case Submit(uid=uid):
                     request = self._requests[uid] = OpenRequest(message)
-                    if (earlier := message.continuation) is not None:  # it began in another replica
+                    if (earlier := message.continuation) is not None:  # the request began in another replica
                         request.token_ids = earlier.token_ids.copy()
                         request.first_token, request.num_preemptions = earlier.first_token, earlier.num_preemptions
                     self._token_ids[uid] = request.token_ids
@@ -272,7 +279,7 @@ class Ledger:
         """Record an abort. Return the messages to send now.
 
         An unsent request without output ends here. Any other request ends in the scheduler, because the detokenizer
-        may hold back text of it.
+        may still hold back some of its text.
         """
         sent: list[int] = []
         for uid in abort.uids:
@@ -342,7 +349,7 @@ class Ledger:
         if tokens.token_ids:
             self._has_progress = True
         suspect = self._trials.on_trial
-        if suspect is None or not self.is_connected:  # new children send messages before all are ready
+        if suspect is None or not self.is_connected:  # a new child may send messages before the others are ready
             return []
         # If the suspect on trial has more tokens than at its crash, clear it and try the next suspect.
         request = self._requests.get(suspect)
@@ -370,9 +377,13 @@ class Ledger:
     # ------------------------------------------------------------ crashes
 
     def crash(self, rows: Mapping[int, int], cause: str, now: float, *, is_scheduler_lost: bool = True) -> Blame:
-        """Record the loss of a process. rows: uid -> end of the row in its last step. cause: text for errors.
+        """Record the loss of a process. Return the cause.
 
-        If no token was delivered since the last guilty request, every step seems to crash. Then return NOBODY.
+        If no token was delivered since the last guilty request, probably every step crashes. The cause is then NOBODY.
+
+        Args:
+            rows: uid -> end position of the row, for the requests in the last step of the process.
+            cause: beginning of the error texts.
         """
         self.is_connected = False
         if is_scheduler_lost:
@@ -388,18 +399,18 @@ class Ledger:
             if suspect is not None and suspect.abort is None:
                 self._trials.suspects[uid] = max(end, suspect.num_known) + 1
         blame = self._trials.crash(rows)
-        is_believed = self._has_progress
+        had_progress = self._has_progress
         if blame is Blame.GUILTY and self._trials.on_trial is not None:
-            self._end_guilty(self._trials.on_trial, cause, now, ", at last with no other beside it")
+            self._end_guilty(self._trials.on_trial, cause, now, ", even alone")
             self._has_progress = False
-        return blame if is_believed else Blame.NOBODY
+        return blame if had_progress else Blame.NOBODY
 
     def hand_over(self, cause: str, now: float) -> tuple[list[ToScheduler], dict[int, int]]:
         """Hand all open requests over to another replica, because the processes are lost and not replaced.
 
         Return the messages that continue the requests, and the suspects for ``adopt`` of the other replica. If a
-        suspect killed this replica in its trial, it would kill other replicas too, so it ends with an error. Control
-        calls without a reply fail.
+        process died in a step of the suspect on trial, this request ends with an error, because it would kill processes
+        of other replicas too. Control calls without a reply fail.
         """
         self.calls.take()
         self.crash({}, cause, now)
@@ -418,7 +429,7 @@ class Ledger:
             self._trials.settle()
 
     def _end_guilty(self, uid: int, cause: str, now: float, circumstance: str = "") -> None:
-        text = f"{cause} each time it computed this request{circumstance}; all others go on"
+        text = f"{cause} each time it computed this request{circumstance}; the other requests continue"
         self._end(End(uid, FinishCode.FAILED, stage=CRASH_STAGE, message=text, ended_at=now))
 
     def _end(self, end: End) -> None:

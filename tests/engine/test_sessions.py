@@ -260,7 +260,7 @@ async def test_a_turn_that_did_not_end_by_itself_is_rolled_back() -> None:
 @pytest.mark.parametrize("wrong", [{"offset": 3}, {"replace": True}, {"drop_previous_output": True}])
 def test_a_streaming_session_takes_no_switches(llm: Engine, wrong: dict[str, object]) -> None:
     sid = llm.open_session(streaming=True)
-    with pytest.raises(ValueError, match=f"streaming=True, which takes no {next(iter(wrong))}"):
+    with pytest.raises(ValueError, match=f"streaming=True, which does not allow {next(iter(wrong))}"):
         llm.generate("x", PARAMS, session_params={"id": sid, **wrong})
     with pytest.raises(ValueError, match="already has an active request"):
         llm.generate("x", {**PARAMS, "n": 2}, session_params={"id": sid})
@@ -296,7 +296,7 @@ async def test_a_model_that_generates_nothing_has_no_sessions(task: str) -> None
         return replace(made, settings=replace(made.settings, model=replace(made.settings.model, task=task)))
 
     async with AsyncEngine.from_blueprint(blueprint) as engine:
-        with pytest.raises(ValueError, match=f"the task of this model is '{task}', and it has no sessions"):
+        with pytest.raises(ValueError, match=f"the task of this model is '{task}', and sessions are only for"):
             await engine.open_session()
         await engine.close_session("any")
 
@@ -313,8 +313,8 @@ def test_mistakes_that_need_the_session_are_errors_of_the_await(llm: Engine, sid
 
     refused({"id": "unknown"}, r"session 'unknown' does not exist; open it first")
     refused({"id": sid, "rid": "unknown"}, f"session '{sid}' has no request 'unknown'")
-    refused({"id": sid, "offset": 3}, "session_params has offset=3 and no rid")
-    refused({"id": sid, "rid": None, "drop_previous_output": True}, "has drop_previous_output=True and no rid")
+    refused({"id": sid, "offset": 3}, "session_params has offset=3 but no rid")
+    refused({"id": sid, "rid": None, "drop_previous_output": True}, "has drop_previous_output=True but no rid")
     with pytest.raises(ValueError, match="no tokens"):
         llm.generate(input_ids=[], sampling_params=PARAMS, session_params={"id": sid})
     assert llm.generate("x", {"max_new_tokens": 0}, rid="zero", session_params={"id": sid})["output_ids"] == []
@@ -463,7 +463,7 @@ async def test_the_number_of_sessions_and_of_their_tokens_is_bounded(monkeypatch
         one = {"session_params": {"id": names[0]}}
         await engine.async_generate("x" * 600, PARAMS, **one)  # type: ignore[arg-type]
         for stream in (True, False):
-            with pytest.raises(EngineOverloadedError, match="1000 are kept at most"):
+            with pytest.raises(EngineOverloadedError, match="the limit is 1000;"):
                 await engine.async_generate("x" * 300, PARAMS, stream=stream, **one)  # type: ignore[call-overload]
         await engine.async_generate("x" * 300, PARAMS)
         for name in names:

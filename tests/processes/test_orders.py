@@ -59,7 +59,7 @@ async def test_order_that_is_lost_with_its_process_fails_alone(tmp_path: Path) -
     async with fake_async_engine(ANSWERS, faults=faults, step_time_s=0.002) as engine:
         asking = asyncio.create_task(ask_all(engine, stream=True))
         await until(lambda: engine.stats()["output_tokens"] > 3)
-        with pytest.raises(RequestError, match="by signal 9 before it had answered 'echo', which was not") as caught:
+        with pytest.raises(RequestError, match="by signal 9 before it answered 'echo'; this call was not") as caught:
             await controls_of(engine).ask(ECHO)
         assert caught.value.stage == "crash"
         await until_restarted(engine, 1)

@@ -1,9 +1,11 @@
 """Call and CallRow: one call of the user with its rows, written by the engine's loop and read by one ``Reader``.
 
-Each row merges its unread output into one piece, so a slow reader costs only its text and never slows the engine. One
-lock, the engine's, protects all calls. The writer takes it once per frame, and no code waits while it holds it.
+Each row merges its unread output into one piece. So a slow reader never slows the engine, and needs only memory for
+the unread text. The lock of the engine protects all calls. The writer takes the lock once per frame, and no code waits
+while it holds the lock.
 
-A call is open, or *over* (``Call.is_over``) for one of three reasons. After the ready chunks its reader gets:
+A call is open, or *over* (``Call.is_over``) for one of three reasons. The last two columns show what its reader gets
+after the ready chunks:
 
     state      when                                               a stream      a whole answer
     open       rows have no end yet (``num_open``)                waits         waits
@@ -11,8 +13,9 @@ A call is open, or *over* (``Call.is_over``) for one of three reasons. After the
     failed     ``error`` is set                                   the error     the error
     left       ``is_left``: the rest has no reader                its end       RequestError
 
-A reader is open or closed. It is closed when it left, or when another reader attached to the call. A closed stream is
-at its end at once, even if chunks are ready. Reading ends by these methods of ``Reader``, which may be repeated:
+A reader is open or closed. It is closed after it left, or after another reader attached to the call. A closed reader
+of a stream gets the end immediately, even if chunks are ready. These methods of ``Reader`` end the reading, and may be
+repeated:
 
     method                 used for                              effect
     abort                  abort()                               rows end with reason "abort"; the reader stays open
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
     from aioengine.frontend.intake.requests import CallRequest
 
 MAX_UNJOINED_TEXTS = 64
+"""A row joins its unread texts when it has this many of them; if they are long, when it has more."""
 
 
 class LogprobCounter(Protocol):
@@ -57,11 +61,11 @@ class CallRow(Struct, eq=False):
     """One row of a call, with its unread output. Under the engine's lock.
 
     Attributes:
-        position: its index in the call. index: the same for chunks; None: the call has one row.
-        tokenize_s: how long its prompt took to become ids.
-        readers: read the logprobs and hidden states of the row.
-        states: which hidden states it returns (``Sampling.hidden_states``). newest_state: the last one, if only that
-            one is returned.
+        position: its index in the call. index: the same number in its chunks; None: the call has one row.
+        tokenize_s: how long the tokenizer worked on its prompt, with the prompts of the same batch.
+        readers: convert the logprobs and hidden states of the row.
+        states: which hidden states it returns (``Sampling.hidden_states``).
+        newest_state: the newest hidden state that was read, if ``states`` asks only for the last one.
         num_image_tokens: positions of the prompt that hold features of images.
         info: the ``meta_info`` that all its chunks share.
         uid: the engine's number of the row; -1: not submitted.
@@ -69,13 +73,13 @@ class CallRow(Struct, eq=False):
         text, more_texts: the unread text, in pieces.
         unread: the unread ids. A single id is an int: a new list for each row of a frame would trigger garbage
             collections.
-        extras: extras of unread tokens without a reader in ``readers``, by token index and kind. A repeated extra
-            replaces the first.
+        extras: the unread extras that no object in ``readers`` converts, by token index and kind. If an extra arrives
+            twice, the second one replaces the first.
         text_offset, token_offset: number of characters and ids that were read.
         token_ids: the ids of the last chunk that was taken.
         finished: its end; None: it runs. error: why it has no answer.
         is_queued: whether it is in ``Call.ready``; always true if the call is no stream.
-        num_logprob_bytes: reserved for its logprobs (``QueueLimits.reserve_logprobs``).
+        num_logprob_bytes: memory reserved for its logprobs (``QueueLimits.reserve_logprobs``).
     """
 
     call: Call
@@ -93,7 +97,7 @@ class CallRow(Struct, eq=False):
     uid: int = -1
     first_token: FirstToken | None = None
     newest_state: Extra | None = None
-    info: ChunkInfo = {}  # type: ignore[typeddict-item]  # made below
+    info: ChunkInfo = {}  # type: ignore[typeddict-item]  # set in __post_init__
     text: str = ""
     more_texts: list[str] = []
     unread: int | list[int] = []
@@ -155,7 +159,7 @@ class CallRow(Struct, eq=False):
         return True
 
     def put_extra(self, extra: Extra) -> None:
-        """Add an extra of a token, or of the prompt (with the first token), unless that token was read."""
+        """Add an extra, unless its token was read. An extra of the prompt belongs to the first token."""
         for reader in self.readers:
             if extra.kind in reader.kinds:
                 reader.read(extra)
@@ -171,7 +175,7 @@ class CallRow(Struct, eq=False):
         return self.token_offset + (num_unread if self.is_queued else 0)
 
     def failure(self, finished: End) -> RowError | None:
-        """Return the error that this end means; None: the row has an answer."""
+        """Return the error of a row with this end; None: the row has an answer."""
         return answers.error(finished)
 
     def free_logprobs(self, num_kept: int = 0) -> None:
@@ -195,7 +199,7 @@ class CallRow(Struct, eq=False):
     # ------------------------------------------------------------ read
 
     def take(self) -> Chunk:
-        """Return all unread output as one chunk. The row was removed from ``Call.ready``."""
+        """Return all unread output as one chunk. Remove the row from ``Call.ready`` first."""
         if isinstance(self.unread, int):
             token_ids = self.token_ids = [self.unread]
         else:
@@ -245,7 +249,7 @@ class CallRow(Struct, eq=False):
         return answer
 
     def join(self) -> list[int]:
-        """Join the unread texts; make and return the list of unread ids."""
+        """Join the unread texts in ``text``. Return the list of unread ids, and set ``token_ids`` to it."""
         if self.more_texts:
             self.text += "".join(self.more_texts)
             self.more_texts = []
@@ -274,9 +278,10 @@ class CallRow(Struct, eq=False):
             output["extras"] = extras
 
     def _add_end(self, info: ChunkInfo, finished: End) -> None:
-        """Add the facts about the finished request.
+        """Add the ``meta_info`` of a row that has ended.
 
-        If the frontend or the supervisor ended it, ``finished`` lacks its beginning, and ``first_token`` has it.
+        If the frontend or the supervisor ended the row, ``finished`` has no values of its first token. They are then
+        taken from ``first_token``, or were counted in ``info``.
         """
         if self.newest_state is not None:
             info["hidden_states"] = [answers.array(self.newest_state.data)]
@@ -288,7 +293,10 @@ class CallRow(Struct, eq=False):
         info["timings"] = self._timings(finished)
 
     def _timings(self, finished: End) -> Timings:
-        """Return the stages: each ends where the next one begins. A stage that was not reached ends with the row."""
+        """Return the seconds of each stage. A stage begins at the end of the one before.
+
+        A stage that was not reached takes 0 s, and the stage before it ends with the row.
+        """
         called_at, delivered_at = self.call.called_at, self.delivered_at
         begun_at = called_at + self.tokenize_s
         ended_at = min(max(finished.ended_at, begun_at), delivered_at)
@@ -321,10 +329,11 @@ ReadPosition = tuple[CallRow, int, int]
 
 
 class Wants(IntEnum):
-    """When a reader calls ``ReaderActions.on_read``.
+    """When the engine wants ``ReaderActions.on_read`` from a reader.
 
-    ENDS: when it has read the end of a row, because rows wait for ``num_held`` to fall. READS: at every read, because
-    its requests are suspended.
+    NOTHING: never.
+    ENDS: after the end of a row was read, because unstarted rows wait until ``Call.num_held`` is smaller.
+    READS: after each read, because the requests of the call are suspended.
     """
 
     NOTHING = 0
@@ -333,7 +342,7 @@ class Wants(IntEnum):
 
 
 class Ending(NamedTuple):
-    """How the rows of an ended call end that were not started."""
+    """How the unstarted rows of an ended call end."""
 
     code: FinishCode
     matched: str | None = None
@@ -344,27 +353,28 @@ class Call:
     """One call of the user from its reservation to its end: its request, its part of the limits, and its rows.
 
     Attributes:
-        number: counts the calls of the engine from 1; 0: not registered.
-        deadlines: absolute times, by their names in a finish reason. names: its ids in ``Calls``.
-        is_reserved: from ``QueueLimits.reserve`` to ``QueueLimits.release``.
-        num_bytes: bytes of its prompt. num_tokens: tokens of its prompts that the scheduler has.
-        num_rows_of: the number of rows that the scheduler has, by prompt.
-        num_started: rows that were started, in order. aborted: positions that were aborted before they were started.
-        ending: how all rows end that are not started yet; None: they may start.
+        number: the number of the call in the engine, from 1; 0: not registered.
+        deadlines: name in a finish reason -> absolute time. names: its ids in ``Calls``.
+        is_reserved: True from ``QueueLimits.reserve`` to ``QueueLimits.release``.
+        num_bytes: bytes of its prompts. num_tokens: number of prompt tokens of its rows in the scheduler.
+        num_rows_of: index of a prompt -> number of its rows in the scheduler.
+        num_started: number of started rows; they start in order. aborted: positions of rows that were aborted before
+            their start.
+        ending: how the unstarted rows end; None: they may start.
         is_encoding: some prompts are on the tokenizer's thread, or their rows start in the next turns of the loop.
-        is_accepted: its first rows are submitted. compiling: positions of the rows of a stream whose grammars are
-            compiled; the stream is accepted afterwards.
-        live: started rows without an end. num_open: rows without an end, started or not.
-        num_held: started rows whose end was not read, which limits the rows of a batch in flight.
+        is_accepted: its first rows are submitted. compiling: positions of the rows of a stream whose grammars are being
+            compiled; the stream is accepted when all are compiled.
+        live: started rows without an end, by position. num_open: number of rows without an end, started or not.
+        num_held: number of started rows whose end was not read. It is limited, so a batch starts its rows gradually.
         results: answers or exceptions by position, if the call is no stream.
         error: the error of the whole call. is_left: the rest of its output has no reader.
-        num_logprob_bytes: reserved for the logprobs of its rows. counter: counts them for the engine.
+        num_logprob_bytes: memory reserved for the logprobs of its rows. counter: counts it for the engine.
         ready: rows of a stream with unread output. A new reader gets a new deque.
         has_reader: False after the reader of an attachable call left.
         waiter: the future of a reader that waits on the engine's loop. Its result is the next chunk, or None for any
             other change.
         wakers: callbacks of all other waiting readers.
-        wants: when the reader calls ``on_read``.
+        wants: when the engine wants ``on_read`` from the reader.
         kept_row: the row of an attachable call.
         weight_version: version of the weights when the call began, for rows without a token.
     """
@@ -439,19 +449,19 @@ class Call:
 
     @property
     def state(self) -> str:
-        """One word for people."""
+        """One word for ``repr``."""
         if self.is_left:
             return "left"
         return "failed" if self.error is not None else "running" if self.num_open else "finished"
 
     @property
     def read_position(self) -> ReadPosition | None:
-        """Where the reader of a stream reads next; None: it has read everything."""
+        """The position at which the reader of a stream continues; None: it has read everything."""
         if not self.is_stream:
             return None
         try:
             row = self.ready[0]
-        except IndexError:  # not checked before: readers on other threads take rows meanwhile
+        except IndexError:  # a check before would not help, because a reader may take the row on another thread
             return None
         return row, row.text_offset, row.token_offset
 
@@ -461,7 +471,7 @@ class Call:
         return bool(self.ready) or (bool(self.results) and self.error is None and not self.is_left)
 
     def row_rid(self, position: int) -> str:
-        """Return the id of a row: the id of the call, with the number of its prompt, then of its sample, appended."""
+        """Return the id of a row: the id of its prompt or of the call, followed by the numbers of prompt and sample."""
         request, rid = self.request, self.rid
         if not request.gives_batch:
             return rid
@@ -485,22 +495,22 @@ class Call:
             self.kept_row = row
 
     def accept(self) -> None:
-        """Record that rows are submitted, unless that failed."""
+        """Mark the call as accepted, unless it has failed. Wake the reader of a stream."""
         if not self.is_accepted and self.error is None:
             self.is_accepted = True
             if self.is_stream:
                 self.wake()
 
     def note_compiled(self, row: CallRow) -> None:
-        """The grammar of a row is compiled, or the row has ended before."""
+        """Record that the grammar of a row is compiled, or that the row has ended."""
         self.compiling.discard(row.position)
         if not self.compiling:
             self.accept()
 
     def end_row(self, row: CallRow, finished: End, delivered_at: float, error: RowError | None = None) -> None:
-        """End a row. ``error``: an error that the frontend itself found.
+        """End a row. ``error``: the error, if the frontend detected it.
 
-        A row that failed ends the whole call, unless exceptions are returned in place.
+        A failed row fails the whole call, unless the user asked for exceptions in the list of answers.
         """
         if self.live.pop(row.position, None) is None:
             return  # the call was settled already
@@ -529,7 +539,7 @@ class Call:
             self.wake()
 
     def wake(self) -> None:
-        """Wake the reader wherever it waits. ``waiter`` receives its chunk at once."""
+        """Wake the reader. If it waits in ``waiter``, it receives the next chunk immediately."""
         waiter = self.waiter
         if waiter is not None:
             self.waiter = None
@@ -541,7 +551,7 @@ class Call:
                 wake()
 
     def free_logprobs(self, num_bytes: int | None = None) -> None:
-        """Free memory reserved for logprobs; None: all of it."""
+        """Free ``num_bytes`` of the memory reserved for logprobs; None: all of it."""
         if self.counter is not None:
             freed = self.num_logprob_bytes if num_bytes is None else min(num_bytes, self.num_logprob_bytes)
             self.num_logprob_bytes -= freed

@@ -233,6 +233,6 @@ class SlowReaders:
             self._lifecycle.suspend(call, position)
         else:
             message = (
-                f"its reader stayed away for longer than slow_reader_timeout={self._config.slow_reader_timeout_s:g}"
+                f"its reader has read nothing for slow_reader_timeout={self._config.slow_reader_timeout_s:g} seconds"
             )
             self._lifecycle.end_all([call], FinishCode.ABORT, message)

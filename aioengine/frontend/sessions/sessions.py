@@ -1,15 +1,15 @@
 """Sessions: requests that continue earlier requests. The token ids of a session are kept in the user's process.
 
-A session is a tree of turns. A turn is one request (one row of a call). Its prompt consists of ids of its parent and
-new ids; its answer follows. The first turns are children of an empty root:
+A session is a tree of turns. A turn is one request (one row of a call). Its prompt consists of its history (the ids of
+its parent, which may be cut) and new ids. The first turns are children of an empty root:
 
     root ── "a": prompt, answer ── "b": + prompt, answer        generate(..., session_params={"id": ..., "rid": "a"})
                                └── "c": + prompt, answer
 
-For the scheduler, a turn is a plain request with the ids of its whole history and the number of its session. The pages
-of answered requests stay pinned until the control "close_sessions", which is sent when the session is closed and has no
-open turn. Until then the session keeps the files of its images. If a process is lost, its pages are computed again from
-these ids, so no session is lost.
+For the scheduler, a turn is a plain request with the ids of its whole history and the number of its session. The
+scheduler pins the pages of answered requests. When the session is closed and no turn runs, the control message
+"close_sessions" unpins them. Until then the session also keeps the files of its images. If a process is lost, the pages
+are computed again from the ids, so no session is lost.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ logger = logging.getLogger(__name__)
 
 MAX_SESSIONS: Final = 1 << 16
 MAX_SESSION_TOKENS: Final = 1 << 25
-"""Tokens of all sessions; four bytes each."""
+"""Limit for the tokens of all sessions. A token takes four bytes."""
 
 TOKENS_PER_TURN: Final = 128
-"""Tokens that each turn counts in addition to its own: about the memory of its objects."""
+"""Each turn counts this many tokens in addition to its own, about as much as the memory of its objects."""
 
 MAX_TIMEOUT_S: Final = 1e9
 CHECK_S: Final = 1.0
@@ -67,12 +67,15 @@ class Turn:
 
     Attributes:
         parent: the turn that it continues; None: it is the root.
-        source, num_kept: its prompt starts with the first ``num_kept`` ids of ``source``, which is its parent, or the
-            ancestor that owns the last of these ids.
-        num_prompt: number of ids of its whole prompt. ids: its ids after the first ``num_kept``.
+        num_kept: number of ids that its prompt takes from its history. New ids follow.
+        source: the turn that has these ids: its parent, or an ancestor; None: there are none.
+        ids: its own ids: the new ids of its prompt, and after its end also its answer.
+        num_prompt: number of ids of its whole prompt.
         media: the images of its whole prompt.
-        row: has its output while it runs; afterwards ``ids`` has it. has_ended: its call is over.
-        num_counted: tokens that it counts in the limit. is_dropped: no turn can continue it any more.
+        row: its row while it runs, with its output so far; None: it has not started, or it has ended.
+        has_ended: its call is over, and ``ids`` has its answer.
+        num_counted: number of tokens for ``MAX_SESSION_TOKENS``.
+        is_dropped: no other turn can continue it any more.
     """
 
     __slots__ = (
@@ -95,13 +98,13 @@ class Turn:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has its answer, or ended without one."""
+        """Whether it gets no more output. (Its call may still have other rows; see ``has_ended``.)"""
         row = self.row
         return row is None or row.finished is not None or row.call.is_left
 
     @property
     def has_failed(self) -> bool:
-        """Whether a turn that is over has no answer to continue."""
+        """Whether a turn that is over has no answer that another turn can continue."""
         row = self.row
         if row is None:  # failed turns without a row are dropped
             return False
@@ -110,7 +113,7 @@ class Turn:
         return self.session.is_streaming and row.finished.code not in ANSWERED
 
     def history(self, num_ids: int) -> list[int]:
-        """Return the first ``num_ids`` ids of prompt and answer."""
+        """Return the first ``num_ids`` ids of its prompt and answer, from this turn and its sources."""
         parts: list[array[int]] = []
         turn: Turn | None = self
         while turn is not None and num_ids > 0:
@@ -128,7 +131,7 @@ class Turn:
         media = [image for image in self.media if image.start < num_ids]
         if media and (end := media[-1].start + media[-1].num_tokens) > num_ids:
             raise ValueError(
-                f"session_params has offset={num_ids}, inside of the image at tokens {media[-1].start} to {end}; give "
+                f"session_params has offset={num_ids}, inside the image at tokens {media[-1].start} to {end}; give "
                 "an offset before or after it"
             )
         return media
@@ -145,11 +148,13 @@ class Session:
     """An open session.
 
     Attributes:
-        number: the scheduler's name for it. used_at: when it was opened, or its last turn ended.
-        turns: the turns that can be continued, by the id of their requests.
-        current: the turn that began last, until it has ended. last: the turn that was answered last.
+        number: identifies it in the scheduler.
+        used_at: when its last turn ended; before the first end, when it was opened.
+        turns: the turns that other turns can continue, by the id of their requests.
+        current: the newest turn, until it has ended.
+        last: the newest turn with an answer, which the next turn of a streaming session continues.
         num_open: number of running turns. num_tokens: sum of ``Turn.num_counted``. is_used: it had a turn.
-        images: the number of turns with an image, by content of the image.
+        images: content of an image -> number of turns with this image.
     """
 
     __slots__ = (
@@ -182,7 +187,7 @@ class Session:
         if self.is_streaming:
             for name, value in {**about_history, "replace": params.replace}.items():
                 if value:
-                    raise ValueError(f"session {self.id!r} was opened with streaming=True, which takes no {name}")
+                    raise ValueError(f"session {self.id!r} was opened with streaming=True, which does not allow {name}")
             if self.current is not None and not self.current.is_over:
                 raise ValueError(f"streaming session {self.id!r} already has an active request; wait for its end")
             if self.current is not None and not self.current.has_failed:
@@ -192,8 +197,8 @@ class Session:
             for name, value in about_history.items():
                 if value:
                     raise ValueError(
-                        f"session_params has {name}={value} and no rid, the request whose history is cut; give the "
-                        f'meta_info["id"] of an answer as rid, or leave {name} out'
+                        f"session_params has {name}={value} but no rid; {name} cuts the history of the request rid, so "
+                        f'give the meta_info["id"] of an answer as rid, or leave {name} out'
                     )
             return self.root
         parent = self.turns.get(params.rid)
@@ -263,7 +268,7 @@ class Sessions:
     ) -> None:
         """``task``: the task of the model; only "generate" has sessions. ``images``: keeps the files of images.
 
-        ``unpin`` ends the pins of the sessions with these numbers. ``unpin`` and ``abort`` are called on the loop.
+        ``unpin`` unpins the pages of the sessions with these numbers. ``unpin`` and ``abort`` are called on the loop.
         """
         self._lock = lock
         self._loop = asyncio.get_running_loop()
@@ -278,7 +283,7 @@ class Sessions:
         self._num_opened = 0
         self._num_tokens = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._unpinned: list[Session] = []  # reported to the scheduler in the next turn of the loop
+        self._unpinned: list[Session] = []  # closed; unpinned in the next iteration of the loop
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -295,8 +300,8 @@ class Sessions:
         """
         if self._task != "generate":
             raise ValueError(
-                f"the task of this model is '{self._task}', and it has no sessions, which are for requests that "
-                "generate; call encode without one"
+                f"the task of this model is '{self._task}', and sessions are only for models that generate; call "
+                "encode without a session"
             )
         checks.whole("capacity_of_str_len", capacity, 0)
         name = os.urandom(16).hex() if session_id is None else _checked_id(session_id)
@@ -376,8 +381,8 @@ class Sessions:
         check(num_kept + len(ids))
         if self._num_tokens + len(ids) + TOKENS_PER_TURN > MAX_SESSION_TOKENS:
             raise EngineOverloadedError(
-                f"the open sessions have {self._num_tokens} tokens, and {MAX_SESSION_TOKENS} are kept at most; close "
-                "some of them, or open them with a timeout"
+                f"the open sessions have {self._num_tokens} tokens, and the limit is {MAX_SESSION_TOKENS}; close some "
+                "of them, or open them with a timeout"
             )
         if media:
             self._keep_images(session, media)
@@ -386,7 +391,7 @@ class Sessions:
         turn = Turn(session, rid, parent)
         turn.media = media
         turn.num_kept, turn.num_prompt = num_kept, num_kept + len(ids)
-        while turn.source is not None and num_kept <= turn.source.num_kept:  # shortens chains of offsets
+        while turn.source is not None and num_kept <= turn.source.num_kept:  # skip turns whose own ids are cut
             turn.source = turn.source.source
         turn.ids.extend(ids)
         self._add(turn, parent)
@@ -395,7 +400,7 @@ class Sessions:
         return MediaIds(whole, media) if media else whole
 
     def attach(self, row: CallRow) -> int:
-        """Connect a row to its turn. Returns the number of its session; 0: the row has no session."""
+        """Connect a row to its turn. Return the number of its session; 0: the row has no session."""
         turn = self._running.get(row.call, {}).get(row.position)
         if turn is None:
             return 0
@@ -413,15 +418,15 @@ class Sessions:
         most = self._images.model.limits.max_images_per_prompt
         if len(media) > most:
             raise ValueError(
-                f"the prompt has {checks.counted(len(media), 'image')} with those of its session; the limit is "
+                f"the prompt and its session history have {checks.counted(len(media), 'image')}; the limit is "
                 f"max_images_per_prompt={most}"
             )
         contents = [image.content for image in media]
         self._images.keep(set(contents) - session.images.keys())
         session.images.update(contents)
 
-    def _let_images_go(self, turn: Turn) -> None:
-        """Release the images of an ended turn that no turn can continue."""
+    def _release_images(self, turn: Turn) -> None:
+        """Release the images of a turn that has ended and is dropped."""
         images, media = turn.session.images, turn.media
         turn.media = []
         images.subtract(image.content for image in media)
@@ -460,10 +465,10 @@ class Sessions:
             self._count(turn, len(turn.ids) + TOKENS_PER_TURN - turn.num_counted)
             session.last = turn if is_last else session.last
         if turn.is_dropped:
-            self._let_images_go(turn)
+            self._release_images(turn)
 
     def _replace(self, parent: Turn) -> None:
-        """Abort a running turn, and forget the turns that continued it. All pages of the session are unpinned."""
+        """Abort ``parent`` and all turns after it, and drop the latter. Unpin all pages of the session."""
         replaced, waiting = [parent], list(parent.children)
         while waiting:
             turn = waiting.pop()
@@ -476,7 +481,7 @@ class Sessions:
         self._unpin([parent.session.number])  # before the new turn is submitted
 
     def _drop(self, turn: Turn) -> None:
-        """Forget a turn that no other turn continues."""
+        """Drop a turn: no other turn can continue it any more. It has no children, or they are dropped too."""
         if turn.is_dropped:
             return
         turn.is_dropped = True
@@ -486,7 +491,7 @@ class Sessions:
         if turn.parent is not None:
             del turn.parent.children[turn]
         if turn.has_ended:
-            self._let_images_go(turn)
+            self._release_images(turn)
 
     def _count(self, turn: Turn, num_tokens: int) -> None:
         turn.num_counted += num_tokens
@@ -500,14 +505,14 @@ class Sessions:
         session.is_closed = True
         self._num_tokens -= session.num_tokens
         for turn in (session.root, *session.turns.values()):
-            turn.children.clear()  # reference cycles
+            turn.children.clear()  # breaks reference cycles
         session.turns.clear()
         session.last = session.root
         if session.is_used:
             self._unpin_later(session)
 
     def _unpin_later(self, session: Session) -> None:
-        """End the pins of a closed session if no turn runs. One message unpins many sessions."""
+        """Unpin the pages of a closed session if no turn runs. One message unpins many sessions."""
         if not session.num_open:
             self._unpinned.append(session)
             if len(self._unpinned) == 1:
@@ -523,11 +528,11 @@ class Sessions:
                 session.images.clear()
 
     def _watch(self) -> None:
-        """Check for idle sessions periodically, while any session has a timeout. On the loop."""
+        """Close idle sessions periodically, while any session has a timeout. On the loop."""
         if self._timer is None:
-            self._timer = self._loop.call_later(CHECK_S, self._look)
+            self._timer = self._loop.call_later(CHECK_S, self._close_idle)
 
-    def _look(self) -> None:
+    def _close_idle(self) -> None:
         self._timer = None
         now = time.monotonic()
         with self._lock:

@@ -1,10 +1,11 @@
-"""CUDA graphs of short encoder steps, each with the whole forward pass.
+"""CUDA graphs of short encoder steps. One graph has the whole forward pass.
 
-Launched kernel by kernel, such a step takes the host several times as long as the device. So it is padded to the next
-token count of a ladder. Padding tokens belong to no row: attention does not read them, and all other operations are
-per token, so they do not affect results. The inputs of a step are copied to the device in one transfer.
+Without a graph, the host needs several times as long to launch the kernels of a short step as the device needs to
+compute them. A graph has a fixed number of tokens, so a step is padded to the next size of ``piece_ladder``. Padding
+tokens belong to no row and do not affect results: attention does not read them, and all other operations are per token.
+All inputs of a step are copied to the device in one transfer.
 
-T tokens of a graph, R rows, D model size.
+T tokens and R rows of a graph, D model size.
 """
 
 from __future__ import annotations
@@ -27,16 +28,18 @@ if TYPE_CHECKING:
     from aioengine.models._base import Model
 
 TOKENS_PER_ROW = 16
-"""Tokens of a graph per row. The number of rows is limited, because attention starts programs for each row."""
+"""Number of tokens of a graph per row. More rows would be slower, because attention starts programs for each row."""
 LEAST_ROWS = 8
+"""Minimum number of rows of a graph, if it has as many tokens and a step may have as many rows."""
 
 
 class EncoderStep:
-    """A step of up to T tokens in R rows as a CUDA graph, and the memory that it reads and writes.
+    """The CUDA graph of a step of up to T tokens in up to R rows, and the memory that it reads and writes.
 
     Attributes:
-        token_ids, positions, token_types: [T] int64. outputs: [R] int64. starts: [R + 1] int32, start of each row and
-            end of the last one. All are parts of one tensor.
+        token_ids, positions, token_types: [T] int64, views of one tensor.
+        outputs: [R] int64, index of the token of each row whose hidden state is returned; a view of the same tensor.
+        starts: [R + 1] int32, start of each row and end of the last one; a view of the same tensor.
         hidden: the result: [R, D] of one token per row, or with ``returns_all`` [T, D] of all tokens.
     """
 
@@ -51,8 +54,9 @@ class EncoderStep:
         self.hidden = torch.empty(0)
 
     def replay(self, inputs: ModelInputs, batch: ForwardBatch) -> Tensor:
-        """Queue a step that fits, with inputs on the host. Return the hidden states [R, D], or [T, D], of its rows or
-        tokens. Without ``inputs.outputs``, all rows have one token.
+        """Queue a step that fits into the graph. Return ``hidden`` ([R, D] or [T, D]) without the padding.
+
+        ``inputs`` are on the host. Without ``inputs.outputs``, all tokens are returned, or all rows have one token.
         """
         lengths, num_tokens, size = batch.query_lengths, len(inputs.positions), self.num_tokens
         num_rows = len(lengths)
@@ -75,10 +79,10 @@ class EncoderStep:
 
 
 class EncoderGraphs:
-    """The graphs of a model.
+    """The CUDA graphs of an encoder, one for each number of tokens.
 
     Args:
-        max_rows: maximum rows of a step. max_length: tokens of the longest row.
+        max_rows: maximum number of rows of a step. max_length: number of tokens of the longest row.
         returns_all: return the hidden states of all tokens instead of one token per row.
     """
 
@@ -101,7 +105,7 @@ class EncoderGraphs:
         self._steps: list[EncoderStep] = []  # ascending
 
     def capture(self, max_tokens: int, report: Callable[[int, int], None]) -> None:
-        """Capture the ladder up to ``max_tokens``. report: called with the numbers of captured and of all sizes."""
+        """Capture the sizes up to ``max_tokens``. ``report(num_captured, num_sizes)`` is called after each capture."""
         sizes = piece_ladder(max_tokens)
         pool = torch.cuda.graph_pool_handle()
         captured: list[EncoderStep] = []

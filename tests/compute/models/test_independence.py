@@ -179,7 +179,7 @@ def test_attention_matches_the_definition(
 
 def test_fused_attention_refuses_page_sizes_that_do_not_divide_its_chunk() -> None:
     shape = AttentionShape(num_layers=1, num_heads=2, num_kv_heads=1, head_size=8, scale=1.0)
-    with pytest.raises(ValueError, match="page_size 24.*'torch' takes any"):
+    with pytest.raises(ValueError, match="page_size 24.*'torch' accepts any size"):
         FusedAttention(shape, torch.zeros(kv_pool_shape(shape, num_pages=2, page_size=24)))
 
 

@@ -228,8 +228,8 @@ def test_control_calls_in_flight_at_a_crash_fail() -> None:
     world.crash()
     assert world.ledger.holds_back
     assert lost_calls_of(world.ledger) == [
-        Reply(1, False, "it died before it had answered 'pause', which was not tried again", stage=CRASH_STAGE),
-        Reply(3, False, "it died before it had answered 'server_info', which was not tried again", stage=CRASH_STAGE),
+        Reply(1, False, "it died before it answered 'pause'; this call was not repeated", stage=CRASH_STAGE),
+        Reply(3, False, "it died before it answered 'server_info'; this call was not repeated", stage=CRASH_STAGE),
     ]
     world.tell(Control(4, "flush_cache"))
     world.sent = world.ledger.replay()
@@ -483,7 +483,7 @@ def test_suspects_are_tried_by_a_second_ledger_but_not_a_third() -> None:
     messages, suspects = other.ledger.hand_over("it died", 10.0)
     [end] = ends_of(other.ledger)
     assert (end.uid, end.stage) == (1, "crash")
-    assert end.message == "it died each time it computed this request; all others go on"
+    assert end.message == "it died each time it computed this request; the other requests continue"
     assert [message.uid for message in messages if isinstance(message, Submit)] == [4, 2, 3]
     assert set(suspects) == {2, 4}
 
