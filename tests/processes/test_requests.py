@@ -306,7 +306,7 @@ async def test_beam_search_of_both_faces_on_any_loop(llm: Engine) -> None:
     found = await llm.async_beam_search(CAPITAL, beam_width=3, max_new_tokens=5)
     async with AsyncEngine(dtype="float32", max_total_tokens=4096) as engine:
         of_async = await engine.async_beam_search(CAPITAL, 3, 5)
-        with pytest.raises(ValueError, match="takes 'temperature' where"):
+        with pytest.raises(ValueError, match="takes 'temperature' only if"):
             await engine.async_beam_search(CAPITAL, temperature=0.5)
     assert found["output_ids"] == of_async["output_ids"] == expected["output_ids"]
     assert found["meta_info"]["sequence_score"] == sorted(expected["meta_info"]["sequence_score"], reverse=True)
