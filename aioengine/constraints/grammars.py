@@ -351,9 +351,8 @@ class Grammars:
         then, no constraint of these grammars may advance.
         """
         computed = [(constraint, row) for row, constraint in enumerate(constraints) if not constraint.fill(masks[row])]
-        computed.sort(
-            key=lambda entry: id(entry[0].template)
-        )  # copies of a template share a lock: give them to one thread
+        # Copies of a template share a lock: give them to one thread.
+        computed.sort(key=lambda entry: id(entry[0].template))
         matchers = [(constraint.matcher, row) for constraint, row in computed]
         thread: Future[None] | None = None
         if in_background and len(constraints) >= _MIN_BESIDE:
