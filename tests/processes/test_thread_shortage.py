@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import threading
+from operator import le
 from typing import TYPE_CHECKING
 
 import psutil
@@ -76,7 +77,8 @@ def test_start_with_too_few_threads_is_an_error_and_leaves_nothing(
                 break
             with pytest.raises(EngineStartupError, match="needs another thread"):
                 start()
-        assert wait_until(lambda: held() == before), (num_threads, before, held())
+        # Threads of the first engine may end after ``before`` was counted.
+        assert wait_until(lambda: all(map(le, held(), before))), (num_threads, before, held())
         assert list(tmp_path.iterdir()) == []
         num_threads += 1
     assert num_needed >= 5
