@@ -26,7 +26,7 @@ REASONS = {
     "states in addition to keys and values": "its layers keep states beside keys and values",
     "bidirectional attention": "its tokens attend to later ones",
     "an encoder and a decoder": "it has an encoder and a decoder",
-    "models of several parts, one of which is for text": "it has several models",
+    "models of several parts, where only one part is for text": "it has several models",
 }
 """Heading of a list of refused models in the guide -> words of the error. Other errors are in one more list."""
 OTHER_REASONS = "other reasons, stated in the error"
