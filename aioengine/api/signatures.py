@@ -46,7 +46,7 @@ class Dtype(Protocol):
 
 
 class EngineArguments(TypedDict, total=False):
-    """Keyword arguments of ``Engine`` and ``AsyncEngine``, beside ``model_path``. None is the default, for each."""
+    """Keyword arguments of ``Engine`` and ``AsyncEngine``, except ``model_path``. The default of each is None."""
 
     tokenizer_path: str | PurePath | None
     revision: str | None

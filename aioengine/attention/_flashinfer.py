@@ -320,7 +320,7 @@ def cascade_limits(shared: Shared) -> CascadeLimits:
 
 
 class FixedFlashInferCascade:
-    """Implements ``FixedCascade``. FlashInfer reads the shared pages, our decode kernel those in the buffers."""
+    """Implements ``FixedCascade``. FlashInfer reads the shared pages, our decode kernel the pages in the buffers."""
 
     def __init__(self, shared: Shared, num_rows: int, buffers: DecodeBuffers) -> None:
         self._shared = shared

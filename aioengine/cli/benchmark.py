@@ -99,11 +99,13 @@ async def _run(engine: AsyncEngine, prompt: list[int], *, num_tokens: int) -> La
 
 
 def _figures(latencies: Sequence[Latency], workload: Workload, wall_s: float) -> Figures:
-    num_output = sum(each.num_tokens for each in latencies)
+    num_output = sum(latency.num_tokens for latency in latencies)
     num_prompt = workload.prompt_tokens * workload.num_prompts
-    first = [each.first_s for each in latencies]
-    total = [each.last_s for each in latencies]
-    per_token = [(each.last_s - each.first_s) / (each.num_tokens - 1) for each in latencies if each.num_tokens > 1]
+    first = [latency.first_s for latency in latencies]
+    total = [latency.last_s for latency in latencies]
+    per_token = [
+        (latency.last_s - latency.first_s) / (latency.num_tokens - 1) for latency in latencies if latency.num_tokens > 1
+    ]
     figures: Figures = {
         "num_requests": len(latencies),
         "concurrency": workload.concurrency,

@@ -107,7 +107,7 @@ class StepResult(Struct, array_like=True, gc=False):
     failed: uid -> error, for rows that could not be computed or sampled. Their tokens are dropped, only these requests
         end, and their pages are not shared.
     complete: uids of rows whose grammar allows no further token: the request ends with the tokens of this step.
-    num_rejected: uid -> number of rejected drafts, for rows with some.
+    num_rejected: uid -> number of rejected drafts. Rows without rejected drafts have no entry.
     """
 
     tokens: TokenColumns

@@ -36,9 +36,9 @@ MAX_LATER = 64  # requests that may be passed over in a step because of a prefix
 class Flight:
     """A plan in flight, with the request of each row and the allocation of this request at planning time.
 
-    num_prompt_tokens: positions of all rows but those of one token. num_drafts: positions of drafts.
-    rejected: uid -> drafts that results since the launch rejected: the row starts so many positions earlier than
-    planned.
+    num_prompt_tokens: positions of all rows except decode rows of one position. num_drafts: positions of drafts.
+    rejected: uid -> number of drafts that were rejected since the launch. The row starts this many positions before
+        its planned start.
     """
 
     __slots__ = ("allocations", "num_drafts", "num_prompt_tokens", "plan", "planned_at", "rejected", "requests")

@@ -270,7 +270,7 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
         short_length: with LongRoPE, requests with more tokens use the long factors; 0 without LongRoPE.
         snapshot_tokens: snapshots of recurrent states are taken at multiples of this number, which is a multiple of the
             page size; 0: the model has no states.
-        max_drafts: drafts that a decode row computes at most after its known tokens; 0 for models with states.
+        max_drafts: maximum drafts of a decode row, after its known tokens. Must be 0 for models with states.
     """
 
     max_running: int

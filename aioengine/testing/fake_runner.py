@@ -50,9 +50,10 @@ class FakeModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     vocab_size: tokens are 0 ... vocab_size - 1. alphabet: if not empty, only the code points of these characters are
     sampled, which are tokens of the byte tokenizer. eos_token_id: sampled with ``eos_probability`` at each position.
-    tokens_per_step: digits from 1; the n-th result of a request has as many forced tokens, with the sampled one, as the
-    n-th digit says, again from the first digit after the last. accepts: digits; the n-th row of a request with drafts
-    accepts at most so many of them. gives_extras: each token has an extra, ``extra_of``.
+    tokens_per_step: digits from 1, used cyclically: the n-th digit is the number of tokens in the n-th result of a
+    request (the sampled token and forced tokens). accepts: digits, used cyclically: the n-th digit is the maximum
+    number of drafts that the n-th row with drafts of a request accepts. gives_extras: each token has an extra,
+    ``extra_of``.
     step_time_s, token_time_s: time of the device for a step, and for each token of it. adapter_s: time to read an
     adapter.
     """
