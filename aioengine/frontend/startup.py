@@ -24,7 +24,7 @@ from aioengine.frontend.frontend import Frontend
 from aioengine.frontend.intake.encoder import longest_token
 from aioengine.frontend.intake.image_prompts import start_intake
 from aioengine.frontend.loaded_adapters import AdapterRules  # a field of a Struct
-from aioengine.frontend.progress import is_wanted
+from aioengine.frontend.progress import ProgressBars, is_wanted
 from aioengine.frontend.running import Running
 from aioengine.logs import log, show_logs, warn_caller
 from aioengine.media.tokens._base import ImageModel, find_image_model
@@ -231,10 +231,10 @@ def _retrieve(work: asyncio.Future[tuple[Tokenizer, int | None]]) -> None:
         work.exception()
 
 
-async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable[[Progress], None]) -> Frontend:
-    """Start an engine on the running loop. ``prepare`` reads or downloads files, on a thread.
+async def start_frontend(prepare: Callable[[], Blueprint], progress: bool | None) -> Frontend:
+    """Start an engine on the running loop. If the start fails or is cancelled, no process is left running.
 
-    If the start fails or is cancelled, no process is left running.
+    prepare: reads or downloads files, on a thread. progress: whether to show progress bars; None: see ``ProgressBars``.
 
     Raises:
         ValueError, TypeError: the model folder or an argument cannot be served.
@@ -244,14 +244,14 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
     require_descriptors(FOR_AN_ENGINE)
     hold_standard_descriptors()
     began_at = time.monotonic()
-    inbox = _Inbox()
+    inbox, bars = _Inbox(), ProgressBars(progress)
     thread = WorkerThread[Any]("aioengine-start", max_exit_s=_MAX_EXIT_S)
     processes: Processes | None = None
     images: ImageIntake | None = None
     try:
         blueprint: Blueprint = await asyncio.wrap_future(thread.submit(prepare))
         show_logs(blueprint.settings.log_level)
-        events = Events(inbox.on_messages, inbox.on_failure, on_progress)
+        events = Events(inbox.on_messages, inbox.on_failure, bars.show)
         processes = blueprint.make_processes(events)
         if blueprint.images is not None:
             images = start_intake(blueprint.images, is_for_gpu=blueprint.settings.runner.device == "cuda")
@@ -259,7 +259,7 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
         loading = None if load is None else asyncio.wrap_future(thread.submit(partial(_loaded, load)))
         if loading is not None:
             loading.add_done_callback(_retrieve)
-        patience = asyncio.get_running_loop().call_later(_QUIET_S, on_progress, _ANNOUNCEMENT)
+        patience = asyncio.get_running_loop().call_later(_QUIET_S, bars.show, _ANNOUNCEMENT)
         try:
             facts = await processes.start()
         except EngineStartupError:
@@ -288,6 +288,7 @@ async def start_frontend(prepare: Callable[[], Blueprint], on_progress: Callable
                 await processes.stop(0.0)
         raise
     finally:
+        bars.close()
         thread.close()
     return frontend
 
