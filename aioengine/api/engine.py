@@ -16,6 +16,7 @@ from aioengine.api.foreign_names import no_attribute
 from aioengine.api.stream import Generation, Stream
 from aioengine.frontend import callers, info
 from aioengine.frontend.callers import running_loop
+from aioengine.frontend.controls import ProfileOptions
 from aioengine.frontend.engine_run import EngineRun
 from aioengine.frontend.intake import requests
 from aioengine.frontend.intake.beam_search import beam_search, search_options
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from aioengine.api.answers import BatchOutput
     from aioengine.api.signatures import EngineArguments
     from aioengine.errors import EngineError
-    from aioengine.frontend.controls import Outcome, PauseMode, ProfileOptions
+    from aioengine.frontend.controls import Outcome, PauseMode
     from aioengine.frontend.frontend import Frontend
     from aioengine.frontend.info import Health, ModelInfo
     from aioengine.frontend.intake.pool_requests import EncodeOptions, Pairs, PoolOptions
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from aioengine.frontend.intake.requests import CallRequest
     from aioengine.frontend.intake.score import ScoreOptions
     from aioengine.frontend.loaded_adapters import AdapterResult
-    from aioengine.frontend.startup import Blueprint
+    from aioengine.frontend.running import Blueprint
     from aioengine.settings.config import EngineConfig
     from aioengine.tokenization.tokenizer import Tokenizer
 
@@ -527,6 +528,7 @@ class AsyncEngine(EngineFace):
             TypeError, ValueError: an argument is wrong.
             RuntimeError: a profile is running already, or the folder is not writable.
         """
+        requests.check_names(options, ("output_dir",), ProfileOptions.__annotations__)
         await self._running().controls.start_profile(output_dir, options)
 
     async def stop_profile(self) -> str:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from aioengine.frontend.info import Health, ModelInfo
     from aioengine.frontend.intake.score import ScoreResult
     from aioengine.frontend.loaded_adapters import AdapterResult
-    from aioengine.frontend.startup import Blueprint
+    from aioengine.frontend.running import Blueprint
 
 
 class ChunkIterator(Iterator["Chunk"]):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aioengine.frontend.frontend import Frontend
-    from aioengine.frontend.startup import Blueprint
+    from aioengine.frontend.running import Blueprint
 
 
 class EngineRun:

@@ -75,7 +75,7 @@ class Frontend:
         self.calls = Calls()
         self.router = Router(self.calls.rows, lock := threading.RLock(), lambda row: self._lifecycle.row_ended(row))
         self.limits = QueueLimits(
-            parts.queue,
+            parts.blueprint.queue,
             max_running=settings.scheduler.max_running,
             max_total_tokens=parts.max_total_tokens * cast("int", parts.facts.get("num_replicas", 1)),
         )
@@ -83,7 +83,7 @@ class Frontend:
         self.controls = Controls(
             parts.processes.send, abort_all=lambda: self._lifecycle.abort_opened(self.calls.num_opened)
         )
-        self.adapters = LoadedAdapters(parts.adapters, self.controls, lock)
+        self.adapters = LoadedAdapters(parts.blueprint.adapters, self.controls, lock)
         self.sessions = Sessions(
             lock=lock,
             limits=self.limits,
@@ -109,7 +109,7 @@ class Frontend:
             computed_since=partial(_computed_since, self),
         )
         self.attachments = self._lifecycle.attachments
-        self._slow_readers = SlowReaders(parts.delivery, partial(list, self.calls.opened), self._lifecycle)
+        self._slow_readers = SlowReaders(parts.blueprint.delivery, partial(list, self.calls.opened), self._lifecycle)
         self._slow_readers.watch()
 
     # ------------------------------------------------------------ from any thread
