@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from aioengine.layers.adapters import AdapterRows
     from aioengine.models._base import Model
-    from aioengine.runner.rows import RequestRow, RowTable
+    from aioengine.runner.request_row import RequestRow
+    from aioengine.runner.rows import RowTable
     from aioengine.runner.state_pool import StatePool
     from aioengine.runner.transfer import Upload
     from aioengine.scheduler.plan import NewRow, Row
@@ -267,7 +268,8 @@ class InputBuilder:
             indices.append(np.arange(first, first + len(part)))
             parts.append(part)
             if end >= request.num_prompt:
-                self.table.drop_embeds(request)
+                request.embeds = None
+                self.table.num_with_embeds -= 1
         if not indices:
             return inputs
         upload = self.table.upload

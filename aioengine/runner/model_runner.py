@@ -45,10 +45,11 @@ if TYPE_CHECKING:
     from aioengine.runner.graphs.piece_graphs import PieceGraphs
     from aioengine.runner.inputs import StepRows
     from aioengine.runner.kv_pool import KVPool
-    from aioengine.runner.logits import GrammarSource, LogitsProcessor
+    from aioengine.runner.logits import LogitsProcessor
     from aioengine.runner.lora.pool import AdapterPool
     from aioengine.runner.pooler import PooledRows
-    from aioengine.runner.rows import RequestRow, SampledRows
+    from aioengine.runner.request_row import RequestRow, SampledRows
+    from aioengine.runner.row_constraint import GrammarSource
     from aioengine.runner.sampling.device_sampler import DeviceSampler
     from aioengine.runner.state_pool import StatePool
     from aioengine.scheduler.plan import Row, StepPlan
@@ -102,7 +103,7 @@ class ModelRunner:
         num_embeddings = parts.model.vocab_size
         vocab_size = self._vocab_size = min(parts.vocab_size, num_embeddings)
         self._custom = CustomProcessors(parts.logits_processors, vocab_size=vocab_size)
-        processors = logits_processors.load(self._custom)
+        processors = logits_processors.in_order([self._custom])
         # Pages of the longest request. Steps in flight never compute positions after the context length. With layer
         # groups, a request frees pages, so over time it may have more pages than the pool.
         num_pages = -(-parts.context_length // pool.page_size)
@@ -249,8 +250,9 @@ class ModelRunner:
                     self._constrained.open(opened, self._table.requests[opened.uid])
             except (ValueError, TypeError, OverflowError) as error:
                 self._failed.add(opened.uid, f"cannot open the request: {error}")
-        for uid, error in self._table.encode_images(plan.rows).items():
-            self._failed.add(uid, error)
+        if self._table.images is not None:
+            for uid, error in self._table.images.encode(plan.rows).items():
+                self._failed.add(uid, error)
         for row in plan.rows:
             request = self._table.requests.get(row.uid) if row.new_pages else None
             if request is not None:

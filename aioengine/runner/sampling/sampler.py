@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from aioengine.runner.rows import logits_row
+from aioengine.runner.logits import apply_processors
 from aioengine.runner.sampling.philox import UniformTable
 from aioengine.runner.sampling.truncation import BLOCK, Truncation, draw, draw_truncated
 from aioengine.runner.transfer import upload_to
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from aioengine.runner.logits import LogitsProcessor, LogitsRow
-    from aioengine.runner.rows import SampledRows
+    from aioengine.runner.logits import LogitsProcessor
+    from aioengine.runner.request_row import SampledRows
 
     Ints = npt.NDArray[np.int64]
 
@@ -103,11 +103,7 @@ class Sampler:
         is_all = len(chunk) == len(logits)
         scores_SW[:, : self._vocab_size].copy_(logits if is_all else logits[self._upload(chunk)])
         scores_SW[:, self._vocab_size :] = -torch.inf
-        bits = rows.records["processors"][chunk]
-        for i, processor in enumerate(self._processors):
-            users = np.flatnonzero(bits >> i & 1).tolist()
-            if users:
-                processor.apply(scores_SW, [_logits_row(rows, int(chunk[user]), user) for user in users], self._upload)
+        apply_processors(self._processors, scores_SW, rows, chunk, self._upload)
         return scores_SW
 
     def _probabilities(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> tuple[Tensor, Tensor]:
@@ -151,7 +147,3 @@ def greedy(logits: Tensor) -> Tensor:
 def _where_finite(token_ids: Tensor, largest: Tensor) -> Tensor:
     """Return token_ids [S], FAILED where ``largest`` [S] is not finite (x - x is 0 only for finite x)."""
     return token_ids.where(largest - largest == 0, FAILED)
-
-
-def _logits_row(rows: SampledRows, row: int, index: int) -> LogitsRow:
-    return logits_row(index, rows.requests[row], int(rows.positions[row]))
