@@ -183,10 +183,8 @@ class RequestChecks:
     def check_states(self, states: str, num_ids: int, max_new_tokens: int) -> None:
         """Raise RequestTooLargeError where the hidden states of a row may be larger than allowed."""
         num_positions = num_ids + max_new_tokens - 1 if states == ALL_STATES else 1
-        num_bytes, max_bytes = (
-            4 * self.model.hidden_size * num_positions,
-            self.parts.blueprint.delivery.max_hidden_state_bytes,
-        )
+        num_bytes = 4 * self.model.hidden_size * num_positions
+        max_bytes = self.parts.blueprint.delivery.max_hidden_state_bytes
         if num_bytes > max_bytes:
             raise RequestTooLargeError(
                 f"return_hidden_states of {num_ids} prompt tokens and up to {max_new_tokens} output tokens may give "
