@@ -93,6 +93,14 @@ def open_file(path: Path) -> BinaryIO | None:
     return file
 
 
+def open_existing(path: Path, missing: str = "") -> BinaryIO:
+    """Open a file as ``open_file``. If it does not exist, raises ValueError with the message ``missing``."""
+    file = open_file(path)
+    if file is None:
+        raise ValueError(missing or f"cannot read {path}: there is no such file")
+    return file
+
+
 def is_file(path: Path) -> bool:
     """Return whether a file exists and can be opened. Raises ValueError as ``open_file``."""
     if is_gguf(path.parent) and path.name in _GGUF_PARTS:
@@ -133,9 +141,7 @@ def read_gguf(path: Path) -> tuple[Header, BinaryIO]:
 
     Raises ValueError if the file does not exist or cannot be read.
     """
-    file = open_file(path)
-    if file is None:
-        raise ValueError(f"{shown_path(path)} cannot be read: there is no such file")
+    file = open_existing(path)
     try:
         return read_header(file), file
     except (OSError, ValueError) as error:

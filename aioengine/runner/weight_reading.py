@@ -215,10 +215,8 @@ class _Work:
                 if file is None or piece.entry.path != path:
                     opened.close()
                     path = piece.entry.path
-                    file = folder_files.open_file(path)
-                    if file is None:
-                        raise ValueError(f"cannot read {path}: it was removed while the weights were read")
-                    opened.enter_context(file)
+                    missing = f"cannot read {path}: it was removed while the weights were read"
+                    file = opened.enter_context(folder_files.open_existing(path, missing))
                 load(piece, file)
                 report(piece.num_bytes)
 
