@@ -201,20 +201,6 @@ class Constraint:
     def is_over(self) -> bool:
         return self.is_complete or bool(self.error)
 
-    def fill(self, words: Words) -> bool:
-        """Write the allowed tokens to words [ceil(V / 32)] if they are known. Return False if the library must compute
-        them.
-        """
-        if self.thinking is not None:
-            self.thinking.fill(words, self.grammar.eos_token_ids)
-        elif self.is_over or self.next_token >= 0:
-            words.fill(0)
-            if not self.is_over:
-                _set(words, self.next_token)
-        else:
-            return False
-        return True
-
 
 class _Template:
     """A compiled grammar.
@@ -341,16 +327,24 @@ class Grammars:
         return constraint
 
     def fill(self, constraints: Sequence[Constraint], masks: Words) -> None:
-        """Write the allowed tokens as bits to masks [constraints, num_words]. After an error, no bit is set."""
+        """Write the allowed tokens as bits to masks [constraints, num_words].
+
+        constraints: not over, and with several allowed tokens.
+        """
         self.begin(constraints, masks, in_background=False)()
 
     def begin(
         self, constraints: Sequence[Constraint], masks: Words, *, in_background: bool = True
     ) -> Callable[[], None]:
-        """Like ``fill``, but many masks are computed in another thread. Call the result to wait for the end. Until
-        then, no constraint of these grammars may advance.
+        """Do the same as ``fill``, with many masks in another thread. Call the result to wait for the end. Until then,
+        no constraint of these grammars may advance.
         """
-        computed = [(constraint, row) for row, constraint in enumerate(constraints) if not constraint.fill(masks[row])]
+        computed: list[tuple[Constraint, int]] = []
+        for row, constraint in enumerate(constraints):
+            if constraint.thinking is not None:
+                constraint.thinking.fill(masks[row], constraint.grammar.eos_token_ids)
+            else:
+                computed.append((constraint, row))
         # Copies of a template share a lock: give them to one thread.
         computed.sort(key=lambda entry: id(entry[0].template))
         matchers = [(constraint.matcher, row) for constraint, row in computed]
@@ -473,8 +467,7 @@ class Grammars:
         if eos_token_ids is not None:
             self._is_needed.set()
         with self._lock:
-            if self._vocabulary is None:
-                self._vocabulary = self._make_vocabulary(eos_token_ids)
+            self._vocabulary = self._vocabulary or self._make_vocabulary(eos_token_ids)
             return self._vocabulary
 
     def _make_vocabulary(self, eos_token_ids: Sequence[int] | None) -> _Vocabulary:
