@@ -47,7 +47,7 @@ _MIN_COMPILERS: Final = 2
 _MAX_COMPILERS: Final = 8
 _MAX_MASK_THREADS: Final = 4
 """With more threads, waking them takes longer than they save: 256 masks take a millisecond."""
-_MIN_BESIDE: Final = 16
+_MIN_IN_BACKGROUND: Final = 16
 """Minimum number of masks that are computed in another thread."""
 _REQUESTS_PER_TEMPLATE: Final = 24
 """Copies of a template share a lexer with one lock, so their masks are computed one after the other. If a grammar has
@@ -131,11 +131,6 @@ class Constraint:
             ``num_forced`` of them; the library gets all together. next_token: the only allowed token; -1: the mask has
             the allowed tokens.
     """
-
-    __slots__ = (
-        "__weakref__", "error", "forced", "grammar", "is_complete", "matcher", "next_token", "num_forced", "source",
-        "template", "thinking", "tokens",
-    )  # fmt: skip
 
     def __init__(
         self, source: Grammars, grammar: Grammar, template: _Template, tokens: list[bytes], *, thinking: Thinking | None
@@ -270,8 +265,10 @@ class Grammars:
         self._num_computed = self.num_words  # words of the library's masks
         self._compiled: OrderedDict[tuple[str, str], list[_Template]] = OrderedDict()
         self._num_bytes = 0
-        self._num_threads = max(1, num_threads() // 2)
-        self._num_mask_threads = min(_MAX_MASK_THREADS, self._num_threads)
+        num_cores = max(1, num_threads() // 2)
+        self._num_mask_threads = min(_MAX_MASK_THREADS, num_cores)
+        self._compilers = Turns(max(_MIN_COMPILERS, min(_MAX_COMPILERS, num_cores)))
+        self._mask_thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
 
     def prepare_when_quiet(self, now: float, *, is_busy: bool) -> None:
         """Prepare for the first grammar in a thread, after ``QUIET_S`` without a running request. Called often."""
@@ -349,9 +346,9 @@ class Grammars:
         computed.sort(key=lambda entry: id(entry[0].template))
         matchers = [(constraint.matcher, row) for constraint, row in computed]
         thread: Future[None] | None = None
-        if in_background and len(constraints) >= _MIN_BESIDE:
+        if in_background and len(constraints) >= _MIN_IN_BACKGROUND:
             has_begun = Event()
-            thread = self._beside.submit(self._compute, matchers, masks, has_begun)
+            thread = self._mask_thread.submit(self._compute, matchers, masks, has_begun)
             has_begun.wait()  # otherwise that thread would wait up to 5 ms for the GIL
         else:
             self._compute(matchers, masks)
@@ -381,17 +378,9 @@ class Grammars:
     def close(self) -> None:
         self._is_needed.set()
         self._compilers.close()
-        self._beside.shutdown(wait=False)
+        self._mask_thread.shutdown(wait=False)
 
     # ------------------------------------------------------------ compiling
-
-    @cached_property
-    def _compilers(self) -> Turns:
-        return Turns(max(_MIN_COMPILERS, min(_MAX_COMPILERS, self._num_threads)))
-
-    @cached_property
-    def _beside(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, thread_name_prefix="masks")
 
     @cached_property
     def _executor(self) -> Any:
