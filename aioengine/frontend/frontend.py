@@ -32,7 +32,6 @@ from aioengine.frontend.calls.calls import Calls
 from aioengine.frontend.calls.delivery import Router, SlowReaders
 from aioengine.frontend.calls.overload import Overload, QueueLimits
 from aioengine.frontend.calls.reader import Reader
-from aioengine.frontend.calls.row_types import row_type
 from aioengine.frontend.controls import Controls
 from aioengine.frontend.intake.encoder import Encoder, TextSizes
 from aioengine.frontend.intake.image_prompts import PromptImages
@@ -134,7 +133,7 @@ class Frontend:
                 self.limits.reserve(call, this_caller())
             request = make_request()
             self._checks.check(request)
-            call.begin(request, row_type(request))
+            call.begin(request)
             reader = Reader(call, call.ready, lock=self._lock, actions=self)
             with self._lock:
                 self.limits.add_bytes(call, request.num_bytes)
@@ -172,7 +171,7 @@ class Frontend:
 
     def leave(self, call: Call, ready: deque[CallRow], *, later: bool = False) -> None:
         if not call.is_attachable:
-            call.is_left = True
+            call.leave()
         if runs_here(self.loop) and not later:
             self._lifecycle.on_left(call, ready)
         else:

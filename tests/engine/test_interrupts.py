@@ -75,7 +75,7 @@ class Interrupt:
         patch.setattr(owner, name, interrupted)
 
 
-SECTIONS = pytest.mark.parametrize(("owner", "name"), [(Calls, "open"), (Router, "_note")])
+SECTIONS = pytest.mark.parametrize(("owner", "name"), [(Calls, "open"), (Router, "_put")])
 
 
 @SECTIONS

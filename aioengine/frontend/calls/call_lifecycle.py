@@ -167,7 +167,7 @@ class CallLifecycle:
     def discard(self, call: Call) -> None:
         """Opening the call failed half-way, so it has no reader: undo its start."""
         with self._lock:
-            call.is_left = True
+            call.leave()
         self.settle(call)
         self.attachments.discard(call)
 
@@ -177,7 +177,7 @@ class CallLifecycle:
             if call.is_attachable:
                 call.has_reader = call.has_reader and call.ready is not ready
             else:
-                call.is_left = True
+                call.leave()
                 call.free_logprobs()
             unread = list(ready)
             ready.clear()

@@ -61,7 +61,16 @@ class Router:
     def deliver(self, chunks: TextChunks) -> None:
         """Put the chunks of one frame into their rows, as far as this turn allows. Call ``wake`` afterwards."""
         with self._lock:
-            self._note(chunks)
+            rows = self.rows
+            for first_token in chunks.first_tokens:
+                if (row := rows.get(first_token.uid)) is not None:
+                    row.begin(first_token)
+            for uid in chunks.preempted:
+                if (row := rows.get(uid)) is not None:
+                    row.preempt()
+            for uid in chunks.compiled:
+                if (row := rows.get(uid)) is not None:
+                    row.call.note_compiled(row)
             if chunks.tokens.extras or self._waiting:
                 chunks = self._set_aside(chunks)
             ended = self._put(chunks)
@@ -151,18 +160,6 @@ class Router:
         self.wake()
         if self._waiting:
             asyncio.get_running_loop().call_soon(self._read_waiting)
-
-    def _note(self, chunks: TextChunks) -> None:
-        """Record first tokens, preemptions and compiled grammars in their rows."""
-        for first_token in chunks.first_tokens:
-            if (row := self.rows.get(first_token.uid)) is not None:
-                row.begin(first_token)
-        for uid in chunks.preempted:
-            if (row := self.rows.get(uid)) is not None:
-                row.preempt()
-        for uid in chunks.compiled:
-            if (row := self.rows.get(uid)) is not None:
-                row.call.note_compiled(row)
 
     def wake(self) -> None:
         """Wake some readers, and the others in later turns of the loop.

@@ -187,7 +187,7 @@ class Attachments:
                 self._set_timer(attachment, until)
                 return
             self._forget(attachment)
-            attachment.call.is_left = True
+            attachment.call.leave()
         self._settle(attachment.call)
 
     def _forget(self, attachment: Attachment) -> None:

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from aioengine.frontend.calls import calls as calls_module
-from aioengine.frontend.calls.call import Call, CallRow
+from aioengine.frontend.calls.call import Call
 from aioengine.frontend.calls.calls import Calls
 from aioengine.frontend.intake.requests import generate_request
 
@@ -15,7 +15,7 @@ from aioengine.frontend.intake.requests import generate_request
 def open_call(calls: Calls, prompt: object, **options: object) -> Call:
     params = options.pop("sampling_params", None)
     call = Call(0.0)
-    call.begin(generate_request(prompt, params, None, stream=True, options=options), CallRow)
+    call.begin(generate_request(prompt, params, None, stream=True, options=options))
     calls.open(call)
     return call
 
@@ -27,7 +27,7 @@ def calls() -> Calls:
 
 def test_an_id_is_free_as_soon_as_its_call_is_over(calls: Calls) -> None:
     first = open_call(calls, ["a", "b"], rid="x")
-    first.num_open = 0
+    first.is_over = True
     second = open_call(calls, "c", rid="x_1")
     calls.close(first)
     found = calls.find("x_1")
@@ -40,7 +40,7 @@ def test_a_batch_may_take_the_id_of_a_call_that_is_over_for_a_row(calls: Calls) 
     first = open_call(calls, "c", rid="x_1")
     with pytest.raises(ValueError, match="'x_1' is in use"):
         open_call(calls, ["a", "b"], rid="x")
-    first.is_left = True
+    first.leave()
     second = open_call(calls, ["a", "b"], rid="x")
     found = calls.find("x_1")
     assert found is not None
@@ -86,7 +86,7 @@ def test_an_id_conflicts_with_equal_ids_of_rows_in_either_order(calls: Calls) ->
 
 def test_an_id_that_can_be_attached_to_stays_taken(calls: Calls) -> None:
     first = open_call(calls, "a", rid="x", resume_ttl=1)
-    first.is_left = True
+    first.leave()
     first.num_open = 0
     with pytest.raises(ValueError, match="'x' is in use"):
         open_call(calls, "b", rid="x")
