@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from aioengine.api.answers import RowError
     from aioengine.frontend.calls.call import Call, CallRow, Ending
-    from aioengine.frontend.calls.calls import Calls
+    from aioengine.frontend.calls.call_ids import CallIds
     from aioengine.frontend.calls.overload import QueueLimits
     from aioengine.frontend.intake.encoder import Encoded
     from aioengine.frontend.intake.pooling import Pooled
@@ -69,15 +69,16 @@ class Submitter:
     def __init__(
         self,
         checks: RequestChecks,
-        *,
+        ids: CallIds,
+        rows: dict[int, CallRow],
         lock: threading.RLock,
-        calls: Calls,
         limits: QueueLimits,
         sessions: Sessions,
+        *,
         submit: Callable[[list[Submit]], None],
-        settle: Callable[[Call], None],
+        close_if_over: Callable[[Call], None],
     ) -> None:
-        """``settle`` closes a call that is over."""
+        """``rows``: ``Calls.rows``. ``close_if_over`` closes a call that is over."""
         self.checks = checks
         self._model = checks.model
         self._settings = checks.parts.settings
@@ -86,9 +87,10 @@ class Submitter:
         self._lock = lock
         self._limits = limits
         self._sessions = sessions
-        self._calls = calls
+        self._ids = ids
+        self._rows = rows
         self._submit = submit
-        self._settle = settle
+        self._close_if_over = close_if_over
         self._loop = asyncio.get_running_loop()
         self._has_numpy = False
         self._num_uids = 0
@@ -114,7 +116,7 @@ class Submitter:
             try:
                 work.result()
                 with self._lock:
-                    self._calls.add_names(call)
+                    self._ids.add(call)
                 if not call.request.is_checked:
                     self.check_rest(call)
                     return
@@ -260,7 +262,7 @@ class Submitter:
             self._fail(call, RequestError("submit", describe(error)))
             raise
         if call.is_over:
-            self._settle(call)
+            self._close_if_over(call)
         elif call.is_encoding:
             rest = encoded[call.num_started // request.num_samples - first :]
             self._loop.call_soon(self._start_rows, call, rest, tokenize_s)
@@ -364,7 +366,7 @@ class Submitter:
         row.uid = self._num_uids
         self._num_uids += 1
         self._limits.add_row(call, prompt, num_prompt)
-        self._calls.rows[row.uid] = row
+        self._rows[row.uid] = row
         sampling = replace(parts.sampling, seed=row.seed)
         if request.processors is not None or row.states:
             processor = "" if request.processors is None else request.processors.of(prompt)
@@ -408,7 +410,7 @@ class Submitter:
     def _fail(self, call: Call, error: Exception) -> None:
         with self._lock:
             call.fail(error)
-        self._settle(call)
+        self._close_if_over(call)
 
     # ------------------------------------------------------------ rows that will not start
 
@@ -446,7 +448,7 @@ class Submitter:
                 max_rows -= 1  # a call without rows takes time too
                 if call.is_over or call.num_started == call.request.num_rows:
                     self._ending.popleft()
-                    self._settle(call)
+                    self._close_if_over(call)
         finally:
             if self._ending:
                 post(self._loop, self.end_some)
