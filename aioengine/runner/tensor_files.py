@@ -37,6 +37,14 @@ DTYPES: Final = {
 """dtype name in safetensors files -> torch dtype."""
 
 
+def reopen(path: Path) -> BinaryIO:
+    """Open a file whose header was read before. Raises ValueError if it was removed or cannot be read."""
+    file = folder_files.open_file(path)
+    if file is None:
+        raise ValueError(f"cannot read {path}: it was removed")
+    return file
+
+
 def read_tensor(file: BinaryIO, entry: Entry, *, is_pinned: bool = False) -> Tensor:
     """Read a tensor [*entry.shape] of an open file. is_pinned: into pinned memory. Releases the GIL.
 
@@ -59,8 +67,5 @@ def read_arrays(path: str, *, is_pinned: bool) -> dict[str, Tensor]:
         ValueError: the file cannot be read, or is not a safetensors file.
     """
     entries = checkpoint.entries_of_file(Path(path))
-    file = folder_files.open_file(Path(path))
-    if file is None:
-        raise ValueError(f"cannot read {path}: there is no such file")
-    with file:
+    with reopen(Path(path)) as file:
         return {entry.name: read_tensor(file, entry, is_pinned=is_pinned) for entry in entries}

@@ -370,7 +370,7 @@ class Ledger:
         """End unsent requests without output that have passed a deadline."""
         for uid, request in list(self._requests.items()):
             if not request.is_sent and not request.has_begun:
-                passed = [which for which, time in request.submit.limits.deadlines().items() if time <= now]
+                passed = [which for which, time in request.submit.limits.deadlines.items() if time <= now]
                 if passed:
                     self._end(End(uid, FinishCode.DEADLINE, passed[0], ended_at=now))
 

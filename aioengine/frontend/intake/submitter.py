@@ -383,9 +383,7 @@ class Submitter:
                 max_new_tokens=max_new_tokens,
                 min_new_tokens=min(params.min_new_tokens, max_new_tokens),
                 stop_token_ids=parts.stop_ids,
-                deadline=call.deadlines.get("total"),
-                queue_deadline=call.deadlines.get("queue"),
-                first_token_deadline=call.deadlines.get("first_token"),
+                deadlines=call.deadlines,
                 refuses_late=request.refuses_late,
             ),
             text=replace(

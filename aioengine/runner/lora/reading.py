@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from aioengine.layers.adapters import LayerMatrices
-from aioengine.model_files import folder_files
 from aioengine.model_files.adapter_folder import read_folder
-from aioengine.runner.tensor_files import read_tensor
+from aioengine.runner.tensor_files import read_tensor, reopen
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,11 +57,7 @@ def read_adapter(
     table = layout.table(offsets)
     elements[: table.nbytes // dtype.itemsize].view(torch.int32).copy_(torch.from_numpy(table).ravel())
     matrices: dict[str, tuple[Tensor, Tensor]] = {}
-    path = parts[0].a.path
-    file = folder_files.open_file(path)
-    if file is None:
-        raise ValueError(f"{path} was removed")
-    with file:
+    with reopen(parts[0].a.path) as file:
         for part in parts:
             (num_outputs, num_inputs), own = layout.shapes[part.layer], offsets[part.layer]
             a = elements[own.first_a :][: own.rank * num_inputs].view(own.rank, num_inputs)

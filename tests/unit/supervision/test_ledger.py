@@ -159,11 +159,11 @@ def test_unanswered_abort_is_sent_again() -> None:
 def test_ledger_keeps_deadlines_while_there_is_no_scheduler() -> None:
     ledger = Ledger()
     limits = {
-        1: Limits(8, deadline=3.0, queue_deadline=5.0),
-        2: Limits(8, queue_deadline=5.0),
-        3: Limits(8, first_token_deadline=2.0),
+        1: Limits(8, deadlines={"total": 3.0, "queue": 5.0}),
+        2: Limits(8, deadlines={"queue": 5.0}),
+        3: Limits(8, deadlines={"first_token": 2.0}),
         4: Limits(8),
-        5: Limits(8, deadline=1.0),
+        5: Limits(8, deadlines={"total": 1.0}),
     }
     ledger.record([submit_of(uid, limits=limit) for uid, limit in limits.items()], 0.0)
     ledger.receive(chunks_of(5, [1], begins=True))
