@@ -48,8 +48,6 @@ class Refusal(Enum):
 class Admission:
     """The checks before an admission. They only change the prefix for which the request waits."""
 
-    __slots__ = ("_cache", "_chunk_tokens")
-
     def __init__(self, cache: PrefixCache, chunk_tokens: int) -> None:
         self._cache = cache
         self._chunk_tokens = chunk_tokens
@@ -95,8 +93,6 @@ class Admission:
 class TokenBudget:
     """The tokens of one step that are left for prompts."""
 
-    __slots__ = ("left",)
-
     def __init__(self, chunk_tokens: int, decode_tokens: int) -> None:
         self.left = max(chunk_tokens - decode_tokens, chunk_tokens // 8, 1)
 
@@ -129,8 +125,6 @@ CONFIDENCE = 0.5  # the forecast uses this part of the average interval
 
 class Pace:
     """Estimates of step time and queue time. Unknown estimates are 0."""
-
-    __slots__ = ("_admission_s", "_admitted_at", "_chunk_tokens", "_full_step_s", "_has_next", "_step_s")
 
     def __init__(self, chunk_tokens: int) -> None:
         self._chunk_tokens = chunk_tokens

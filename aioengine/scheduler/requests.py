@@ -53,8 +53,6 @@ class StepEvents:
         totals: counters. weight_version: version of the runner's weights, which each first token reports.
     """
 
-    __slots__ = ("_ended", "_opened", "_preempted", "totals", "weight_version")
-
     def __init__(self) -> None:
         self.totals = Totals()
         self.weight_version = DEFAULT_WEIGHT_VERSION

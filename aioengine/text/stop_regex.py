@@ -49,8 +49,6 @@ class RegexSearch:
         num_pieces: pieces of text that were searched.
     """
 
-    __slots__ = ("_before", "_cache", "_clock", "_patterns", "_starts", "num_pieces", "used_s")
-
     def __init__(self, patterns: Sequence[str], cache: PatternCache, clock: Callable[[], float]) -> None:
         """clock: returns the CPU time of this thread. Raises ValueError as ``compile_pattern`` does."""
         self._patterns = tuple(patterns)

@@ -16,18 +16,6 @@ if TYPE_CHECKING:
 MAX_FRAMES = 10_000
 
 
-class LocalChannel:
-    """One receiver and any number of senders."""
-
-    def __init__(self, epoch: int, *, max_frames: int = MAX_FRAMES) -> None:
-        self._epoch = epoch
-        self._max_frames = max_frames
-        self.receiver = LocalReceiver(epoch)
-
-    def sender(self) -> LocalSender:
-        return LocalSender(self.receiver, self._epoch, self._max_frames)
-
-
 class LocalReceiver:
     """The receiver, for one task.
 
@@ -36,7 +24,9 @@ class LocalReceiver:
         frames: unread frames.
     """
 
-    def __init__(self, epoch: int) -> None:
+    def __init__(self, epoch: int, *, max_frames: int = MAX_FRAMES) -> None:
+        """max_frames: maximum number of unread frames."""
+        self.max_frames = max_frames
         self.num_bad_frames = 0
         self.frames: deque[bytes] = deque()
         self._waiter: asyncio.Future[None] | None = None
@@ -73,11 +63,10 @@ class LocalReceiver:
 
 
 class LocalSender:
-    """A sender."""
+    """One of the senders of a receiver."""
 
-    def __init__(self, receiver: LocalReceiver, epoch: int, max_frames: int) -> None:
+    def __init__(self, receiver: LocalReceiver, epoch: int) -> None:
         self._receiver = receiver
-        self._max_frames = max_frames
         self._encoder = FrameEncoder(epoch)
 
     def send(self, messages: list[Message]) -> None:
@@ -87,7 +76,7 @@ class LocalSender:
             BacklogFullError: the receiver has not read for too long.
         """
         frames = self._receiver.frames
-        if len(frames) >= self._max_frames:
+        if len(frames) >= self._receiver.max_frames:
             raise BacklogFullError(f"the other end has not read for too long: {len(frames)} frames wait for it")
         frames.append(bytes(self._encoder.encode(messages)))
         self._receiver.wake()
