@@ -93,11 +93,8 @@ class LoadQueue:
 
     def first(self, key: Key) -> Waiter | None:
         """Return the first waiting request of an adapter."""
-        tenants = self._by_key.get(key, {})
-        heads = [waiting[0][1] for waiting in tenants.values()]
-        if len(heads) == 1:
-            return self._waiters[heads[0]][1]
-        return min((self._waiters[uid][1] for uid in heads), key=self.rank, default=None)
+        heads = [self._waiters[waiting[0][1]][1] for waiting in self._by_key.get(key, {}).values()]
+        return min(heads, key=self.rank, default=None)
 
     def add(self, key: Key, waiter: Waiter) -> None:
         self._waiters[waiter.uid] = key, waiter

@@ -85,11 +85,6 @@ class Snapshots:
         self._ids: OrderedDict[Node, int] = OrderedDict()
         self._producers: dict[Node, RequestSnapshots] = {}
 
-    @property
-    def num_kept(self) -> int:
-        """Nodes that have a snapshot."""
-        return len(self._ids)
-
     # ------------------------------------------------------------ before a request begins
 
     def num_usable(self, path: list[Node]) -> int:

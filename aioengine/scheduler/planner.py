@@ -101,7 +101,7 @@ class Planner:
             elif request.is_behind and request.num_drafts:
                 continue  # the row of its forced tokens needs an exact start
             elif not request.is_behind:
-                if request.allocation.capacity >= request.num_tokens or self._has_room(request):
+                if request.allocation.capacity >= request.num_tokens or self._has_pages(request):
                     prompts.append(request)
                 continue
             if max_drafts or not request.decodes:
@@ -179,7 +179,7 @@ class Planner:
                 return None
         return pages
 
-    def _has_room(self, request: Request) -> bool:
+    def _has_pages(self, request: Request) -> bool:
         """Allocate pages for the next ``min_tokens`` tokens of a prompt whose pages are allocated chunk by chunk
         (``WindowedCache``). Return False if it gets no row in this step.
         """
@@ -217,23 +217,22 @@ class Planner:
             self._admit(flight, budget, shares, num_partial, now)
         images: ImageBudget | None = None
         for request, share in shares:
+            allocation, start = request.allocation, request.num_computed
             count = share + budget.take_rest(request.num_missing - share)
-            if request.allocation.capacity < request.num_computed + count:
+            if allocation.capacity < start + count:
                 count = self._extend(request, count)
             if request.submit.media:
                 images = images or ImageBudget(self._chunk_tokens, keeps_whole=self._keeps_images)
-                start = request.num_computed
-                is_first = start == request.allocation.num_matched * self._requests.cache.page_size
+                is_first = start == allocation.num_matched * self._requests.cache.page_size
                 count = images.limited(request.submit.media, start, count, is_first=is_first)
                 if self._extend(request, count) < count:  # an image must not be split, so it waits for its pages
                     count = 0
-            if count and self._snapshots is not None and request.allocation.snapshots is not None:
-                start = request.num_computed  # the row may have to end at a snapshot
-                end = self._snapshots.end_of_row(request.allocation.snapshots, start, start + count, request.num_tokens)
+            if count and self._snapshots is not None and allocation.snapshots is not None:
+                # The row may have to end at a snapshot.
+                end = self._snapshots.end_of_row(allocation.snapshots, start, start + count, request.num_tokens)
                 budget.left += start + count - end
                 count = end - start
             if count:
-                allocation, start = request.allocation, request.num_computed
                 outputs = OUTPUTS[request.kind] if count == request.num_missing else NOTHING
                 pages, allocation.unsent = allocation.unsent, []
                 token_ids = request.ids_to_compute(start, start + count)
