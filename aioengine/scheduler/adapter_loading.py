@@ -66,15 +66,15 @@ class Copies:
         self._copies.move_to_end(key)
         return self._copies[key]
 
-    def add(self, key: Key, host: AdapterCopy) -> None:
+    def add(self, key: Key, copy: AdapterCopy) -> None:
         self.remove(key)
-        self._copies[key] = host
-        self.num_bytes += host.num_bytes
+        self._copies[key] = copy
+        self.num_bytes += copy.num_bytes
 
     def remove(self, key: Key) -> None:
         """Remove an adapter. Ignores unknown adapters."""
-        if (host := self._copies.pop(key, None)) is not None:
-            self.num_bytes -= host.num_bytes
+        if (copy := self._copies.pop(key, None)) is not None:
+            self.num_bytes -= copy.num_bytes
 
     def make_space(self, num_new: int, needed: Collection[Key]) -> bool:
         """Remove adapters that are not ``needed`` until ``num_new`` more fit. Return whether they fit."""
@@ -95,7 +95,7 @@ class Copies:
 class _Read(NamedTuple):
     """An adapter that is read in its own thread."""
 
-    host: Future[AdapterCopy]
+    copy: Future[AdapterCopy]
     path: str
     started_at: float
 
@@ -176,7 +176,7 @@ class Adapters:
 
     @property
     def _futures(self) -> list[Future[Any]]:
-        return [*(read.host for read in self._reads.values()), *self._placing.values()]
+        return [*(read.copy for read in self._reads.values()), *self._placing.values()]
 
     def _unload(self, adapter: Adapter) -> None:
         key = key_of(adapter)
@@ -189,17 +189,17 @@ class Adapters:
 
     def _take_reads(self, now: float) -> None:
         for key, read in list(self._reads.items()):
-            if read.host.done():
+            if read.copy.done():
                 del self._reads[key]
-                error = read.host.exception()
+                error = read.copy.exception()
                 if error is None:
-                    self._copies.add(key, read.host.result())
+                    self._copies.add(key, read.copy.result())
                     self._pin_again(key)
                 else:
                     self._fail(key, error)
             elif now > read.started_at + READ_TIMEOUT_S:
                 del self._reads[key]
-                self._given_up.append(read.host)
+                self._given_up.append(read.copy)
                 why = f"{read.path} could not be read within {READ_TIMEOUT_S:g} seconds; its file system may hang"
                 self._fail(key, ValueError(why))
 
@@ -245,9 +245,9 @@ class Adapters:
     def _read(self, adapter: Adapter) -> AdapterCopy:
         """Read an adapter, in a thread. Raises ValueError if its files have changed since the load."""
         _check_unchanged(adapter)
-        host = self._device.read(adapter)
+        copy = self._device.read(adapter)
         _check_unchanged(adapter)
-        return host
+        return copy
 
     def _is_known(self, adapter: Adapter) -> bool:
         key = key_of(adapter)

@@ -77,7 +77,10 @@ class Admission:
         num_missing = request.num_tokens - len(match.path) * cache.page_size
         most = cache.pages_for(reserve_for(request, num_missing, self._chunk_tokens))
         if num_free < most * (len(running) + 1):  # then count the pages that they can need in so many steps
-            missing = [cache.pages_for(one.max_tokens) - cache.pages_for(one.num_tokens) for one in (*running, request)]
+            missing = [
+                cache.pages_for(member.max_tokens) - cache.pages_for(member.num_tokens)
+                for member in (*running, request)
+            ]
             if num_free < sum(min(most, num_pages) for num_pages in missing):
                 return Refusal.FULL
         return match

@@ -105,8 +105,8 @@ class Planner:
                     prompts.append(request)
                 continue
             if max_drafts or not request.decodes:
-                if (several := self._row_of_several(request, flight)) is not None:
-                    flight.add(several, request)
+                if (row := self._row_of_several(request, flight)) is not None:
+                    flight.add(row, request)
                 continue
             allocation = request.allocation
             if start < allocation.capacity:
@@ -143,24 +143,24 @@ class Planner:
         end = min(request.num_tokens, start + max(left, 1))
         pages: list[int] = []
         while request.allocation.capacity < end:
-            more = self._grow(request)
-            if more is None:
+            new_pages = self._grow(request)
+            if new_pages is None:
                 if request.allocation.capacity <= start:
                     return None
                 end = request.allocation.capacity
                 break
-            pages += more
+            pages += new_pages
         token_ids = [] if request.holds_last else request.ids_to_compute(start, end)
         request.is_behind = end < request.num_tokens
         if request.is_behind:
             return Row(request.uid, start, end - start, NOTHING, token_ids, pages)
         num_drafts = max(0, min(self._max_drafts, left - (end - start), request.max_tokens - 1 - end))
         while (capacity := request.allocation.capacity) < end + num_drafts:
-            more = self._requests.cache.grow(request.allocation)
-            if more is None:
+            new_pages = self._requests.cache.grow(request.allocation)
+            if new_pages is None:
                 num_drafts = capacity - end
             else:
-                pages += more
+                pages += new_pages
         return Row(request.uid, start, end - start + num_drafts, TOKENS, token_ids, pages, num_drafts)
 
     def _grow(self, request: Request) -> list[int] | None:
@@ -246,7 +246,7 @@ class Planner:
         windowed = cache if isinstance(cache, WindowedCache) else None
         num_later = promised = 0
         if windowed is not None:
-            promised = sum(windowed.num_promised(one.allocation, one.num_tokens) for one in running)
+            promised = sum(windowed.num_promised(other.allocation, other.num_tokens) for other in running)
         for request in self._requests.candidates():
             if request.gates and self._admission.waits(request):  # requests with other gates are not in the queue
                 continue

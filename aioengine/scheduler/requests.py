@@ -350,8 +350,8 @@ class Requests:
     def _refusal_of_late(self, request: Request, now: float) -> End | None:
         num_free = self._max_running - len(self.running)
         ahead = self.waiting[: bisect_left(self.waiting, request.order, key=_order)]
-        num_ahead = sum(one.submit.tenant == request.submit.tenant for one in ahead) + 1 - num_free
-        num_running = sum(one.num_missing for one in self.running)
+        num_ahead = sum(other.submit.tenant == request.submit.tenant for other in ahead) + 1 - num_free
+        num_running = sum(other.num_missing for other in self.running)
         num_missing = request.num_prompt - self._num_cached(request) + num_running
         return refusal_of_late(request.submit, self.pace, now, num_ahead=max(0, num_ahead), num_missing=num_missing)
 
