@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ if TYPE_CHECKING:
     from aioengine.protocol.messages import Message
 
 MAX_FRAMES = 10_000
+"""Maximum number of unread frames of a receiver."""
 
 
 class LocalReceiver:
@@ -24,13 +24,11 @@ class LocalReceiver:
         frames: unread frames.
     """
 
-    def __init__(self, epoch: int, *, max_frames: int = MAX_FRAMES) -> None:
-        """max_frames: maximum number of unread frames."""
-        self.max_frames = max_frames
+    def __init__(self, epoch: int) -> None:
         self.num_bad_frames = 0
         self.frames: deque[bytes] = deque()
         self._waiter: asyncio.Future[None] | None = None
-        self._decoder = FrameDecoder(epoch, clock=time.monotonic)
+        self._decoder = FrameDecoder(epoch)
 
     async def receive(self) -> list[Message]:
         """Return the messages of unread frames in order. Wait until there are any."""
@@ -76,7 +74,7 @@ class LocalSender:
             BacklogFullError: the receiver has not read for too long.
         """
         frames = self._receiver.frames
-        if len(frames) >= self._receiver.max_frames:
+        if len(frames) >= MAX_FRAMES:
             raise BacklogFullError(f"the other end has not read for too long: {len(frames)} frames wait for it")
         frames.append(bytes(self._encoder.encode(messages)))
         self._receiver.wake()

@@ -172,8 +172,9 @@ def test_frames_of_an_earlier_epoch_are_not_reported_missing() -> None:
     assert decoder.decode(FrameEncoder(EPOCH).encode([Abort([1])])) == []
 
 
-def test_a_frame_that_is_too_large_uses_no_number() -> None:
-    encoder, decoder = FrameEncoder(EPOCH, max_bytes=100), FrameDecoder(EPOCH)
+def test_a_frame_that_is_too_large_uses_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "MAX_FRAME_BYTES", 100)
+    encoder, decoder = FrameEncoder(EPOCH), FrameDecoder(EPOCH)
     with pytest.raises(FrameTooLargeError):
         encoder.encode([Abort(list(range(1000)))])
     assert decoder.decode(encoder.encode([Abort([1])])) == [Abort([1])]
@@ -220,13 +221,14 @@ def test_the_buffer_of_a_large_frame_is_freed() -> None:
     assert decoder.decode(encoder.encode(MESSAGES)) == MESSAGES
 
 
-def test_sizes_are_limited_at_both_ends() -> None:
+def test_sizes_are_limited_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     frame = bytes(FrameEncoder(EPOCH).encode(MESSAGES))
+    monkeypatch.setattr(codec, "MAX_FRAME_BYTES", 100)
     message = rf"{len(MESSAGES)} messages takes {len(frame)} bytes, the limit is 100"
     with pytest.raises(FrameTooLargeError, match=message):
-        FrameEncoder(EPOCH, max_bytes=100).encode(MESSAGES)
+        FrameEncoder(EPOCH).encode(MESSAGES)
     with pytest.raises(BadFrameError, match="its size is not within 2 and 100"):
-        FrameDecoder(EPOCH, max_bytes=100).decode(frame)
+        FrameDecoder(EPOCH).decode(frame)
 
 
 @pytest.mark.parametrize(

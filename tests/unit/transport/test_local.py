@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from aioengine.protocol.messages import Abort, Message
+from aioengine.transport import local
 from aioengine.transport.base import BacklogFullError
 from aioengine.transport.local import LocalReceiver, LocalSender
 
@@ -36,8 +37,9 @@ async def test_frame_wakes_the_receiver_and_cancelling_loses_nothing() -> None:
     assert await asyncio.wait_for(waiting, 30) == [Abort([2])]
 
 
-async def test_backlog_is_bounded() -> None:
-    receiver = LocalReceiver(1, max_frames=2)
+async def test_backlog_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "MAX_FRAMES", 2)
+    receiver = LocalReceiver(1)
     sender = LocalSender(receiver, 1)
     sender.send([])
     sender.send([])
