@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-import time
 from enum import Enum
 from functools import cache
 from typing import TYPE_CHECKING, get_args
@@ -102,7 +101,7 @@ class FrameDecoder:
     decoded.
     """
 
-    def __init__(self, epoch: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, epoch: int, clock: Callable[[], float]) -> None:
         self.num_foreign = 0
         self._epoch = epoch
         self._decoder = msgspec.msgpack.Decoder(Frame, strict=True)

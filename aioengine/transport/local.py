@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ class LocalReceiver:
         self.num_bad_frames = 0
         self.frames: deque[bytes] = deque()
         self._waiter: asyncio.Future[None] | None = None
-        self._decoder = FrameDecoder(epoch)
+        self._decoder = FrameDecoder(epoch, time.monotonic)
 
     async def receive(self) -> list[Message]:
         """Return the messages of unread frames in order. Wait until there are any."""

@@ -163,7 +163,7 @@ class _PullSocket:
 
     def __init__(self, context: Context, epoch: int) -> None:
         self.num_bad_frames = 0
-        self._decoder = FrameDecoder(epoch)
+        self._decoder = FrameDecoder(epoch, time.monotonic)
         self._socket = context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
