@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 
 class InlineChild:
-    """A service that runs as a task. It receives from ``inbox``, and sends to ``peer`` and ``frontend``."""
+    """A service that runs as a task. It receives from ``inbox``, and sends to ``peer`` and ``frontend``.
+
+    It has the methods of ``ProcessChild``.
+    """
 
     def __init__(
         self, role: Role, settings: Settings, *, inbox: LocalReceiver, peer: LocalSender, frontend: LocalSender
