@@ -146,7 +146,7 @@ def test_token_counts_of_steps_without_graphs() -> None:
     assert max(warmup.token_counts(131_072, 0)) == 8192, "a start is not to take minutes"
 
 
-def test_no_garbage_is_collected_while_graphs_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_garbage_is_collected_while_graphs_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
 
     def prompt_graphs(_: object) -> None:
@@ -156,5 +156,5 @@ def test_no_garbage_is_collected_while_graphs_are_captured(tmp_path: Path, monke
     monkeypatch.setattr(warmup, "_prompt_graphs", prompt_graphs)
     runner, parts = SimpleNamespace(), SimpleNamespace(attention=None)
     with pytest.raises(RuntimeError, match="no device"):
-        warmup._capture(runner, parts, make_settings(tmp_path), lambda _: None)  # type: ignore[arg-type]
+        warmup._capture(runner, parts, lambda _: None)  # type: ignore[arg-type]
     assert (seen, gc.isenabled()) == ([False], True)
