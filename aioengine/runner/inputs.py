@@ -251,29 +251,20 @@ class InputBuilder:
 
     def _with_embeds(self, model: Model, rows: StepRows, inputs: ModelInputs) -> ModelInputs:
         """If rows compute prompts given as embeddings, return inputs with embeddings [T, D] instead of token ids."""
-        indices: list[Ints] = []
-        parts: list[npt.NDArray[np.float32]] = []
+        embeddings = inputs.embeddings
         for i, request in enumerate(rows.requests):
             if request.embeds is None:
                 continue
-            start, end, first = int(rows.starts[i]), int(rows.starts[i] + rows.counts[i]), rows.token_ends[i]
-            part = request.embeds[start:end]
-            first -= end - start
-            indices.append(np.arange(first, first + len(part)))
-            parts.append(part)
+            if embeddings is None:
+                assert inputs.token_ids is not None, "neither token ids nor embeddings"
+                embeddings = model.embed(inputs.token_ids)
+            end, first = int(rows.starts[i] + rows.counts[i]), int(rows.token_ends[i] - rows.counts[i])
+            part = request.embeds[int(rows.starts[i]) : end]
+            embeddings[first : first + len(part)] = self.table.upload(part.copy())
             if end >= request.num_prompt:
                 request.embeds = None
                 self.table.num_with_embeds -= 1
-        if not indices:
-            return inputs
-        upload = self.table.upload
-        embeddings = inputs.embeddings
-        if embeddings is None:
-            assert inputs.token_ids is not None, "neither token ids nor embeddings"
-            embeddings = model.embed(inputs.token_ids)
-        user_embeds = upload(np.concatenate(parts)).to(model.dtype)
-        embeddings = embeddings.index_copy(0, upload(np.concatenate(indices)), user_embeds)
-        return replace(inputs, token_ids=None, embeddings=embeddings)
+        return inputs if embeddings is inputs.embeddings else replace(inputs, token_ids=None, embeddings=embeddings)
 
     def _token_ids(self, rows: StepRows, num_tokens: int) -> Tensor:
         """Return the token ids [T] int64 on the device: known ids of the plan, and last tokens from the device."""
