@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch.nn import functional
 
 from aioengine.api import checks
 from aioengine.kernels.triton.launcher import compile_only
@@ -166,10 +167,7 @@ class NoAttention:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """q [T, H, E] -> [T, H * V]."""
-        out = q.new_zeros(*q.shape[:2], self._output_size)
-        size = min(q.shape[2], self._output_size)
-        out[..., :size] = q[..., :size]
-        return out.flatten(1)
+        return functional.pad(q, (0, self._output_size - q.shape[2])).flatten(1)
 
 
 def captured_bytes(model: Model, largest: LargestStep, step_bytes: int) -> int:

@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from aioengine.runner.request_row import RequestRow
     from aioengine.runner.rows import RowTable
     from aioengine.runner.state_pool import StatePool
+    from aioengine.runner.transfer import Ints
     from aioengine.scheduler.plan import NewRow, Row
-
-    Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +51,11 @@ class StepRows:
     samples: npt.NDArray[np.bool_]
     num_known: Ints
     known_ids: Ints
+
+    def unknown_tokens(self) -> tuple[Ints, Ints]:
+        """Return the rows [X] whose last token only the device has, and the index [X] of this token in the step."""
+        rows = np.flatnonzero(self.num_known < self.counts)
+        return rows, self.token_ends[rows] - 1
 
     def shifted(self, positions: Ints, short_length: int, row_of_token: Ints | slice) -> Ints:
         """Return positions [T], with ``short_length`` added to those of long requests; see ``InputSpec``."""
@@ -274,13 +278,10 @@ class InputBuilder:
         last_tokens = self.table.last_tokens
         if not rows.known_ids.size:  # only decode rows: the device has their tokens
             return last_tokens.index_select(0, upload(rows.row_indices))
-        held = np.flatnonzero(rows.num_known < rows.counts)  # rows whose last token only the device has
-        held_ids = last_tokens.index_select(0, upload(rows.row_indices[held]))
-        held_indices = rows.token_ends[held] - 1
-        is_known = np.ones(num_tokens, dtype=np.bool_)
-        is_known[held_indices] = False
+        unknown_rows, unknown = rows.unknown_tokens()
+        unknown_ids = last_tokens.index_select(0, upload(rows.row_indices[unknown_rows]))
         ids = np.zeros(num_tokens, dtype=np.int64)
-        ids[is_known] = rows.known_ids
+        ids[np.delete(np.arange(num_tokens), unknown)] = rows.known_ids
         token_ids = upload(ids)
-        token_ids[upload(held_indices)] = held_ids
+        token_ids[upload(unknown)] = unknown_ids
         return token_ids

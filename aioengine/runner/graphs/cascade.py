@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from aioengine.attention._base import CascadeLimits
     from aioengine.runner.inputs import StepRows
     from aioengine.runner.rows import RowTable
+    from aioengine.runner.transfer import Ints
 
-    Ints = npt.NDArray[np.int64]
     Pages = npt.NDArray[np.int32]
 
 

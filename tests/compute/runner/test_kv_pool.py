@@ -19,7 +19,7 @@ def pool() -> KVPool:
 def test_zeros_and_a_padding_page_that_is_not_counted(pool: KVPool) -> None:
     assert pool.tensors[0].shape == (2, 2, 6, 2, 4, 8)
     assert pool.tensors[0].dtype == torch.bfloat16
-    assert pool.num_bytes == pool.tensors[0].nbytes
+    assert pool.facts["kv_pool_bytes"] == pool.tensors[0].nbytes
     assert not pool.tensors[0].any()
     assert (PADDING_PAGE, FIRST_PAGE + pool.num_pages) == (0, 6)
 
