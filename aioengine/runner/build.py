@@ -10,7 +10,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from msgspec.structs import replace
 
@@ -26,20 +25,13 @@ from aioengine.model_files.vocabulary import sampled_vocab_size
 from aioengine.models._base import AdaptableModel, ModelOptions, StatefulModel
 from aioengine.protocol.messages import Progress
 from aioengine.runner import weights
-from aioengine.runner.device_memory import (
-    MAX_IMAGE_TOKENS,
-    DeviceMemory,
-    LargestStep,
-    PoolBudget,
-    fit_pool,
-    kv_cache_of,
-)
+from aioengine.runner.device_memory import DeviceMemory, fit_pool, kv_cache_of
 from aioengine.runner.kv_pool import KVPool
 from aioengine.runner.lora.pool import AdapterPool, slots_bytes
 from aioengine.runner.model_runner import DeviceParts, ModelRunner
 from aioengine.runner.state_pool import StatePool
 from aioengine.runner.timing import StartTimes
-from aioengine.runner.warmup import longest_graph, warm_up_device
+from aioengine.runner.warmup import warm_up_device
 from aioengine.settings.config import TRANSFORMERS
 from aioengine.settings.memory_model import PoolDemand
 
@@ -112,7 +104,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
     adapters = _take_adapters(model, settings, memory, dtype)
     state_bytes = model.state_shape.num_bytes if isinstance(model, StatefulModel) else 0
     demand = PoolDemand.of(settings, kv_cache_of(shape), itemsize=kv_dtype.itemsize, state_bytes=state_bytes)
-    pool = fit_pool(demand, _pool_budget(model, settings, memory, adapters))
+    pool = fit_pool(demand, memory.pool_budget(model, settings, adapters))
     if state_bytes:
         graph_rows = min(settings.runner.cuda_graph_max_rows, pool.num_rows)
         scheduler = replace(settings.scheduler, max_running=pool.num_rows)
@@ -164,19 +156,6 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
             warm_up_device(runner, parts, report=report, times=times)
     runner.facts |= memory.facts() | times.facts()
     return runner
-
-
-def _pool_budget(model: Model, settings: Settings, memory: DeviceMemory, adapters: AdapterPool | None) -> PoolBudget:
-    """Return the memory that the largest step leaves for pages and states."""
-    limits = settings.scheduler
-    image_tokens = min(settings.model.context_length, MAX_IMAGE_TOKENS)
-    num_captured = longest_graph(settings, model.num_active)
-    largest = LargestStep(limits.max_step_tokens, limits.max_running, num_captured, image_tokens)
-    with_adapters = None
-    if adapters is not None:
-        with_adapters = adapters.rows(np.ones(largest.num_tokens, dtype=np.int32), None)
-    fraction = settings.memory.mem_fraction_static if settings.memory.num_pages is None else None
-    return memory.pool_budget(model, largest, fraction=fraction, adapters=with_adapters)
 
 
 def _take_adapters(model: Model, settings: Settings, memory: DeviceMemory, dtype: torch.dtype) -> AdapterPool | None:

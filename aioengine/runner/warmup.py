@@ -23,13 +23,12 @@ from aioengine.families._config import Task
 from aioengine.protocol.messages import Progress, Sampling
 from aioengine.runner.device_memory import NoAttention
 from aioengine.runner.graphs.encoder_graphs import EncoderGraphs
-from aioengine.runner.graphs.ladder import MAX_SEEN_TOKENS, longest_piece
+from aioengine.runner.graphs.ladder import MAX_SEEN_TOKENS, longest_graph
 from aioengine.runner.graphs.piece_graphs import PieceGraphs
 from aioengine.runner.inputs import model_inputs
 from aioengine.runner.pooler import MEAN
 from aioengine.scheduler.plan import NOTHING, TOKENS, VECTOR, NewRow, Row, StepPlan
 from aioengine.settings.config import TRANSFORMERS
-from aioengine.settings.resolve import PACKED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from aioengine.models._base import Model
     from aioengine.runner.model_runner import DeviceParts, ModelRunner
     from aioengine.runner.timing import StartTimes
-    from aioengine.settings.config import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -60,14 +58,6 @@ _MIXED = (
     Sampling(4, frequency_penalty=0.1, presence_penalty=0.1, repetition_penalty=1.1, top_p=0.9),
     Sampling(5, bias_token_ids=(_TOKEN,), logit_bias=(1.0,), min_new_tokens=9, suppressed_token_ids=(_TOKEN,)),
 )
-
-
-def longest_graph(settings: Settings, num_active: int) -> int:
-    """Return the tokens of the largest step with prompts that has CUDA graphs; 0: none. num_active: as in ``Model``."""
-    if not settings.runner.cuda_graph_max_rows:
-        return 0
-    is_encoder = settings.runner.attention_backend == PACKED
-    return longest_piece(num_active, settings.scheduler.max_step_tokens, is_encoder=is_encoder)
 
 
 def token_counts(largest: int, longest_graph: int) -> range:

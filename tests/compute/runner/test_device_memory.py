@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from aioengine.attention._base import AttentionShape
 from aioengine.models._base import InputSpec
 from aioengine.runner import device_memory
-from aioengine.runner.device_memory import DeviceMemory, LargestStep, captured_bytes, listed_processes
+from aioengine.runner.device_memory import DeviceMemory, captured_bytes, listed_processes
+from tests.compute.runner_world import make_settings
 
 if TYPE_CHECKING:
     from aioengine.models._base import Model
@@ -96,22 +98,34 @@ def test_the_advice_names_arguments() -> None:
 def test_bytes_of_captured_prompt_steps() -> None:
     shape = AttentionShape(num_layers=2, num_heads=4, num_kv_heads=2, head_size=8, scale=1.0)
     model = cast("Model", SimpleNamespace(attention_shape=shape, dtype=torch.bfloat16, input_spec=InputSpec()))
-    assert captured_bytes(model, LargestStep(4096, 64, 0), 1000) == 0
+    assert captured_bytes(model, 0) == 0
     # q, k and v, and as much as q again
-    assert captured_bytes(model, LargestStep(4096, 64, 1024), 1000) == 1024 * (4 + 2 + 2 + 4) * 8 * 2 + 250
+    assert captured_bytes(model, 1024) == 1024 * (4 + 2 + 2 + 4) * 8 * 2
 
 
 def test_pool_budget_keeps_memory_for_steps_and_graphs(reserved: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (70 * GIB, 80 * GIB))
     monkeypatch.setattr(device_memory, "peak_memory", lambda *_: GIB)
     shape = AttentionShape(num_layers=2, num_heads=4, num_kv_heads=2, head_size=8, scale=1.0)
-    facts = {"attention_shape": shape, "dtype": torch.bfloat16, "input_spec": InputSpec(), "vocab_size": 1 << 18}
-    model, largest = cast("Model", SimpleNamespace(**facts)), LargestStep(4096, 1024, 0)
+    facts = {
+        "attention_shape": shape,
+        "dtype": torch.bfloat16,
+        "input_spec": InputSpec(),
+        "vocab_size": 1 << 18,
+        "num_active": 1,
+    }
+    model, settings = cast("Model", SimpleNamespace(**facts)), make_settings("", num_pages=None)
+    settings = replace(
+        settings,
+        scheduler=replace(settings.scheduler, max_running=1024),
+        memory=replace(settings.memory, mem_fraction_static=0.9),
+    )
     kept = GIB + GIB // 4 + 2 * 4 * 1024 * (1 << 18) + 2 * GIB  # step with margin, token counts, graphs
-    budget = DeviceMemory(GPU).pool_budget(model, largest, fraction=0.9)
+    budget = DeviceMemory(GPU).pool_budget(model, settings, None)
     assert budget.num_bytes == pytest.approx(62 * GIB - kept, abs=1)
     words = "mem_fraction_static=0.9 leaves 62.0 GiB; the largest step and the CUDA graphs need 5.2 GiB of it"
     assert words in budget.explanation
-    requested = DeviceMemory(GPU).pool_budget(model, largest, fraction=None)
+    settings = replace(settings, memory=replace(settings.memory, num_pages=7))
+    requested = DeviceMemory(GPU).pool_budget(model, settings, None)
     assert requested.num_bytes == 70 * GIB - kept
     assert "mem_fraction_static" not in requested.explanation

@@ -15,12 +15,10 @@ from aioengine.layers.linear import Linear
 from aioengine.protocol.messages import Progress
 from aioengine.runner import warmup
 from aioengine.runner.build import build
-from aioengine.runner.graphs.ladder import MAX_ENCODER_TOKENS
 from aioengine.runner.model_runner import ModelRunner
 from aioengine.runner.ticket import Ticket
 from aioengine.runner.warmup import WarmupLimits, run_warmup_steps
 from aioengine.scheduler.plan import NOTHING, TOKENS, StepPlan, StepResult
-from aioengine.settings.resolve import PACKED
 from tests.compute.runner_world import World, make_settings, save_model
 
 
@@ -124,20 +122,6 @@ def test_the_products_of_a_block_see_every_number_of_tokens(
     assert seen == [(num_tokens, *shape) for num_tokens in (7, 300) for shape in shapes]
     assert torch.equal(runner._kv_pool.tensors[0], pool)
     runner.close()
-
-
-@pytest.mark.parametrize(("graphs", "longest"), [(0, 0), (8, 2500)])
-def test_the_longest_graph(graphs: int, longest: int) -> None:
-    settings = make_settings("", chunk_tokens=8192)
-    settings = msgspec.structs.replace(
-        settings, runner=msgspec.structs.replace(settings.runner, cuda_graph_max_rows=graphs)
-    )
-    assert warmup.longest_graph(settings, 2_000_000_000) == longest
-    few = warmup.longest_graph(settings, 2_000_000)
-    assert few == (settings.scheduler.max_step_tokens if graphs else 0)
-    encoder = msgspec.structs.replace(settings.runner, attention_backend=PACKED)
-    whole = warmup.longest_graph(msgspec.structs.replace(settings, runner=encoder), 2_000_000)
-    assert whole == (MAX_ENCODER_TOKENS if graphs else 0)
 
 
 def test_token_counts_of_steps_without_graphs() -> None:
