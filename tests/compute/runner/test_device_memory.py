@@ -1,4 +1,4 @@
-"""What is said when a GPU's memory does not suffice, with the GPU made up."""
+"""Errors if GPU memory is short, with a simulated GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 @pytest.fixture
 def reserved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A GPU of 80 GiB with 2 free; the list ends with the bytes that this process holds of it."""
+    """Simulate a GPU of 80 GiB with 2 GiB free. The last number of the list is the memory of this process."""
     held = [0]
     for name, found in {
         "memory_reserved": lambda _: held[-1],
@@ -39,7 +39,7 @@ def reserved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return held
 
 
-def test_error_names_needed_and_available_memory_and_the_remedy(reserved: list[int]) -> None:
+def test_error_has_needed_and_available_memory_and_advice(reserved: list[int]) -> None:
     memory = DeviceMemory(GPU)
     with memory.take("the weights", advice=""):
         reserved.append(5 * GIB)
@@ -68,7 +68,7 @@ def test_other_errors_are_passed_on(reserved: list[int]) -> None:
         raise RuntimeError("CUDA error: illegal memory access")
 
 
-def test_a_cpu_keeps_no_account() -> None:
+def test_memory_of_a_cpu_is_not_recorded() -> None:
     memory = DeviceMemory(CPU)
     with memory.take("the weights", advice=""):
         pass
@@ -76,7 +76,7 @@ def test_a_cpu_keeps_no_account() -> None:
     assert memory.facts()["device_name"] == "cpu"
 
 
-def test_the_list_of_processes() -> None:
+def test_processes_of_nvidia_smi_are_parsed() -> None:
     output = "12, /usr/bin/python3, 3174\n13, python, [N/A]\n99, self, 10\nNo running processes found\n"
     assert listed_processes(output, 99) == ["process 12 (python3) 3.1 GiB", "process 13 (python)"]
 
@@ -87,7 +87,7 @@ def test_without_nvidia_smi_other_processes_are_unknown(monkeypatch: pytest.Monk
     assert device_memory.other_processes(GPU) == []
 
 
-def test_the_advice_names_arguments() -> None:
+def test_advice_names_arguments_of_the_engine() -> None:
     from aioengine.api import args
     from aioengine.runner import build
 
@@ -99,7 +99,7 @@ def test_bytes_of_captured_prompt_steps() -> None:
     shape = AttentionShape(num_layers=2, num_heads=4, num_kv_heads=2, head_size=8, scale=1.0)
     model = cast("Model", SimpleNamespace(attention_shape=shape, dtype=torch.bfloat16, input_spec=InputSpec()))
     assert captured_bytes(model, 0) == 0
-    # q, k and v, and as much as q again
+    # q, k and v, and the attention output
     assert captured_bytes(model, 1024) == 1024 * (4 + 2 + 2 + 4) * 8 * 2
 
 

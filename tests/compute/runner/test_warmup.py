@@ -1,4 +1,4 @@
-"""What runs before the first request: steps of every kind, leaving nothing behind."""
+"""Warm-up runs steps of all kinds, and does not affect later requests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def world(tmp_path: Path) -> World:
 
 
 class Watch:
-    """What is launched on a runner, and what comes back."""
+    """Records the plans and results of a runner."""
 
     def __init__(self, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
         self.plans: list[StepPlan] = []
@@ -70,7 +70,9 @@ def test_warmup_runs_all_kinds_of_steps(world: World, monkeypatch: pytest.Monkey
     ("limits", "largest"),
     [(WarmupLimits(4, 256, 256, 256), 4), (WarmupLimits(64, 20, 256, 256), 17), (WarmupLimits(64, 256, 256, 5), 5)],
 )
-def test_within_the_limits(world: World, limits: WarmupLimits, largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warmup_stays_within_the_limits(
+    world: World, limits: WarmupLimits, largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     watch = Watch(world.runner, monkeypatch)
     run_warmup_steps(world.runner, limits, lambda _: None)
     assert max(len(plan.rows) for plan in watch.plans) == largest
@@ -80,7 +82,7 @@ def test_within_the_limits(world: World, limits: WarmupLimits, largest: int, mon
     assert not any(result.failed for result in watch.results)
 
 
-def test_a_context_that_is_too_short_for_any(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_warmup_for_a_very_short_context(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Watch(world.runner, monkeypatch)
     run_warmup_steps(world.runner, WarmupLimits(64, 256, 4, 256), lambda _: None)
     assert watch.plans == []
@@ -94,7 +96,7 @@ def test_warmup_does_not_affect_later_requests(world: World, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-def test_the_products_of_a_block_see_every_number_of_tokens(
+def test_all_matmuls_of_a_block_run_with_each_token_count(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_model(family, tmp_path)
@@ -127,7 +129,7 @@ def test_the_products_of_a_block_see_every_number_of_tokens(
 def test_token_counts_of_steps_without_graphs() -> None:
     assert list(warmup.token_counts(700, 622)) == [700, 669, 638]
     assert list(warmup.token_counts(8192, 8192)) == []
-    assert max(warmup.token_counts(131_072, 0)) == 8192, "a start is not to take minutes"
+    assert max(warmup.token_counts(131_072, 0)) == 8192, "a start must not take minutes"
 
 
 def test_no_garbage_is_collected_while_graphs_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The row counts of the graphs."""
+"""The sizes of CUDA graphs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.compute.runner_world import make_settings
 
 
 @pytest.mark.parametrize("max_rows", [1, 2, 3, 16, 100, 256, 300, 1024])
-def test_ladder(max_rows: int) -> None:
+def test_row_counts_are_close_together(max_rows: int) -> None:
     sizes = ladder(max_rows)
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == max_rows
@@ -27,20 +27,20 @@ def test_no_graphs() -> None:
 
 
 @pytest.mark.parametrize("max_rows", [48, 50, 64, 100, 256, 1024, 2000])
-def test_ladder_of_rows_that_share_pages(max_rows: int) -> None:
+def test_row_counts_of_cascade_graphs(max_rows: int) -> None:
     sizes = cascade_ladder(max_rows, min_rows=48)
     assert sizes == sorted(set(sizes))
     assert sizes[0] >= 48
     assert sizes[-1] == max_rows
 
 
-def test_too_few_rows_to_share_pages() -> None:
+def test_no_cascade_graphs_for_few_rows() -> None:
     assert cascade_ladder(47, min_rows=48) == []
     assert cascade_ladder(0, min_rows=48) == []
 
 
 @pytest.mark.parametrize("max_tokens", [0, 20, 32, 500, 622, 1024, 1100, 8192])
-def test_ladder_of_steps_in_pieces(max_tokens: int) -> None:
+def test_token_counts_of_graphs_in_pieces(max_tokens: int) -> None:
     sizes = piece_ladder(max_tokens)
     assert sizes == sorted(set(sizes))
     assert sizes[-1:] == ([max_tokens] if max_tokens else [])
