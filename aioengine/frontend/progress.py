@@ -71,7 +71,7 @@ def is_wanted(is_shown: bool | None) -> bool:
 
 
 class ProgressBars:
-    """One bar for each label until its work is done. In a notebook, all share one line. ``is_shown``: see ``is_wanted``."""
+    """One bar for each label until its work is done. In a notebook, all share a line. is_shown: see ``is_wanted``."""
 
     def __init__(self, is_shown: bool | None) -> None:
         self.is_shown = is_wanted(is_shown)
