@@ -109,7 +109,7 @@ def test_every_constructor_argument_is_a_flag_of_every_command() -> None:
     assert parsed("info", "--no-progress").engine() == {"progress": False}
 
 
-def test_sampling_flags() -> None:
+def test_flags_set_sampling_parameters() -> None:
     arguments = parsed(
         "generate", "Hi", "--temperature", "0.5", "--max-new-tokens", "7", "--seed", "3", "--stop", "a", "--stop", "b"
     )
@@ -150,7 +150,7 @@ def test_help_has_examples_that_can_be_parsed(argv: list[str], capsys: pytest.Ca
         parsed(*(word.strip('"') for word in words))
 
 
-def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0
@@ -404,7 +404,7 @@ def test_bench_prompts_that_do_not_fit_are_an_error(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.usefixtures("fake_model")
-def test_prompts_of_a_bench_that_do_not_fit_are_not_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_refuses_prompts_that_do_not_fit_before_creating_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioengine.cli.benchmark._prompt", pytest.fail)
     assert main(["bench", "--prompt-tokens", "999999"]) == 1
 
@@ -521,7 +521,7 @@ def test_ctrl_c_ends_it_without_a_word() -> None:
 
 
 @pytest.mark.process
-def test_a_reader_that_goes_away_is_no_error() -> None:
+def test_a_closed_pipe_is_no_error() -> None:
     process = start(["generate", "Once upon a time", *ENDLESS], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.read(8)

@@ -44,7 +44,7 @@ class TestStart:
             AsyncEngine(model_pth="x")
         gc.collect()
 
-    async def test_not_started(self) -> None:
+    async def test_calls_before_the_start_are_refused(self) -> None:
         engine = World().engine
         with pytest.raises(EngineClosedError, match="was not started"):
             engine.async_generate("a")
@@ -53,7 +53,7 @@ class TestStart:
         assert not engine.is_alive
         await engine.shutdown()
 
-    async def test_twice_and_at_once(self) -> None:
+    async def test_several_starts_make_one_engine(self) -> None:
         here = World()
         await asyncio.gather(here.engine.start(), here.engine.start())
         await here.engine.start()
@@ -213,7 +213,7 @@ class TestStartingAgain:
         assert here.engine.is_alive
         await here.engine.shutdown()
 
-    async def test_after_it_died(self) -> None:
+    async def test_start_raises_the_error_of_a_dead_engine(self) -> None:
         here = World()
         await here.engine.start()
         here.double.events.on_failure(EngineDeadError("scheduler", pid=11, exit_code=1))
@@ -603,12 +603,12 @@ class TestWatching:
         assert not await world.engine.flush_cache()
         await generation.aclose()
 
-    async def test_freeze_gc(self, world: World) -> None:
+    async def test_freeze_gc_reaches_the_scheduler_process(self, world: World) -> None:
         await world.engine.freeze_gc()
         gc.unfreeze()
         assert [control.name for control in world.double.controls] == ["freeze_gc"]
 
-    async def test_the_tokenizer(self, world: World) -> None:
+    async def test_tokenizer_manager_has_the_tokenizer(self, world: World) -> None:
         assert world.engine.tokenizer is world.tokenizer
         assert world.engine.tokenizer_manager.tokenizer.encode("a") == [97]
 

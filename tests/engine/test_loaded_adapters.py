@@ -74,7 +74,7 @@ async def test_streams_chats_vectors_scores_and_sessions_take_an_adapter(tmp_pat
             await engine.async_generate("hi", PARAMS, session_params={"id": session}, lora_path="a")
 
 
-async def test_no_prefix_is_shared_between_adapters_or_loads_of_one(tmp_path: Path) -> None:
+async def test_adapters_and_their_loads_share_no_prefixes(tmp_path: Path) -> None:
     prompt = "Once upon a time there was a long prompt."
 
     async def num_cached(engine: AsyncEngine, name: str | None) -> int:

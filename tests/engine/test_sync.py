@@ -60,7 +60,7 @@ def sync_world() -> Iterator[SyncWorld]:
 
 
 class TestModes:
-    def test_whole_and_streaming(self, sync_world: SyncWorld) -> None:
+    def test_generate_returns_answers_and_streams_chunks(self, sync_world: SyncWorld) -> None:
         engine = sync_world.engine
         assert engine.generate("hello", GREEDY)["text"] == expected_text("hello", 6)
         chunks = list(engine.generate("hello", GREEDY, stream=True))
@@ -93,14 +93,14 @@ class TestModes:
 
         assert asyncio.run(part(1)) + asyncio.run(part(100)) == expected_text("hello", 6)
 
-    def test_chat(self, sync_world: SyncWorld) -> None:
+    def test_chat_uses_the_template(self, sync_world: SyncWorld) -> None:
         messages = [{"role": "user", "content": "hi"}]
         expected = expected_text("<user>hi<assistant>", 6)
         assert sync_world.engine.chat(messages, GREEDY)["text"] == expected
         assert "".join(chunk["text"] for chunk in sync_world.engine.chat(messages, GREEDY, stream=True)) == expected
         assert asyncio.run(_await(sync_world.engine.async_chat(messages, GREEDY))) == expected
 
-    def test_utils(self, sync_world: SyncWorld) -> None:
+    def test_stream_and_merge_joins_the_chunks(self, sync_world: SyncWorld) -> None:
         assert stream_and_merge(sync_world.engine, "a", GREEDY) == expected_text("a", 6)
 
         async def deltas() -> list[str]:
@@ -113,7 +113,7 @@ class TestModes:
             stream_and_merge(sync_world.engine, "a", {**LONG, "n": 2})
         sync_world.wait("double.aborts")
 
-    def test_control_calls(self, sync_world: SyncWorld) -> None:
+    def test_control_calls_return_their_outcomes(self, sync_world: SyncWorld) -> None:
         engine = sync_world.engine
         assert engine.flush_cache().success
         assert engine.pause_generation("in_place")
@@ -127,7 +127,7 @@ class TestModes:
         assert engine.tokenizer.encode("a") == engine.tokenizer_manager.tokenizer.encode("a") == [97]
         assert engine.drain(1) is True
 
-    def test_errors(self, sync_world: SyncWorld) -> None:
+    def test_errors_of_requests_are_raised(self, sync_world: SyncWorld) -> None:
         with pytest.raises(ValueError, match="temperature"):
             sync_world.engine.generate("a", {"temperature": 3})
         with pytest.raises(RequestTooLargeError):
@@ -138,12 +138,12 @@ class TestModes:
 
 
 class TestLeaving:
-    def test_break_and_drop(self, sync_world: SyncWorld) -> None:
+    def test_leaving_the_loop_aborts(self, sync_world: SyncWorld) -> None:
         for _ in sync_world.engine.generate("a", LONG, stream=True):
             break
         sync_world.wait("double.aborts")
 
-    def test_close_and_with(self, sync_world: SyncWorld) -> None:
+    def test_close_and_the_end_of_a_with_block_abort(self, sync_world: SyncWorld) -> None:
         with sync_world.engine.generate("a", LONG, stream=True, rid="x") as stream:
             assert stream.rid == "x"
             assert repr(stream) == "<ChunkIterator 'x' running>"
@@ -160,7 +160,7 @@ class TestLeaving:
             for _ in sync_world.engine.generate("a", LONG, stream=True, rid="x"):
                 break
 
-    def test_abort(self, sync_world: SyncWorld) -> None:
+    def test_an_aborted_stream_ends_with_reason_abort(self, sync_world: SyncWorld) -> None:
         stream = sync_world.engine.generate("a", LONG, stream=True, rid="x")
         next(stream)
         sync_world.engine.abort_request("x")
@@ -243,7 +243,7 @@ class TestLoopsAndThreads:
 
         assert asyncio.run(cell()) == expected_text("a", 6)
 
-    def test_many_threads(self, sync_world: SyncWorld) -> None:
+    def test_many_threads_may_call_at_the_same_time(self, sync_world: SyncWorld) -> None:
         results: dict[int, list[str]] = {}
 
         def work(number: int) -> None:

@@ -20,7 +20,7 @@ from aioengine.utils import trim_overlap
         ("abcd", "bc", "bc"),
     ],
 )
-def test_trim_overlap(existing: str, new: str, rest: str) -> None:
+def test_trim_overlap_removes_the_repeated_part(existing: str, new: str, rest: str) -> None:
     assert trim_overlap(existing, new) == rest
 
 

@@ -65,7 +65,9 @@ def test_it_is_checked_encoded_and_documented_as_every_other() -> None:
     assert "``part`` for ``share``" in (MoreParams.__doc__ or "")
 
 
-def test_it_has_a_flag(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_parameter_of_a_subclass_has_a_flag(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(flags, "PARAMETERS", MoreParams.__table__.rows)
     monkeypatch.setattr(flags, "ALIASES", MoreParams.__table__.aliases)
     assert flags.read(["generate", "--share", "0.5", "x"]).sampling()["share"] == 0.5

@@ -202,7 +202,7 @@ def test_unknown_keys_are_named_with_the_nearest() -> None:
         ("include_stop_str_in_output", "no_stop_trim", True),
     ],
 )
-def test_aliases(alias: str, name: str, value: object) -> None:
+def test_other_names_set_the_parameter_and_refuse_both_names(alias: str, name: str, value: object) -> None:
     assert f"``{alias}``" in (SamplingParams.__doc__ or "")
     for make in (SamplingParams.parse, by_keyword):
         assert getattr(make({alias: value}), name) == value

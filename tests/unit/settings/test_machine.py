@@ -35,7 +35,9 @@ def write(root: Path, files: dict[str, str]) -> Path:
         ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, "", 3),
     ],
 )
-def test_cpu_quota(tmp_path: Path, files: dict[str, str], membership: str, expected: float) -> None:
+def test_cpu_quota_is_the_smallest_of_all_cgroups(
+    tmp_path: Path, files: dict[str, str], membership: str, expected: float
+) -> None:
     assert machine.cpu_quota(write(tmp_path, files), membership) == expected
 
 
