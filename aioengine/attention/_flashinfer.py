@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from aioengine.attention._base import AttentionShape, DecodeBuffers
-    from aioengine.kernels.rotate_and_write import KVTarget
+    from aioengine.kernels.kv_target import KVTarget
     from aioengine.kernels.triton.scores import ScoreRules
 
     Ints = npt.NDArray[np.int32]

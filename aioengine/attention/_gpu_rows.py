@@ -12,7 +12,7 @@ import torch
 
 from aioengine.attention._base import ForwardBatch, split_heads
 from aioengine.attention._gpu_splits import COLUMNS, max_splits, plan_splits
-from aioengine.kernels.rotate_and_write import KVTarget
+from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.triton.attention import PagedRows
 from aioengine.kernels.triton.decode import DecodeRows, decode
 from aioengine.kernels.triton.heads import flatten_pages

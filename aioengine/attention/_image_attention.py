@@ -31,9 +31,8 @@ if TYPE_CHECKING:
         DecodeBuffers,
         FixedDecode,
         ForwardBatch,
-        WriteKV,
     )
-    from aioengine.kernels.rotate_and_write import KVTarget
+    from aioengine.kernels.kv_target import KVTarget, WriteKV
 
 BLOCK = 8
 """Number of tokens that ``_attend_in_blocks`` computes at a time."""

@@ -28,7 +28,7 @@ from aioengine.attention._gpu_rows import (
     page_columns,
     run_once,
 )
-from aioengine.kernels.rotate_and_write import KVTarget
+from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.triton.decode import decode
 
 if TYPE_CHECKING:

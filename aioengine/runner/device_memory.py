@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionShape, WriteKV
+    from aioengine.attention._base import AttentionShape
+    from aioengine.kernels.kv_target import WriteKV
     from aioengine.layers.adapters import AdapterRows
     from aioengine.models._base import Model
     from aioengine.settings.memory_model import PoolDemand, PoolFit

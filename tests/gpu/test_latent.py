@@ -17,7 +17,7 @@ from aioengine import models
 from aioengine.attention._base import AttentionShape, DecodeBuffers, kv_pool_shape
 from aioengine.attention.torch import TorchAttention
 from aioengine.kernels import head_linear, latent_heads
-from aioengine.kernels.rotate_and_write import KVTarget
+from aioengine.kernels.kv_target import KVTarget
 from aioengine.models._base import ModelOptions
 from aioengine.protocol.messages import Sampling
 from aioengine.runner import weights
@@ -27,6 +27,7 @@ from tests.compute.runner_world import World, make_settings, save_model
 from tests.compute.stepping import make_batch, make_inputs, write_and_attend
 from tests.gpu import test_attention
 from tests.gpu.test_batch_invariance import LENGTH, LONG, LONG_WAYS, WAYS, positions_of
+from tests.gpu.test_kernels import in_torch
 from tests.gpu.test_model_runner import PROMPTS, greedy, load, on_device, run
 
 if TYPE_CHECKING:
@@ -137,7 +138,9 @@ def test_decode_rows_against_torch(num_rows: int) -> None:
     assert float((found.float() - expected).norm() / expected.norm()) < 2e-2
     heads = torch.zeros(num_rows, 17, 576, device="cuda").bfloat16()
     plain, latents = both.tensor_split((16 * 192,), dim=1)
-    latent_heads.reference(plain.unflatten(1, (16, -1)), latents, heads, norm=norm, tables=tables)
+    in_torch(
+        latent_heads.latent_heads, plain.unflatten(1, (16, -1)), latents, heads, norm=norm, tables=tables, target=None
+    )
     keys = pool.view(-1, 576)[batch.slot_mapping]
     torch.testing.assert_close(keys, heads[:, -1], atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(q[..., 128:], heads[:, :-1, 512:], atol=2e-2, rtol=2e-2)
@@ -222,7 +225,7 @@ def test_heads_and_their_matmuls_against_torch(num_heads: int, value_size: int, 
         slots = torch.randperm(5 * PAGE_SIZE, device="cuda")[:num_tokens]
         target = KVTarget(slots, keys, keys[..., :value_size])
         latent_heads.latent_heads(q, latents, found, norm=norm, tables=tables, target=target)
-        latent_heads.reference(q, latents, expected, norm=norm, tables=tables)
+        in_torch(latent_heads.latent_heads, q, latents, expected, norm=norm, tables=tables, target=None)
         torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
         assert torch.equal(keys.view(-1, value_size + more)[slots], found[:, -1])
         weight = torch.randn(num_heads, 96, value_size, device="cuda", dtype=dtype) * 0.1

@@ -17,7 +17,8 @@ from aioengine.attention._base import AttentionShape, kv_pool_shape
 from aioengine.attention.torch import TorchAttention
 from aioengine.attention import triton as triton_attention
 from aioengine.attention.triton import TritonAttention
-from aioengine.kernels import rotate_and_write
+from aioengine.kernels.heads import rotate_heads
+from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.triton import attention as attention_kernels
 from aioengine.kernels.triton.heads import rotate
 from tests.compute.stepping import make_batch, write_and_attend
@@ -93,14 +94,14 @@ for norms in (None, (torch.randn(HEAD_SIZE), torch.randn(HEAD_SIZE), torch.tenso
     pools = [torch.randn(6, KV_HEADS, PAGE_SIZE, HEAD_SIZE) for _ in range(2)]
     expected_pools = [split.clone() for split in pools]
     expected = torch.empty_like(heads)
-    target = rotate_and_write.KVTarget(slots, *expected_pools, expected)
-    rotate_and_write.reference(heads.clone(), HEADS, tables, norms, target=target)
+    target = KVTarget(slots, *expected_pools, expected)
+    rotate_heads(heads.clone(), HEADS, tables, norms, target)
     for out in (None, torch.empty_like(heads)):
         rotated = heads.clone()
         result = rotated if out is None else out
         for pool in pools:
             pool.copy_(expected_pools[0] * 0 + 7)
-        rotate(rotated, HEADS, tables, norms, target=(slots, *pools), out=out)
+        rotate(rotated, HEADS, tables, norms, target=KVTarget(slots, *pools, out))
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
         is_written = torch.zeros(6, PAGE_SIZE, dtype=torch.bool)
         is_written.view(-1)[slots.long()] = True
@@ -132,9 +133,9 @@ for value_size, rotated_size, num_heads in ((24, 12, 3), (32, 8, 17)):
     keys = torch.full((6, 1, PAGE_SIZE, latents.shape[1]), 7.0)
     wanted_keys = keys.clone()
     result, wanted = torch.zeros(2, 5, num_heads + 1, latents.shape[1])
-    target = rotate_and_write.KVTarget(slots, wanted_keys, wanted_keys[..., :value_size])
+    target = KVTarget(slots, wanted_keys, wanted_keys[..., :value_size])
     latent_heads.latent_heads(q, latents, wanted, norm=norm, tables=tables, target=target)
-    triton_latent_heads.rotate(q, latents, result, norm=norm, tables=tables, target=(slots, keys))
+    triton_latent_heads.rotate(q, latents, result, norm=norm, tables=tables, target=KVTarget(slots, keys, keys))
     torch.testing.assert_close(result, wanted, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(keys, wanted_keys, rtol=1e-4, atol=1e-5)
     assert (keys.view(-1, latents.shape[1])[slots.long()] != 7).all()
