@@ -40,7 +40,7 @@ class StateRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaGates:
-    """Inputs of the gated delta rule: the decay g = -exp(log_rate) * softplus(steps + bias), and beta = sigmoid(scores).
+    """Inputs of the gated delta rule: decay g = -exp(log_rate) * softplus(steps + bias), and beta = sigmoid(scores).
 
     Attributes:
         steps, scores: [T, H], any row stride, the same for both.

@@ -159,7 +159,7 @@ def some_heads(shape: AttentionShape, num_tokens: int, dtype: torch.dtype) -> tu
 def test_attention_against_torch(
     batch_invariant: bool, sizes: tuple[int, int, int], rows: list[tuple[int, int]]
 ) -> None:
-    from aioengine.attention.triton import TritonAttention
+    from aioengine.attention.triton import build
 
     shape = shape_of(*sizes, num_layers=2, batch_invariant=batch_invariant)
     size = kv_pool_shape(shape, num_pages=test_attention.NUM_PAGES, page_size=PAGE_SIZE)
@@ -168,7 +168,7 @@ def test_attention_against_torch(
         expected_pool = pool.float()
         batch = test_attention.make_batch(rows)
         q, k, v = some_heads(shape, len(batch.slot_mapping), dtype)
-        backend, reference = TritonAttention(shape, pool), TorchAttention(shape, expected_pool)
+        backend, reference = build(shape, pool), TorchAttention(shape, expected_pool)
         backend.prepare(batch)
         reference.prepare(replace(batch))
         for layer in range(2):
@@ -188,14 +188,14 @@ def test_attention_against_torch(
     ],
 )
 def test_bits_do_not_depend_on_the_batch(sizes: tuple[int, int, int], dtype: torch.dtype, length: int) -> None:
-    from aioengine.attention.triton import TritonAttention
+    from aioengine.attention.triton import build
 
     shape = shape_of(*sizes)
     num_pages = length // PAGE_SIZE + 10
     pool = torch.randn(kv_pool_shape(shape, num_pages=num_pages, page_size=PAGE_SIZE), device="cuda", dtype=dtype)
     q, k, v = some_heads(shape, length, dtype)
     table = (torch.randperm(num_pages - 1) + 1).tolist()
-    attention = TritonAttention(shape, pool)
+    attention = build(shape, pool)
 
     def attended(rows: list[tuple[int, int]]) -> torch.Tensor:
         batch = on_device(make_batch(rows, [table] * len(rows), PAGE_SIZE), torch.device("cuda"))
@@ -290,7 +290,7 @@ def test_logits_in_bf16_are_as_near_to_fp32_as_transformers(
 @pytest.mark.parametrize("rows", [[(40, 1), (100, 1), (16, 30), (0, 200), (0, 77)], [(0, 2)] * 32])
 def test_graphs_in_pieces(model: tuple[Path, torch.nn.Module], rows: list[tuple[int, int]]) -> None:
     """A padded step in pieces gives the bits of the same step without graphs."""
-    from aioengine.attention.triton import TritonAttention
+    from aioengine.attention.triton import build
 
     device = torch.device("cuda")
     config = json.loads((model[0] / "config.json").read_bytes())
@@ -300,7 +300,7 @@ def test_graphs_in_pieces(model: tuple[Path, torch.nn.Module], rows: list[tuple[
     shape = kv_pool_shape(ours.attention_shape, num_pages=17 * len(rows) + 1, page_size=16)
     pool = torch.randn(shape, dtype=torch.bfloat16, device=device)
     pool[:, :, 0] = 0
-    attention = TritonAttention(ours.attention_shape, pool)
+    attention = build(ours.attention_shape, pool)
     graphs = PieceGraphs(ours, attention, list(pool), max_rows=33)
     graphs.capture(610, lambda *_: None)
     tables = [list(range(1 + 17 * row, 18 + 17 * row)) for row in range(len(rows))]

@@ -16,7 +16,7 @@ import triton.language as tl
 from aioengine.attention._base import AttentionShape, kv_pool_shape
 from aioengine.attention.torch import TorchAttention
 from aioengine.attention import triton as triton_attention
-from aioengine.attention.triton import TritonAttention
+from aioengine.attention._gpu_rows import AttentionLayers
 from aioengine.kernels.heads import rotate_heads
 from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.triton import attention as attention_kernels
@@ -56,7 +56,7 @@ def check(
     heads = some_heads(len(batch.slot_mapping), num_heads + shape.num_sides * num_kv_heads)
     q, k, *v = heads.split((num_heads,) + (num_kv_heads,) * shape.num_sides, dim=1)
     v = v[0] if v else k[..., :value_size]
-    backend, reference = TritonAttention(shape, pool), TorchAttention(shape, expected_pool)
+    backend, reference = triton_attention.build(shape, pool), TorchAttention(shape, expected_pool)
     backend.prepare(batch)
     reference.prepare(batch)
     result, expected = write_and_attend(backend, q, k, v, 0), write_and_attend(reference, q, k, v, 0)
@@ -68,12 +68,13 @@ starts = [0, 64, 128, 192, 256, 384, 512, 768, 1024, 1536]
 for length in range(1, 2049):
     assert attention_kernels.num_splits(length) == sum(start < length for start in starts), length
 # one program per row and kv head if there are many short rows, more if a row may be long
-shared = triton_attention._Shared(
+layers = AttentionLayers(
     AttentionShape(num_layers=1, num_heads=32, num_kv_heads=8, head_size=128, scale=1.0),
     [torch.zeros(2, 1, 8, PAGE_SIZE, 128).unbind(0)],
     [],
 )
-counts = [shared.num_programs(*case) for case in ((1, 96), (4, 3), (32, 4), (32, 96), (127, 96), (128, 96))]
+cases = (1, 96), (4, 3), (32, 4), (32, 96), (127, 96), (128, 96)
+counts = [triton_attention.num_programs(layers, *case) for case in cases]
 assert counts == [32, 3, 1, 8, 8, 1], counts
 for rows in ([(0, 1), (15, 1), (300, 1), (127, 1), (900, 1)], [(0, 70)], [(40, 1), (0, 33), (280, 5)]):
     check(rows, HEADS, KV_HEADS)
