@@ -72,7 +72,7 @@ class Child:
             while True:
                 messages = self.receiver.receive(self._wait_s(service, now))
                 now = time.monotonic()
-                if new_epoch := new_epoch_in(messages):
+                if messages and (new_epoch := new_epoch_in(messages)):
                     for socket in (self.receiver, *self._senders):
                         socket.begin(new_epoch.epoch)
                     service.handle([new_epoch], now)

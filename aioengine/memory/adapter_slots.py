@@ -21,6 +21,8 @@ from bisect import bisect_left, insort
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
+from msgspec import Struct
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -46,7 +48,7 @@ class Assignment(NamedTuple):
     key: Key
 
 
-class _Slot:
+class _Slot(Struct, eq=False):
     """One slot.
 
     key: its adapter, or None. is_ready: the adapter is copied. running: uids of running requests. released: requests
@@ -54,14 +56,14 @@ class _Slot:
     number of uses of all slots at its last use.
     """
 
-    __slots__ = ("is_draining", "is_ready", "key", "last_used", "num_served", "number", "released", "running")
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.last_used = 0
-        self.running: set[int] = set()
-        self.released: dict[int, Waiter] = {}
-        self.assign(None)
+    number: int
+    key: Key | None = None
+    is_ready: bool = False
+    is_draining: bool = False
+    num_served: int = 0
+    last_used: int = 0
+    running: set[int] = set()
+    released: dict[int, Waiter] = {}
 
     def assign(self, key: Key | None) -> None:
         """Assign another adapter, or none."""
@@ -77,8 +79,6 @@ class LoadQueue:
 
     turn: returns how much a tenant has used so far; the smallest is first.
     """
-
-    __slots__ = ("_by_key", "_turn", "_waiters")
 
     def __init__(self, turn: Callable[[str], float]) -> None:
         self._turn = turn
@@ -132,8 +132,6 @@ class AdapterSlots:
     Attributes:
         load_queue: the waiting requests. is_changed: ``assign`` may have something to do.
     """
-
-    __slots__ = ("_by_key", "_first", "_keys", "_num_uses", "_pins", "_quantum", "_slots", "is_changed", "load_queue")
 
     def __init__(self, num_slots: int, *, quantum: int, turn: Callable[[str], float] = lambda _: 0.0) -> None:
         """``turn``: as in ``LoadQueue``."""

@@ -21,10 +21,12 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, NamedTuple
 
+from msgspec import Struct, field
+
+from aioengine.memory.radix import Node
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from aioengine.memory.radix import Node
 
 NO_SNAPSHOT = -1
 LEAST_GAIN = 2
@@ -48,7 +50,7 @@ class _Copy(NamedTuple):
     is_rolling: bool
 
 
-class RequestSnapshots:
+class RequestSnapshots(Struct, eq=False):
     """The snapshots of one request while it has pages.
 
     Attributes:
@@ -60,15 +62,12 @@ class RequestSnapshots:
         rolling: the ``nodes`` with a rolling snapshot, oldest first.
     """
 
-    __slots__ = ("copies", "nodes", "produces", "rolling", "source", "stop_positions")
-
-    def __init__(self, source: int) -> None:
-        self.source = source
-        self.stop_positions: set[int] = set()
-        self.produces: deque[Boundary] = deque()
-        self.copies: deque[_Copy] = deque()
-        self.nodes: list[Node] = []
-        self.rolling: deque[Node] = deque()
+    source: int
+    stop_positions: set[int] = set()
+    produces: deque[Boundary] = field(default_factory=deque[Boundary])
+    copies: deque[_Copy] = field(default_factory=deque[_Copy])
+    nodes: list[Node] = []
+    rolling: deque[Node] = field(default_factory=deque[Node])
 
 
 class Snapshots:
@@ -77,8 +76,6 @@ class Snapshots:
     Attributes:
         span: snapshots are taken at multiples of this number of tokens. A multiple of the page size.
     """
-
-    __slots__ = ("_free", "_ids", "_page_size", "_producers", "num_snapshots", "span")
 
     def __init__(self, num_snapshots: int, *, span: int, page_size: int) -> None:
         self.num_snapshots = num_snapshots

@@ -17,11 +17,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from msgspec import field
+
 from aioengine.memory.prefix_cache import NEVER, Allocation, Match, PrefixCache
 from aioengine.memory.radix import Node, RadixTree
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from aioengine.memory.radix import Key, Salt
     from aioengine.settings.page_groups import PageGroups
@@ -30,7 +32,7 @@ RELEASED: Final = -1
 """Entry of a page table: the page was released because no later token attends to it."""
 
 
-class WindowedAllocation(Allocation):
+class WindowedAllocation(Allocation, eq=False):
     """The pages of one request.
 
     pages: ``num_groups`` entries for each block of ``page_size`` positions; ``RELEASED`` outside the window.
@@ -38,12 +40,8 @@ class WindowedAllocation(Allocation):
     firsts: for each group, the first block of positions whose page is not released.
     """
 
-    __slots__ = ("firsts", "nodes")
-
-    def __init__(self, salt: Salt, num_groups: int) -> None:
-        super().__init__(salt)
-        self.nodes: list[Node | None] = []
-        self.firsts = [0] * num_groups
+    nodes: list[Node | None] = field(default_factory=list[Node | None])
+    firsts: list[int] = field(default_factory=list[int])
 
     @property
     def num_owned(self) -> int:
@@ -80,7 +78,7 @@ class _PageTree(RadixTree):
 
     def discard(self, page: Node) -> None:
         """Remove the node of a cached page that is neither locked nor pinned."""
-        del self._unlocked[page]
+        del self.unlocked[page]
         self._detach(page)
 
     def _detach(self, node: Node) -> None:
@@ -100,8 +98,6 @@ class _PageTree(RadixTree):
 class WindowedCache(PrefixCache):
     """See the module docstring. ``num_pages`` counts the pages of all groups."""
 
-    __slots__ = ("_groups", "_index", "_page_keys")
-
     def __init__(self, groups: PageGroups, *, num_pages: int, enabled: bool = True) -> None:
         super().__init__(num_pages=num_pages, page_size=groups.page_size, enabled=enabled)
         self._groups = groups
@@ -117,15 +113,15 @@ class WindowedCache(PrefixCache):
         found = super().match(token_ids, salt, known=known)
         return found._replace(path=found.path[: self._num_valid(found.path)])
 
-    def num_available(self, match: Match) -> int:
-        return self.num_free - sum(not page.num_locks for _, page in self._seen(match.path))
-
     def num_left(self, match: Match, num_tokens: int, promised: int) -> int:
-        num_seen = sum(1 for _ in self._seen(match.path))
-        return self.num_available(match) - max(self.pages_for(num_tokens) - num_seen, 0) - promised
+        seen = [page for _, page in self._seen(match.path)]
+        num_unlocked = sum(not page.num_locks for page in seen)
+        return self.num_free - num_unlocked - max(self.pages_for(num_tokens) - len(seen), 0) - promised
 
-    def num_promised(self, running: Iterable[tuple[Allocation, int]]) -> int:
-        return sum(self._num_promised(allocation, num_tokens) for allocation, num_tokens in running)
+    def num_promised(self, allocation: Allocation, num_tokens: int) -> int:
+        """Return the pages that a running request still needs for its known tokens."""
+        assert isinstance(allocation, WindowedAllocation)
+        return max(self.pages_for(num_tokens) - allocation.num_held, 0) if allocation.capacity < num_tokens else 0
 
     # ------------------------------------------------------------ do
 
@@ -134,8 +130,7 @@ class WindowedCache(PrefixCache):
         allocates the pages of the other tokens.
         """
         groups, path = self._groups, match.path
-        allocation = WindowedAllocation(match.salt, groups.num_groups)
-        allocation.path = path.copy()
+        allocation = WindowedAllocation(match.salt, path=path.copy())
         allocation.num_matched = allocation.num_ready = len(path)
         allocation.capacity = len(path) * self.page_size
         allocation.next_insert_at = allocation.capacity + self.page_size
@@ -194,7 +189,7 @@ class WindowedCache(PrefixCache):
         owned = [page for page, node in pages if node is None and page != RELEASED]
         self._tree.unlock([node for node in allocation.nodes if node is not None])
         self._index.close(allocation.path)
-        self._allocator.free(owned)
+        self._free.extend(owned)
         allocation.pages, allocation.nodes, allocation.path = [], [], []
         allocation.num_matched = allocation.num_ready = allocation.capacity = 0
         allocation.next_insert_at = NEVER
@@ -244,11 +239,6 @@ class WindowedCache(PrefixCache):
                     is_settled = False
         return found
 
-    def _num_promised(self, allocation: Allocation, num_tokens: int) -> int:
-        """Return the pages that a running request still needs for its known tokens."""
-        assert isinstance(allocation, WindowedAllocation)
-        return max(self.pages_for(num_tokens) - allocation.num_held, 0) if allocation.capacity < num_tokens else 0
-
     def _cache_pages(self, allocation: WindowedAllocation, index: int) -> None:
         """Add the computed pages of a block of positions to the tree, unless it already has them."""
         node, first = allocation.path[index], index * self._groups.num_groups
@@ -264,7 +254,7 @@ class WindowedCache(PrefixCache):
             if node is not None:
                 self._tree.unlock([node])
             elif page != RELEASED:
-                self._allocator.free([page])
+                self._free.append(page)
             allocation.nodes[place], allocation.pages[place] = None, RELEASED
         allocation.firsts[group] = max(first, allocation.firsts[group])
 
@@ -281,4 +271,4 @@ class WindowedCache(PrefixCache):
                     allocation.nodes[place], allocation.pages[place] = None, RELEASED
                 else:
                     self._index.discard(page)
-                self._allocator.free([page.page])
+                self._free.append(page.page)

@@ -163,7 +163,9 @@ class SchedulerService:
             to_peer.append(StepOutput(ended=self._refused))
             self._refused = []
         output = self._core.step(now)
-        if output is not None:
+        if output is not None and not output.tokens.extras:
+            to_peer.append(output)
+        elif output is not None:
             for part in output.parts():
                 if (textless := part.take_textless()) is not None:
                     to_frontend.append(textless)
@@ -179,7 +181,7 @@ class SchedulerService:
 
     def wait_s(self, now: float) -> float:
         """Return 0 if there is work or unsent results, else the seconds until the next deadline or heartbeat."""
-        if self._core.has_work or self._was_busy or self._compiling:
+        if self._was_busy or self._compiling:
             return 0.0
         if self.adapters is not None and self.adapters.is_busy:
             return 0.0

@@ -184,7 +184,7 @@ def refusal_of_late(submit: Submit, pace: Pace, now: float, *, num_ahead: int, n
     first_token_s = admitted_s + pace.prompt_s(num_missing)
     ended_s = first_token_s + pace.output_s(_least_output(submit) - 1)
     needed = {"queue": admitted_s, "first_token": first_token_s, "total": ended_s}
-    for which, deadline in limits.deadlines().items():
+    for which, deadline in limits.deadlines.items():
         needed_s = needed[which]
         if now + needed_s > deadline:
             name = "timeout" if which == "total" else f"{which}_timeout"

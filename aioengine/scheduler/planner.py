@@ -13,17 +13,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
+
+from aioengine.memory.prefix_cache import Allocation
 from aioengine.memory.snapshots import NO_SNAPSHOT
+from aioengine.memory.windowed_cache import WindowedCache
 from aioengine.protocol.messages import RequestKind
 from aioengine.scheduler.admission import Admission, Refusal, TokenBudget
 from aioengine.scheduler.image_keys import ImageBudget
 from aioengine.scheduler.plan import DISTRIBUTION, NOTHING, TOKENS, VECTOR, NewRow, Row, StepPlan
+from aioengine.scheduler.request import Request
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from aioengine.memory.prefix_cache import Allocation
-    from aioengine.scheduler.request import Request
     from aioengine.scheduler.requests import Requests
     from aioengine.settings.config import SchedulerSettings
 
@@ -33,7 +34,7 @@ OUTPUTS = {RequestKind.GENERATE: TOKENS, RequestKind.POOL: VECTOR, RequestKind.S
 MAX_LATER = 64  # requests that may be passed over in a step because of a prefix: each costs a cache lookup
 
 
-class Flight:
+class Flight(Struct):
     """A plan in flight, with the request of each row and the allocation of this request at planning time.
 
     num_prompt_tokens: positions of all rows except decode rows of one position. num_drafts: positions of drafts.
@@ -41,16 +42,13 @@ class Flight:
         its planned start.
     """
 
-    __slots__ = ("allocations", "num_drafts", "num_prompt_tokens", "plan", "planned_at", "rejected", "requests")
-
-    def __init__(self, planned_at: float) -> None:
-        self.planned_at = planned_at
-        self.num_prompt_tokens = 0
-        self.num_drafts = 0
-        self.plan = StepPlan([])
-        self.requests: list[Request] = []
-        self.allocations: list[Allocation] = []
-        self.rejected: dict[int, int] = {}
+    plan: StepPlan
+    planned_at: float
+    num_prompt_tokens: int = 0
+    num_drafts: int = 0
+    requests: list[Request] = []
+    allocations: list[Allocation] = []
+    rejected: dict[int, int] = {}
 
     def add(self, row: Row, request: Request) -> None:
         """Add a row of ``request`` and advance its counts as if the row were computed."""
@@ -70,20 +68,6 @@ class Flight:
 class Planner:
     """Fills flights with rows. Only the planner admits and preempts requests."""
 
-    __slots__ = (
-        "_admission",
-        "_chunk_tokens",
-        "_decode_cost",
-        "_is_overlapped",
-        "_keeps_images",
-        "_max_drafts",
-        "_max_running",
-        "_min_tokens",
-        "_requests",
-        "_snapshots",
-        "_splits_prompts",
-    )
-
     def __init__(self, settings: SchedulerSettings, requests: Requests) -> None:
         self._max_running = settings.max_running
         self._max_drafts = settings.max_drafts
@@ -98,26 +82,12 @@ class Planner:
         self._admission = Admission(requests.cache, settings.chunk_tokens)
 
     def fill(self, flight: Flight, now: float, *, is_overlapped: bool = False) -> None:
-        """Fill ``flight`` with the rows of the next step. is_overlapped: other steps are in flight."""
-        self._is_overlapped = is_overlapped
-        prompts = self._place_decodes(flight)
-        if prompts or self._requests.waiting:
-            self._place_prompts(flight, prompts, now)
-        if (snapshots := self._snapshots) is None:
-            return
-        for row, allocation in zip(flight.plan.rows, flight.allocations, strict=True):
-            end = row.start + row.count
-            if end % snapshots.span == 0 and allocation.snapshots is not None:
-                snapshot_id = snapshots.take(allocation.snapshots, end)
-                if snapshot_id != NO_SNAPSHOT:
-                    flight.plan.snapshots.append((row.uid, snapshot_id))
-
-    def _place_decodes(self, flight: Flight) -> list[Request]:
-        """Add one row for each decoding request. Return the running requests that still compute their prompts.
+        """Fill ``flight`` with the rows of the next step. is_overlapped: other steps are in flight.
 
         Requests with a closed gate get no row. Preemption takes the last running request, so a request that already has
         a row in this step keeps its pages.
         """
+        self._is_overlapped = is_overlapped
         prompts: list[Request] = []
         rows, requests, allocations = flight.plan.rows, flight.requests, flight.allocations
         max_drafts = self._max_drafts
@@ -151,7 +121,16 @@ class Planner:
             allocations.append(allocation)
             request.num_computed = start + 1
             request.num_tokens += 1
-        return prompts
+        if prompts or self._requests.waiting:
+            self._place_prompts(flight, prompts, now)
+        if (snapshots := self._snapshots) is None:
+            return
+        for row, allocation in zip(flight.plan.rows, flight.allocations, strict=True):
+            end = row.start + row.count
+            if end % snapshots.span == 0 and allocation.snapshots is not None:
+                snapshot_id = snapshots.take(allocation.snapshots, end)
+                if snapshot_id != NO_SNAPSHOT:
+                    flight.plan.snapshots.append((row.uid, snapshot_id))
 
     def _row_of_several(self, request: Request, flight: Flight) -> Row | None:
         """Return a row for the forced tokens of a request, or its newest token, and for drafts after them. Return None
@@ -228,16 +207,14 @@ class Planner:
         num_placed = flight.num_prompt_tokens + self._decode_cost * len(flight.requests)
         budget = TokenBudget(self._chunk_tokens, num_placed)
         prompts[1:] = sorted(prompts[1:], key=lambda request: request.num_missing)
-        shares = [(request, budget.take_share(request.num_missing)) for request in prompts]
-        if self._requests.waiting:
-            num_partial = sum(share < request.num_missing for request, share in shares)
-            for request in self._admit(budget, num_partial, now):
-                new_row = _new_row(request)
-                if request.submit.adapter is not None:
-                    new_row.adapter_slot = self._requests.adapters.slot_of(request.uid)
-                flight.plan.new_rows.append(new_row)
-                take = budget.take_share if self._splits_prompts else budget.take_whole
-                shares.append((request, take(request.num_missing)))
+        shares: list[tuple[Request, int]] = []
+        num_partial = 0
+        for request in prompts:
+            share = budget.take_share(request.num_missing)
+            num_partial += share < request.num_missing
+            shares.append((request, share))
+        if self._requests.waiting and budget.left and len(self._requests.running) < self._max_running:
+            self._admit(flight, budget, shares, num_partial, now)
         images: ImageBudget | None = None
         for request, share in shares:
             count = share + budget.take_rest(request.num_missing - share)
@@ -262,13 +239,15 @@ class Planner:
                 token_ids = request.ids_to_compute(start, start + count)
                 flight.add(Row(request.uid, start, count, outputs, token_ids, pages), request)
 
-    def _admit(self, budget: TokenBudget, num_partial: int, now: float) -> Iterator[Request]:
-        """Admit waiting requests one by one. The caller takes the share of each from ``budget`` before the next."""
-        running = self._requests.running
-        if not budget.left or len(running) >= self._max_running:
-            return
-        num_later, cache = 0, self._requests.cache
-        promised = cache.num_promised((one.allocation, one.num_tokens) for one in running)
+    def _admit(
+        self, flight: Flight, budget: TokenBudget, shares: list[tuple[Request, int]], num_partial: int, now: float
+    ) -> None:
+        """Admit waiting requests, and append them and their shares of ``budget`` to ``shares``."""
+        running, cache = self._requests.running, self._requests.cache
+        windowed = cache if isinstance(cache, WindowedCache) else None
+        num_later = promised = 0
+        if windowed is not None:
+            promised = sum(windowed.num_promised(one.allocation, one.num_tokens) for one in running)
         for request in self._requests.candidates():
             if request.gates and self._admission.waits(request):  # requests with other gates are not in the queue
                 continue
@@ -286,11 +265,16 @@ class Planner:
                 continue
             if isinstance(answer, Refusal):
                 return
-            num_missing = request.num_tokens - len(answer.path) * cache.page_size
-            num_partial += num_missing > budget.left
             self._requests.admit(request, answer, now)
-            promised += cache.num_promised([(request.allocation, request.num_tokens)])
-            yield request
+            if windowed is not None:
+                promised += windowed.num_promised(request.allocation, request.num_tokens)
+            new_row = _new_row(request)
+            if adapter is not None:
+                new_row.adapter_slot = self._requests.adapters.slot_of(request.uid)
+            flight.plan.new_rows.append(new_row)
+            num_partial += request.num_missing > budget.left
+            take = budget.take_share if self._splits_prompts else budget.take_whole
+            shares.append((request, take(request.num_missing)))
             if not budget.left or len(running) >= self._max_running:
                 return
 

@@ -24,8 +24,6 @@ class StopMatcher:
         search: the search for patterns, which counts its CPU time; None without patterns.
     """
 
-    __slots__ = ("_find_start", "_held", "_keeps_stop", "_num_open", "_strings", "matched", "search")
-
     def __init__(
         self,
         stops: Sequence[str] = (),
@@ -51,11 +49,6 @@ class StopMatcher:
         self._held = ""
         self._num_open = 0  # characters at the end of ``_held`` that may begin a stop string; patterns may hold more
         self.matched: str | None = None
-
-    @property
-    def has_stops(self) -> bool:
-        """Whether the request has stop strings or patterns."""
-        return self._strings is not None or self.search is not None
 
     def push(self, text: str) -> str:
         """Add text. Return the text that cannot be part of a stop. After a match, all text is dropped.

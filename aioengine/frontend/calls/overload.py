@@ -117,7 +117,8 @@ class QueueLimits:
 
     def add_bytes(self, call: Call, num_bytes: int) -> None:
         """Count the bytes of a prompt. Raises EngineError if calls are refused meanwhile."""
-        self.check_refusal()
+        if self.refusal is not None:
+            raise copy(self.refusal)
         call.num_bytes += num_bytes
         self.num_bytes += num_bytes
 

@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 
 class InlineChild:
-    """A service that runs as a task. It receives from ``inbox``, and sends to ``peer`` and ``frontend``."""
+    """A service that runs as a task. It receives from ``inbox``, and sends to ``peer`` and ``frontend``.
+
+    It has the methods of ``ProcessChild``.
+    """
 
     def __init__(
         self, role: Role, settings: Settings, *, inbox: LocalReceiver, peer: LocalSender, frontend: LocalSender
@@ -116,12 +119,12 @@ class InlineChild:
             else:
                 await asyncio.sleep(0)
             now = time.monotonic()
-            if new_epoch := new_epoch_in(messages):
+            if messages and (new_epoch := new_epoch_in(messages)):
                 for end in (self._inbox, self._peer, self._frontend):
                     end.begin(new_epoch.epoch)
                 service.handle([new_epoch], now)
                 self._report_ready(service)
-            else:
+            elif messages:
                 service.handle(messages, now)
             outbox = service.step(now)
             if outbox.to_peer:
