@@ -21,6 +21,7 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Any, Final, NoReturn, cast
 
 from aioengine.api.checks import did_you_mean
+from aioengine.constraints.endless import endless_rule
 from aioengine.constraints.one_of import TYPES, exclusive
 from aioengine.constraints.schema_values import (
     Schema,
@@ -143,6 +144,8 @@ class _Compiler:
         self._users: dict[str, Subschema] = {}  # reference -> the first schema that has it
         self._definitions: Schema = {}
         self._waiting: list[str] = []
+        self._same_value: dict[str, list[str]] = {}  # pointer -> pointers of schemas that apply to the same value
+        self._alternatives: dict[str, list[list[str]]] = {}  # pointer -> for each type, schemas that a value needs
 
     def compile(self) -> Schema:
         compiled = self._schema(self._root, "", 0)
@@ -150,7 +153,7 @@ class _Compiler:
             reference = self._waiting.pop()
             target = self._target(reference, self._users[reference])
             self._definitions[self._names[reference]] = self._schema(target, reference[1:], 0)
-        self._check_loops()
+        self._check_recursion()
         if compiled is False:
             Subschema({}, "", 0).refuse("false", "allows no value")
         compiled = {} if compiled is True else compiled
@@ -183,6 +186,7 @@ class _Compiler:
             compiled |= self._object(schema)
         if "array" in allowed:
             compiled |= self._array(schema)
+        self._record_needs(schema, compiled, allowed)
         return compiled
 
     def _any_type(self, schema: Subschema) -> Schema:
@@ -253,14 +257,39 @@ class _Compiler:
                 user.wrong("$ref", "a reference to something in this schema", reference)
         return target
 
-    def _check_loops(self) -> None:
-        """Refuse schemas that refer to themselves without a property or an item in between: they would never end."""
-        graph = {ref: _refs_to_same_value(self._target(ref, user)) for ref, user in self._users.items()}
+    def _record_needs(self, schema: Subschema, compiled: Schema, types: set[str]) -> None:
+        """Record which other schemas a value of this schema needs. types: the types that it allows."""
+
+        def listed(keyword: str) -> list[str]:
+            return [schema.at(keyword, i) for i in range(len(schema.keywords.get(keyword, ())))]
+
+        same = ([schema.keywords["$ref"][1:]] if "$ref" in compiled else []) + listed("allOf")
+        branches = listed("anyOf") + listed("oneOf")
+        self._same_value[schema.pointer] = same + branches
+        if branches:
+            same.append(schema.at("anyOf"))
+            self._alternatives[schema.at("anyOf")] = [[branch] for branch in branches]
+        properties = [
+            schema.at("properties", name)
+            if name in schema.keywords.get("properties", ())
+            else schema.at("additionalProperties")
+            for name in compiled.get("required", ())
+        ]
+        items = listed("prefixItems") if "prefixItems" in compiled else []
+        parts = {"object": properties, "array": [*items, schema.at("items")][: compiled.get("minItems", 0)]}
+        self._alternatives[schema.pointer] = [same + parts.get(name, []) for name in types]
+
+    def _check_recursion(self) -> None:
+        """Refuse references back to a schema, from the same value or from a part of all its values."""
         try:
-            TopologicalSorter(graph).prepare()
+            TopologicalSorter(self._same_value).prepare()
         except CycleError as error:
-            reference = next(ref for ref in self._names if ref in error.args[1])
+            reference = next(ref for ref in self._names if ref[1:] in error.args[1])
             self._users[reference].refuse("$ref", f"{reference[:80]!r} refers to itself")
+        endless = endless_rule(self._alternatives, "")
+        if endless is not None:
+            reason = "can never end, because each value must contain another one; make a property or an item optional"
+            self._users[f"#{endless}"].refuse("$ref", f"{f'#{endless}'[:80]!r} {reason}")
 
     def _resolve(self, schema: object) -> Schema:
         """Return the target of a schema that is only a reference, or the schema itself."""
@@ -359,17 +388,3 @@ def _num_properties(schema: Subschema, compiled: Schema) -> Schema:
         if limit != num_required + 1:
             schema.refuse(keyword, f"{reason}: only {num_required + 1} can be enforced")
     return limits
-
-
-def _refs_to_same_value(schema: object) -> list[str]:
-    """Return the references of a schema that apply to the same value as the schema itself."""
-    if not isinstance(schema, dict):
-        return []
-    keywords, references = cast("Schema", schema), list[str]()
-    if isinstance(keywords.get("$ref"), str):
-        references.append(keywords["$ref"])
-    for keyword in ("anyOf", "oneOf", "allOf"):
-        branches = keywords.get(keyword)
-        if isinstance(branches, list):
-            references += [ref for branch in cast("list[object]", branches) for ref in _refs_to_same_value(branch)]
-    return references

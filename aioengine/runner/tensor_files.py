@@ -59,8 +59,5 @@ def read_arrays(path: str, *, is_pinned: bool) -> dict[str, Tensor]:
         ValueError: the file cannot be read, or is not a safetensors file.
     """
     entries = checkpoint.entries_of_file(Path(path))
-    file = folder_files.open_file(Path(path))
-    if file is None:
-        raise ValueError(f"cannot read {path}: there is no such file")
-    with file:
+    with folder_files.open_existing(Path(path)) as file:
         return {entry.name: read_tensor(file, entry, is_pinned=is_pinned) for entry in entries}

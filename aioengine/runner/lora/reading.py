@@ -59,10 +59,7 @@ def read_adapter(
     elements[: table.nbytes // dtype.itemsize].view(torch.int32).copy_(torch.from_numpy(table).ravel())
     matrices: dict[str, tuple[Tensor, Tensor]] = {}
     path = parts[0].a.path
-    file = folder_files.open_file(path)
-    if file is None:
-        raise ValueError(f"{path} was removed")
-    with file:
+    with folder_files.open_existing(path, f"{path} was removed") as file:
         for part in parts:
             (num_outputs, num_inputs), own = layout.shapes[part.layer], offsets[part.layer]
             a = elements[own.first_a :][: own.rank * num_inputs].view(own.rank, num_inputs)

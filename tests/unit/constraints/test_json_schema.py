@@ -86,6 +86,41 @@ def test_keywords_that_are_not_enforced_are_refused_with_their_pointer(
     assert len(str(caught.value)) < 400
 
 
+OWN = {"$ref": "#/$defs/a"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"b": OWN}},
+        {"properties": {"b": OWN}, "required": ["b"]},
+        {"type": ["object", "null"], "properties": {"b": OWN}, "required": ["b"]},
+        {"type": "object", "properties": {"b": {"anyOf": [OWN, {"type": "null"}]}}, "required": ["b"]},
+        {"type": "array", "items": OWN},
+        {"type": "array", "prefixItems": [{}, OWN], "minItems": 1},
+        {"type": "string", "required": 1, "properties": 1, "prefixItems": 1, "minItems": "1"},  # without effect
+    ],
+)
+def test_recursion_that_can_end_is_accepted(schema: Schema) -> None:
+    assert made({"$defs": {"a": schema}, **OWN})["$defs"].keys() == {"d0"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"b": OWN}, "required": ["b"]},
+        {"type": ["object", "array"], "additionalProperties": OWN, "required": ["b"], "items": OWN, "minItems": 1},
+        {"type": "array", "prefixItems": [{}, OWN], "minItems": 2},
+        {"type": "array", "minItems": 1, "items": {"oneOf": [{"type": "array", "minItems": 1, "items": OWN}]}},
+        {"type": "array", "minItems": 1, "items": {"allOf": [{}, OWN]}},
+    ],
+)
+def test_schema_that_can_never_end_is_refused_by_its_reference(schema: Schema) -> None:
+    with pytest.raises(UnsupportedSchemaError, match=r"'\$ref' at /properties/c '#/\$defs/a' can never end") as caught:
+        made({"$defs": {"a": schema}, "type": "object", "properties": {"c": OWN}, "required": ["c"]})
+    assert (caught.value.pointer, caught.value.keyword) == ("/properties/c", "$ref")
+
+
 @pytest.mark.parametrize(
     ("schema", "match"),
     [
