@@ -5,7 +5,8 @@ transformers reads the rest of config.json itself, in the scheduler process.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Final, cast
+from collections.abc import Mapping
+from typing import ClassVar, Final, cast
 
 import msgspec
 
@@ -13,9 +14,6 @@ from aioengine import plugins
 from aioengine.families._config import Family, Task, TransformerConfig
 from aioengine.families._fields import check_sizes, not_implemented
 from aioengine.families._rope_config import RopeConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _NAMES: Final = {
     "vocab_size": ("vocab_size", "padded_vocab_size", "n_vocab"),
