@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 import msgspec
+from msgspec.structs import replace
 
 from aioengine.errors import EngineOverloadedError, RequestError, describe
 from aioengine.media.intake.media_jobs import MediaProcess
@@ -179,7 +180,6 @@ class ImageIntake:
         """is_for_gpu: the model runs on a GPU, which resizes pictures."""
         self.model = model
         self.files: OrderedDict[bytes, ImageFile] = OrderedDict()
-        limits = self._limits = model.limits
         self._num_workers = min(MAX_WORKERS, num_workers)
         self._loop = asyncio.get_running_loop()
         self._num_session_bytes = 0
@@ -205,10 +205,7 @@ class ImageIntake:
                 processor=model.processor,
                 settings=model.settings,
                 options=dict(model.family.options),
-                max_bytes=limits.max_image_bytes,
-                max_pixels=limits.max_image_pixels,
-                timeout_s=limits.timeout_s,
-                allows_private=limits.allow_private_urls,
+                limits=replace(model.limits, allowed_local_media_path=None),  # for files, which are read here
                 num_workers=self._num_workers,
                 leaves_resizing=is_for_gpu,
             ),
@@ -312,7 +309,7 @@ class ImageIntake:
 
     def _read(self, source: ImageSource) -> _ReadImage:
         """Run on a thread."""
-        data, digest, size = read_source(source, self._limits)
+        data, digest, size = read_source(source, self.model.limits)
         content = self._content(digest)
         known = self.files.get(content)
         if known is not None and known.shape is not None and os.path.exists(known.path):
