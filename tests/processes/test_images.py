@@ -436,7 +436,7 @@ async def test_waiting_pictures_are_decoded_in_order() -> None:
             ended.append(num_pixels)
 
     threads = [threading.Thread(target=decode, args=(num_pixels,)) for num_pixels in (10, 1)]
-    with gate.holding(8, lambda _: pytest.fail("there is room")):
+    with gate.holding(8, lambda _: pytest.fail("the picture fits")):
         for number, thread in enumerate(threads):
             thread.start()
             await until(lambda number=number: len(reports) > number)
