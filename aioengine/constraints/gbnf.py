@@ -23,9 +23,8 @@ def _short_escape(escape: re.Match[str]) -> str:
 
 def lark_names(text: str) -> dict[str, str]:
     """Return the names of the rules in GBNF, by the names that the library gives them in Lark's syntax."""
-    names = {_lark_name(name): name for name in re.findall(r"(?<![\w-])([\w-]++)\s*+::=", text)}
+    names = {
+        re.sub("([a-z])([A-Z])", r"\1_\2", name.replace("-", "_")).lower(): name
+        for name in re.findall(r"(?<![\w-])([\w-]++)\s*+::=", text)
+    }
     return {**names, "start": names.get("root", "start")}
-
-
-def _lark_name(name: str) -> str:
-    return re.sub("([a-z])([A-Z])", r"\1_\2", name.replace("-", "_")).lower()

@@ -47,7 +47,7 @@ _MIN_COMPILERS: Final = 2
 _MAX_COMPILERS: Final = 8
 _MAX_MASK_THREADS: Final = 4
 """With more threads, waking them takes longer than they save: 256 masks take a millisecond."""
-_MIN_BESIDE: Final = 16
+_MIN_IN_BACKGROUND: Final = 16
 """Minimum number of masks that are computed in another thread."""
 _REQUESTS_PER_TEMPLATE: Final = 24
 """Copies of a template share a lexer with one lock, so their masks are computed one after the other. If a grammar has
@@ -132,11 +132,6 @@ class Constraint:
             the allowed tokens.
     """
 
-    __slots__ = (
-        "__weakref__", "error", "forced", "grammar", "is_complete", "matcher", "next_token", "num_forced", "source",
-        "template", "thinking", "tokens",
-    )  # fmt: skip
-
     def __init__(
         self, source: Grammars, grammar: Grammar, template: _Template, tokens: list[bytes], *, thinking: Thinking | None
     ) -> None:
@@ -200,20 +195,6 @@ class Constraint:
     @property
     def is_over(self) -> bool:
         return self.is_complete or bool(self.error)
-
-    def fill(self, words: Words) -> bool:
-        """Write the allowed tokens to words [ceil(V / 32)] if they are known. Return False if the library must compute
-        them.
-        """
-        if self.thinking is not None:
-            self.thinking.fill(words, self.grammar.eos_token_ids)
-        elif self.is_over or self.next_token >= 0:
-            words.fill(0)
-            if not self.is_over:
-                _set(words, self.next_token)
-        else:
-            return False
-        return True
 
 
 class _Template:
@@ -284,8 +265,10 @@ class Grammars:
         self._num_computed = self.num_words  # words of the library's masks
         self._compiled: OrderedDict[tuple[str, str], list[_Template]] = OrderedDict()
         self._num_bytes = 0
-        self._num_threads = max(1, num_threads() // 2)
-        self._num_mask_threads = min(_MAX_MASK_THREADS, self._num_threads)
+        num_cores = max(1, num_threads() // 2)
+        self._num_mask_threads = min(_MAX_MASK_THREADS, num_cores)
+        self._compilers = Turns(max(_MIN_COMPILERS, min(_MAX_COMPILERS, num_cores)))
+        self._mask_thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
 
     def prepare_when_quiet(self, now: float, *, is_busy: bool) -> None:
         """Prepare for the first grammar in a thread, after ``QUIET_S`` without a running request. Called often."""
@@ -341,23 +324,31 @@ class Grammars:
         return constraint
 
     def fill(self, constraints: Sequence[Constraint], masks: Words) -> None:
-        """Write the allowed tokens as bits to masks [constraints, num_words]. After an error, no bit is set."""
+        """Write the allowed tokens as bits to masks [constraints, num_words].
+
+        constraints: not over, and with several allowed tokens.
+        """
         self.begin(constraints, masks, in_background=False)()
 
     def begin(
         self, constraints: Sequence[Constraint], masks: Words, *, in_background: bool = True
     ) -> Callable[[], None]:
-        """Like ``fill``, but many masks are computed in another thread. Call the result to wait for the end. Until
-        then, no constraint of these grammars may advance.
+        """Do the same as ``fill``, with many masks in another thread. Call the result to wait for the end. Until then,
+        no constraint of these grammars may advance.
         """
-        computed = [(constraint, row) for row, constraint in enumerate(constraints) if not constraint.fill(masks[row])]
+        computed: list[tuple[Constraint, int]] = []
+        for row, constraint in enumerate(constraints):
+            if constraint.thinking is not None:
+                constraint.thinking.fill(masks[row], constraint.grammar.eos_token_ids)
+            else:
+                computed.append((constraint, row))
         # Copies of a template share a lock: give them to one thread.
         computed.sort(key=lambda entry: id(entry[0].template))
         matchers = [(constraint.matcher, row) for constraint, row in computed]
         thread: Future[None] | None = None
-        if in_background and len(constraints) >= _MIN_BESIDE:
+        if in_background and len(constraints) >= _MIN_IN_BACKGROUND:
             has_begun = Event()
-            thread = self._beside.submit(self._compute, matchers, masks, has_begun)
+            thread = self._mask_thread.submit(self._compute, matchers, masks, has_begun)
             has_begun.wait()  # otherwise that thread would wait up to 5 ms for the GIL
         else:
             self._compute(matchers, masks)
@@ -387,17 +378,9 @@ class Grammars:
     def close(self) -> None:
         self._is_needed.set()
         self._compilers.close()
-        self._beside.shutdown(wait=False)
+        self._mask_thread.shutdown(wait=False)
 
     # ------------------------------------------------------------ compiling
-
-    @cached_property
-    def _compilers(self) -> Turns:
-        return Turns(max(_MIN_COMPILERS, min(_MAX_COMPILERS, self._num_threads)))
-
-    @cached_property
-    def _beside(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, thread_name_prefix="masks")
 
     @cached_property
     def _executor(self) -> Any:
@@ -473,8 +456,7 @@ class Grammars:
         if eos_token_ids is not None:
             self._is_needed.set()
         with self._lock:
-            if self._vocabulary is None:
-                self._vocabulary = self._make_vocabulary(eos_token_ids)
+            self._vocabulary = self._vocabulary or self._make_vocabulary(eos_token_ids)
             return self._vocabulary
 
     def _make_vocabulary(self, eos_token_ids: Sequence[int] | None) -> _Vocabulary:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -26,11 +27,7 @@ class TokenSource:
     is_tokenizer_wrapper = True
 
     def __init__(
-        self,
-        tokens: list[bytes],
-        special: set[int],
-        eos_token_ids: list[int],
-        encode: Callable[[str], list[int]],
+        self, tokens: list[bytes], special: set[int], eos_token_ids: list[int], encode: Callable[[str], list[int]]
     ) -> None:
         self.tokens = tokens
         self.special_token_ids = sorted(special)
@@ -39,16 +36,11 @@ class TokenSource:
         self._encode = encode
         self._ids = {data: token_id for token_id, data in enumerate(tokens) if data and token_id not in special}
         self._longest = max(map(len, self._ids), default=1)
-        self._known: dict[str, list[int]] = {}
+        self._cached = lru_cache(MAX_KNOWN_TEXTS)(self._tokenize)  # the library repeats its calls
 
     def __call__(self, text: str) -> list[int]:
-        """Return the ids of ``text``. Results are kept, because the library repeats its calls."""
-        ids = self._known.get(text)
-        if ids is None:
-            ids = self._tokenize(text)
-            if len(self._known) < MAX_KNOWN_TEXTS:
-                self._known[text] = ids
-        return ids
+        """Return the ids of ``text``."""
+        return self._cached(text)
 
     def _tokenize(self, text: str) -> list[int]:
         """Tokenize like the tokenizer. If it adds or changes characters, take the longest tokens instead."""

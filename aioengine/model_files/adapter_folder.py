@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from aioengine.api.checks import shown
 from aioengine.families._block_config import FLOAT_BYTES
 from aioengine.model_files import checkpoint, folder_files
-from aioengine.model_files.checkpoint import Entry
+from aioengine.model_files.checkpoint import Entry, listed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from aioengine.constraints.patterns import CompiledPattern
     from aioengine.model_files.folder_files import Json
@@ -51,7 +52,6 @@ _HEAD_STAYS: Final = (
     "the head of the base model cannot change; train the adapter without it, or merge the adapter into the base model"
 )
 MAX_RANK: Final = 4096
-_MAX_LISTED: Final = 5
 _MATCH_TIMEOUT_S: Final = 0.2
 _PATTERNS_TIMEOUT_S: Final = 10.0
 """Time limit for all patterns of a config. peft writes at most one per layer, which takes a millisecond."""
@@ -67,11 +67,9 @@ _REFUSED: Final = {
     "target_parameters": "only linear layers are adapted",
     "layer_replication": "the layers of the base model cannot be repeated",
     "alora_invocation_tokens": "an adapter applies to all tokens of a request (no aLoRA)",
-    "use_qalora": "only plain LoRA is applied",
-    "use_bdlora": "only plain LoRA is applied",
-    "arrow_config": "only plain LoRA is applied",
-    "kasa_config": "only plain LoRA is applied",
-    "monteclora_config": "only plain LoRA is applied",
+    **dict.fromkeys(
+        ("use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config"), "only plain LoRA is applied"
+    ),
 }
 """Fields that must not be set -> the reason and a remedy."""
 
@@ -90,21 +88,11 @@ class AdapterConfig(Struct, frozen=True):
     layers_pattern: list[str] | str | None = None
 
 
-class AdapterModule(Struct, frozen=True):
-    """A layer in an adapter folder. ``name``: in the folder. ``a``: [rank, inputs]. ``b``: [outputs, rank]."""
-
-    name: str
-    rank: int
-    scale: float
-    a: Entry
-    b: Entry
-
-
 class AdapterPart(Struct, frozen=True):
-    """The change to one linear layer of the base model: ``scale * B (A x)``.
+    """The change to one linear layer: ``scale * B (A x)``.
 
     Attributes:
-        layer: name in the checkpoint of the base model.
+        layer: name in the checkpoint of the base model. In ``AdapterFolder.modules``, name in the adapter.
         a: A [rank, inputs].
         b: the tensor that contains B [outputs, rank] from ``first_row`` on.
     """
@@ -127,7 +115,7 @@ class AdapterFolder(Struct, frozen=True):
 
     path: Path
     fingerprint: str
-    modules: tuple[AdapterModule, ...]
+    modules: tuple[AdapterPart, ...]
     config: AdapterConfig
 
     def parts(
@@ -147,12 +135,13 @@ class AdapterFolder(Struct, frozen=True):
         for module in self.modules:
             changes = _parts_of(module, layers)
             if not changes:
-                raise self._error(_why_unknown(module.name, layers))
+                raise self._error(_why_unknown(module.layer, layers))
             parts += changes
         layer, count = Counter(part.layer for part in parts).most_common(1)[0]
         if count > 1:
             raise self._error(f"it changes {layer} {count} times, by tensors with different names")
-        self._check_targets({part.layer for part in parts}, layers)
+        if self.config.target_modules is not None:
+            self._check_targets({part.layer for part in parts}, layers)
         for part in parts:
             if max_rank is not None and part.rank > max_rank:
                 raise self._error(f"{part.layer} has rank {part.rank}, and max_lora_rank is {max_rank}")
@@ -164,27 +153,31 @@ class AdapterFolder(Struct, frozen=True):
 
     def _check_targets(self, changed: set[str], layers: Layers) -> None:
         """Raise ValueError unless the config names exactly the layers with tensors."""
-        if self.config.target_modules is None:
-            return
-        targets = _Targets(self.config, self.path)
-        missing = [name for name in layers if name not in changed and name in targets]
+        is_target = _target_matcher(self.config, _Patterns(self.path))
+        missing = [name for name in layers if name not in changed and is_target(name)]
         if missing:
-            raise self._error(f"it lacks tensors of {_listed(missing)}, which target_modules in {CONFIG} names")
-        extra = [module.name for module in self.modules if module.name not in targets]
+            raise self._error(f"it lacks tensors of {listed(missing)}, which target_modules in {CONFIG} names")
+        extra = [module.layer for module in self.modules if not is_target(module.layer)]
         if extra:
-            raise self._error(f"it has tensors of {_listed(extra)}, which target_modules in {CONFIG} does not name")
+            raise self._error(f"it has tensors of {listed(extra)}, which target_modules in {CONFIG} does not name")
 
     def _check_shapes(self, parts: list[AdapterPart], layers: Layers) -> None:
         rows_of: dict[str, int] = {}
         for part in parts:
             outputs, inputs = layers[part.layer]
             if part.a.shape != (part.rank, inputs):
-                raise self._error(_misshapen(part.a, (part.rank, inputs), part.layer))
+                raise self._wrong_shape(part.a, (part.rank, inputs), part.layer)
             rows_of[part.b.name] = max(rows_of.get(part.b.name, 0), part.first_row + outputs)
         for part in parts:
             wanted = rows_of[part.b.name], part.rank
             if part.b.shape != wanted:
-                raise self._error(_misshapen(part.b, wanted, part.layer))
+                raise self._wrong_shape(part.b, wanted, part.layer)
+
+    def _wrong_shape(self, entry: Entry, wanted: tuple[int, int], layer: str) -> ValueError:
+        shape = list(entry.shape)
+        return self._error(
+            f"{entry.name} in {entry.path.name} has shape {shape}, but {layer} of the base model needs {list(wanted)}"
+        )
 
     def _error(self, reason: str) -> ValueError:
         return ValueError(f"the adapter in {self.path} cannot be used: {reason}")
@@ -223,10 +216,7 @@ def fingerprint(folder: Path) -> str:
     """
     digest = hashlib.sha256()
     for name in (CONFIG, TENSORS):
-        file = folder_files.open_file(folder / name)
-        if file is None:
-            raise ValueError(f"{name} in {str(folder)!r} was removed")
-        with file:
+        with folder_files.open_existing(folder / name, f"{name} in {str(folder)!r} was removed") as file:
             content = checkpoint.header_bytes(file) if name == TENSORS else file.read(folder_files.MAX_BYTES)
             stat = os.fstat(file.fileno())
         facts = stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
@@ -255,7 +245,7 @@ def _check_kind(raw: Json, folder: Path) -> None:
         )
 
 
-def _modules(entries: list[Entry], config: AdapterConfig, folder: Path) -> tuple[AdapterModule, ...]:
+def _modules(entries: list[Entry], config: AdapterConfig, folder: Path) -> tuple[AdapterPart, ...]:
     """Return the layers in the file. Raises ValueError if a layer lacks one of its two tensors."""
     pairs: dict[str, dict[str, Entry]] = {}
     for entry in entries:
@@ -275,7 +265,7 @@ def _modules(entries: list[Entry], config: AdapterConfig, folder: Path) -> tuple
         [(patterns.compiled(field, rf"\A(.*\.)?({end})$"), value) for end, value in (values or {}).items()]
         for field, values in (("rank_pattern", config.rank_pattern), ("alpha_pattern", config.alpha_pattern))
     )
-    modules: list[AdapterModule] = []
+    modules: list[AdapterPart] = []
     for name, pair in sorted(pairs.items()):
         if len(pair) < 2:
             missing = "B" if "A" in pair else "A"
@@ -292,7 +282,7 @@ def _modules(entries: list[Entry], config: AdapterConfig, folder: Path) -> tuple
                 f"{folder / TENSORS}: {pair['A'].name} has shape {shape}, and the rank of the layer is {rank}"
             )
         scale = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
-        modules.append(AdapterModule(name, rank, scale, pair["A"], pair["B"]))
+        modules.append(AdapterPart(name, rank, scale, pair["A"], pair["B"]))
     return tuple(modules)
 
 
@@ -311,20 +301,20 @@ def _why_unused(name: str) -> str:
     return f"which does not belong to LoRA; what works: {_STEM}(layer){' and '.join(_ENDS)}"
 
 
-def _parts_of(module: AdapterModule, layers: Layers) -> list[AdapterPart]:
+def _parts_of(module: AdapterPart, layers: Layers) -> list[AdapterPart]:
     """Return the changes of ``module`` to layers of the base model; [] if the base model has no such layer."""
-    name = _in_base(module.name, layers)
+    name = _in_base(module.layer, layers)
     if name in layers:
-        return [AdapterPart(name, module.rank, module.scale, module.a, module.b)]
+        return [replace(module, layer=name)]
     block, _, last = name.rpartition(".")
-    names = [f"{block}.{part}" for part in FUSED.get(last, ())]
-    if not names or any(name not in layers for name in names):
-        return []
     parts: list[AdapterPart] = []
     first_row = 0
-    for name in names:
-        parts.append(AdapterPart(name, module.rank, module.scale, module.a, module.b, first_row))
-        first_row += layers[name][0]
+    for fused in FUSED.get(last, ()):
+        layer = f"{block}.{fused}"
+        if layer not in layers:
+            return []
+        parts.append(replace(module, layer=layer, first_row=first_row))
+        first_row += layers[layer][0]
     return parts
 
 
@@ -350,19 +340,6 @@ def _why_unknown(name: str, layers: Layers) -> str:
         return f"it changes {name}, but the base model has no such layer: it is for another base model"
     known = sorted({layer.rpartition(".")[2] for layer in layers})
     return f"it changes {name}; what works in this base model: {', '.join(known)}"
-
-
-def _misshapen(entry: Entry, wanted: tuple[int, int], layer: str) -> str:
-    return (
-        f"{entry.name} in {entry.path.name} has shape {list(entry.shape)}, but {layer} of the base model needs "
-        f"{list(wanted)}"
-    )
-
-
-def _listed(names: Iterable[str]) -> str:
-    listed = sorted(names)
-    more = f" and {len(listed) - _MAX_LISTED} more" if len(listed) > _MAX_LISTED else ""
-    return f"{', '.join(listed[:_MAX_LISTED])}{more}"
 
 
 class _Patterns:
@@ -419,30 +396,26 @@ def _matcher(field: str, names: list[str] | str | None, patterns: _Patterns) -> 
     return lambda name: not ends.isdisjoint(name.split(".", count)[-1] for count in range(name.count(".") + 1))
 
 
-class _Targets:
-    """The layers that a config names, by peft's rules."""
+def _target_matcher(config: AdapterConfig, patterns: _Patterns) -> Callable[[str], bool]:
+    """Return a function that tells whether a config names a layer, by peft's rules."""
+    targets, lists = config.target_modules, config.layers_pattern
+    whole_names = frozenset(targets) if isinstance(targets, list) else ()
+    has_name = _matcher("target_modules", None if targets == ALL_LINEAR else targets, patterns)
+    excludes = _matcher("exclude_modules", config.exclude_modules, patterns)
+    layers = [config.layers_to_transform] if isinstance(config.layers_to_transform, int) else config.layers_to_transform
+    blocks = "|".join(map(re.escape, [lists] if isinstance(lists, str) else lists or ())) or r"[^.]*"
+    index = re.compile(rf"(?:.*?\.)??(?:{blocks})\.([0-9]+)\.")
 
-    def __init__(self, config: AdapterConfig, folder: Path) -> None:
-        patterns = _Patterns(folder)
-        self._is_all = config.target_modules == ALL_LINEAR
-        targets = config.target_modules
-        self._whole_names = frozenset(targets) if isinstance(targets, list) else frozenset[str]()
-        self._has_name = _matcher("target_modules", None if self._is_all else targets, patterns)
-        self._excludes = _matcher("exclude_modules", config.exclude_modules, patterns)
-        layers, lists = config.layers_to_transform, config.layers_pattern
-        self._layers = frozenset([layers] if isinstance(layers, int) else layers or ())
-        lists = [lists] if isinstance(lists, str) else lists or []
-        blocks = "|".join(map(re.escape, lists)) if lists else r"[^.]*"
-        self._index = re.compile(rf"(?:.*?\.)??(?:{blocks})\.([0-9]+)\.")
-
-    def __contains__(self, name: str) -> bool:
-        if self._excludes(name):
+    def is_target(name: str) -> bool:
+        if excludes(name):
             return False
-        if self._is_all:
+        if targets == ALL_LINEAR:
             return name not in _HEADS
-        if name in self._whole_names:
+        if name in whole_names:
             return True  # in any layer
-        if not self._has_name(name):
+        if not has_name(name):
             return False
-        match = self._index.match(name)
-        return not self._layers or (match is not None and int(match[1]) in self._layers)
+        match = index.match(name)
+        return not layers or (match is not None and int(match[1]) in layers)
+
+    return is_target

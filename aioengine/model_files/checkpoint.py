@@ -20,7 +20,7 @@ from aioengine.model_files.gguf_header import BLOCKS
 from aioengine.model_files.gguf_model import tensors_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sized
+    from collections.abc import Iterable, Mapping, Sized
     from typing import BinaryIO
 
     from aioengine.families._block_config import TensorSpec
@@ -114,8 +114,9 @@ def check_entries(entries: list[Entry], specs: Mapping[str, TensorSpec], folder:
     """Raise ValueError for tensors that are missing, unexpected, or have a wrong shape or dtype."""
     names = {entry.name for entry in entries}
     problems = [
-        *_listed("missing", sorted(specs.keys() - names)),
-        *_listed("not expected by this model", sorted(names - specs.keys())),
+        f"{checks.counted(len(wrong), 'tensor')} {problem}: {listed(wrong)}"
+        for problem, wrong in (("missing", specs.keys() - names), ("not expected by this model", names - specs.keys()))
+        if wrong
     ]
     for entry in entries:
         spec, shown = specs.get(entry.name), checks.name(entry.name)
@@ -127,8 +128,8 @@ def check_entries(entries: list[Entry], specs: Mapping[str, TensorSpec], folder:
             problems.append(f"{shown} is of type {checks.name(entry.dtype)}; what works: {', '.join(allowed)}")
     if problems:
         more = f"; and {len(problems) - _MAX_PROBLEMS} more" if len(problems) > _MAX_PROBLEMS else ""
-        listed = "; ".join(problems[:_MAX_PROBLEMS])
-        raise ValueError(f"the weights in {folder} do not match config.json: {listed}{more}")
+        first = "; ".join(problems[:_MAX_PROBLEMS])
+        raise ValueError(f"the weights in {folder} do not match config.json: {first}{more}")
 
 
 def read_headers(folder: Path, prefix: str, renamed: Renamed = ()) -> list[Entry]:
@@ -151,14 +152,16 @@ def read_headers(folder: Path, prefix: str, renamed: Renamed = ()) -> list[Entry
     entries: dict[str, Entry] = {}
     for path in paths:
         for entry in entries_of_file(path):
-            if entry.name in entries:
+            name = new_name(entry.name, renamed)
+            if name in entries:
+                other = entries[name]
+                stored = f"as {checks.shown(other.stored_name)} and {checks.shown(entry.stored_name)}"
                 raise ValueError(
-                    f"tensor {checks.shown(entry.name)} is in {entries[entry.name].path.name} and in {path.name} of "
-                    f"{folder}"
+                    f"tensor {checks.shown(name)} is in {other.path.name} and in {path.name} of {folder}, {stored}"
                 )
-            entries[entry.name] = entry
+            entries[name] = replace(entry, name=name)
     if renamed:
-        return _renamed(entries, renamed, folder)
+        return list(entries.values())
     if any(name.startswith(prefix) for name in entries):
         return list(entries.values())
     return [replace(entry, name=prefix + name) for name, entry in entries.items()]
@@ -200,10 +203,7 @@ def check_unchanged(states: Mapping[str, str], since: str) -> None:
 
 def _file_state(path: Path) -> str:
     """Return a digest of device, inode, size, modification time, and header."""
-    file = folder_files.open_file(path)
-    if file is None:
-        raise ValueError(f"cannot read {path}: it was removed")
-    with file:
+    with folder_files.open_existing(path, f"cannot read {path}: it was removed") as file:
         stat = os.fstat(file.fileno())
         facts = f"{stat.st_dev} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns} "
         return hashlib.sha256(facts.encode() + header_bytes(file)).hexdigest()[:32]
@@ -215,17 +215,6 @@ def new_name(name: str, renamed: Renamed) -> str:
         if name.startswith(old):
             return new + name.removeprefix(old)
     return name
-
-
-def _renamed(entries: Mapping[str, Entry], renamed: Renamed, folder: Path) -> list[Entry]:
-    by_name: dict[str, Entry] = {}
-    for name, entry in entries.items():
-        new = new_name(name, renamed)
-        if new in by_name:
-            first, second = checks.shown(by_name[new].stored_name), checks.shown(name)
-            raise ValueError(f"tensors {first} and {second} of {folder} are the same tensor of the model")
-        by_name[new] = replace(entry, name=new)
-    return list(by_name.values())
 
 
 def _paths(folder: Path) -> list[Path]:
@@ -244,10 +233,8 @@ def _paths(folder: Path) -> list[Path]:
     paths = [folder / name for name in names]
     missing = [path.name for path in paths if not folder_files.is_file(path)]
     if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(
-            f"cannot read {folder}/{checks.name(missing[0])}: {_INDEX} names it{more}, and it is missing; fetch the "
-            "whole model"
+            f"cannot read {folder}/{listed(missing)}: {_INDEX} names it, and it is missing; fetch the whole model"
         )
     return paths
 
@@ -285,18 +272,13 @@ def entries_of_file(path: Path) -> list[Entry]:
 
     Raises ValueError if the file is missing or damaged.
     """
-    file = folder_files.open_file(path)
-    if file is None:
-        raise ValueError(f"cannot read {path}: there is no such file")
-    with file:
+    with folder_files.open_existing(path) as file:
         try:
             tensors = _tensor_headers(file)
             size = os.fstat(file.fileno()).st_size
         except OSError as error:
             raise ValueError(f"cannot read {path}: {error.strerror}") from error
-        except RecursionError as error:
-            raise ValueError(f"cannot read {path}: its header is damaged: it is nested too deeply") from error
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"cannot read {path}: its header is damaged: {error}") from error
         except ValueError as error:
             raise ValueError(f"cannot read {path}: {error}") from error
@@ -337,7 +319,8 @@ def _tensor_headers(file: BinaryIO) -> list[tuple[str, _TensorHeader]]:
     return tensors
 
 
-def _listed(problem: str, names: list[str]) -> Iterator[str]:
-    if names:
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        yield f"{checks.counted(len(names), 'tensor')} {problem}: {', '.join(map(checks.name, names[:5]))}{more}"
+def listed(names: Iterable[str]) -> str:
+    """Return the first five names, and the number of the others."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - 5} more" if len(ordered) > 5 else ""
+    return f"{', '.join(map(checks.name, ordered[:5]))}{more}"

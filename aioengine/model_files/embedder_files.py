@@ -21,17 +21,8 @@ if TYPE_CHECKING:
 
 MODULES: Final = "modules.json"
 
-_KINDS: Final = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_lasttoken": "last",
-}
-_OTHER_KINDS: Final = (
-    "pooling_mode_max_tokens",
-    "pooling_mode_mean_sqrt_len_tokens",
-    "pooling_mode_weightedmean_tokens",
-)
-_NAMES: Final = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
+_KINDS: Final = {"cls": "cls", "cls_token": "cls", "mean": "mean", "mean_tokens": "mean", "lasttoken": "last"}
+"""Names of pooling, in ``pooling_mode`` or after ``pooling_mode_``, -> our kind. Others are not implemented."""
 
 
 class _Module(Struct):
@@ -130,16 +121,13 @@ def _kind(pooling: Mapping[str, object]) -> str:
     """Return the kind in the config.json of the pooling, which has one name or a switch per kind."""
     if pooling.get("include_prompt") is False:
         not_implemented("include_prompt", False, "True")
-    name = pooling.get("pooling_mode")
-    if name is not None:
-        kinds = [_NAMES.get(str(name), "")]
-    else:
-        kinds = [kind for switch, kind in _KINDS.items() if pooling.get(switch)]
-        kinds += ["" for switch in _OTHER_KINDS if pooling.get(switch)]
-    if len(kinds) != 1 or not kinds[0]:
-        modes = {name: value for name, value in pooling.items() if name.startswith("pooling_mode") and value}
+    modes = {name: value for name, value in pooling.items() if name.startswith("pooling_mode") and value}
+    names = (
+        [str(modes["pooling_mode"])] if "pooling_mode" in modes else [name[len("pooling_mode_") :] for name in modes]
+    )
+    if len(names) != 1 or names[0] not in _KINDS:
         not_implemented("the pooling", checks.shown(modes), "one of cls_token, mean_tokens and lasttoken")
-    return kinds[0]
+    return _KINDS[names[0]]
 
 
 def _has_sigmoid(raw: Mapping[str, object], num_labels: int) -> bool:

@@ -9,7 +9,6 @@ import os
 import re
 import stat
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
 
 import msgspec
@@ -20,7 +19,6 @@ from aioengine.model_files.gguf_model import config_of
 from aioengine.model_files.gguf_tokenizer import has_tokenizer, tokenizer_config_of, tokenizer_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
     from typing import BinaryIO
 
@@ -57,11 +55,6 @@ class _DescribedToken(msgspec.Struct):
     normalized: bool | msgspec.UnsetType = msgspec.UNSET
     special: bool | msgspec.UnsetType = msgspec.UNSET
 
-    @property
-    def flags(self) -> dict[str, bool]:
-        """The flags in the file."""
-        return {name: value for name, value in msgspec.structs.asdict(self).items() if isinstance(value, bool)}
-
 
 # ---------------------------------------------------------------- reading
 
@@ -93,16 +86,24 @@ def open_file(path: Path) -> BinaryIO | None:
     return file
 
 
+def open_existing(path: Path, missing: str = "") -> BinaryIO:
+    """Open a file as ``open_file``. If it does not exist, raises ValueError with the message ``missing``."""
+    file = open_file(path)
+    if file is None:
+        raise ValueError(missing or f"cannot read {path}: there is no such file")
+    return file
+
+
 def is_file(path: Path) -> bool:
     """Return whether a file exists and can be opened. Raises ValueError as ``open_file``."""
     if is_gguf(path.parent) and path.name in _GGUF_PARTS:
-        header, opened = read_gguf(path.parent)
-        opened.close()
-        return path.name != TOKENIZER or has_tokenizer(header)
-    file = open_file(path)
-    if file is not None:
+        header, file = read_gguf(path.parent)
         file.close()
-    return file is not None
+        return path.name != TOKENIZER or has_tokenizer(header)
+    opened = open_file(path)
+    if opened is not None:
+        opened.close()
+    return opened is not None
 
 
 def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes | None:
@@ -133,9 +134,7 @@ def read_gguf(path: Path) -> tuple[Header, BinaryIO]:
 
     Raises ValueError if the file does not exist or cannot be read.
     """
-    file = open_file(path)
-    if file is None:
-        raise ValueError(f"{shown_path(path)} cannot be read: there is no such file")
+    file = open_existing(path)
     try:
         return read_header(file), file
     except (OSError, ValueError) as error:
@@ -190,20 +189,15 @@ def _where(content: bytes, error: Exception) -> str:
         position = int(match[1])
         near = content[max(position - _NEAR, 0) : position + _NEAR].decode(errors="replace")
         return f", in {near!r}"
-    if "out of range" in str(error):
-        for name in _undecodable(content):
-            return f", in {checks.shown(name)}"
+    if "out of range" in str(error):  # of a number: find its field
+        name = ""
+        try:
+            fields = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
+            for name in fields:
+                msgspec.json.decode(fields[name])
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return f", in {checks.shown(name)}" if name else ""
     return ""
-
-
-def _undecodable(content: bytes) -> Iterator[str]:
-    """Yield the fields of an object with values that cannot be decoded, such as too large numbers."""
-    with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        for name, value in msgspec.json.decode(content, type=dict[str, msgspec.Raw]).items():
-            try:
-                msgspec.json.decode(value)
-            except msgspec.MsgspecError:
-                yield name
 
 
 def _unreadable(path: Path, reason: Exception | str) -> ValueError:
@@ -255,7 +249,8 @@ def described_tokens(config: Json, folder: Path) -> list[tuple[str, dict[str, bo
         described = msgspec.convert(config.get("added_tokens_decoder") or {}, dict[int, _DescribedToken], str_keys=True)
     except msgspec.ValidationError as error:
         raise ValueError(f"added_tokens_decoder in {shown_path(folder / TOKENIZER_CONFIG)}: {error}") from error
-    return [(token.content, token.flags) for _, token in sorted(described.items())]
+    tokens: list[Json] = [msgspec.to_builtins(token) for _, token in sorted(described.items())]  # without unset flags
+    return [(token.pop("content"), token) for token in tokens]
 
 
 def special_tokens(config: Json, named: Mapping[str, str]) -> list[str]:

@@ -15,6 +15,7 @@ import struct
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from aioengine.api import checks
 
@@ -253,4 +254,4 @@ def _placed(tensors: list[TensorInfo], first: int, *, alignment: int, size: int)
         if first + end > size:
             raise ValueError(f"it is truncated: it has {size} bytes, and tensor {shown} ends at {first + end}")
         seen.add(info.name)
-        yield TensorInfo(info.name, info.shape, info.kind, first + info.begin, info.num_bytes)
+        yield replace(info, begin=first + info.begin)

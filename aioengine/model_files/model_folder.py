@@ -245,11 +245,6 @@ class _ConfigFacts(_TextFacts, frozen=True):
 
 class _GenerationConfig(Struct):
     eos_token_id: int | list[int] | None = None
-    temperature: object = None
-    top_p: object = None
-    top_k: object = None
-    min_p: object = None
-    repetition_penalty: object = None
 
 
 def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: bool = False) -> ModelFacts:
@@ -277,7 +272,8 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
             )
         )
     config, model, pooling, implementation = _read_config(folder, wanted)
-    generation = folder_files.read_json(folder / "generation_config.json", _GenerationConfig) or _GenerationConfig()
+    generation_file = folder / "generation_config.json"
+    generation = folder_files.read_json(generation_file, _GenerationConfig) or _GenerationConfig()
     missing = None if configs_only else checkpoint.missing_weights(folder)
     is_loaded = not configs_only and not missing and (implementation != OWN or wanted.load_format != "dummy")
     files = checkpoint.file_states(checkpoint.model_files(folder, with_weights=is_loaded))
@@ -302,7 +298,7 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
     defaults: dict[str, float] = {}
     left_out = ""
     if wanted.sampling_defaults == "model" and model.task is Task.GENERATE:
-        defaults, left_out = _sampling_defaults(generation)
+        defaults, left_out = _sampling_defaults(folder_files.read_object(generation_file))
     attention = model.attention if isinstance(model, DecoderConfig) else AttentionConfig()
     ends = generation.eos_token_id, config.eos_token_id, config.text_config.eos_token_id
     eos = dict.fromkeys(token_id for ids in ends for token_id in (ids if isinstance(ids, list) else [ids]))
@@ -335,18 +331,16 @@ def find_facts(wanted: ModelConfig, *, progress: bool = False, configs_only: boo
     )
 
 
-def _sampling_defaults(generation: _GenerationConfig) -> tuple[dict[str, float], str]:
-    """Return the valid values of sampling parameters, and why the others are left out."""
+def _sampling_defaults(generation: Mapping[str, object]) -> tuple[dict[str, float], str]:
+    """Return the valid values of sampling parameters in generation_config.json, and why others are left out."""
     defaults: dict[str, float] = {}
     reasons: list[str] = []
     for name in FROM_MODEL:
-        value = getattr(generation, name)
-        if value is None:
-            continue
-        try:
-            defaults[name] = cast("float", PARAMETERS[name].check(name, value))
-        except (TypeError, ValueError) as error:
-            reasons.append(str(error))
+        if generation.get(name) is not None:
+            try:
+                defaults[name] = cast("float", PARAMETERS[name].check(name, generation[name]))
+            except (TypeError, ValueError) as error:
+                reasons.append(str(error))
     return defaults, "; ".join(reasons)
 
 

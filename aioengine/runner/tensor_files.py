@@ -37,14 +37,6 @@ DTYPES: Final = {
 """dtype name in safetensors files -> torch dtype."""
 
 
-def reopen(path: Path) -> BinaryIO:
-    """Open a file whose header was read before. Raises ValueError if it was removed or cannot be read."""
-    file = folder_files.open_file(path)
-    if file is None:
-        raise ValueError(f"cannot read {path}: it was removed")
-    return file
-
-
 def read_tensor(file: BinaryIO, entry: Entry, *, is_pinned: bool = False) -> Tensor:
     """Read a tensor [*entry.shape] of an open file. is_pinned: into pinned memory. Releases the GIL.
 
@@ -67,5 +59,5 @@ def read_arrays(path: str, *, is_pinned: bool) -> dict[str, Tensor]:
         ValueError: the file cannot be read, or is not a safetensors file.
     """
     entries = checkpoint.entries_of_file(Path(path))
-    with reopen(Path(path)) as file:
+    with folder_files.open_existing(Path(path)) as file:
         return {entry.name: read_tensor(file, entry, is_pinned=is_pinned) for entry in entries}

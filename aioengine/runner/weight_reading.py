@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from aioengine.model_files import folder_files
 from aioengine.runner.gguf_blocks import dequantized
-from aioengine.runner.tensor_files import DTYPES, reopen
+from aioengine.runner.tensor_files import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -98,7 +99,11 @@ def read_all(entries: list[Entry], targets: dict[str, Target], report: Report) -
     sums: dict[str, float] = defaultdict(float)
     done = reported = 0
     with ExitStack() as stack:
-        files = {path: stack.enter_context(reopen(path)) for path in {piece.entry.path for piece in pieces}}
+        paths = {piece.entry.path for piece in pieces}
+        files = {
+            path: stack.enter_context(folder_files.open_existing(path, f"cannot read {path}: it was removed"))
+            for path in paths
+        }
         idle: SimpleQueue[_PinnedCopier] = SimpleQueue()
         if device.type == "cuda":
             buffer_bytes = min(PIECE_BYTES, max(piece.num_bytes for piece in pieces))

@@ -40,6 +40,8 @@ def grammar_of(**params: object) -> Grammar:
 
 def allowed(constraint: Constraint) -> list[int]:
     """The tokens that may come next."""
+    if constraint.is_over or constraint.next_token >= 0:
+        return [] if constraint.is_over else [constraint.next_token]
     masks = np.zeros((1, demo_grammars().num_words), dtype=np.int32)
     demo_grammars().fill([constraint], masks)
     return [int(each) for each in np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little"))]

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from aioengine.layers.adapters import LayerMatrices
+from aioengine.model_files import folder_files
 from aioengine.model_files.adapter_folder import read_folder
-from aioengine.runner.tensor_files import read_tensor, reopen
+from aioengine.runner.tensor_files import read_tensor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +58,8 @@ def read_adapter(
     table = layout.table(offsets)
     elements[: table.nbytes // dtype.itemsize].view(torch.int32).copy_(torch.from_numpy(table).ravel())
     matrices: dict[str, tuple[Tensor, Tensor]] = {}
-    with reopen(parts[0].a.path) as file:
+    path = parts[0].a.path
+    with folder_files.open_existing(path, f"{path} was removed") as file:
         for part in parts:
             (num_outputs, num_inputs), own = layout.shapes[part.layer], offsets[part.layer]
             a = elements[own.first_a :][: own.rank * num_inputs].view(own.rank, num_inputs)

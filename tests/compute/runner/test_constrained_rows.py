@@ -105,7 +105,7 @@ def test_answers_equal_the_answers_of_single_requests(
     has_logprobs: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("aioengine.constraints.grammars._MIN_BESIDE", 2)
+    monkeypatch.setattr("aioengine.constraints.grammars._MIN_IN_BACKGROUND", 2)
     world = make_world(folder, depth=depth, min_forced=min_forced, max_tokens=max_tokens)
     if has_logprobs:  # of a step, which then follows its constraints when it is launched
         world.submit([3, 4], SAMPLINGS[0], max_new_tokens=30, logprobs=LogprobRules(num_top=1))
@@ -172,7 +172,7 @@ class MaskedGraphs:
 def test_answers_with_masks_in_graphs_are_the_same(
     folder: Path, alone: list[list[int]], depth: int, preempts_every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aioengine.constraints.grammars._MIN_BESIDE", 2)
+    monkeypatch.setattr("aioengine.constraints.grammars._MIN_IN_BACKGROUND", 2)
     world = make_world(folder, depth=depth, min_forced=2)
     graphs = MaskedGraphs(world.runner)
     monkeypatch.setattr(world.runner, "_graphs", graphs)
