@@ -30,6 +30,7 @@ from aioengine.protocol.messages import (
     Reply,
     Role,
     Sampling,
+    Submit,
     TextChunks,
     TextRules,
 )
@@ -272,6 +273,17 @@ async def test_exception_in_the_message_handler_ends_the_engine() -> None:
         error = await frontend.failure()
         assert "could not be handled" in str(error)
         assert isinstance(error.__cause__, TypeError)
+
+
+async def test_request_that_waits_for_an_adopted_request_keeps_its_deadline() -> None:
+    async with Frontend(launcher="inline") as frontend:
+        assert (await frontend.call("pause")).success
+        frontend.supervisor.adopt({1: 1_000_000})
+        limits = (Limits(8), Limits(8, deadlines={"total": 0.0}))
+        submits = [Submit(uid, [uid], Sampling(seed=uid), one, TextRules()) for uid, one in enumerate(limits, 1)]
+        frontend.supervisor.send(submits)
+        assert (await frontend.finished(2)).code is FinishCode.DEADLINE
+        assert frontend.supervisor.ledger.num_open == 1
 
 
 class OtherStr(str):
