@@ -116,7 +116,7 @@ class RequestChecks:
                     defaults=self.model.sampling_defaults,
                 ),
                 wire.stop_ids(params, vocab_size=vocab_size, eos_token_ids=eos_token_ids),
-                wire.text_rules(params, stream_interval=self.parts.stream_interval),
+                wire.text_rules(params, stream_interval=self.parts.blueprint.stream_interval),
             )
         request.parts[id(params)] = self._last_parts = parts
         if not has_tokenizer and (parts.text.stop or parts.text.stop_regex):
@@ -153,7 +153,8 @@ class RequestChecks:
     def check_states(self, states: str, num_ids: int, max_new_tokens: int) -> None:
         """Raise RequestTooLargeError where the hidden states of a row may be larger than allowed."""
         num_positions = num_ids + max_new_tokens - 1 if states == ALL_STATES else 1
-        num_bytes, max_bytes = 4 * self.model.hidden_size * num_positions, self.parts.delivery.max_hidden_state_bytes
+        num_bytes = 4 * self.model.hidden_size * num_positions
+        max_bytes = self.parts.blueprint.delivery.max_hidden_state_bytes
         if num_bytes > max_bytes:
             raise RequestTooLargeError(
                 f"return_hidden_states of {num_ids} prompt tokens and up to {max_new_tokens} output tokens may give "
