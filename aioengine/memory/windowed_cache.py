@@ -201,7 +201,8 @@ class WindowedCache(PrefixCache):
         seen = dict.fromkeys(
             page for _, page in self._seen(allocation.path[: self._num_valid(allocation.path[: allocation.num_ready])])
         )
-        unseen = [page for page in pinned if page not in seen and self._has_window(page)]
+        windows = dict(zip(self._page_keys, self._groups.windows, strict=True))
+        unseen = [page for page in pinned if page not in seen and windows[page.key] is not None]
         new = [page for page in seen if page not in pinned]
         self._tree.pin(new)
         self._tree.unpin(unseen)
@@ -210,9 +211,6 @@ class WindowedCache(PrefixCache):
             del pinned[page]
 
     # ------------------------------------------------------------ inside
-
-    def _has_window(self, page: Node) -> bool:
-        return self._groups.windows[self._page_keys.index(page.key)] is not None
 
     def _seen(self, path: list[Node]) -> Iterator[tuple[int, Node]]:
         """Yield (index in the page table, page) of a valid prefix for pages that the next token attends to."""
