@@ -243,6 +243,9 @@ def _by_row(flight: Flight, result: StepResult) -> tuple[list[int], dict[int, li
     A row has an entry by uid if it has its planned output: no or several tokens, a vector, or a distribution. A row
     with drafts, or with rejected drafts before it, has an entry even if it has one token.
     """
+    if result.tokens.counts is None and not (flight.num_drafts or flight.rejected or result.failed):
+        tokens = iter(result.tokens.token_ids)
+        return [next(tokens) if row.outputs else -1 for row in flight.plan.rows], {}
     others: dict[int, list[int]] = {}
     single: list[int] = []
     with_extra = {extra.uid for extra in result.tokens.extras if extra.kind in (POOLED_VECTOR, NEXT_LOGPROBS)}
