@@ -142,7 +142,7 @@ class AsyncZmqSender(ZmqSender):
         if self.has_backlog and self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._loop.add_reader(self._socket.fileno(), self._on_event)
-            self._on_event()  # the descriptor only reports changes, and one may have happened before
+            self._on_event()  # the descriptor reports only changes, and the last change may be over
 
     def close(self, linger_s: float = 0.0) -> None:
         self._unwatch()
@@ -199,7 +199,7 @@ class _PullSocket:
                 except BadFrameError as error:
                     self.num_bad_frames += 1
                     if self.num_bad_frames == 1:
-                        log(logger, logging.ERROR, "dropped a frame, later ones are only counted: %s", error)
+                        log(logger, logging.ERROR, "dropped a frame, later frames are only counted: %s", error)
         return messages
 
 

@@ -1,4 +1,4 @@
-"""Logprobs from bytes to the lists of an answer, with and without texts; and messages with very many of them."""
+"""Logprobs from bytes to the lists of an answer, with and without texts, and messages with very many logprobs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from aioengine.protocol.packed_logprobs import (
 
 
 def position(rules: LogprobRules, token_id: int) -> bytes:
-    """A position whose values are all different: that of the token is minus its id, and each further one is lower."""
+    """A position with different values: minus the id of the token, then lower and lower values."""
     values = [-float(token_id + i) for i in range(rules.num_values)]
     return pack(f"<{rules.num_values}f{1 + rules.num_top}i", *values, *range(token_id, token_id + 1 + rules.num_top))
 
@@ -156,7 +156,7 @@ TOP = "output_top_logprobs"
 
 
 def deep_lists() -> dict[str, Any]:
-    """The lists of a request with more entries a position than are made at once."""
+    """The lists of a request with more entries per position than are unpacked at once."""
     extras = [
         *(Extra(5, index, OUTPUT_LOGPROBS, position(DEEP, 100 * index)) for index in range(3)),
         *prompt_extras(5, b"".join(position(DEEP, 50 * place) for place in range(400)), DEEP),
@@ -185,7 +185,7 @@ def test_a_list_that_shrinks_while_it_is_read_ends_the_reading(plain: dict[str, 
 
 
 def num_packed(lists: dict[str, Any]) -> int:
-    """Positions of output tokens whose entries were not made."""
+    """The positions of output tokens whose entries were not unpacked."""
     return sum(type(list.__getitem__(lists[TOP], place)) is not list for place in range(3))
 
 

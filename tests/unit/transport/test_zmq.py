@@ -80,7 +80,7 @@ def test_blocked_receiver_wakes_immediately_and_keeps_its_timeout(channel: Chann
     start = time.monotonic()
     assert receiver.receive(0.05) == []
     assert 0.04 < time.monotonic() - start < 5
-    sender.send([])  # the connection stands after this
+    sender.send([])  # connects
     receiver.receive(1)
     delays: list[float] = []
     for _ in range(9):
