@@ -47,11 +47,6 @@ class WindowedAllocation(Allocation, eq=False):
     def num_owned(self) -> int:
         return sum(node is None and page != RELEASED for node, page in zip(self.nodes, self.pages, strict=True))
 
-    @property
-    def num_held(self) -> int:
-        """Pages that the request uses, its own and shared ones."""
-        return len(self.pages) - self.pages.count(RELEASED)
-
 
 class _PageTree(RadixTree):
     """A tree with nodes for token ids (a lock only keeps them in the tree) and, below them, nodes for pages."""
@@ -121,7 +116,10 @@ class WindowedCache(PrefixCache):
     def num_promised(self, allocation: Allocation, num_tokens: int) -> int:
         """Return the pages that a running request still needs for its known tokens."""
         assert isinstance(allocation, WindowedAllocation)
-        return max(self.pages_for(num_tokens) - allocation.num_held, 0) if allocation.capacity < num_tokens else 0
+        if allocation.capacity >= num_tokens:
+            return 0
+        num_held = len(allocation.pages) - allocation.pages.count(RELEASED)
+        return max(self.pages_for(num_tokens) - num_held, 0)
 
     # ------------------------------------------------------------ do
 

@@ -243,7 +243,6 @@ class LogprobReader:
         self.rules = rules
         self.num_entries = 0
         self._is_deep = rules.is_deep
-        self._is_special = rules.is_deep or rules.with_text
         self._num_values = rules.num_values
         self._format = Format(f"<{rules.num_values}f{1 + rules.num_top}i")
         self._num_positions = rules.num_prompt_positions(num_prompt)
@@ -254,7 +253,8 @@ class LogprobReader:
 
     def read(self, extra: Extra) -> None:
         """Read an extra. It replaces earlier entries of the same positions."""
-        if extra.kind == OUTPUT_LOGPROBS and extra.index - self._first == len(self._output[0]) and not self._is_special:
+        is_plain = not (self._is_deep or self.rules.with_text)
+        if is_plain and extra.kind == OUTPUT_LOGPROBS and extra.index - self._first == len(self._output[0]):
             self._read_next(extra.data)
             return
         data, count, is_prompt = extra.data, 1, extra.kind == PROMPT_LOGPROBS
