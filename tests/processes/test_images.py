@@ -28,7 +28,7 @@ from safetensors.numpy import load_file
 
 from aioengine import AsyncEngine, EngineError, RequestError
 from aioengine.frontend.intake import image_prompts
-from aioengine.frontend.startup import Blueprint
+from aioengine.frontend.running import Blueprint
 from aioengine.media.intake.image_intake import ImageIntake, ImagesOfPrompt, folder_base
 from aioengine.media.intake.sources import ImageSource
 from aioengine.media.service.worker import PixelGate
@@ -62,14 +62,14 @@ pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 def submitted(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> list[Submit]:
     """The requests that reach the processes."""
     found: list[Submit] = []
-    lifecycle = engine._run.frontend._lifecycle
-    send = lifecycle.submitter._submit
+    submitter = engine._run.frontend.calls.submitter
+    send = submitter._submit
 
     def record(submits: list[Submit]) -> None:
         found.extend(submits)
         send(submits)
 
-    monkeypatch.setattr(lifecycle.submitter, "_submit", record)
+    monkeypatch.setattr(submitter, "_submit", record)
     return found
 
 
@@ -517,7 +517,7 @@ async def test_prompts_of_gemma_get_line_breaks_around_their_images(tmp_path: Pa
     folder = write_image_folder(tmp_path, FAMILIES["gemma3"])
     async with AsyncEngine.from_blueprint(lambda: blueprint(folder)) as engine:
         found: list[Submit] = []
-        submitter = engine._run.frontend._lifecycle.submitter
+        submitter = engine._run.frontend.calls.submitter
         submit = submitter._submit
         submitter._submit = lambda submits: (found.extend(submits), submit(submits))
         for prompt in ("a\n<start_of_image>b", "a\n\n\n<start_of_image><image_soft_token><end_of_image>\n\nb"):
