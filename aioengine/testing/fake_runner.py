@@ -20,9 +20,17 @@ import msgspec
 from msgspec import Struct
 
 from aioengine.model_files import adapter_folder
-from aioengine.protocol.columns import HIDDEN_STATES, NO_TOKEN, POOLED_VECTOR, Extra, TokenColumns, state_extras
+from aioengine.protocol.columns import (
+    HIDDEN_STATES,
+    NO_TOKEN,
+    POOLED_VECTOR,
+    PROMPT_STATES,
+    Extra,
+    TokenColumns,
+    block_extras,
+)
 from aioengine.protocol.messages import ALL_STATES, Reply, RequestKind
-from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS, OUTPUT_LOGPROBS, prompt_extras
+from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS, OUTPUT_LOGPROBS, PROMPT_LOGPROBS
 from aioengine.scheduler.plan import NewRow, StepResult
 from aioengine.scheduler.planner import OUTPUTS
 from aioengine.testing.faults import Faults
@@ -143,7 +151,7 @@ def fake_states(uid: int, sampling: Sampling, position: int, num_prompt: int) ->
     own = fake_vector(position - 1)
     states = [Extra(uid, position - num_prompt, HIDDEN_STATES, own)]
     if sampling.hidden_states == ALL_STATES and position == num_prompt:
-        states += state_extras(uid, b"".join(map(fake_vector, range(position - 1))), len(own))
+        states += block_extras(uid, PROMPT_STATES, b"".join(map(fake_vector, range(position - 1))), len(own))
     return states
 
 
@@ -371,7 +379,7 @@ class FakeRunner:
         if rules is not None and 0 <= rules.start < opened.num_prompt and row.start < opened.num_prompt:
             prompt = opened.token_ids[rules.start : opened.num_prompt]
             numbers = [fake_logprobs(rules, token_id, self._model.vocab_size) for token_id in prompt]
-            tokens.extras += prompt_extras(row.uid, b"".join(numbers), rules)
+            tokens.extras += block_extras(row.uid, PROMPT_LOGPROBS, b"".join(numbers), rules.position_bytes)
         if opened.kind is not RequestKind.GENERATE:
             tokens.add(row.uid, ())
             tokens.extras.append(self._last_extra(row, opened, checksum))
