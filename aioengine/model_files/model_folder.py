@@ -373,11 +373,6 @@ def family_config(wanted: ModelConfig) -> TransformerConfig:
     return _read_config(Path(wanted.path or DEMO_MODEL), wanted)[1]
 
 
-def supported_model_types() -> list[str]:
-    """Return the ``model_type`` of all families."""
-    return plugins.names("families")
-
-
 def _read_config(folder: Path, wanted: ModelConfig) -> tuple[_ConfigFacts, TransformerConfig, PoolingSettings, str]:
     """Read config.json and the pooling. Also return the implementation.
 
@@ -419,7 +414,7 @@ def _implementation(config: _ConfigFacts, wanted: str) -> str:
 
     Raises ValueError if neither can compute it.
     """
-    known = supported_model_types()
+    known = plugins.names("families")
     is_known = plugins.file_name(config.model_type or "") in known
     for name, example in (("model_type", '"llama"'), ("architectures", '["LlamaForCausalLM"]')):
         if not getattr(config, name):
